@@ -21,7 +21,7 @@ from runner import __version__
 from runner.base.errors import AccelRunError, Exit, UsageError, as_told, limit_of, readable
 from runner.base.output import never_waiting, open_closed_streams, write_at_once
 from runner.base.secret import fit_to_show, refuse_secrets
-from runner.base.words import first_line, for_terminal, help_page, message_of, words_of
+from runner.base.text import first_line, for_terminal, help_page, message_of, words_of
 from runner.commands import COMMANDS, TRAINING
 
 
@@ -132,8 +132,8 @@ def _options(words: Sequence[str]) -> Collection[str]:
 def _unknown(words: Sequence[str]) -> AccelRunError:
     import difflib
 
+    from runner.base.aliases import fix_of_command
     from runner.base.configuration import options_of_groups, proper_word
-    from runner.base.foreign import fix_of_command
     from runner.base.schema import MAX_SHOWN
 
     word = words[0]

@@ -22,8 +22,8 @@ from runner.base.accelerator import accelerator_of, current_device, device_count
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
 from runner.base.host import device_bytes
-from runner.distributed.layers import ADAMW_BYTES, LayerCost, measured, weighed
-from runner.distributed.placing import check_layers
+from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, measured, weighed
+from runner.distributed.layer_placement import check_layers
 
 Place = str | torch.device
 Strategy = Literal["single", "replicated", "pipeline"]
@@ -204,7 +204,7 @@ class PipelineParallel(nn.Module):
         given: dict[str, Any] = {
             "costs": [cost.seconds for cost in self.costs],
             "memory_bytes": [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
-            "devices": [partition.Device(size) for size in capacities],
+            "devices": [partition.StageDevice(size) for size in capacities],
             "activation_bytes": [cost.activation_bytes for cost in self.costs],
             "in_flight": [self.num_microbatches] * len(capacities),
         }

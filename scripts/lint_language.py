@@ -41,7 +41,11 @@ REPLACED = {
     r"at hand": "available, this machine",
 }
 PATTERN = re.compile(rf"\b({'|'.join(f'({phrase})' for phrase in REPLACED)})\b", re.IGNORECASE)
-LIMITS: dict[str, int] = {}
+LIMITS = {
+    "docs": 1, "runner": 11, "runner/base": 21, "runner/commands": 3, "runner/distributed": 2, "runner/doctor": 30,
+    "runner/durable": 25, "runner/engine": 74, "runner/launch": 18, "runner/measure": 110, "runner/observe": 67,
+    "runner/plan": 9, "runner/report": 23, "scripts": 22, "tasks": 25,
+}  # fmt: skip
 
 
 def places() -> Iterator[tuple[str, str, int, str]]:

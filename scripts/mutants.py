@@ -50,7 +50,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
     "runner/durable", "runner/engine", "runner/distributed", "runner/axes", "runner/base/order.py",
-    "runner/base/batch.py", "runner/base/generators.py",
+    "runner/base/batch.py", "runner/base/global_rng.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 
@@ -68,7 +68,7 @@ BY_HAND = (
     ),
     ("runner/engine/phase.py", "rest = there[world.rank - 1]", "rest = there[0]"),
     ("runner/base/order.py", "if rank == 0 and update == 0:", "if update == 0:"),
-    ("runner/engine/saver.py", "self.bests = list(bests)", "self.bests = []"),
+    ("runner/engine/checkpoint_saver.py", "self.bests = list(bests)", "self.bests = []"),
 )  # fmt: skip
 # What a new run has for the fields of a checkpoint, in the dict `state` of `Checkpointing.snapshot`.
 FRESH = {

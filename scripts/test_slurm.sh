@@ -206,7 +206,7 @@ submit() {
 ranks_are_told_apart() {
     local code="
 import os
-from runner.base.ranks import member_of
+from runner.base.rank_env import member_of
 member = member_of(os.environ)
 print(member.rank, member.local_rank, member.world_size, member.num_local_ranks, member.store, member.attempt)"
     srun --nodes=2 --ntasks=3 --overcommit --distribution=block "$python" -c "$code" | sort >ranks
@@ -217,7 +217,7 @@ print(member.rank, member.local_rank, member.world_size, member.num_local_ranks,
 no_rank_is_found_in() {
     local code="
 import os
-from runner.base.ranks import member_of
+from runner.base.rank_env import member_of
 assert 'SLURM_JOB_ID' in os.environ
 print(member_of(os.environ))"
     [[ $("$@" "$python" -c "$code") == None ]]

@@ -19,7 +19,7 @@ from typing import Any
 
 from runner.base import configuration as configurations
 from runner.base.configuration import Request
-from runner.base.places import shipped
+from runner.base.paths import shipped
 
 SIZE = 1 << 18
 

@@ -24,11 +24,11 @@ from tests.warm import import_all
 LONGEST = (
     "stand_ins/test_cuda_paths.py", "engine/test_watchdog.py", "faults/test_environment.py",
     "end_to_end/test_ranks.py", "stand_ins/test_cuda_costs.py", "stand_ins/test_cuda_stand_in.py",
-    "launch/test_local.py", "measure/test_tune.py", "launch/test_sweeps.py", "measure/test_trial.py",
+    "launch/test_local.py", "measure/test_tuner.py", "launch/test_sweeps.py", "measure/test_compare.py",
     "tasks/test_tractodiff_model.py", "tasks/test_tractodiff_data.py", "commands/test_monitor.py",
     "observe/test_trackers.py", "commands/test_plan_of_ranks.py", "distributed/test_sharded.py",
     "distributed/test_pipelined.py", "faults/test_resume_matrix.py", "faults/test_secrets.py",
-    "measure/test_suite_parallelism.py", "measure/test_advise.py", "measure/test_suite_before_after.py",
+    "measure/test_suite_parallelism.py", "measure/test_advisor.py", "measure/test_suite_before_after.py",
     "measure/test_suite_devices.py", "launch/test_two_nodes.py", "end_to_end/test_what_changed.py",
     "report/test_report.py", "measure/test_ladder.py", "faults/test_signals_of_runs.py",
     "end_to_end/test_phases_as_data.py", "doctor/test_command.py", "engine/test_forecast.py", "laws/test_tasks.py",

@@ -24,6 +24,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import runner
+from runner.base.aliases import FOREIGN_KEYS
 from runner.base.configuration import (
     AXES,
     GROUPS,
@@ -33,17 +34,16 @@ from runner.base.configuration import (
     options_of,
     task_source,
 )
-from runner.base.foreign import FOREIGN_KEYS
 from runner.base.schema import read_functions, settings_keys
 from runner.base.settings import Settings
-from runner.base.sweeps import expand_sweep
+from runner.base.sweep_syntax import expand_sweep
 from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, search, tune
 from runner.commands.arguments import own_words, read, read_of_a_run
-from runner.commands.sweep_words import GRID, wish_of
+from runner.commands.sweep_arguments import GRID, wish_of
 from runner.doctor.checks import CHECKS
 from runner.measure.suites import SUITES
-from runner.plan.plan import inventory_for, make_plan
+from runner.plan.planner import inventory_for, make_plan
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -257,7 +257,7 @@ def known_keys() -> set[str]:
         keys |= set(benchmark.suite_of(suite).OPTIONS)
     interface = ast.parse((ROOT / "runner" / "interface.py").read_text(encoding="utf-8"))
     keys |= {node.arg for node in ast.walk(interface) if isinstance(node, ast.arg)}
-    return keys | set(settings_keys(monitor.Options))
+    return keys | set(settings_keys(monitor.MonitorOptions))
 
 
 @pytest.fixture(autouse=True)

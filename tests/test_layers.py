@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -106,3 +107,15 @@ def test_modules_of_the_engine_do_not_import_each_other_in_a_circle() -> None:
         if file.is_relative_to(ROOT / "runner" / "engine")
     }
     TopologicalSorter({name: engine.keys() & {*imports(file)} for name, file in engine.items()}).prepare()
+
+
+def test_names_of_modules_and_public_classes_are_unique() -> None:
+    """So a search for a name finds one thing. Suites have the names that are typed: suite=batch."""
+    modules = Counter(file.stem for file in FILES if file.stem != "__init__" and file.parent.name != "suites")
+    classes = Counter(
+        node.name
+        for file in FILES
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in (modules + classes).items() if count > 1] == []

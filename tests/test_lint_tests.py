@@ -27,7 +27,7 @@ PLANTED = {
         "faulthandler.dump_traceback_later(3)",
     ],
     "private": [
-        "from runner.base.words import _near",
+        "from runner.base.text import _near",
         "from scripts.compare import _first",
         "local._REMINDER_S = 1",
         "monkeypatch.setattr(local, '_REMINDER_S', 1)",

@@ -1,7 +1,7 @@
 """Data loaders: in this process, in worker processes or in a thread. All yield identical batches.
 
 A loader receives keys (epoch, indices, last) in the order of base/order.py and yields batches in that order.
-Code of the task draws from the global generators, which base/streams.py seeds for each sample in every loader.
+Code of the task draws from the global generators, which base/sample_rng.py seeds for each sample in every loader.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from torch.utils.data import StackDataset, Subset
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from runner.base.batch import MicroBatch, Samples, are_equal, map_tensors
+from runner.base.batch import BatchSamples, MicroBatch, are_equal, map_tensors
 from runner.base.errors import AccelRunError, DataError, Exit
+from runner.base.oom_errors import shortage_of
 from runner.base.order import Micro
 from runner.base.output import never_wait_again
-from runner.base.parent import die_with_parent
+from runner.base.parent_death import die_with_parent
+from runner.base.sample_rng import NoStreams, SampleStreams, drawing_apart
 from runner.base.scratch import shared_folder
-from runner.base.shortage import shortage_of
 from runner.base.stacks import answer_in
-from runner.base.streams import NoStreams, SampleStreams, drawing_apart
 from runner.base.task import Dataset, Task
+from runner.base.text import Raised, RemoteError, message_of, raised, shortened, words_of
 from runner.base.values import Count, PositiveInt
-from runner.base.words import Raised, RaisedElsewhere, message_of, raised, shortened, words_of
 
 Collate = Callable[[Sequence[Any]], Any]
 Keys = Iterable[Micro]
@@ -215,10 +215,10 @@ class WorkerLoader(Loader):
         self._open.append(iterator)
         return self._raising(iterator)
 
-    def _raising(self, iterator: Iterator[MicroBatch | AccelRunError | RaisedElsewhere]) -> Iterator[MicroBatch]:
+    def _raising(self, iterator: Iterator[MicroBatch | AccelRunError | RemoteError]) -> Iterator[MicroBatch]:
         try:
             for item in iterator:
-                if isinstance(item, (AccelRunError, RaisedElsewhere)):
+                if isinstance(item, (AccelRunError, RemoteError)):
                     raise item
                 yield item
         except RuntimeError as error:  # raised by torch if a worker died
@@ -422,16 +422,16 @@ class _InWorker:
     def __len__(self) -> int:
         return len(self.fetcher)
 
-    def __getitem__(self, key: Micro) -> MicroBatch | AccelRunError | RaisedElsewhere:
+    def __getitem__(self, key: Micro) -> MicroBatch | AccelRunError | RemoteError:
         try:
             read = self.fetcher[key]
             map_tensors(_share, read.batch)
             return read
         except AccelRunError as error:
             # Causes would keep memory alive, and smaller batches may resolve a lack of memory.
-            return RaisedElsewhere(raised(error)) if shortage_of(error) is not None else error.with_traceback(None)
+            return RemoteError(raised(error)) if shortage_of(error) is not None else error.with_traceback(None)
         except (Exception, SystemExit) as error:  # the task's collate may call sys.exit
-            return RaisedElsewhere(raised(error))
+            return RemoteError(raised(error))
 
     def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
         """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
@@ -473,7 +473,7 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
     only errors are sent from then on. Checked on Python 3.11 to 3.13.
     """
 
-    _refused: RaisedElsewhere | None = None
+    _refused: RemoteError | None = None
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         if parent_process() is None:  # the queue of indices for a worker
@@ -483,18 +483,18 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
             if self._refused is None:
                 super().put(obj, block, timeout)
         except RuntimeError as error:  # thread creation failed
-            self._refused = RaisedElsewhere(raised(error))
+            self._refused = RemoteError(raised(error))
         if self._refused is not None:
             self._send(obj[0], self._refused)
 
     def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
-        self._refused = RaisedElsewhere(raised(error))
+        self._refused = RemoteError(raised(error))
         lost = [obj, *self._buffer]  # type: ignore[attr-defined]
         self._buffer.clear()  # type: ignore[attr-defined]
         for number, _ in lost:
             self._send(number, self._refused)
 
-    def _send(self, number: int, error: RaisedElsewhere) -> None:
+    def _send(self, number: int, error: RemoteError) -> None:
         self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
         with self._wlock:  # type: ignore[attr-defined]
             self._writer.send_bytes(ForkingPickler.dumps((number, error)))  # type: ignore[attr-defined]
@@ -553,11 +553,13 @@ def _join(batches: list[Any]) -> Any:
     raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
 
 
-def _samples_of(key: Micro, good: Sequence[int]) -> Samples:
+def _samples_of(key: Micro, good: Sequence[int]) -> BatchSamples:
     """Return the samples of a batch: those of its key at the positions `good`."""
     if len(good) == len(key.indices):  # avoids the lists, which take 2 us
-        return Samples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(good)))
-    return Samples(key.seed, key.epoch, [key.indices[place] for place in good], [key.first + place for place in good])
+        return BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(good)))
+    return BatchSamples(
+        key.seed, key.epoch, [key.indices[place] for place in good], [key.first + place for place in good]
+    )
 
 
 def _reads_many(dataset: Dataset) -> Callable[[list[int]], Any] | None:

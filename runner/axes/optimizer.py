@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.base.choice import make
 from runner.base.errors import ConfigError, IncompatibleResume, Problem
+from runner.base.option_table import make
 from runner.base.schema import did_you_mean
+from runner.base.text import shortened
 from runner.base.values import Factor, NonNegative, Positive
-from runner.base.words import shortened
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
 

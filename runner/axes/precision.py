@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runner.base.arriving import Arriving, sent
+from runner.base.async_copy import PendingCopy, sent
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, NumericError, Problem
 from runner.base.schema import did_you_mean
@@ -54,7 +54,7 @@ class Precision:
         )
         # On a GPU they are checked in the next step: an immediate check would synchronize.
         self.checks_at_once = self.device.type == "cpu"
-        self._sent: Arriving | None = None
+        self._sent: PendingCopy | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
@@ -144,7 +144,7 @@ class ScaledHalf(Precision):
         self.scaler = scaler
         self.min_scale, self.max_skips = min_scale, max_skips
         self._skipped = self._in_a_row = 0
-        self._pending: Arriving | None = None
+        self._pending: PendingCopy | None = None
         self._statistics = _Statistics(model)
 
     def forward(self) -> AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ class FreeMemory(NamedTuple):
     total: int
 
 
-class Held(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Memory of a device that this process uses, in bytes.
 
     allocated  occupied by tensors
@@ -117,11 +117,11 @@ class Accelerator:
         """Return the maximum number of bytes that torch can allocate."""
         return None
 
-    def held(self) -> Held | None:
+    def held(self) -> DeviceMemory | None:
         """Return the memory that this process uses now."""
         return None
 
-    def peak(self) -> Held | None:
+    def peak(self) -> DeviceMemory | None:
         """Return the peak memory of this process since `reset_peak`."""
         return None
 
@@ -226,11 +226,11 @@ class Cuda(Accelerator):
     def total_bytes(self) -> int | None:
         return int(self._torch.get_device_properties(self.device).total_memory)
 
-    def held(self) -> Held | None:
-        return Held(self._torch.memory_allocated(self.device), self._torch.memory_reserved(self.device))
+    def held(self) -> DeviceMemory | None:
+        return DeviceMemory(self._torch.memory_allocated(self.device), self._torch.memory_reserved(self.device))
 
-    def peak(self) -> Held | None:
-        return Held(self._torch.max_memory_allocated(self.device), self._torch.max_memory_reserved(self.device))
+    def peak(self) -> DeviceMemory | None:
+        return DeviceMemory(self._torch.max_memory_allocated(self.device), self._torch.max_memory_reserved(self.device))
 
     def reset_peak(self) -> None:
         self._torch.reset_peak_memory_stats(self.device)

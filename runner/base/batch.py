@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-class Samples(NamedTuple):
+class BatchSamples(NamedTuple):
     """The samples of a batch, in order; enough to draw random numbers per sample.
 
     seed     seed of the run
@@ -33,7 +33,7 @@ class MicroBatch(NamedTuple):
     last: bool
     bad: tuple[tuple[int, str], ...] = ()
     counts: bool = True
-    samples: Samples | None = None
+    samples: BatchSamples | None = None
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

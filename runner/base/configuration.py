@@ -20,9 +20,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.base.division import divide
-from runner.base.errors import ConfigError, InputMissing, Problem, readable
-from runner.base.foreign import (
+from runner.base.aliases import (
     FOREIGN_KEYS,
     PRECISION_NAMES,
     fix_of_key,
@@ -32,11 +30,13 @@ from runner.base.foreign import (
     other_ways,
     own_names,
 )
+from runner.base.division import divide
+from runner.base.errors import ConfigError, InputMissing, Problem, readable
 from runner.base.guarded_yaml import MAX_DEPTH, read_guarded, refuse_calls, refuse_growth
+from runner.base.paths import PACKAGE, shipped
 from runner.base.phases import GROUPS as PHASE_GROUPS
 from runner.base.phases import INFERENCE, LENGTHS, Declared, is_for, read_phases, values_of
 from runner.base.phases import keys_of as phase_keys
-from runner.base.places import PACKAGE, shipped
 from runner.base.schema import (
     MAX_SHOWN,
     REQUIRED,
@@ -72,12 +72,12 @@ AXES: Mapping[str, str] = {
     "attention": "axes/attention.py",
     "memory": "axes/memory.py",
     "backend": "axes/backend.py",
-    "checkpoint": "engine/saving.py",
+    "checkpoint": "engine/save_policy.py",
     "watchdog": "engine/watchdog.py",
     "tracker": "observe/trackers.py",
-    "monitor": "observe/monitor.py",
+    "monitor": "observe/monitor_thread.py",
     "profiler": "observe/profiler.py",
-    "benchmark": "observe/benchmark.py",
+    "benchmark": "observe/step_times.py",
     "launcher": "launch/launcher.py",
 }
 GROUPS = (*AXES, "task", "hardware")

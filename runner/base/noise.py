@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.batch import Samples
+from runner.base.batch import BatchSamples
 
 EVALUATION = -1  # used as the epoch in evaluations: always the same draws, separate from training
 
@@ -141,13 +141,13 @@ def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
     return _made(batch, name)
 
 
-def start_pass(samples: Samples | None) -> None:
+def start_pass(samples: BatchSamples | None) -> None:
     """Start a pass over these samples, None: unknown ones. The previous pass, including backward, must be complete."""
     _numbers.clear()
     switch_pass(samples)
 
 
-def switch_pass(samples: Samples | None) -> None:
+def switch_pass(samples: BatchSamples | None) -> None:
     """Like `start_pass`, but earlier passes may still have to run backward, as in a pipeline."""
     global _current
     _current = None if samples is None else _Pass(samples)
@@ -188,7 +188,7 @@ class _Places:
 class _Pass:
     """One forward pass over known samples."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: BatchSamples) -> None:
         self.samples, self.places = samples, _Places(samples.places)
         self.calls: dict[str, int] = {}  # by name
         self._keys: dict[tuple[torch.device, int], Tensor] = {}

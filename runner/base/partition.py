@@ -27,7 +27,7 @@ class DeviceLike(Protocol):
 
 
 @dataclass(frozen=True)
-class Device:
+class StageDevice:
     """A device of a split; `speed` 2.0 takes half the time."""
 
     memory_bytes: int

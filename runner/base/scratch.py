@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.base.errors import CannotCreate, Exit
-from runner.base.places import cache_folder
+from runner.base.paths import cache_folder
 
 PREFIX = "accelrun-"
 _CODES = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from runner.base.places import as_path
+from runner.base.paths import as_path
 from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, Seed
 
 

@@ -81,7 +81,7 @@ def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Proble
 
 
 @dataclass(frozen=True)
-class Row:
+class RankShare:
     """One rank's part of an update.
 
     percent           percentage of the samples of an update
@@ -117,18 +117,18 @@ def table(
     devices: Sequence[str],
     memory_bytes: Sequence[int | None],
     micro_batch_sizes: Sequence[int | None],
-) -> tuple[Row, ...]:
+) -> tuple[RankShare, ...]:
     """Return one row per rank; a micro-batch size of None, or above the share, means the whole share at once."""
     total = sum(shares)
     return tuple(
-        Row(rank, device, memory, share, 100 * share / total, min(micro or share, share))
+        RankShare(rank, device, memory, share, 100 * share / total, min(micro or share, share))
         for rank, (share, device, memory, micro) in enumerate(
             zip(shares, devices, memory_bytes, micro_batch_sizes, strict=True)
         )
     )
 
 
-def identity(rows: Sequence[Row]) -> str:
+def identity(rows: Sequence[RankShare]) -> str:
     """Format the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
 
     Adjacent ranks with equal parts are one term, `4 x 16 (ranks 0-3: 2 x 8)`. If the line would still exceed
@@ -146,7 +146,7 @@ def summed(shares: Sequence[int]) -> str:
     return text if len(text) <= LINE_WIDTH // 2 else f"{len(shares)} ranks, {min(shares)} to {max(shares)} each"
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
+def lines(rows: Sequence[RankShare]) -> list[str]:
     """Format the table as plain text with aligned columns: a header, then one line per rank."""
     heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "passes")
     cells = [heading, *(_cells(row) for row in rows)]
@@ -206,14 +206,14 @@ def _without(shares: Sequence[int]) -> str:
     return f"use parallelism.world_size={len(kept)}{again}"
 
 
-def _term(run: Sequence[Row]) -> str:
+def _term(run: Sequence[RankShare]) -> str:
     first, last = run[0], run[-1]
     if len(run) == 1:
         return f"{first.share} (rank {first.rank}: {first.product})"
     return f"{len(run)} x {first.share} (ranks {first.rank}-{last.rank}: {first.product})"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: RankShare) -> tuple[str, ...]:
     memory = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / GIB:.1f} GiB"
     micro = str(row.micro_batch_size)
     return str(row.rank), row.device, memory, str(row.share), f"{row.percent:.1f} %", micro, row.product

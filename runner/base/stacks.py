@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.base.places import PACKAGE, shipped
+from runner.base.paths import PACKAGE, shipped
 
 ASK = signal.SIGUSR2
 ANSWER_S = 2.0  # s to wait for the answer of a process
@@ -24,7 +24,7 @@ STOPPED = "is stopped (SIGSTOP)"
 
 
 @dataclass(frozen=True)
-class Frame:
+class StackFrame:
     """A frame of a stack."""
 
     file: str
@@ -95,27 +95,27 @@ def asked(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
     return found | {pid: before.get(pid) or "does not answer" for pid in waiting}
 
 
-def main_thread(text: str) -> list[Frame]:
+def main_thread(text: str) -> list[StackFrame]:
     """Return the frames of the main thread, innermost first: the last thread that faulthandler writes."""
     last = re.split(r"^(?:Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[-1]
-    return [Frame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
+    return [StackFrame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
 
 
-def frames_here(thread: int) -> list[Frame]:
+def frames_here(thread: int) -> list[StackFrame]:
     """Return the frames of a thread of this process, innermost first."""
     found, frame = [], sys._current_frames().get(thread)
     while frame is not None:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        found.append(StackFrame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
     return found
 
 
-def waits_for_ranks(call: Frame) -> bool:
+def waits_for_ranks(call: StackFrame) -> bool:
     """Return whether the innermost call waits for other ranks, or for a device, which is where collectives block."""
     return call.function == "synchronize" or call.file in _FOR_DEVICES or is_collective(call)
 
 
-def is_collective(call: Frame) -> bool:
+def is_collective(call: StackFrame) -> bool:
     """Return whether the innermost call is a collective."""
     return "/torch/distributed/" in call.file or call.file.startswith(_OF_RANKS)
 
@@ -125,12 +125,12 @@ def is_debugger(file: str) -> bool:
     return Path(file).name in _DEBUGGERS or "/pydevd" in file or "/debugpy/" in file or "/IPython/" in file
 
 
-def own_call(frames: list[Frame]) -> Frame | None:
+def own_call(frames: list[StackFrame]) -> StackFrame | None:
     """Return the innermost frame in the user's code, outside of ours and libraries."""
     return next((frame for frame in frames if _is_the_users(frame.file)), None)
 
 
-def in_brief(frames: list[Frame], count: int = 3) -> list[str]:
+def in_brief(frames: list[StackFrame], count: int = 3) -> list[str]:
     """Format the innermost frames, and the user's own, one per line."""
     shown = frames[:count]
     mine = own_call(frames)
@@ -159,7 +159,7 @@ def _shortened(file: str) -> str:
 _STEM = "stacks-"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _OF_RANKS = tuple(str(PACKAGE / name) for name in ("distributed/", "base/world.py", "engine/council.py"))
-_FOR_DEVICES = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "base/arriving.py"))
+_FOR_DEVICES = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "base/async_copy.py"))
 _DEBUGGERS = {"pdb.py", "bdb.py", "ipdb.py", "pudb.py"}
 _FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _LIBRARIES = (f"{PACKAGE}/", *(f"{folder}/" for folder in _FOLDERS))

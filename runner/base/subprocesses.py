@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from runner.base import output
 from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import SystemLimit
-from runner.base.parent import die_with_parent
+from runner.base.parent_death import die_with_parent
 
 Answer = TypeVar("Answer")
 PATIENCE_S = 3.0  # s after which the user is told the reason for the wait

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.text import for_terminal
 from runner.commands.arguments import budget, own_words, read_of_a_run, teller
 
 if TYPE_CHECKING:
-    from runner.measure.advise import Advice, Entry, Known
+    from runner.measure.advisor import Advice, AdviceInputs, Entry
 
 HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
 
@@ -42,7 +42,7 @@ OWN = {"budget_s": "120", "apply": "false", "profile": ""}
 
 def run(words: list[str]) -> int:
     """Print the advice."""
-    from runner.measure.advise import advise, as_json, profile_of
+    from runner.measure.advisor import advise, as_json, profile_of
     from runner.measure.hardware_profile import check_profile, write_profile
 
     wish = _wish(words)
@@ -83,7 +83,7 @@ class _Wish:
     """The parsed arguments."""
 
     request: Request
-    run: Known
+    run: AdviceInputs
     budget_s: float
     applies: bool
     profile: str | None
@@ -93,7 +93,7 @@ class _Wish:
 
 def _wish(words: list[str]) -> _Wish:
     """Parse the arguments. Raises ConfigError, and InputMissing if the run does not exist."""
-    from runner.measure.advise import Known
+    from runner.measure.advisor import AdviceInputs
 
     own, rest, as_json = own_words(words, OWN)
     budget_s, problems = 0.0, list[Problem]()
@@ -108,15 +108,15 @@ def _wish(words: list[str]) -> _Wish:
     given = read_of_a_run(rest, own)
     names_a_run = any(word.startswith("run=") for word in given.overrides)
     is_of_a_run = names_a_run or not (given.overrides or given.task_file)
-    request, told, notes = _of_run(given) if is_of_a_run else (given, Known(), ())
+    request, told, notes = _of_run(given) if is_of_a_run else (given, AdviceInputs(), ())
     return _Wish(request, told, budget_s, own["apply"].lower() == "true", own["profile"] or None, as_json, notes)
 
 
-def _of_run(given: Request) -> tuple[Request, Known, tuple[str, ...]]:
+def _of_run(given: Request) -> tuple[Request, AdviceInputs, tuple[str, ...]]:
     """Return the settings of a run with the given overrides, and its own measurements."""
-    from runner.durable.origin import find_run, origin_of
+    from runner.durable.run_request import find_run, origin_of
     from runner.engine.evidence import read_evidence
-    from runner.measure.advise import Known
+    from runner.measure.advisor import AdviceInputs
     from runner.measure.facts import monitored
 
     directory, root = find_run(given, teller("advise"))
@@ -125,13 +125,13 @@ def _of_run(given: Request) -> tuple[Request, Known, tuple[str, ...]]:
     request = origin.request(replace(given, overrides=own), without=("run", "resume", "output_root"))
     evidence = read_evidence(directory.path)
     if own:  # the run was measured with other settings
-        return request, Known(), (f"run {directory.name} with {' '.join(own)}: measured again",)
+        return request, AdviceInputs(), (f"run {directory.name} with {' '.join(own)}: measured again",)
     if evidence is None:
-        return request, Known(), (f"run {directory.name} has no measurements: measured now",)
+        return request, AdviceInputs(), (f"run {directory.name} has no measurements: measured now",)
     trained = [phase for phase in evidence.phases if phase.kind == "train"]
     longest = max(trained, key=lambda phase: phase.seconds or 0.0, default=None)
     notes = (f"run {directory.name} failed: its measurements up to that point are used",) if evidence.unfinished else ()
-    return request, Known(evidence, *monitored(directory.path), longest.name if longest else None), notes
+    return request, AdviceInputs(evidence, *monitored(directory.path), longest.name if longest else None), notes
 
 
 def screen(advice: Advice) -> list[str]:
@@ -178,7 +178,7 @@ def _criteria(advice: Advice) -> list[str]:
     lines = [
         "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
     ]
-    from runner.measure.advise import NOT_MEASURED
+    from runner.measure.advisor import NOT_MEASURED
 
     measured = advice.measured_verdict
     if not measured.startswith(NOT_MEASURED):

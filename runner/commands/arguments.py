@@ -10,7 +10,7 @@ from pathlib import Path
 from runner.base.configuration import Request, parse, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.text import for_terminal
 
 
 @dataclass(frozen=True)

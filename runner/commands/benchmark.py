@@ -12,7 +12,7 @@ from runner.base.configuration import compose
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.text import for_terminal
 from runner.commands.arguments import budget, own_words, read, teller
 from runner.measure.suites import SUITES
 
@@ -66,7 +66,7 @@ def run(words: list[str]) -> int:
 
 def read_words(words: list[str]) -> tuple[Any, Any, bool]:
     """Return the module of the suite, its request, and whether to print JSON. Raises ConfigError."""
-    from runner.measure.suite import Wanted
+    from runner.measure.suite import SuiteRequest
 
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
     suite = suite_of(given.get("suite", OWN["suite"]))
@@ -75,7 +75,7 @@ def read_words(words: list[str]) -> tuple[Any, Any, bool]:
     arguments = read(rest, positional=len(rest), own=own)
     compose(arguments.request)  # report invalid settings before measuring
     options = {key: own[key] for key in suite.OPTIONS}
-    wanted = Wanted(
+    wanted = SuiteRequest(
         arguments.request,
         arguments.positional,
         options,

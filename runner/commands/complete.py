@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.configuration import AXES, GROUPS, function_of, options_of, task_source
-from runner.base.places import PACKAGE, shipped
+from runner.base.paths import PACKAGE, shipped
 from runner.base.schema import Key, Signature, read_functions, settings_keys
 from runner.base.settings import Settings
 from runner.base.values import Matches
@@ -175,7 +175,7 @@ def _plan(line: TypedLine) -> list[str]:
 
 
 def _train(line: TypedLine) -> list[str]:
-    from runner.commands.sweep_words import GRID
+    from runner.commands.sweep_arguments import GRID
 
     return _of_sweep(line, GRID) if {"-m", "--multirun"} & line.flags.keys() else _settings_or_flags(line, "-m")
 
@@ -265,7 +265,7 @@ def _status(line: TypedLine) -> list[str]:
 
 
 def _monitor(line: TypedLine) -> list[str]:
-    from runner.commands.monitor import FLAGS, Options
+    from runner.commands.monitor import FLAGS, MonitorOptions
 
     key, has_value, value = line.last.partition("=")
     if line.last.startswith("-"):
@@ -274,7 +274,7 @@ def _monitor(line: TypedLine) -> list[str]:
         return [f"log_dir={path}" for path in _paths(value, "/")]
     if has_value:
         return _with_values(line, key, value) if key in ("run", "output_root") else []
-    return [f"{name}=" for name in settings_keys(Options) if name not in line.overrides]
+    return [f"{name}=" for name in settings_keys(MonitorOptions) if name not in line.overrides]
 
 
 def _advise(line: TypedLine) -> list[str]:

@@ -48,9 +48,9 @@ examples
 def run(words: list[str]) -> int:
     """Run the checks and print their findings; the exit code tells whether any failed."""
     from runner.doctor.checks import CHECKS
+    from runner.doctor.display import DoctorDisplay
     from runner.doctor.examine import Examination
-    from runner.doctor.findings import Finding
-    from runner.doctor.screen import Screen
+    from runner.doctor.findings import CheckResult
 
     if words[:1] == [CONTACT]:
         return _first_contact(words[1:])
@@ -62,9 +62,9 @@ def run(words: list[str]) -> int:
     root = Path(settings.get("output_root", "outputs")).expanduser().absolute()
     examination = Examination(names, settings.get("device", "auto"), root)
     is_json = "--json" in flags
-    screen = Screen(sys.stdout, sys.stderr if is_json else sys.stdout)
+    screen = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
     began = time.monotonic()
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     for finding in examination.findings(screen.watch):
         findings.append(finding)
         if not is_json:
@@ -84,18 +84,18 @@ def run(words: list[str]) -> int:
 
 def _first_contact(words: list[str]) -> int:
     """Compare predictions with the GPU that is here, and write the page."""
+    from runner.doctor.display import DoctorDisplay
     from runner.doctor.examine import Examination
-    from runner.doctor.findings import Finding
+    from runner.doctor.findings import CheckResult
     from runner.doctor.first_contact import contact_checks, page, report
-    from runner.doctor.screen import Screen
     from runner.durable.files import atomic_write, make_directory
 
     own, request, is_json = read_contact(words)
     root = Path(own["output_root"]).expanduser().absolute()
     checks = contact_checks(request)
     examination = Examination(checks, own["device"], root, checks=checks)
-    screen = Screen(sys.stdout, sys.stderr if is_json else sys.stdout)
-    began, findings = time.monotonic(), list[Finding]()
+    screen = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
+    began, findings = time.monotonic(), list[CheckResult]()
     for finding in examination.findings(screen.watch):
         findings.append(finding)
         if not is_json:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.text import for_terminal
 from runner.commands.arguments import read
 from runner.commands.plan import shown
 
@@ -152,8 +152,8 @@ def _key(key: str, configuration: Configuration) -> Key | None:
 
 def _instead(key: str, configuration: Configuration) -> str:
     """Return a suggestion for an unknown key."""
+    from runner.base.aliases import FOREIGN_KEYS
     from runner.base.configuration import AXES, GROUPS, function_of, options_of
-    from runner.base.foreign import FOREIGN_KEYS
     from runner.base.schema import did_you_mean
 
     if key in FOREIGN_KEYS:

@@ -23,6 +23,6 @@ def run(words: list[str]) -> int:
     """Export; return 0 if every file gives the model's outputs."""
     formats = [name for word in words if word.startswith("format=") for name in word.partition("=")[2].split(",")]
     request = read_of_a_run([word for word in words if not word.startswith("format=")])
-    from runner.engine.export import export
+    from runner.engine.export_model import export
 
     return int(export(request, formats))

@@ -26,19 +26,19 @@ from runner.base.errors import (
     StorageError,
     readable,
 )
-from runner.base.places import as_path
+from runner.base.paths import as_path
 from runner.base.secret import fit_to_show
 from runner.base.values import Interval, Place, Positive
 from runner.commands.arguments import teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
-    from runner.observe.machine import GpuUser
+    from runner.observe.alerts import Alert
     from runner.observe.machine_display import Display
+    from runner.observe.machine_sample import GpuUser
     from runner.observe.machine_screen import Use, View
-    from runner.observe.monitor import Monitor, NoMonitor
-    from runner.observe.notices import Notice
-    from runner.observe.samples import Samples, Summary
+    from runner.observe.monitor_thread import Monitor, NoMonitor
+    from runner.observe.samples import MachineSamples, Summary
 
 HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--once] [--json] [run=NAME]
 
@@ -65,7 +65,7 @@ examples
 
 
 @dataclass(frozen=True)
-class Options:
+class MonitorOptions:
     """Options of the form key=value."""
 
     seconds: Positive | None = None
@@ -90,7 +90,7 @@ def run(words: list[str]) -> int:
 # ---------------------------------------------------------------- live
 
 
-def _once(runs: RunningRuns, options: Options, *, as_json: bool) -> int:
+def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
     from runner.observe.machine_display import as_object
     from runner.observe.machine_screen import View, lines_of
 
@@ -112,7 +112,7 @@ def _once(runs: RunningRuns, options: Options, *, as_json: bool) -> int:
     return 0
 
 
-def _live(runs: RunningRuns, options: Options, folder: Path | None, *, as_json: bool) -> int:
+def _live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
     """Show each sample until the end, then a summary."""
     from runner.observe.machine_display import make_display
     from runner.observe.machine_screen import View
@@ -218,7 +218,7 @@ class RunningRuns:
     def _look(self) -> Iterator[tuple[int, str]]:
         import psutil  # type: ignore[import-untyped]
 
-        from runner.base.birth import birth_of
+        from runner.base.process_identity import birth_of
         from runner.durable.directory import runs
         from runner.durable.files import read_object
 
@@ -249,8 +249,8 @@ def _hear(monitor: NoMonitor, view: View) -> None:
         view.unsaid.clear()
 
 
-def _monitor(folder: Path | None, options: Options) -> Monitor:
-    from runner.observe.monitor import Monitor
+def _monitor(folder: Path | None, options: MonitorOptions) -> Monitor:
+    from runner.observe.monitor_thread import Monitor
 
     return Monitor(folder / "gpu.csv" if folder else None, options.interval_s)
 
@@ -282,11 +282,11 @@ def _asked_to_stop() -> Iterator[threading.Event]:
 # ---------------------------------------------------------------- at the end
 
 
-def _of_run(root: Path, options: Options, *, as_json: bool, in_its_folder: bool) -> int:
+def _of_run(root: Path, options: MonitorOptions, *, as_json: bool, in_its_folder: bool) -> int:
     """Show the recorded metrics of a run; write plots to its folder, or to a new one in log_dir."""
     from runner.durable.directory import LAST, RunDirectory
     from runner.durable.files import read_object
-    from runner.durable.origin import say_skipped
+    from runner.durable.run_request import say_skipped
     from runner.observe.samples import Summary, read_samples
 
     directory = RunDirectory.find(root, options.run or LAST)
@@ -333,25 +333,25 @@ def _rank(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _reported(events: Path) -> list[Notice]:
+def _reported(events: Path) -> list[Alert]:
     """Return the GPU errors that the driver reported during the run."""
     from runner.durable.files import read_rows
-    from runner.observe.notices import Notice
+    from runner.observe.alerts import Alert
 
     rows = [row for row in read_rows(events) if row.get("kind") == "machine" and row.get("what") in _TROUBLES]
-    return [Notice(str(row["what"]), str(row.get("text", "")), "warning", row) for row in rows]
+    return [Alert(str(row["what"]), str(row.get("text", "")), "warning", row) for row in rows]
 
 
 def _tell(
     summary: Summary,
     say: Callable[[str], None],
-    notices: Sequence[Notice],
+    notices: Sequence[Alert],
     *,
     of_run: bool,
     on_gpu: bool = True,
 ) -> None:
     """Print the figures and their assessment."""
-    from runner.observe import verdicts
+    from runner.observe import health_rules
 
     is_ascii = _prints_only_ascii()
 
@@ -361,9 +361,9 @@ def _tell(
     seconds, count = summary.whole.seconds, summary.whole.samples
     length = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
     put(f"monitored for {length} s, {count:,} sample{'' if count == 1 else 's'}\n")
-    for line in [*verdicts.table(summary), *verdicts.phases(summary)]:
+    for line in [*health_rules.table(summary), *health_rules.phases(summary)]:
         put(line)
-    found = verdicts.verdicts(summary, notices, of_run=of_run, on_gpu=on_gpu)
+    found = health_rules.verdicts(summary, notices, of_run=of_run, on_gpu=on_gpu)
     for verdict in found:
         put(
             "\n" + _wrapped(f"{verdict.level:<5} {verdict.subject}: {verdict.says}") + "\n" + " " * 6 + verdict.evidence
@@ -388,7 +388,7 @@ def _leave(
     folder: Path,
     summaries: Mapping[str, Summary],
     say: Callable[[str], None],
-    samples: Callable[[], Mapping[str, Samples]],
+    samples: Callable[[], Mapping[str, MachineSamples]],
     lost: str = "",
 ) -> None:
     """Write summary and plots of each machine; the keys are prefixes of the file names, empty for the first machine.
@@ -435,7 +435,7 @@ def _judge(faults: Sequence[str], folder: Path) -> None:
 
 
 def _draw(
-    samples: Samples,
+    samples: MachineSamples,
     write: Callable[[str, bytes], object],
     place: Path,
     say: Callable[[str], None],
@@ -485,11 +485,11 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
 # ---------------------------------------------------------------- words
 
 
-def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
+def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
     """Return the options, the given keys, and the flags. Raises ConfigError listing all problems."""
     from runner.base.schema import fault, settings_keys
 
-    keys, problems = settings_keys(Options), []
+    keys, problems = settings_keys(MonitorOptions), []
     values: dict[str, Any] = {}
     flags: set[str] = set()
     for word in words:
@@ -514,7 +514,7 @@ def read_words(words: Sequence[str]) -> tuple[Options, set[str], set[str]]:
         problems.append(Problem("leave it out: --once prints one sample and writes nothing", ", ".join(idle)))
     if problems:
         raise ConfigError(problems)
-    return Options(**values), set(values), flags
+    return MonitorOptions(**values), set(values), flags
 
 
 def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -10,17 +10,17 @@ from runner.base.configuration import compose, facts_of_profiles, merge_override
 from runner.base.errors import ConfigError, Problem
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.text import for_terminal
 from runner.commands.arguments import SETTINGS_HELP, read, teller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from runner.base.configuration import Configuration
-    from runner.plan.fits import Needs
     from runner.plan.inventory import Inventory
-    from runner.plan.plan import Plan
-    from runner.plan.sheet import Change
+    from runner.plan.memory_fit import Needs
+    from runner.plan.planner import Plan
+    from runner.plan.prediction_text import FittingChange
 
 PROBE = "--probe"
 HELP = f"""usage: accel-run plan [--probe] [key=value ...]
@@ -43,7 +43,7 @@ examples
 
 def run(words: list[str]) -> int:
     """Print the plan."""
-    from runner.plan.plan import LISTED, inventory_for, make_plan, rank_table
+    from runner.plan.planner import LISTED, inventory_for, make_plan, rank_table
 
     probes = PROBE in words
     rest = [word for word in words if word != PROBE]
@@ -86,23 +86,23 @@ def _means_probe(word: str) -> bool:
 
 def _needs(configuration: Configuration, inventory: Inventory, long: Callable[[], object]) -> Needs:
     """Return the resource demand of the run, traced in a subprocess."""
-    from runner.launch.needs import needs_in_subprocess
+    from runner.launch.traced_demand import needs_in_subprocess
 
     return needs_in_subprocess(configuration, inventory, beyond=True, long=long)
 
 
 def _memory(
     configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, long: Callable[[], object]
-) -> tuple[list[str], Sequence[Change]]:
+) -> tuple[list[str], Sequence[FittingChange]]:
     """Return the lines about memory and time, and changes that would fit if the plan does not."""
-    from runner.plan.sheet import peaks_of_ranks, sheet
+    from runner.plan.prediction_text import peaks_of_ranks, sheet
 
     profiles = [configuration.hardware, *facts_of_profiles(configuration.request.config_dir).values()]
-    changes: Sequence[Change] = ()
+    changes: Sequence[FittingChange] = ()
     untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
         from runner.base.subprocesses import in_subprocess
-        from runner.engine.changes import changes_of
+        from runner.engine.remedies import changes_of
 
         changes, untried = in_subprocess(changes_of, configuration, inventory, plan, needs, profiles, long=long)
     return sheet(plan, needs, peaks_of_ranks(plan, needs, profiles), changes, untried), changes

@@ -37,9 +37,9 @@ OWN = {"out": "", "benchmarks": "", "output_root": "outputs", "run": ""}
 
 def run(words: list[str]) -> int:
     """Write the page and print its path."""
-    from runner.base.places import as_path
+    from runner.base.paths import as_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
-    from runner.durable.origin import say_skipped
+    from runner.durable.run_request import say_skipped
 
     own, rest = read_words(words)
     root = as_path(own["output_root"])
@@ -58,8 +58,8 @@ def run(words: list[str]) -> int:
     out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
     from runner.report.comparison import comparison_of
-    from runner.report.page import html_of, page_of
-    from runner.report.story import read_story
+    from runner.report.run_data import read_story
+    from runner.report.run_page import html_of, page_of
 
     stories = [read_story(directory) for directory in directories]
     html = html_of(page_of(stories[0], benchmarks) if len(stories) == 1 else comparison_of(stories))
@@ -74,11 +74,11 @@ def run(words: list[str]) -> int:
 
 def _of_sweep(folder: Path, given: str) -> int:
     """Write the page about a sweep or a search and print its path."""
-    from runner.base.places import as_path
+    from runner.base.paths import as_path
     from runner.durable import files
     from runner.launch.trials import Sweep
-    from runner.report.page import html_of
-    from runner.report.sweeps import page_of_sweep
+    from runner.report.run_page import html_of
+    from runner.report.sweep_page import page_of_sweep
 
     out = as_path(given) if given else folder / "report.html"
     _refuse_place(out)
@@ -132,7 +132,7 @@ def _refuse_place(out: Path) -> None:
     """
     from runner.base.errors import CannotCreate
     from runner.durable import files
-    from runner.report.page import MARK, MOST_BYTES
+    from runner.report.run_page import MARK, MOST_BYTES
 
     if not out.absolute().parent.is_dir():
         raise CannotCreate("folder not found", where=str(out.parent), fix="create it, or choose another out=")

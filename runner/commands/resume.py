@@ -10,7 +10,7 @@ from pathlib import Path
 
 from runner.base.configuration import key_of, word_of
 from runner.base.errors import ConfigError, Problem
-from runner.base.places import as_path
+from runner.base.paths import as_path
 from runner.commands.arguments import read_of_a_run, teller
 
 HELP = """usage: accel-run resume [last|NAME|DIR] [key=value ...]
@@ -43,8 +43,8 @@ def run(words: list[str]) -> int:
         fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
         raise ConfigError(Problem("a run is resumed from its own checkpoints", begins[-1], fix))
     from runner.commands.train import train_and_point
-    from runner.durable.origin import find_run, origin_of
-    from runner.engine.again import words_of
+    from runner.durable.run_request import find_run, origin_of
+    from runner.engine.repro_script import words_of
 
     say = teller("resume")
     directory, root = find_run(given, say)

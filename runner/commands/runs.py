@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.figures import metric_text
+from runner.base.json_numbers import metric_text
 from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.words import aligned, columns_of, for_terminal, is_number, rate, sized
+from runner.base.text import aligned, columns_of, for_terminal, is_number, rate, sized
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -33,7 +33,7 @@ examples
 
 
 @dataclass(frozen=True)
-class Row:
+class RunRow:
     """A row of the list; None means unknown.
 
     phase    the current or last phase; "trials" for a sweep, whose updates are trials
@@ -59,7 +59,7 @@ class Row:
 
 def run(words: list[str]) -> int:
     """Print a line per run."""
-    from runner.base.places import as_path
+    from runner.base.paths import as_path
     from runner.durable.directory import runs, sweeps
 
     own, rest, is_json = own_words(words, {"output_root": "outputs"})
@@ -86,11 +86,11 @@ def _fix_of(word: str) -> str:
     return did_you_mean(key, ("output_root", "--json")) or _FIX
 
 
-def row_of(path: Path) -> Row:
+def row_of(path: Path) -> RunRow:
     """Read the files of a run; damaged or missing values are None."""
     from runner.durable.directory import last_written
     from runner.durable.files import read_last_row, read_object
-    from runner.durable.standing import standing
+    from runner.durable.run_state import standing
     from runner.engine.evidence import evidence_in, throughput
 
     record, plan = read_object(path / "run.json"), read_object(path / "plan.json")
@@ -104,7 +104,7 @@ def row_of(path: Path) -> Row:
     phases = [each for each in phases if isinstance(each, dict)] if isinstance(phases, list) else []
     totals = {str(each.get("name")): each.get("updates") for each in phases}
     total = totals.get(str(phase))
-    return Row(
+    return RunRow(
         path.name,
         str(path),
         task if isinstance(task, str) else None,
@@ -124,10 +124,10 @@ def row_of(path: Path) -> Row:
     )
 
 
-def row_of_sweep(path: Path) -> Row:
+def row_of_sweep(path: Path) -> RunRow:
     """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
     from runner.durable.directory import SWEEP
-    from runner.durable.standing import standing
+    from runner.durable.run_state import standing
     from runner.launch.trials import Sweep, winner
 
     sweep = Sweep.read(path)
@@ -140,13 +140,13 @@ def row_of_sweep(path: Path) -> Row:
         written = 0.0
     metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
     state = standing(sweep.record).word
-    return Row(
+    return RunRow(
         path.name, str(path), sweep.task or None, state, None, "trials", through, len(results), metrics, written,
         _size_of(path),
     )  # fmt: skip
 
 
-def table(rows: Sequence[Row], now: float, columns: int = 0) -> list[str]:
+def table(rows: Sequence[RunRow], now: float, columns: int = 0) -> list[str]:
     """Return a header and a line per run, escaped for the terminal, because folder names may be untrusted.
 
     now      seconds since 1970
@@ -157,7 +157,7 @@ def table(rows: Sequence[Row], now: float, columns: int = 0) -> list[str]:
     return aligned(lines, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
 
 
-def _cells(row: Row, now: float) -> tuple[str, ...]:
+def _cells(row: RunRow, now: float) -> tuple[str, ...]:
     code = f" ({row.exit_code})" if row.exit_code and row.state in ("failed", "preempted", "interrupted") else ""
     made = "-" if row.update is None else str(row.update)
     made += f"/{row.total}" if row.total is not None and row.update is not None else ""
@@ -198,7 +198,7 @@ def _size_of(path: Path) -> int:
     return total
 
 
-def _as_json(row: Row) -> dict[str, Any]:
+def _as_json(row: RunRow) -> dict[str, Any]:
     """Return the row with an ISO time and without NaN."""
     written = datetime.fromtimestamp(row.written, UTC).isoformat(timespec="seconds") if row.written else None
     return {**asdict(row), "written": written}

@@ -6,7 +6,7 @@ import math
 
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, budget, own_words, read
-from runner.commands.sweep_words import BOTH, TOGETHER_HELP, wish_of
+from runner.commands.sweep_arguments import BOTH, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run search 'KEY=RANGE' ... [trials=20] [metric=val/loss] [goal=min] [budget_s=S] [key=value ...]
 
@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
     if not trials.isdecimal() or not int(trials):
         what = "must be an integer of at least 1, the number of trials"
         raise ConfigError(Problem(what, f"trials={trials}", f"use trials={OWN['trials']}"))
-    from runner.launch.search import search
+    from runner.launch.study import search
 
     request = read(rest, own=OWN).request
     return search(request, wish, num_trials=int(trials), budget_s=budget(given, "3600") if given else math.inf)

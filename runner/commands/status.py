@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runner.base.figures import metric_text
+from runner.base.json_numbers import metric_text
 from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.words import columns_of, for_terminal, rate
+from runner.base.text import columns_of, for_terminal, rate
 from runner.commands.arguments import read_of_a_run, teller
 from runner.durable.files import TEMPORARY, mapped, read_object, read_rows
 
@@ -29,8 +29,8 @@ def run(words: list[str]) -> int:
     """Print the state of a run."""
     from runner.base.configuration import compose
     from runner.durable.directory import LAST, RunDirectory, find_sweep
-    from runner.durable.origin import say_skipped
-    from runner.durable.standing import standing
+    from runner.durable.run_request import say_skipped
+    from runner.durable.run_state import standing
 
     settings = compose(read_of_a_run(words)).settings
     if folder := find_sweep(settings.root, settings.run or LAST):
@@ -53,7 +53,7 @@ def run(words: list[str]) -> int:
 
 def _of_sweep(folder: Path) -> int:
     """Print the trials of a sweep or a search."""
-    from runner.durable.standing import standing
+    from runner.durable.run_state import standing
     from runner.launch.trials import Sweep, summary, table
 
     sweep = Sweep.read(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runner.base.configuration import Request
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, own_words, read
-from runner.commands.sweep_words import GRID, TOGETHER_HELP, wish_of
+from runner.commands.sweep_arguments import GRID, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
 

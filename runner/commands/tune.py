@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError
 from runner.base.secret import fit_to_show
-from runner.base.words import for_terminal
+from runner.base.text import for_terminal
 from runner.commands.arguments import budget, own_words, read, teller
 
 if TYPE_CHECKING:
-    from runner.measure.tune import Tuned
+    from runner.measure.tuner import Tuned
 
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]
 
@@ -41,7 +41,7 @@ OWN = {"budget_s": "600", "profile": ""}
 def run(words: list[str]) -> int:
     """Search, print the result and write the profile."""
     from runner.measure.hardware_profile import check_profile, write_profile
-    from runner.measure.tune import as_json, profile_of, tune
+    from runner.measure.tuner import as_json, profile_of, tune
 
     request, budget_s, name, is_json = read_words(words)
     check_profile(request, name)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.words import shortened
+from runner.base.text import shortened
 from runner.base.world import World
-from runner.distributed.vain import Counted
+from runner.distributed.dummy_pass import CollectiveCounter
 
 
 def synchronized(model: nn.Module, world: World) -> nn.Module:
@@ -49,7 +49,7 @@ def _must_be_known(model: nn.Module) -> None:
         for name, module in _training(model)
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
         and type(module) not in _PLAIN
-        and not isinstance(module, Counted)
+        and not isinstance(module, CollectiveCounter)
     }
     if others:
         named = shortened([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _NUM_NAMED)
@@ -69,7 +69,7 @@ def _training(model: nn.Module) -> list[tuple[str, nn.Module]]:
             module.training = mode
 
 
-class _OverRanks(Counted, nn.modules.batchnorm._BatchNorm):
+class _OverRanks(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
     """Synchronized batch norm for any device; a mixin for torch's class of each dimension, which checks its inputs."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -106,7 +106,7 @@ class _BatchNorm3d(_OverRanks, nn.BatchNorm3d):
     pass
 
 
-class _OnGPU(Counted, nn.SyncBatchNorm):
+class _OnGPU(CollectiveCounter, nn.SyncBatchNorm):
     """torch's implementation, extended to join a dummy pass with a batch of no samples."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name

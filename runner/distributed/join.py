@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.base.accelerator import accelerator_of
 from runner.base.errors import SystemLimit
-from runner.base.ranks import Member
+from runner.base.rank_env import RankInfo
 from runner.base.world import World
-from runner.distributed.interface import choose_interface
-from runner.distributed.patience import within
+from runner.distributed.network_interface import choose_interface
+from runner.distributed.timeouts import within
 
 MEETING_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
 ABORT_S = 10.0  # s to abort the kernels of a process group
@@ -29,7 +29,7 @@ TIMEOUT_S = 600.0  # s: timeout of collectives
 
 
 @contextmanager
-def joined(member: Member, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+def joined(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Initialize the process group of `member` and return its world; destroy the group on exit.
 
     CPU tensors use gloo, those of a GPU NCCL. After an error the group is abandoned, not destroyed.
@@ -124,7 +124,7 @@ class _Imagined(World):
         return flag
 
 
-def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
+def _meet(member: RankInfo, device: torch.device, timeout_s: float) -> None:
     """Create the process group. Raises RuntimeError or OSError."""
     accelerator_of(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _store(member, timedelta(seconds=_meeting_s(member, timeout_s)))
@@ -138,12 +138,12 @@ def _meet(member: Member, device: torch.device, timeout_s: float) -> None:
     )
 
 
-def _meeting_s(member: Member, timeout_s: float) -> float:
+def _meeting_s(member: RankInfo, timeout_s: float) -> float:
     """Return the timeout of the rendezvous: NCCL connects ranks pairwise, which grows with their number."""
     return min(timeout_s, MEETING_S + 0.5 * member.world_size)
 
 
-def _store(member: Member, timeout: timedelta) -> Store:
+def _store(member: RankInfo, timeout: timedelta) -> Store:
     """Return the rendezvous store: a file for one machine, rank 0's port for several."""
     kind, _, place = member.store.partition("://")
     if kind == "file":

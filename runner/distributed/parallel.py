@@ -47,7 +47,7 @@ def _raised(error: Exception) -> None:
     raise error
 
 
-class Passes(NamedTuple):
+class ForwardPasses(NamedTuple):
     """The functions that turn a micro-batch into gradients.
 
     model     the model for forward passes
@@ -130,7 +130,7 @@ class Parallel:
     def end(self) -> None:
         """End the phase."""
 
-    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+    def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         """Accumulate the gradients of all micro-batches of this rank's update; return their sums."""
         loss_sum = self.world.zeros()  # wider than the loss, which may be bfloat16
         items: Tensor | int | float = 0

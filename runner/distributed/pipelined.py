@@ -24,39 +24,39 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from runner.base import noise, partition
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.buffers import restored
 from runner.base.errors import AccelRunError, RankLost, TaskFault
-from runner.base.generators import seed_everything
+from runner.base.global_rng import seed_everything
+from runner.base.module_buffers import restored
 from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
-from runner.distributed import parcel
+from runner.distributed import p2p_messages
 from runner.distributed.agreement import start_alike
-from runner.distributed.buffers import BufferSync, check_copies
-from runner.distributed.faults import caught, described, raise_of_any
-from runner.distributed.layers import ADAMW_BYTES
-from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
-from runner.distributed.placing import (
+from runner.distributed.buffer_sync import BufferSync, check_copies
+from runner.distributed.fault_sync import caught, described, raise_of_any
+from runner.distributed.layer_costs import ADAMW_BYTES
+from runner.distributed.layer_placement import (
     WHERE,
     Example,
     Placement,
+    PlacementRequest,
     Tie,
-    Wanted,
     check_layers,
     free,
     modules_of_several,
     placed,
     ties_of,
 )
+from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
 from runner.distributed.stages import (
     Call,
     Called,
-    Once,
+    ReplayedCall,
     Shapes,
     Stage,
-    Tally,
+    StageSums,
+    StageWork,
     TimedStage,
-    Work,
     check_between,
     key_of,
     seed_of,
@@ -95,7 +95,9 @@ class Pipelined(Parallel):
         super().__init__(world)
         self.schedule = schedule
         self.chunks = chunks if schedule == "interleaved" else 1
-        self.wanted = Wanted(schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter)
+        self.wanted = PlacementRequest(
+            schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter
+        )
         self._example: Example | None = None
         self.placement: Placement
         self._stages: list[Stage] = []
@@ -189,7 +191,7 @@ class Pipelined(Parallel):
         self._steps.clear()
         self._shapes.clear()
 
-    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+    def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         self._buffers.begin_update()
         micros, bad, failure = self._read(batches)
         noise.start_pass(None)  # passes overlap: each step sets its own samples
@@ -199,14 +201,14 @@ class Pipelined(Parallel):
         if failure is None and self._has(0):
             failure = caught(lambda: inputs.extend(self._called_with(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
-        tally = Tally(self.world.zeros(), self.world.zeros())
+        tally = StageSums(self.world.zeros(), self.world.zeros())
         self._num_steps = []
         first = 0
         for key, group in groupby(keys.keys):
             count = len(list(group))
             for size in self._sizes(count):
                 part = slice(first, first + size)
-                work = Work(passes, micros[part], inputs[part], keys.seed + first, tally)
+                work = StageWork(passes, micros[part], inputs[part], keys.seed + first, tally)
                 self._run(work, key, size)
                 first += size
         if self._placeholder is not None:
@@ -255,9 +257,9 @@ class Pipelined(Parallel):
         for rank in range(1, self.world.world_size):
             wanted = [name for name in names[rank] if source[name] == rank]
             if self.world.rank == rank:
-                parcel.send(tuple(mine[name].detach().cpu() for name in wanted), 0, torch.device("cpu"))
+                p2p_messages.send(tuple(mine[name].detach().cpu() for name in wanted), 0, torch.device("cpu"))
             elif self.world.is_first:
-                result |= zip(wanted, parcel.receive(rank, torch.device("cpu")), strict=True)
+                result |= zip(wanted, p2p_messages.receive(rank, torch.device("cpu")), strict=True)
         order = dict.fromkeys([*tensors, *source])
         return {name: result[name] for name in order if name in result}
 
@@ -352,7 +354,7 @@ class Pipelined(Parallel):
         failure = caught(read)
         return micros, tuple(bad), failure
 
-    def _called_with(self, passes: Passes, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
+    def _called_with(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
         """Yield the arguments with which the loss calls the model."""
 
         def called(*inputs: Any, **named: Any) -> Any:
@@ -390,7 +392,7 @@ class Pipelined(Parallel):
             return [count]
         return [count // world_size * world_size, count % world_size]
 
-    def _run(self, work: Work, key: int, count: int) -> None:
+    def _run(self, work: StageWork, key: int, count: int) -> None:
         """Run the micro-batches of one shape."""
         if key not in self._shapes:
             self._shapes[key] = [*self._foreseen] or self._probed(work)
@@ -444,7 +446,7 @@ class Pipelined(Parallel):
             return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
         return shapes[number + 1].received()
 
-    def _probed(self, work: Work) -> list[Shapes]:
+    def _probed(self, work: StageWork) -> list[Shapes]:
         """Infer the input shapes of each stage by running one micro-batch without gradients.
 
         Errors in layers and loss are found here, while no rank waits for another one.
@@ -454,7 +456,7 @@ class Pipelined(Parallel):
 
         def checked(output: Any) -> None:
             fresh = map_tensors(_as_leaf, output)
-            with torch.enable_grad(), self._answering(Once(fresh)), work.passes.forward():
+            with torch.enable_grad(), self._answering(ReplayedCall(fresh)), work.passes.forward():
                 noise.switch_pass(work.micros[0].samples)
                 work.passes.loss(work.passes.model, work.micros[0].batch)
 
@@ -480,13 +482,13 @@ class Pipelined(Parallel):
         outcome = self._through(Call(inputs, named), nullcontext, outputs.append)
         last = (self.num_stages - 1) % self.world.world_size
         text = None if outcome.failure is None else described(outcome.failure)
-        failure = outcome.failure or (caught(lambda: parcel.check(outputs[0])) if outputs else None)
+        failure = outcome.failure or (caught(lambda: p2p_messages.check(outputs[0])) if outputs else None)
         text = text or (None if failure is None else described(failure))
-        shared = parcel.Failed(text) if text is not None else (outputs[0] if outputs else None)
-        made = parcel.broadcast(shared, last, self.world)
+        shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
+        made = p2p_messages.broadcast(shared, last, self.world)
         if failure is not None:
             raise failure
-        if isinstance(made, parcel.Failed):
+        if isinstance(made, p2p_messages.SendFailed):
             raise RankLost(made.text, where=WHERE)
         return made
 
@@ -502,8 +504,8 @@ class Pipelined(Parallel):
         for stage in self._stages:
             value: Any = None
             if stage.number:
-                value = parcel.receive((stage.number - 1) % self.world.world_size, self.world.device)
-                if isinstance(value, parcel.Failed):
+                value = p2p_messages.receive((stage.number - 1) % self.world.world_size, self.world.device)
+                if isinstance(value, p2p_messages.SendFailed):
                     failure = failure or RankLost(value.text, where=WHERE)
                 else:
                     shapes[stage.number] = Shapes.described(value)
@@ -520,8 +522,8 @@ class Pipelined(Parallel):
                 except Exception as error:  # of any type: the other ranks must be informed
                     failure = error
             if not stage.is_last:
-                sent = value if failure is None else parcel.Failed(described(failure))
-                parcel.send(sent, (stage.number + 1) % self.world.world_size, self.world.device)
+                sent = value if failure is None else p2p_messages.SendFailed(described(failure))
+                p2p_messages.send(sent, (stage.number + 1) % self.world.world_size, self.world.device)
         return _Outcome(failure, shapes)
 
     def _answered(self, *inputs: Any, **named: Any) -> Any:

@@ -21,9 +21,9 @@ from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed.agreement import merge_states, start_alike
-from runner.distributed.buffers import BufferSync
-from runner.distributed.parallel import Copy, Discarded, Parallel, Passes, Sums, dense_gradient, on_the_host
-from runner.distributed.vain import pass_in_vain
+from runner.distributed.buffer_sync import BufferSync
+from runner.distributed.dummy_pass import pass_in_vain
+from runner.distributed.parallel import Copy, Discarded, ForwardPasses, Parallel, Sums, dense_gradient, on_the_host
 
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class Replicated(Parallel):
             self._reducer.close()
             self._reducer = None
 
-    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+    def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         try:
             return self._accumulated(passes, batches)
         except Exception as error:
@@ -64,7 +64,7 @@ class Replicated(Parallel):
             passes.failed(error)
         return Sums(self.world.zeros(), self.world.zeros(), failed=True)
 
-    def _accumulated(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+    def _accumulated(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         assert self._reducer is not None, "begin comes first"
         self._buffers.begin_update()
         watch, device = self.watch, self.world.device

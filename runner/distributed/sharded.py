@@ -23,12 +23,12 @@ from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import Micro
 from runner.base.task import State, Sum
-from runner.base.words import shortened
+from runner.base.text import shortened
 from runner.base.world import World
 from runner.distributed.agreement import merge_states, start_alike
-from runner.distributed.buffers import BufferSync
-from runner.distributed.parallel import Copy, Parallel, Passes, Sums, on_the_host
-from runner.distributed.vain import unnoticed
+from runner.distributed.buffer_sync import BufferSync
+from runner.distributed.dummy_pass import unnoticed
+from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
 
 Travel = Literal["float32", "bfloat16", "float16"]
 
@@ -160,7 +160,7 @@ class Sharded(Parallel):
         self._used.clear()
         self._buffers.begin_phase()
 
-    def accumulate(self, passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+    def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         assert self._root is not None, "wrap comes first"
         self._buffers.begin_update()
         watch, device = self.watch, self.world.device
@@ -361,7 +361,7 @@ def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
-def _explained(passes: Passes, batch: Any) -> Sum:
+def _explained(passes: ForwardPasses, batch: Any) -> Sum:
     try:
         return passes.loss(passes.model, batch)
     except RuntimeError as error:

@@ -15,11 +15,11 @@ from torch.distributed.pipelining import PipelineStage
 from runner.base import noise
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import TaskFault
-from runner.base.generators import seed_everything
+from runner.base.global_rng import seed_everything
 from runner.base.stopwatch import Stopwatch
 from runner.base.world import World
-from runner.distributed import parcel
-from runner.distributed.parallel import Passes
+from runner.distributed import p2p_messages
+from runner.distributed.parallel import ForwardPasses
 
 
 class Call(NamedTuple):
@@ -38,21 +38,21 @@ class Called(BaseException):
 
 
 @dataclass
-class Tally:
+class StageSums:
     """Sums of an update; tensors stay on the device."""
 
     loss_sum: Tensor
     items: Tensor
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """Micro-batches of one step, with the model's arguments on the rank of the first stage."""
 
-    passes: Passes
+    passes: ForwardPasses
     micros: Sequence[MicroBatch]
     inputs: Sequence[Call]
     seed: int
-    tally: Tally
+    tally: StageSums
 
 
 class Shapes(NamedTuple):
@@ -65,7 +65,10 @@ class Shapes(NamedTuple):
     def described(cls, value: Any) -> list[Any]:
         """Return the value's shapes and dtypes, JSON-serializable."""
         tensors = value if isinstance(value, tuple) else (value,)
-        return [isinstance(value, tuple), [[list(tensor.shape), parcel.name_of(tensor.dtype)] for tensor in tensors]]
+        return [
+            isinstance(value, tuple),
+            [[list(tensor.shape), p2p_messages.name_of(tensor.dtype)] for tensor in tensors],
+        ]
 
     @classmethod
     def of(cls, described: list[Any]) -> Shapes:
@@ -104,14 +107,14 @@ class Stage(nn.Module):
         self._of_model = [model]  # in a list, so that it is not registered as a submodule
         self._helpers = [layer for layer in layers if layer not in inner]
         self._works_in_place = any(getattr(module, "inplace", False) for module in self.layers.modules())
-        self._work: Work
+        self._work: StageWork
         self._shapes: Sequence[Shapes]
         self._answering: Callable[[Callable[..., Any]], AbstractContextManager[None]]
         self._next = 0
 
     def begin(
         self,
-        work: Work,
+        work: StageWork,
         shapes: Sequence[Shapes],
         answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
@@ -153,10 +156,10 @@ class Stage(nn.Module):
                 value = layer(value)
         return value
 
-    def _loss(self, output: Any, work: Work, number: int) -> Tensor:
+    def _loss(self, output: Any, work: StageWork, number: int) -> Tensor:
         seed_everything(seed_of(work.seed + number))  # repeat the draws from when the inputs were requested
         noise.switch_pass(work.micros[number].samples)
-        once = Once(output)
+        once = ReplayedCall(output)
         with self._answering(once), work.passes.forward():
             loss, count = work.passes.loss(work.passes.model, work.micros[number].batch)
         work.tally.loss_sum += loss.detach()
@@ -182,7 +185,7 @@ class TimedStage(PipelineStage):
         return output
 
 
-class Once:
+class ReplayedCall:
     """A call of the model that returns a result computed elsewhere, once only."""
 
     def __init__(self, output: Any) -> None:

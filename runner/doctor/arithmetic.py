@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from runner.base.words import first_line
-from runner.doctor.findings import Context, Finding, failed, ok, skip, warn
+from runner.base.text import first_line
+from runner.doctor.findings import CheckContext, CheckResult, failed, ok, skip, warn
 from runner.plan.inventory import Device, Inventory
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Format:
+class FormatUnderTest:
     """A format of numbers on a device.
 
     digits    bits of the mantissa, the leading one included
@@ -38,17 +38,17 @@ class Format:
         return f"{self.device.torch_name} {self.name}"
 
 
-def matmul(context: Context) -> Iterator[Finding]:
+def matmul(context: CheckContext) -> Iterator[CheckResult]:
     """A product of matrices per device and format, compared with float64."""
     yield from _each(context, products, "a product of matrices")
 
 
-def convolution(context: Context) -> Iterator[Finding]:
+def convolution(context: CheckContext) -> Iterator[CheckResult]:
     """A 3 x 3 convolution per device and format, compared with float64."""
     yield from _each(context, convolutions, "a convolution")
 
 
-def formats(device: Device, inventory: Inventory) -> list[Format]:
+def formats(device: Device, inventory: Inventory) -> list[FormatUnderTest]:
     """Return the formats to try on a device."""
     if device.kind == "cpu":
         own = inventory.cpu.native_bf16
@@ -60,11 +60,11 @@ def formats(device: Device, inventory: Inventory) -> list[Format]:
         tf32 = "" if device.native_tf32 else missing
     wide = "Metal has no float64" if device.kind == "mps" else ""
     return [
-        Format(device, "fp32", 24),
-        *([] if device.kind == "cpu" else [Format(device, "tf32", 11, tf32, is_own=True)]),
-        Format(device, "bf16", 8, is_own=own),
-        Format(device, "fp16", 11, is_own=half),
-        Format(device, "fp64", 53, wide),
+        FormatUnderTest(device, "fp32", 24),
+        *([] if device.kind == "cpu" else [FormatUnderTest(device, "tf32", 11, tf32, is_own=True)]),
+        FormatUnderTest(device, "bf16", 8, is_own=own),
+        FormatUnderTest(device, "fp16", 11, is_own=half),
+        FormatUnderTest(device, "fp64", 53, wide),
     ]
 
 
@@ -72,7 +72,7 @@ def formats(device: Device, inventory: Inventory) -> list[Format]:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationUnderTest:
     """An operation that can be made in any size.
 
     make      (size, device) -> the two factors, the same ones each time
@@ -93,7 +93,7 @@ class Work:
     growth: float = 1.0
 
 
-def products() -> Work:
+def products() -> OperationUnderTest:
     """Return the product of two square matrices; the size is their side."""
     import torch
 
@@ -105,10 +105,10 @@ def products() -> Work:
     def exact(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(one.numpy() @ other.numpy())
 
-    return Work(make, torch.matmul, exact, lambda size: 2.0 * size**3, (256, 8192), 256)
+    return OperationUnderTest(make, torch.matmul, exact, lambda size: 2.0 * size**3, (256, 8192), 256)
 
 
-def convolutions() -> Work:
+def convolutions() -> OperationUnderTest:
     """Return a block of a ResNet: 64 channels of 56 x 56; the size counts the images."""
     import torch
     from torch.nn import functional
@@ -130,13 +130,13 @@ def convolutions() -> Work:
     def flops(size: int) -> float:
         return 2.0 * size * _CHANNELS * _CHANNELS * 9 * _SIDE**2
 
-    return Work(make, call, exact, flops, sizes=(1, 512), summed=9 * _CHANNELS, growth=8.0)
+    return OperationUnderTest(make, call, exact, flops, sizes=(1, 512), summed=9 * _CHANNELS, growth=8.0)
 
 
 # ---------------------------------------------------------------- trying one
 
 
-def _each(context: Context, work: Callable[[], Work], what: str) -> Iterator[Finding]:
+def _each(context: CheckContext, work: Callable[[], OperationUnderTest], what: str) -> Iterator[CheckResult]:
     made = work()
     rates = {finding.subject: finding.figures.get("gflop_per_s", 0.0) for finding in context.found}
     wanted = [number for device in context.devices for number in formats(device, context.here)]
@@ -158,7 +158,7 @@ def _each(context: Context, work: Callable[[], Work], what: str) -> Iterator[Fin
         yield finding
 
 
-def try_format(number: Format, work: Work, what: str) -> Finding:
+def try_format(number: FormatUnderTest, work: OperationUnderTest, what: str) -> CheckResult:
     """Compute `work` in this format: FAIL where rounding does not explain the error, else ok with the rate."""
     import torch
 
@@ -177,14 +177,14 @@ def try_format(number: Format, work: Work, what: str) -> Finding:
     )
 
 
-def dtype_of(number: Format) -> torch.dtype:
+def dtype_of(number: FormatUnderTest) -> torch.dtype:
     """Return what torch calls the format; TF32 is a way to multiply float32."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(number.name, torch.float32)
 
 
-def float32_of(number: Format) -> AbstractContextManager[None]:
+def float32_of(number: FormatUnderTest) -> AbstractContextManager[None]:
     """Return a context in which float32 products are what their name says."""
     from runner.base.tf32 import float32_matmul
 
@@ -193,7 +193,7 @@ def float32_of(number: Format) -> AbstractContextManager[None]:
     return float32_matmul("high" if number.name == "tf32" else "highest", cudnn=number.name == "tf32")
 
 
-def error_of(number: Format, work: Work, device: torch.device, dtype: torch.dtype) -> float:
+def error_of(number: FormatUnderTest, work: OperationUnderTest, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest difference from float64, in units of the typical size of a number of the result."""
     import torch
 
@@ -203,7 +203,7 @@ def error_of(number: Format, work: Work, device: torch.device, dtype: torch.dtyp
     return float((found - expected).abs().max() / expected.square().mean().sqrt())
 
 
-def allowed_error(number: Format, work: Work) -> float:
+def allowed_error(number: FormatUnderTest, work: OperationUnderTest) -> float:
     """Return what rounding explains: that of factors and result, and that of the sum, which is at most float32's.
 
     Errors of a sum of n terms grow as the square root of n where they are random.
@@ -213,7 +213,7 @@ def allowed_error(number: Format, work: Work) -> float:
     return _MARGIN * (2.0**-number.digits + work.growth * math.sqrt(work.summed) * of_sum)
 
 
-def _rate(number: Format, work: Work, device: torch.device, dtype: torch.dtype) -> float:
+def _rate(number: FormatUnderTest, work: OperationUnderTest, device: torch.device, dtype: torch.dtype) -> float:
     """Return floating-point operations per second, of the largest size that takes about ENOUGH_S."""
     size, most = work.sizes
     while True:
@@ -249,7 +249,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _fix(number: Format) -> str:
+def _fix(number: FormatUnderTest) -> str:
     if number.name == "fp32" and number.device.kind == "cuda":
         return "unset NVIDIA_TF32_OVERRIDE; else do not train here: reinstall torch, or check the GPU"
     return f"do not train with precision={number.name} here: reinstall torch, or check the device"

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import FrameType
 
 from runner.base.errors import AccelRunError, Exit
-from runner.base.family import adopting_orphans
+from runner.base.process_tree import adopting_orphans
 from runner.base.scratch import private_folder
 from runner.doctor.checks import CHECKS
-from runner.doctor.findings import Check, Context, Finding, skip
+from runner.doctor.findings import CheckContext, CheckResult, DoctorCheck, skip
+from runner.doctor.isolated_check import end_all, tried
 from runner.doctor.storage import remove_trials
-from runner.doctor.trial import end_all, tried
 from runner.plan.inventory import Inventory, read_cpu
 
 Watch = Callable[[str, str, float], None]  # (check, subject, seconds so far)
@@ -39,7 +39,7 @@ class Examination:
         device: str,
         root: Path,
         *,
-        checks: Mapping[str, Check] = CHECKS,
+        checks: Mapping[str, DoctorCheck] = CHECKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.names = _with_needed(set(names), checks)
@@ -47,16 +47,16 @@ class Examination:
         self._checks, self._device, self._root, self._clock = checks, device, root, clock
         self._answers: dict[str, str] = {}
 
-    def findings(self, watch: Watch) -> Iterator[Finding]:
+    def findings(self, watch: Watch) -> Iterator[CheckResult]:
         """Yield what is found, as it is found. Raises CannotCreate where no temporary folder can be made.
 
         Signals that end a process end this one at once, with all that it started and wrote.
         """
         with private_folder() as scratch, adopting_orphans(), _leaving_nothing(scratch, self._root):
             for name in self.names:
-                yield from self._made(name, Context(self._root, scratch, self._device, clock=self._clock), watch)
+                yield from self._made(name, CheckContext(self._root, scratch, self._device, clock=self._clock), watch)
 
-    def _made(self, name: str, context: Context, watch: Watch) -> Iterator[Finding]:
+    def _made(self, name: str, context: CheckContext, watch: Watch) -> Iterator[CheckResult]:
         check = self._checks[name]
         if check.needs:
             if "torch" not in self._answers:
@@ -74,7 +74,7 @@ class Examination:
         return Inventory.from_json(told) if told else Inventory((), read_cpu()[0])
 
 
-def _with_needed(names: set[str], checks: Mapping[str, Check]) -> list[str]:
+def _with_needed(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str]:
     """Return the names with those they need, in the order of the table."""
     while missing := {checks[name].needs for name in names if checks[name].needs} - names:
         names = names | missing

@@ -17,7 +17,7 @@ _NONE: Mapping[str, float] = {}
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing that was tried.
 
     state    ok; warn: it works, and costs speed or will fail some day; FAIL: it does not work; skip: it was not tried
@@ -43,29 +43,29 @@ class Finding:
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Finding:
+    def from_json(values: Mapping[str, Any]) -> CheckResult:
         """Return the finding that `to_json` told."""
-        return Finding(**values)
+        return CheckResult(**values)
 
 
-def ok(subject: str, seen: str, **figures: float) -> Finding:
+def ok(subject: str, seen: str, **figures: float) -> CheckResult:
     """Return that it works."""
-    return Finding("ok", subject, seen, figures=figures)
+    return CheckResult("ok", subject, seen, figures=figures)
 
 
-def warn(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> Finding:
+def warn(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> CheckResult:
     """Return that it works, at a price."""
-    return Finding("warn", subject, seen, fix, why, figures)
+    return CheckResult("warn", subject, seen, fix, why, figures)
 
 
-def failed(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> Finding:
+def failed(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> CheckResult:
     """Return that it does not work."""
-    return Finding("FAIL", subject, seen, fix, why, figures)
+    return CheckResult("FAIL", subject, seen, fix, why, figures)
 
 
-def skip(subject: str, seen: str, fix: str = "") -> Finding:
+def skip(subject: str, seen: str, fix: str = "") -> CheckResult:
     """Return why it was not tried."""
-    return Finding("skip", subject, seen, fix)
+    return CheckResult("skip", subject, seen, fix)
 
 
 class Answer(str):
@@ -75,7 +75,7 @@ class Answer(str):
 
 
 @dataclass(frozen=True)
-class Context:
+class CheckContext:
     """What a check may look at.
 
     device     auto: all there are; else only this one, or these: cpu, cuda, cuda:1, mps
@@ -94,7 +94,7 @@ class Context:
     inventory: Inventory | None = None
     begin: Callable[[str], None] = lambda subject: None
     begun: frozenset[str] = frozenset()
-    found: tuple[Finding, ...] = ()
+    found: tuple[CheckResult, ...] = ()
     clock: Callable[[], float] = time.monotonic
 
     @property
@@ -129,7 +129,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """A row of CHECKS.
 
     function  tries it, yielding what it finds
@@ -140,7 +140,7 @@ class Check:
     is_quick  made with --quick too
     """
 
-    function: Callable[[Context], Iterable[Finding | Answer]]
+    function: Callable[[CheckContext], Iterable[CheckResult | Answer]]
     tries: str
     why: str
     limit_s: float = 10.0

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.accelerator import accelerator_of, is_stand_in
 from runner.base.configuration import Request, compose, facts_of_profiles, merge_overrides
-from runner.base.words import first_line, sized
-from runner.doctor import arithmetic, gpus, kernels, software
-from runner.doctor.findings import Check, Context, Finding, failed, ok, skip, warn
+from runner.base.text import first_line, sized
+from runner.doctor import arithmetic, gpu_checks, kernels, software
+from runner.doctor.findings import CheckContext, CheckResult, DoctorCheck, failed, ok, skip, warn
 from runner.observe.nvml import open_nvml
 from runner.plan.inventory import Device
 from runner.plan.overhead import overhead_of
@@ -44,33 +44,33 @@ MOST_WAITS = 2.0  # an update: loss and norm for a line of progress (docs/gpu-co
 NOT_TIMED = "the stand-in computes on the CPU: its times are not compared"
 
 
-def contact_checks(request: Request) -> Mapping[str, Check]:
+def contact_checks(request: Request) -> Mapping[str, DoctorCheck]:
     """Return the checks in the order in which they are made; together they take at most five minutes.
 
     request  settings of the run whose memory, times and waits are compared; they win over those chosen here
     """
     trains = functools.partial(training, request=request)
     return {
-        "torch": Check(software.torch, "torch: imported, version", "it computes everything", 30.0),
-        "gpus": Check(gpus.gpus, "which GPUs torch can use", "there must be one", 30.0, "torch"),
-        "formats": Check(
+        "torch": DoctorCheck(software.torch, "torch: imported, version", "it computes everything", 30.0),
+        "gpus": DoctorCheck(gpu_checks.gpus, "which GPUs torch can use", "there must be one", 30.0, "torch"),
+        "formats": DoctorCheck(
             formats,
             "rate of each format against float32",
             "precision=auto takes the best format that the rules call native",
             25.0,
             "gpus",
         ),
-        "kernels": Check(
+        "kernels": DoctorCheck(
             attention, "attention kernels that run", "attention=auto and the plan rely on these rules", 20.0, "gpus"
         ),
-        "context": Check(
+        "context": DoctorCheck(
             context_memory,
             "memory of a context and its libraries",
             "what fits is judged with this figure",
             20.0,
             "gpus",
         ),
-        "training": Check(
+        "training": DoctorCheck(
             trains,
             "memory, time, kernels and waits of a short run",
             "micro_batch_size=auto, memory=budget and what fits rely on these predictions",
@@ -80,7 +80,7 @@ def contact_checks(request: Request) -> Mapping[str, Check]:
     }
 
 
-def compared(subject: str, unit: str, pair: tuple[float, float], seen: str, difference: str = "") -> Finding:
+def compared(subject: str, unit: str, pair: tuple[float, float], seen: str, difference: str = "") -> CheckResult:
     """Return predicted beside measured. `difference` says what it means that they differ; empty where they agree."""
     figures = {f"predicted_{unit}": pair[0], f"measured_{unit}": pair[1]}
     if not difference:
@@ -91,7 +91,7 @@ def compared(subject: str, unit: str, pair: tuple[float, float], seen: str, diff
 # ---------------------------------------------------------------- formats and kernels
 
 
-def formats(context: Context) -> Iterator[Finding]:
+def formats(context: CheckContext) -> Iterator[CheckResult]:
     """Whether the formats that the rules call native are faster than float32, and no others."""
     work = arithmetic.products()
     numbers = [number for device in _gpus(context) for number in arithmetic.formats(device, context.here)]
@@ -109,7 +109,7 @@ def formats(context: Context) -> Iterator[Finding]:
             yield of_format(number, rate / float32)
 
 
-def of_format(number: arithmetic.Format, speedup: float) -> Finding:
+def of_format(number: arithmetic.FormatUnderTest, speedup: float) -> CheckResult:
     """Compare whether a format is native with its rate, as a multiple of float32's."""
     is_native = speedup >= NATIVE_SPEEDUP
     seen = f"{speedup:.1f} times the rate of fp32, predicted {'native' if number.is_own else 'emulated'}"
@@ -123,7 +123,7 @@ def of_format(number: arithmetic.Format, speedup: float) -> Finding:
     return compared(number.subject, "native", (float(number.is_own), float(is_native)), seen, difference)
 
 
-def attention(context: Context) -> Iterator[Finding]:
+def attention(context: CheckContext) -> Iterator[CheckResult]:
     """Whether each attention kernel runs or refuses as the rules say, by kernel and format."""
     import torch
 
@@ -158,7 +158,7 @@ def _refusal(kernel: str, dtype: Any, where: Any) -> str:
     return ""
 
 
-def of_kernel(subject: str, expected: str, found: str) -> Finding:
+def of_kernel(subject: str, expected: str, found: str) -> CheckResult:
     """Compare two reasons why a kernel does not run; empty where it does."""
     pair = float(not expected), float(not found)
     seen = "runs, as predicted" if not found else f"refused, as predicted: {found}"
@@ -172,7 +172,7 @@ def of_kernel(subject: str, expected: str, found: str) -> Finding:
 # ---------------------------------------------------------------- memory of a context
 
 
-def context_memory(context: Context) -> Iterator[Finding]:
+def context_memory(context: CheckContext) -> Iterator[CheckResult]:
     """What a process holds on a GPU before its first tensor, and after kernels and libraries are loaded."""
     import torch
 
@@ -219,7 +219,7 @@ class Expected:
     seconds: Seconds | None
 
 
-def training(context: Context, *, request: Request) -> Iterator[Finding]:
+def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult]:
     """Memory, time, kernels and waits of a short run on the first GPU."""
     for device in context.each(_gpus(context)[:1], lambda device: device.torch_name):
         is_ours = not request.task_file and not any(word.startswith("task=") for word in request.overrides)
@@ -247,12 +247,12 @@ def training(context: Context, *, request: Request) -> Iterator[Finding]:
         yield from _of_profile(device, expected, folder)
 
 
-def _expected(request: Request, context: Context) -> Expected | str:
+def _expected(request: Request, context: CheckContext) -> Expected | str:
     """Return what is predicted of the run, or why nothing is."""
-    from runner.engine.needs import needs_of
-    from runner.plan.fits import predicted
-    from runner.plan.plan import make_plan
-    from runner.plan.sheet import peaks_of_ranks, seconds_of
+    from runner.engine.demand import needs_of
+    from runner.plan.memory_fit import predicted
+    from runner.plan.planner import make_plan
+    from runner.plan.prediction_text import peaks_of_ranks, seconds_of
 
     configuration = compose(request)
     needs = dataclasses.replace(needs_of(configuration, context.here), corrections={})
@@ -270,7 +270,7 @@ def _expected(request: Request, context: Context) -> Expected | str:
     )
 
 
-def _run(command: str, request: Request, context: Context, *words: str) -> tuple[str | None, Path]:
+def _run(command: str, request: Request, context: CheckContext, *words: str) -> tuple[str | None, Path]:
     """Run a command of accel-run; return how it failed, None where it did not, and its folder."""
     root = context.scratch / command
     line = [sys.executable, "-m", "runner", command, *merge_overrides(request.overrides, words)]
@@ -311,7 +311,7 @@ def _growth_of_others(device: Device) -> Iterator[dict[str, float]]:
         watcher.join(5.0)  # NVML answers in milliseconds, or never
 
 
-def of_contexts(subject: str, grown: Mapping[str, float]) -> Finding:
+def of_contexts(subject: str, grown: Mapping[str, float]) -> CheckResult:
     """Compare the number of other GPUs on which the run took memory with none.
 
     grown  other GPU -> bytes by which its memory in use has grown during the run
@@ -324,7 +324,7 @@ def of_contexts(subject: str, grown: Mapping[str, float]) -> Finding:
     return compared(subject, "gpus", (0.0, float(len(others))), seen, difference)
 
 
-def _of_training(device: Device, expected: Expected | str, folder: Path) -> Iterator[Finding]:
+def _of_training(device: Device, expected: Expected | str, folder: Path) -> Iterator[CheckResult]:
     from runner.engine.evidence import read_evidence
 
     found, name = read_evidence(folder), device.torch_name
@@ -340,7 +340,7 @@ def _of_training(device: Device, expected: Expected | str, folder: Path) -> Iter
     yield of_time(f"{name} update time", expected.seconds, found.step_time_ms)
 
 
-def of_memory(subject: str, predicted: float, measured: float) -> Finding:
+def of_memory(subject: str, predicted: float, measured: float) -> CheckResult:
     """Compare bytes."""
     difference = ""
     if measured > (1 + MEMORY_TOLERANCE) * predicted + SEGMENT:
@@ -351,7 +351,7 @@ def of_memory(subject: str, predicted: float, measured: float) -> Finding:
     return compared(subject, "mib", (predicted / MIB, measured / MIB), seen, difference)
 
 
-def of_time(subject: str, expected: Seconds | None, measured_ms: float | None) -> Finding:
+def of_time(subject: str, expected: Seconds | None, measured_ms: float | None) -> CheckResult:
     """Compare the time of an update with the range that was estimated; None: not estimated, not measured."""
     if is_stand_in():
         return skip(subject, NOT_TIMED)
@@ -373,7 +373,7 @@ def of_time(subject: str, expected: Seconds | None, measured_ms: float | None) -
     )
 
 
-def _of_profile(device: Device, expected: Expected | str, folder: Path) -> Iterator[Finding]:
+def _of_profile(device: Device, expected: Expected | str, folder: Path) -> Iterator[CheckResult]:
     """Waits and kernels of an update, as the profiler has seen them."""
     name, found = device.torch_name, json.loads((folder / "profile/summary.json").read_text(encoding="utf-8"))
     waits = [wait for wait in found["waits"] if not wait["in_task"]]
@@ -393,7 +393,7 @@ def _of_profile(device: Device, expected: Expected | str, folder: Path) -> Itera
     yield compared(f"{name} kernels", "per_update", (expected.launches, launched), seen, difference)
 
 
-def _gpus(context: Context) -> Sequence[Device]:
+def _gpus(context: CheckContext) -> Sequence[Device]:
     return [device for device in context.gpus if device.kind == "cuda"]
 
 
@@ -401,7 +401,7 @@ def _gpus(context: Context) -> Sequence[Device]:
 
 
 def report(
-    findings: Sequence[Finding], hardware: Mapping[str, Any], words: Sequence[str], version: str
+    findings: Sequence[CheckResult], hardware: Mapping[str, Any], words: Sequence[str], version: str
 ) -> dict[str, Any]:
     """Return what the JSON file holds."""
     return {
@@ -417,7 +417,7 @@ def report(
 
 def page(content: Mapping[str, Any]) -> str:
     """Return the page to send, in Markdown."""
-    findings = [Finding(**each) for each in content["findings"]]
+    findings = [CheckResult(**each) for each in content["findings"]]
     hardware = content["hardware"]
     names = [each["name"] for each in hardware["devices"] if each["usable"]]
     versions = (
@@ -450,7 +450,7 @@ def page(content: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(finding: Finding) -> str:
+def _row(finding: CheckResult) -> str:
     unit = next(key.removeprefix("predicted_") for key in finding.figures if key.startswith("predicted_"))
     both = [finding.figures[f"{side}_{unit}"] for side in ("predicted", "measured")]
     if unit in ("runs", "native"):

@@ -16,8 +16,8 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError
-from runner.base.words import first_line
-from runner.doctor.findings import Context, Finding, failed, ok, skip, warn
+from runner.base.text import first_line
+from runner.doctor.findings import CheckContext, CheckResult, failed, ok, skip, warn
 from runner.plan.inventory import Device
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ KERNELS = ("flash", "efficient", "cudnn", "math")
 SHAPE = (1, 12, 1024, 64)  # batch, heads, length, head size: a sample of GPT-2
 
 
-def attention(context: Context) -> Iterator[Finding]:
+def attention(context: CheckContext) -> Iterator[CheckResult]:
     """Which kernels compute attention for a sample of GPT-2, forward and backward, compared with float64."""
     states = {finding.subject: finding.state for finding in context.found}
     pairs = [(device, kernel) for device in context.devices for kernel in KERNELS]
@@ -44,7 +44,7 @@ def attention(context: Context) -> Iterator[Finding]:
             yield warn(f"{name} fused", "no fused kernel runs here", fix, why)
 
 
-def compiling(context: Context) -> Iterator[Finding]:
+def compiling(context: CheckContext) -> Iterator[CheckResult]:
     """Whether torch.compile makes a small function faster to run, with the same result; in a cache of its own."""
     for device in context.each(context.devices, lambda device: device.torch_name):
         missing = _missing_compiler(device)
@@ -65,7 +65,7 @@ def reason_of(kernel: str, said: Sequence[str]) -> str:
 # ---------------------------------------------------------------- attention
 
 
-def try_kernel(device: Device, kernel: str) -> Finding:
+def try_kernel(device: Device, kernel: str) -> CheckResult:
     """Try one kernel with nothing to fall back on."""
     import torch
 
@@ -176,7 +176,7 @@ def _missing_compiler(device: Device) -> tuple[str, str] | None:
     return None
 
 
-def _compiled(device: Device, context: Context) -> Finding:
+def _compiled(device: Device, context: CheckContext) -> CheckResult:
     os.environ.update(
         TORCHINDUCTOR_CACHE_DIR=str(context.scratch / "inductor"),
         TRITON_CACHE_DIR=str(context.scratch / "triton"),
@@ -218,7 +218,7 @@ def _compiled(device: Device, context: Context) -> Finding:
     return ok(device.torch_name, f"a function was compiled in {took_s:.1f} s, and computes the same", compile_s=took_s)
 
 
-def _not_compiled(device: Device) -> Finding:
+def _not_compiled(device: Device) -> CheckResult:
     """Tell that the function ran as it is written: torch.compile does so without a word where it is switched off."""
     seen = "nothing was compiled: torch ran the function as it is written"
     for name in _SWITCHES:

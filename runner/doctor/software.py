@@ -14,15 +14,15 @@ from importlib import import_module
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from runner.base.places import PACKAGE
+from runner.base.paths import PACKAGE
 from runner.base.secret import fit_to_show
-from runner.base.words import words_of
-from runner.doctor.findings import Answer, Context, Finding, failed, ok, skip, warn
+from runner.base.text import words_of
+from runner.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip, warn
 
 DISTRIBUTION = "accel-run"
 
 
-def python(context: Context) -> Iterator[Finding]:
+def python(context: CheckContext) -> Iterator[CheckResult]:
     """Whether Python is new enough."""
     needed, found = required_python(), platform.python_version()
     if Version(found) in needed.specifier:
@@ -32,7 +32,7 @@ def python(context: Context) -> Iterator[Finding]:
         yield failed("", f"Python must be {needed.specifier}, but is {found}", fix)
 
 
-def packages(context: Context) -> Iterator[Finding]:
+def packages(context: CheckContext) -> Iterator[CheckResult]:
     """Whether what accel-run always needs can be imported, in a version that it supports; torch has its own check."""
     needed = [each for each in required_packages() if not each.extra and each.name != "torch"]
     if not needed:
@@ -41,7 +41,7 @@ def packages(context: Context) -> Iterator[Finding]:
         yield _required(package)
 
 
-def extras(context: Context) -> Iterator[Finding]:
+def extras(context: CheckContext) -> Iterator[CheckResult]:
     """Whether the packages of the extras can be imported; those that are not there are left out."""
     by_name: dict[str, list[Package]] = {}
     for package in required_packages():
@@ -51,7 +51,7 @@ def extras(context: Context) -> Iterator[Finding]:
         yield _optional(wanted[0], [each.extra for each in wanted])
 
 
-def configuration(context: Context) -> Iterator[Finding]:
+def configuration(context: CheckContext) -> Iterator[CheckResult]:
     """Whether the shipped configuration can be composed."""
     from runner.base.configuration import Request, compose
 
@@ -59,7 +59,7 @@ def configuration(context: Context) -> Iterator[Finding]:
     yield ok("", f"{len(composed.choices)} groups composed by hydra-core {importlib.metadata.version('hydra-core')}")
 
 
-def torch(context: Context) -> Iterator[Finding | Answer]:
+def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
     """Whether torch can be imported, and is new enough."""
     needed = next((each for each in required_packages() if each.name == "torch"), None)
     broken = import_error("torch")
@@ -84,7 +84,7 @@ def torch(context: Context) -> Iterator[Finding | Answer]:
         yield ok("", f"{seen}{f', {needed.specifier} needed' if needed else ''}")
 
 
-def wandb(context: Context) -> Iterator[Finding]:
+def wandb(context: CheckContext) -> Iterator[CheckResult]:
     """How tracker=wandb would log here; the key itself is looked at by nobody."""
     from runner.observe.trackers import wandb_mode
 
@@ -138,7 +138,7 @@ def required_python() -> Requirement:
     return Requirement(f"python{stated or '>=3.11'}")
 
 
-def _required(package: Package) -> Finding:
+def _required(package: Package) -> CheckResult:
     version = _version_of(package.name)
     if version is None:
         return failed(package.name, "is not installed", _line(package.name, package.specifier))
@@ -152,7 +152,7 @@ def _required(package: Package) -> Finding:
     return ok(package.name, f"{version} ({package.specifier})")
 
 
-def _optional(package: Package, extras: list[str]) -> Finding:
+def _optional(package: Package, extras: list[str]) -> CheckResult:
     version = _version_of(package.name)
     if version is None:
         return skip(package.name, "is not installed", _extra(extras[0]))

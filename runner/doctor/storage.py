@@ -12,8 +12,8 @@ from pathlib import Path
 
 from runner.base.errors import StorageError
 from runner.base.host import affinity
-from runner.base.places import cache_folder
-from runner.doctor.findings import Context, Finding, failed, ok, warn
+from runner.base.paths import cache_folder
+from runner.doctor.findings import CheckContext, CheckResult, failed, ok, warn
 from runner.durable import files
 
 MIB, GIB = 2**20, 2**30
@@ -21,7 +21,7 @@ WRITTEN_BYTES = 32 * MIB
 TRIAL = f"{files.TEMPORARY}doctor-"  # how the folder begins in which things are tried
 
 
-def disk(context: Context) -> Iterator[Finding]:
+def disk(context: CheckContext) -> Iterator[CheckResult]:
     """Whether a run can be written: a file synced, put in place of another, locked, and how fast; and the room left."""
     folder = nearest(context.root)
     if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
@@ -47,7 +47,7 @@ def disk(context: Context) -> Iterator[Finding]:
         files.remove(trial)
 
 
-def temporary(context: Context) -> Iterator[Finding]:
+def temporary(context: CheckContext) -> Iterator[CheckResult]:
     """Whether the temporary folder and the cache can be written, and programs be run from the first."""
     folder = Path(tempfile.gettempdir())
     free = shutil.disk_usage(folder).free
@@ -63,7 +63,7 @@ def temporary(context: Context) -> Iterator[Finding]:
         yield warn("cache", f"{cache_folder()} cannot be written", "export ACCEL_RUN_CACHE=/path/with/room")
 
 
-def shared_memory(context: Context) -> Iterator[Finding]:
+def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
     """Whether /dev/shm has room for the batches that workers hand over; the check `loader` really hands one over."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
@@ -112,7 +112,7 @@ def _is_there(path: Path) -> bool:
 # ---------------------------------------------------------------- the parts of a save
 
 
-def _written(trial: Path, context: Context) -> Iterator[Finding]:
+def _written(trial: Path, context: CheckContext) -> Iterator[CheckResult]:
     data = os.urandom(MIB) * (WRITTEN_BYTES // MIB)  # nothing that a file system could make smaller
     began = time.perf_counter()
     files.write_new(trial / "data", [data])
@@ -145,11 +145,11 @@ def _written(trial: Path, context: Context) -> Iterator[Finding]:
         )
 
 
-def _little(subject: str, seen: str, **figures: float) -> Finding:
+def _little(subject: str, seen: str, **figures: float) -> CheckResult:
     return warn(subject, seen, _ELSEWHERE, "a checkpoint is written whole before an older one goes", figures)
 
 
-def _little_temporary(subject: str, seen: str, **figures: float) -> Finding:
+def _little_temporary(subject: str, seen: str, **figures: float) -> CheckResult:
     return warn(subject, seen, "export TMPDIR=/path/with/room", figures=figures)
 
 

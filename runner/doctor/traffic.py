@@ -9,8 +9,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.base.ranks import Member
-from runner.doctor.findings import Context, Finding, failed, ok, skip, warn
+from runner.base.rank_env import RankInfo
+from runner.doctor.findings import CheckContext, CheckResult, failed, ok, skip, warn
 from runner.plan.inventory import Device
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SumAs = Callable[[int, tuple[str, ...], str], tuple[float, float, float]]
 BATCH_BYTES = 16 * MIB
 
 
-def bandwidth(context: Context) -> Iterator[Finding]:
+def bandwidth(context: CheckContext) -> Iterator[CheckResult]:
     """How fast the host copies memory, and how fast pinned memory goes to each GPU and back."""
     import torch
 
@@ -36,7 +36,7 @@ def bandwidth(context: Context) -> Iterator[Finding]:
         yield _copied(device) if device.kind == "cuda" else skip(device.torch_name, "shares the host's memory")
 
 
-def loader(context: Context) -> Iterator[Finding]:
+def loader(context: CheckContext) -> Iterator[CheckResult]:
     """A worker of a DataLoader hands over batches of 16 MiB through shared memory, and they arrive whole."""
     import torch
     from torch.utils.data import DataLoader, Dataset
@@ -66,7 +66,7 @@ def loader(context: Context) -> Iterator[Finding]:
     yield ok("", f"a worker hands batches of 16 MiB over at {rate:.1f} GB/s", gb_per_s=rate)
 
 
-def allreduce(context: Context) -> Iterator[Finding]:
+def allreduce(context: CheckContext) -> Iterator[CheckResult]:
     """Two processes add a tensor over gloo; as many as there are GPUs over NCCL."""
     wanted: list[tuple[str, tuple[str, ...]]] = [("gloo", ("cpu", "cpu"))] if context.device in ("auto", "cpu") else []
     gpus = tuple(device.torch_name for device in context.gpus if device.kind == "cuda")
@@ -81,7 +81,7 @@ def allreduce(context: Context) -> Iterator[Finding]:
 # ---------------------------------------------------------------- host and GPU
 
 
-def _copied(device: Device) -> Finding:
+def _copied(device: Device) -> CheckResult:
     import torch
 
     where, size = torch.device(device.torch_name), 128 * MIB
@@ -110,7 +110,7 @@ def _copied(device: Device) -> Finding:
 # ---------------------------------------------------------------- ranks
 
 
-def sum_over_processes(name: str, devices: tuple[str, ...], scratch: Path, sum_as: SumAs | None = None) -> Finding:
+def sum_over_processes(name: str, devices: tuple[str, ...], scratch: Path, sum_as: SumAs | None = None) -> CheckResult:
     """All-reduce with one process per device; this one is rank 0, the others are forked from it.
 
     name    the backend, gloo or nccl
@@ -152,7 +152,7 @@ def _rank(rank: int, devices: tuple[str, ...], store: str) -> tuple[float, float
 
     if rank:
         torch.set_num_threads(1)
-    member = Member(rank, rank, len(devices), len(devices), store)
+    member = RankInfo(rank, rank, len(devices), len(devices), store)
     with joined(member, torch.device(devices[rank]), timeout_s=_MEETING_S) as world:
         small = torch.full((1,), float(rank + 1), device=world.device)
         large = torch.full((BATCH_BYTES // 4,), float(rank + 1), device=world.device)

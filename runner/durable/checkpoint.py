@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import DataError, IncompatibleResume, StorageError
 from runner.durable import files
-from runner.durable.owner import Owner, uid_of
+from runner.durable.run_identity import RunIdentity, uid_of
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
-ANY_RUN = Owner()  # accepts checkpoints of any run
+ANY_RUN = RunIdentity()  # accepts checkpoints of any run
 ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
 
 
@@ -177,7 +177,7 @@ def load(path: Path) -> Loaded:
         raise DataError(f"the checkpoint is damaged: {damage}", where=str(path), fix=ANOTHER) from None
 
 
-def verify(path: Path, run: Owner = ANY_RUN) -> list[str]:
+def verify(path: Path, run: RunIdentity = ANY_RUN) -> list[str]:
     """Return the problems of the checkpoint at `path`, empty if it is valid.
 
     run  see `recover`
@@ -191,7 +191,7 @@ def verify(path: Path, run: Owner = ANY_RUN) -> list[str]:
     return []
 
 
-def recover(directory: Path, run: Owner = ANY_RUN, *, allows_others: bool = False) -> Recovery:
+def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool = False) -> Recovery:
     """Find the newest valid checkpoint, remove incomplete ones and move invalid newer ones aside.
 
     run            checkpoints of another run name, copied in, are moved aside like damaged ones
@@ -236,13 +236,13 @@ def recover(directory: Path, run: Owner = ANY_RUN, *, allows_others: bool = Fals
     return Recovery(None, tuple(unswept))
 
 
-def newest_valid(directory: Path, run: Owner = ANY_RUN) -> Path | None:
+def newest_valid(directory: Path, run: RunIdentity = ANY_RUN) -> Path | None:
     """Return the path of the newest valid checkpoint, None if there is none; needs no lock."""
     found = load_newest(directory, run)
     return found.path if found else None
 
 
-def load_newest(directory: Path, run: Owner = ANY_RUN) -> Loaded | None:
+def load_newest(directory: Path, run: RunIdentity = ANY_RUN) -> Loaded | None:
     """Return the newest valid checkpoint, None if there is none; read-only, so it needs no lock.
 
     The owner of the lock may save and remove checkpoints concurrently.
@@ -561,7 +561,7 @@ class _Namesake(_Foreign):
     """A checkpoint of another run with the same name, such as one in another output_root."""
 
 
-def _must_be_of(found: Loaded, run: Owner, *, allows_others: bool = False) -> None:
+def _must_be_of(found: Loaded, run: RunIdentity, *, allows_others: bool = False) -> None:
     """Raise _Foreign if the checkpoint belongs to another run, whose update numbers are unrelated.
 
     The uid takes precedence if both have one: a renamed run keeps it.
@@ -576,7 +576,7 @@ def _must_be_of(found: Loaded, run: Owner, *, allows_others: bool = False) -> No
         raise _Namesake(f"it is of another run with the same name, {uid_of(found.manifest)}; this one is {run.uid}")
 
 
-def _of_a_namesake(found: Loaded, run: Owner) -> IncompatibleResume:
+def _of_a_namesake(found: Loaded, run: RunIdentity) -> IncompatibleResume:
     return IncompatibleResume(
         f"{found.path.name} is of another run with the same name: {uid_of(found.manifest)}, and this run is {run.uid}",
         where=str(found.path.parent),

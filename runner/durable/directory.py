@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from runner.base.dirfd import pin, place_of, unpin
 from runner.base.errors import (
     AccelRunError,
     CannotCreate,
@@ -24,10 +25,9 @@ from runner.base.errors import (
     SecurityRefusal,
     StorageError,
 )
-from runner.base.pinned import pin, place_of, unpin
-from runner.base.words import shortened
+from runner.base.text import shortened
 from runner.durable import files
-from runner.durable.owner import Owner, owner_of
+from runner.durable.run_identity import RunIdentity, owner_of
 
 LAST = "last"  # alias: the newest run
 SWEEP = "sweep.json"  # in the folder of a sweep, which is beside the runs and contains those of its trials
@@ -86,7 +86,7 @@ class RunDirectory:
                 pin(path)
             has_lock = files.exists(path / _LOCK)
             lock = files.Lock(path / _LOCK, json.dumps(_note()))
-        except files.Held as held:
+        except files.LockHeld as held:
             unpin(path)
             raise _in_use(name, held.note) from None
         except StorageError as error:
@@ -144,7 +144,7 @@ class RunDirectory:
         raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> RunIdentity:
         """Identity of the run for its checkpoints, as far as run.json has it."""
         return owner_of(files.read_object(self.run_json), self.name)
 
@@ -205,7 +205,7 @@ class RunDirectory:
         if not self._lock.holds(self.path / _LOCK):
             try:
                 lock = files.Lock(self.path / _LOCK, json.dumps(_note()))
-            except files.Held as held:
+            except files.LockHeld as held:
                 raise _in_use(self.name, held.note) from None
             self._lock.release()
             self._lock = lock

@@ -19,8 +19,8 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from runner.base.dirfd import beside
 from runner.base.errors import Exit, StorageError
-from runner.base.pinned import beside
 from runner.base.secret import redacted
 from runner.durable.system import System
 
@@ -433,7 +433,7 @@ class AppendLog:
             self.close()
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process has the lock; `note` is the content of the lock file."""
 
     def __init__(self, note: str) -> None:
@@ -461,7 +461,7 @@ class Lock:
             except BlockingIOError:
                 holder = os.read(descriptor, 4096).decode(errors="replace")
                 os.close(descriptor)
-                raise Held(holder) from None
+                raise LockHeld(holder) from None
             except OSError:
                 os.close(descriptor)
                 raise

@@ -11,13 +11,13 @@ import fcntl
 import os
 from pathlib import Path
 
-from runner.base.pinned import beside
+from runner.base.dirfd import beside
 
 
 class System:
     """The system calls. Each method is one call, and raises the OSError of that call.
 
-    Below the folder of an open run no link is followed: see runner/base/pinned.py.
+    Below the folder of an open run no link is followed: see runner/base/dirfd.py.
     """
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:

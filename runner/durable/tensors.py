@@ -21,7 +21,7 @@ from torch import Tensor
 from runner.base.accelerator import accelerator_of, page_unlock
 
 
-class Room:
+class HostBuffer:
     """Host memory for copies of the state, reused from save to save.
 
     Fresh memory is slow: the kernel zeroes each page on its first write, which takes longer than the copy

@@ -20,21 +20,21 @@ from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
-from runner.base.choice import make
 from runner.base.configuration import Choice, task_source
 from runner.base.errors import CannotCreate, DataError, TaskFault
-from runner.base.generators import seed_everything
+from runner.base.global_rng import seed_everything
+from runner.base.option_table import make
 from runner.base.order import seed_of_rank
+from runner.base.sample_rng import drawing_apart
 from runner.base.scratch import check_compile_cache, keep_compiled_code_private
-from runner.base.streams import drawing_apart
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.parallel import Parallel
 from runner.engine.advice import odd_sizes
-from runner.engine.faults import place_of
-from runner.engine.tasks import explained, load_task
-from runner.plan.plan import Plan
+from runner.engine.error_diagnosis import place_of
+from runner.engine.task_loading import explained, load_task
+from runner.plan.planner import Plan
 
 
 @dataclass(frozen=True)

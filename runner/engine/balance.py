@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.order import Order
+from runner.base.share_solver import Decision, ShareSolution
 from runner.base.shares import Shares
-from runner.base.speed import Balance, Decision
 from runner.base.stopwatch import PARTS
 
 
 @dataclass(frozen=True)
-class Change:
+class ShareChange:
     """Result of observing an update.
 
     decision  the new shares, with the reason
@@ -39,9 +39,9 @@ class FixedShares:
         """Return the number of samples of each rank in update number `update` (from 1)."""
         return self.order.samples_of_ranks(update - 1)
 
-    def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> Change:
+    def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
         """Record the time and samples of each rank after `update` updates; return the resulting change."""
-        return Change()
+        return ShareChange()
 
     def state(self) -> dict[str, Any]:
         """Return the JSON-serializable state for a checkpoint."""
@@ -60,7 +60,7 @@ class MeasuredShares(FixedShares):
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
-        self.balance = Balance(order.global_batch_size, len(order.shares), start=order.shares)
+        self.balance = ShareSolution(order.global_batch_size, len(order.shares), start=order.shares)
         self._heard = 0  # number of updates whose timings have arrived
         self._dealt: dict[int, Shares] = {}  # update -> shares, for updates not run or not observed yet
         self._guard = threading.Lock()  # a prefetch thread may call this
@@ -74,7 +74,7 @@ class MeasuredShares(FixedShares):
     def made(self, update: int) -> Shares:
         return self.order.samples_of_ranks(update - 1, self._dealt.get(update - 1))
 
-    def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> Change:
+    def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
         with self._guard:
             busy = [sum(there[part] for part in PARTS if part != "wait") for there in seconds]
             exchange_s = min(there["wait"] for there in seconds)
@@ -87,7 +87,7 @@ class MeasuredShares(FixedShares):
             if reread:
                 for number in ahead:
                     del self._dealt[number]
-        return Change(decision, reread)
+        return ShareChange(decision, reread)
 
     def state(self) -> dict[str, Any]:
         return self.balance.state()

@@ -16,17 +16,17 @@ from runner.axes.dataloader import Loader
 from runner.axes.precision import Precision
 from runner.axes.prefetch import Prefetch
 from runner.base import noise
-from runner.base.buffers import restored
-from runner.base.generators import random_state, restore_random_state, seed_everything
+from runner.base.global_rng import random_state, restore_random_state, seed_everything
+from runner.base.module_buffers import restored
 from runner.base.order import Indices, Micro, seed_of_rank
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.engine.contract import Number, checked_figures, checked_metrics, must_count
-from runner.engine.redo import release
+from runner.engine.contract_checks import Number, checked_figures, checked_metrics, must_count
+from runner.engine.oom_retry import release
 
 
-class Measured(NamedTuple):
+class EvaluationResult(NamedTuple):
     """Result of an evaluation.
 
     metrics  NaN if nothing was measured
@@ -73,7 +73,7 @@ def evaluate(
     source: Path,
     stopped: Callable[[], bool] = lambda: False,
     all_measured: Callable[[], object] = lambda: None,
-) -> Measured | None:
+) -> EvaluationResult | None:
     """Return the metrics over `samples`, each counted once, or None if `stopped` returned True on any rank.
 
     sizes         batch sizes
@@ -137,7 +137,7 @@ def evaluate(
     metrics = checked_figures(task.summarize(divided), task.summarize, source)
     uncounted = {name for name, value in divided.items() if math.isnan(value) and name not in lost}
     empty = [name for name, value in metrics.items() if math.isnan(value) and (not lost or name in uncounted)]
-    return Measured(metrics, tuple(empty))
+    return EvaluationResult(metrics, tuple(empty))
 
 
 def _kept(number: Number) -> Number:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.words import is_number
+from runner.base.text import is_number
 from runner.durable.files import read_object
 
 

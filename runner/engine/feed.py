@@ -8,7 +8,7 @@ from itertools import chain
 from runner.base import noise
 from runner.base.batch import MicroBatch, first_shape
 from runner.engine.loop import Position
-from runner.engine.watchdog import DATA, UPDATE, Pulse
+from runner.engine.watchdog import DATA, UPDATE, ProgressMark
 
 
 class Feed:
@@ -20,7 +20,13 @@ class Feed:
     """
 
     def __init__(
-        self, batches: Iterator[MicroBatch], pulse: Pulse, position: Position, shapes: set[object], *, keeps: bool
+        self,
+        batches: Iterator[MicroBatch],
+        pulse: ProgressMark,
+        position: Position,
+        shapes: set[object],
+        *,
+        keeps: bool,
     ) -> None:
         self.batches, self.pulse, self.position = batches, pulse, position
         self.shapes, self.keeps, self.last = shapes, keeps, None

@@ -16,26 +16,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 from runner.axes.memory import computing_again
 from runner.axes.optimizer import OPTIMIZERS, expected_state_bytes, is_under, state_tensors
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.choice import make
 from runner.base.configuration import Choice, Configuration, task_source
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.noise import no_pass
+from runner.base.option_table import make
 from runner.base.order import Order
 from runner.base.task import Progress
-from runner.base.words import first_line, sized
-from runner.distributed.parallel import Parallel, Passes, Sums
-from runner.engine.as_cuda import AsCuda
+from runner.base.text import first_line, sized
+from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.assemble import Parts, assemble
-from runner.engine.faults import fault_of
-from runner.engine.kinds import Gradients
+from runner.engine.cuda_autocast import AsCuda
+from runner.engine.error_diagnosis import fault_of
+from runner.engine.fake_mode import AllocationLedger, CheckpointedBlock, FakeRun, NotTraceable, in_layers
 from runner.engine.loop import Position, train_updates
-from runner.engine.phantom import Block, Ledger, NotTraceable, Phantom, in_layers
-from runner.plan.budget import Blocks, computed_again
-from runner.plan.fits import tensors_within
+from runner.engine.phase_kinds import GradientPhase
 from runner.plan.inventory import Inventory, read_cpu
-from runner.plan.need import Bytes, Event, Layer, Traced
-from runner.plan.plan import PhasePlan, Plan, make_plan
+from runner.plan.memory_fit import tensors_within
+from runner.plan.memory_trace import Bytes, Event, Layer, Traced
+from runner.plan.planner import PhasePlan, Plan, make_plan
+from runner.plan.recompute_budget import Blocks, computed_again
 
 FEW = 2  # number of samples run for real if a task cannot be traced
 PASSING = ("activations", "temporary")
@@ -73,7 +73,7 @@ class Forecast:
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
         self._stack = ExitStack()
         self._parts: Parts | None = None
-        self._phantom = Phantom(Ledger())
+        self._phantom = FakeRun(AllocationLedger())
         self._why_not = ""
         self._is_too_large = False  # to be measured here
 
@@ -184,10 +184,10 @@ def least_samples(model: nn.Module) -> int:
 class Follower:
     """Trace one phase with one micro-batch size."""
 
-    def __init__(self, parts: Parts, phase: PhasePlan, phantom: Phantom, keeps_ahead: bool) -> None:
+    def __init__(self, parts: Parts, phase: PhasePlan, phantom: FakeRun, keeps_ahead: bool) -> None:
         self.parts, self.phase, self.phantom, self.keeps_ahead = parts, phase, phantom, keeps_ahead
-        self.ledger = phantom.ledger = Ledger()
-        self.kept: list[Block] = []  # activations of the latest forward pass
+        self.ledger = phantom.ledger = AllocationLedger()
+        self.kept: list[CheckpointedBlock] = []  # activations of the latest forward pass
         self.trained: list[nn.Parameter] = []
         self.left: list[int] = []  # bytes of tensors created in passes and still alive after each update
         self.batches: list[int] = []  # bytes of each batch
@@ -222,7 +222,7 @@ class Follower:
 
         with self.phantom, in_layers(ledger, parts.bare), no_pass(), ExitStack() as stack:
             ledger.kind = "optimizer"
-            work = Gradients(phase, parts, order, position)
+            work = GradientPhase(phase, parts, order, position)
             self.trained = [*work.own.values()]
             averages = [weight.detach().clone() for weight in self.trained] if _averages(parts.plan) else []
             ledger.kind = "temporary"
@@ -249,7 +249,7 @@ class Follower:
 
     def _received(self, batch: Any) -> int:
         """Return the bytes of a batch, which count as inputs from now on."""
-        blocks: list[Block | None] = []
+        blocks: list[CheckpointedBlock | None] = []
         map_tensors(lambda tensor: blocks.append(self.ledger.saw(tensor, "inputs")), batch)
         return sum(block.size for block in blocks if block)
 
@@ -291,7 +291,7 @@ class Follower:
         """After the passes of the strategy, attribute the work inside to the update."""
         made = parallel.accumulate
 
-        def accumulate(passes: Passes, batches: Iterator[MicroBatch]) -> Sums:
+        def accumulate(passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
             sums = made(passes, batches)
             self.ledger.stage = "update"
             return sums
@@ -416,7 +416,7 @@ def has_room(model: nn.Module) -> bool:
     return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
 
 
-def peak_of(events: Sequence[Event], blocks: Sequence[Block]) -> Bytes:
+def peak_of(events: Sequence[Event], blocks: Sequence[CheckpointedBlock]) -> Bytes:
     """Return the blocks in use at the moment of peak memory."""
     most = size = moment = 0
     alive: dict[int, int] = {}

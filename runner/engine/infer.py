@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.base.accelerator import accelerator_of
-from runner.base.choice import make
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
+from runner.base.option_table import make
 from runner.base.output import never_waiting
 from runner.base.phases import INFERENCE
 from runner.base.stopwatch import Lap, stopwatch
-from runner.base.words import rate
+from runner.base.text import rate
 from runner.observe.events import Console
-from runner.observe.memory import host_peak_gib, restart_host_peak
-from runner.observe.monitor import MONITORS, gpus_of
+from runner.observe.monitor_thread import MONITORS, gpus_of
+from runner.observe.peak_memory import host_peak_gib, restart_host_peak
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from runner.base.task import Content, Prediction
     from runner.durable.directory import RunDirectory
     from runner.engine.assemble import Parts
-    from runner.plan.plan import Plan
+    from runner.plan.planner import Plan
 
 
 _NO_MORE = object()
@@ -48,9 +48,9 @@ def infer(request: Request) -> Exit:
     """
     console = Console()  # does not fail on a broken pipe, as in `| head`
 
-    from runner.engine.redo import release
-    from runner.engine.tasks import check_packages
-    from runner.engine.trained import open_trained
+    from runner.engine.oom_retry import release
+    from runner.engine.task_loading import check_packages
+    from runner.engine.trained_run import open_trained
     from runner.engine.watchdog import PREDICTION, watched
 
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def infer(request: Request) -> Exit:
             )
         )  # fmt: skip
 
-        def predicted(now: Plan) -> Made:
+        def predicted(now: Plan) -> PredictionSummary:
             """Write all predictions; return their number and time."""
             num = items = 0
 
@@ -95,7 +95,7 @@ def infer(request: Request) -> Exit:
                         heading = f"\n--- {', '.join(prediction.files)}\n"
                         outbox.put(contents, heading + prediction.text if prediction.text else "")
                 outbox.write()
-            return Made(num, items, time.perf_counter() - began, calls)
+            return PredictionSummary(num, items, time.perf_counter() - began, calls)
 
         while True:
             try:
@@ -123,7 +123,7 @@ def infer(request: Request) -> Exit:
 
 
 @dataclass
-class Calls:
+class PredictCalls:
     """Device time and number of samples of each model call.
 
     Work between calls, such as reading, plotting and writing, is excluded.
@@ -134,17 +134,17 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Made:
+class PredictionSummary:
     """Number of predictions and items, and the seconds from the start until all are on disk."""
 
     num: int
     items: int
     seconds: float
-    calls: Calls
+    calls: PredictCalls
 
 
 @contextmanager
-def timed_calls(model: nn.Module, device: torch.device) -> Iterator[Calls]:
+def timed_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]:
     """Record the calls of `model(...)` in the context; complete on exit. Does not synchronize the device before.
 
     Nested calls count as part of the outer call. A compiled model is timed around its graph: torch.compile would
@@ -153,7 +153,7 @@ def timed_calls(model: nn.Module, device: torch.device) -> Iterator[Calls]:
     from runner.base.batch import first_shape
     from runner.observe.module_times import called_through
 
-    calls, depth = Calls(), 0
+    calls, depth = PredictCalls(), 0
 
     def ended(lap: Lap) -> None:
         calls.seconds.append(lap.seconds.get(CALL, 0.0))
@@ -265,10 +265,10 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
     """
     import torch
 
-    from runner.base.streams import drawing_apart
-    from runner.engine.contract import checked_prediction
+    from runner.base.sample_rng import drawing_apart
+    from runner.engine.contract_checks import checked_prediction
     from runner.engine.evaluate import as_in_use
-    from runner.engine.tasks import explained
+    from runner.engine.task_loading import explained
 
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
@@ -289,8 +289,8 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
 
 def _each(found: Any, parts: Parts) -> Iterator[Any]:
     """Return an iterator over the result of `predict`. Raises TaskFault if it is not iterable."""
-    from runner.engine.contract import described
-    from runner.engine.faults import place_of
+    from runner.engine.contract_checks import described
+    from runner.engine.error_diagnosis import place_of
 
     if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping):
         return iter(found)
@@ -303,7 +303,7 @@ def _each(found: Any, parts: Parts) -> Iterator[Any]:
 
 def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> Plan:
     """Return the plan with half the batch size; raises `error` if the batch size cannot be halved."""
-    from runner.base.shortage import halved
+    from runner.base.oom_errors import halved
 
     size = plan.inference.get("batch_size")
     less = halved(size) if isinstance(size, int) else None
@@ -335,7 +335,7 @@ def _as_bytes(name: str, content: Content) -> bytes:
     return buffer.getvalue()
 
 
-def summary_of(made: Made, item: str, update: int) -> dict[str, Any]:
+def summary_of(made: PredictionSummary, item: str, update: int) -> dict[str, Any]:
     """Return the content of summary.json.
 
     seconds, items_per_s  wall-clock time, including reading, plotting and writing
@@ -373,7 +373,7 @@ def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def _in_words(made: Made, item: str) -> str:
+def _in_words(made: PredictionSummary, item: str) -> str:
     summary = summary_of(made, item, 0)
     text = f"{made.num} prediction{'s' * (made.num > 1)}"
     text += f", {rate(summary['items_per_s'])} {item}s/s with reading and writing"

@@ -15,7 +15,7 @@ from runner.axes.scheduler import Schedule
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Sum
-from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.engine.gradients import clear, correct_and_clip
 
 
@@ -86,7 +86,7 @@ def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> I
     """Yield after each update until `until` updates are complete. `batches` is infinite."""
     position, precision, parallel = run.position, run.precision, run.parallel
     watch = parallel.watch
-    passes = Passes(
+    passes = ForwardPasses(
         run.model,
         run.loss,
         precision.forward,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.base.arriving import Arriving, sent
+from runner.base.async_copy import PendingCopy, sent
 from runner.base.errors import TaskFault
-from runner.base.figures import finite
+from runner.base.json_numbers import finite
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 @dataclass
-class Clock:
+class UpdateClock:
     """Breakdown of this process's time by part.
 
     All time is attributed: time before a phase is `starting`, time after the last phase `closing`.
@@ -62,7 +62,7 @@ def added(one: Seconds, other: Seconds) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedUpdate:
     """Items of the updates after the first one of a process, and the seconds from its end to the end of the last.
 
     The seconds include work between updates: evaluations, checkpoints, logging.
@@ -72,8 +72,8 @@ class Timed:
     seconds: float = 0.0
     updates: int = 0
 
-    def __add__(self, other: Timed) -> Timed:
-        return Timed(self.items + other.items, self.seconds + other.seconds, self.updates + other.updates)
+    def __add__(self, other: TimedUpdate) -> TimedUpdate:
+        return TimedUpdate(self.items + other.items, self.seconds + other.seconds, self.updates + other.updates)
 
     @property
     def throughput(self) -> float | None:
@@ -106,7 +106,7 @@ class _Pending:
     row: Row
     window: _Window
     numbers: Sequence[float | None]
-    arriving: Arriving
+    arriving: PendingCopy
 
     def read(self) -> list[float]:
         """Return all numbers; blocks until they have arrived."""
@@ -134,13 +134,13 @@ class Meter:
         readings: Callable[[], Mapping[str, Any]],
         watch: Stopwatch,
         is_starting: bool = False,
-        send: Callable[[Tensor], Arriving] = sent,
+        send: Callable[[Tensor], PendingCopy] = sent,
     ) -> None:
         self.world, self.phase, self.every, self.send = world, phase, every, send
         self.write, self.readings, self.watch = write, readings, watch
         self.last_row: Row = {}
         self.step_times_ms: deque[float] = deque(maxlen=_KEPT)  # of the latest rows
-        self.timed = Timed()
+        self.timed = TimedUpdate()
         self._losses: list[Tensor | float] = []
         self._items: list[Tensor | int | float] = []
         self._last: StepInfo | None = None
@@ -229,7 +229,7 @@ class Meter:
             while self._pending and self._pending[0].arriving.is_here():
                 self._finish(self._pending.pop(0))
 
-    def _sent(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], Arriving]:
+    def _sent(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], PendingCopy]:
         """Copy the device values to the host in one transfer; host values are kept."""
         numbers = [None if isinstance(value, Tensor) else float(value) for value in values]
         there = [value.to(self.world.device, self.world.widest) for value in values if isinstance(value, Tensor)]
@@ -258,7 +258,7 @@ class Meter:
         seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
         if not items or not seconds:
             return {"perf/items_per_s": None, "perf/step_time_ms": None, "perf/data_wait": None}
-        self.timed += Timed(sum(items), sum(parts_s.get(part, 0.0) for part in (*PARTS, *BETWEEN)), len(items))
+        self.timed += TimedUpdate(sum(items), sum(parts_s.get(part, 0.0) for part in (*PARTS, *BETWEEN)), len(items))
         row: Row = {
             "perf/items_per_s": self.timed.throughput,  # the name that trackers know; one figure under both
             THROUGHPUT: self.timed.throughput,

@@ -13,7 +13,7 @@ from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError, DataError
-from runner.base.generators import restore_random_state, seed_everything
+from runner.base.global_rng import restore_random_state, seed_everything
 from runner.base.order import Order, seed_of_rank
 from runner.base.task import Progress
 from runner.base.world import World
@@ -21,20 +21,20 @@ from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded
 from runner.engine.advice import watch_shapes
 from runner.engine.balance import shares_by
-from runner.engine.faults import explain
+from runner.engine.checkpoint_state import understood
+from runner.engine.error_diagnosis import explain
 from runner.engine.feed import Feed
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, state_of
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.kinds import KINDS
 from runner.engine.loop import Position, StepInfo
-from runner.engine.resume import load_model
+from runner.engine.phase_kinds import KINDS
+from runner.engine.resumption import load_model
 from runner.engine.run import PhaseRecord, TrainingRun
-from runner.engine.state import understood
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
-from runner.plan.plan import PhasePlan
+from runner.plan.planner import PhasePlan
 
 
 class Phase(PhaseView):

@@ -8,25 +8,25 @@ from functools import cached_property
 from typing import Any
 
 from runner.base.errors import Exit, StorageError
-from runner.base.figures import finite
+from runner.base.json_numbers import finite
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
-from runner.durable.tensors import Room
+from runner.durable.tensors import HostBuffer
 from runner.engine.assemble import Parts
-from runner.engine.contract import checked_figures
+from runner.engine.contract_checks import checked_figures
 from runner.engine.evidence import PhaseEvidence
-from runner.engine.identity import Hashes
-from runner.engine.meter import Clock, Row, Timed, as_line
-from runner.engine.saving import Toll
-from runner.engine.screen import Screen
-from runner.engine.tasks import explained
-from runner.engine.watchdog import Pulse
-from runner.observe.benchmark import Benchmark
-from runner.observe.monitor import NoMonitor
+from runner.engine.meter import Row, TimedUpdate, UpdateClock, as_line
+from runner.engine.run_screen import Screen
+from runner.engine.save_policy import SaveCost
+from runner.engine.task_loading import explained
+from runner.engine.training_identity import Hashes
+from runner.engine.watchdog import ProgressMark
+from runner.observe.monitor_thread import NoMonitor
 from runner.observe.profiler import Profiler
+from runner.observe.step_times import Benchmark
 from runner.observe.trackers import Tracker
-from runner.plan.plan import Plan
+from runner.plan.planner import Plan
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Tally:
     num_rows: int = 0
     items_per_update: float | None = None
     step_times_ms: list[float] = field(default_factory=list)
-    timed: Timed = field(default_factory=Timed)
+    timed: TimedUpdate = field(default_factory=TimedUpdate)
     batch_shapes: set[object] = field(default_factory=set)
     num_samples: dict[str, int] = field(default_factory=dict)
     ranks_s: list[dict[str, float]] = field(default_factory=list)
@@ -165,7 +165,7 @@ class TrainingRun:
     directory: RunDirectory
     observers: Observers
     stop: StopRequest
-    clock: Clock = field(default_factory=Clock)
+    clock: UpdateClock = field(default_factory=UpdateClock)
     metrics: dict[str, float] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)  # numbers of the best and the last checkpoints of finished phases
     records: dict[str, PhaseRecord] = field(default_factory=dict)
@@ -174,10 +174,12 @@ class TrainingRun:
     updates_before: int = 0  # those of the phases before the current one
     last_row: Row = field(default_factory=dict)
     state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
-    toll: Toll = field(default_factory=Toll)
-    rooms: tuple[Room, Room] = field(default_factory=lambda: (Room(), Room()))  # for copies of the state
+    toll: SaveCost = field(default_factory=SaveCost)
+    rooms: tuple[HostBuffer, HostBuffer] = field(
+        default_factory=lambda: (HostBuffer(), HostBuffer())
+    )  # for copies of the state
     dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
-    pulse: Pulse = field(default_factory=Pulse)  # what the watchdog looks at
+    pulse: ProgressMark = field(default_factory=ProgressMark)  # what the watchdog looks at
     tally: Tally = field(default_factory=Tally)
     changes: list[dict[str, Any]] = field(default_factory=list)  # of code and data, found when the run was resumed
     on_change: Callable[[], None] = lambda: None  # called after one was added

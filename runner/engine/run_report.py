@@ -7,28 +7,28 @@ from collections.abc import Mapping
 
 import torch
 
-from runner.base.choice import make
-from runner.base.figures import metric_text
-from runner.base.words import sized_gib
+from runner.base.json_numbers import metric_text
+from runner.base.option_table import make
+from runner.base.text import sized_gib
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.evidence import Evidence
 from runner.engine.run import Outcome, PhaseRecord, TrainingRun
-from runner.engine.saving import CHECKPOINTS, SavePolicy, Toll
-from runner.engine.screen import Screen
-from runner.observe import limits
-from runner.observe.memory import allocator_notes
-from runner.observe.report import (
+from runner.engine.run_screen import Screen
+from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy
+from runner.observe import bottleneck
+from runner.observe.peak_memory import allocator_notes
+from runner.observe.run_summary import (
     EndOfRun,
-    Memory,
+    MemoryLine,
     StartOfRun,
-    Technique,
+    TechniqueLine,
     end_summary,
     start_report,
 )
 from runner.plan.inventory import Inventory
-from runner.plan.plan import Plan, rank_table
-from runner.plan.sheet import short
+from runner.plan.planner import Plan, rank_table
+from runner.plan.prediction_text import short
 
 
 def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
@@ -75,9 +75,9 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         return
     plan, total = run.plan, evidence.seconds or 0.0
     last = list(run.records.values())[-1]
-    memory = {"host": Memory(evidence.host_peak_gib, total=evidence.host_total_gib)}
+    memory = {"host": MemoryLine(evidence.host_peak_gib, total=evidence.host_total_gib)}
     if evidence.device_total_gib is not None:
-        memory[plan.device] = Memory(
+        memory[plan.device] = MemoryLine(
             evidence.device_peak_gib,
             evidence.device_allocated_gib,
             evidence.device_peak_reserved_gib,
@@ -144,7 +144,7 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
     """Return the time and last metrics of a phase."""
     made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
     peak = "" if record.peak_device_gib is None else f", {sized_gib(record.peak_device_gib)} on the GPU"
-    share = limits.mostly(record.parts_s, record.seconds)
+    share = bottleneck.mostly(record.parts_s, record.seconds)
     spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
     metrics = "".join(
         f"  {metric.removeprefix('val/')} {metric_text(value)}" for metric, value in record.metrics.items()
@@ -169,7 +169,7 @@ def _policy(plan: Plan) -> SavePolicy:
     return make(CHECKPOINTS, choice.function, **choice.options)
 
 
-def _toll(toll: Toll, total_s: float) -> str:
+def _toll(toll: SaveCost, total_s: float) -> str:
     """Return the cost of the checkpoints written during the run."""
     share = (toll.held_s + toll.slowed_s) / total_s
     saves = f"{toll.num_saves} checkpoint{'s' * (toll.num_saves > 1)}"
@@ -180,7 +180,7 @@ def _toll(toll: Toll, total_s: float) -> str:
     return f"{text}; the last one ({size:,.1f} MB) took {seconds:.2f} s to write"
 
 
-def _techniques(plan: Plan) -> list[Technique]:
+def _techniques(plan: Plan) -> list[TechniqueLine]:
     """Return each technique with its effect here, or why it is off."""
     found = []
     for group, off in _OFF.items():
@@ -188,9 +188,9 @@ def _techniques(plan: Plan) -> list[Technique]:
         detail = ", ".join(f"{key} {_shown(choice.options[key])}" for key in _SHOWN if key in choice.options)
         why = "not requested" if reason == "default" and choice.name in off else reason
         if choice.name in off:
-            found.append(Technique(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
+            found.append(TechniqueLine(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
         else:
-            found.append(Technique(f"{group} {choice.name}", True, f"{detail} ({why})" if detail else why))
+            found.append(TechniqueLine(f"{group} {choice.name}", True, f"{detail} ({why})" if detail else why))
     return found
 
 

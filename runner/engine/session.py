@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.birth import birth_of
 from runner.base.configuration import Configuration, Request, compose, task_source, to_yaml
 from runner.base.errors import (
     AccelRunError,
@@ -33,30 +32,31 @@ from runner.base.errors import (
     number_of,
     where_it_goes_on,
 )
-from runner.base.figures import finite
+from runner.base.json_numbers import finite
 from runner.base.phases import INFERENCE
-from runner.base.ranks import member_of, starter
+from runner.base.process_identity import birth_of
+from runner.base.rank_env import member_of, starter
 from runner.base.secret import fit_to_show
-from runner.base.words import words_of
+from runner.base.text import words_of
 from runner.durable import files
 from runner.durable.directory import RunDirectory, check_name, default_name
 from runner.durable.files import read_object, read_rows
-from runner.durable.owner import Owner, new_uid, uid_of
-from runner.durable.standing import standing
-from runner.engine import again, passes
+from runner.durable.run_identity import RunIdentity, new_uid, uid_of
+from runner.durable.run_state import standing
+from runner.engine import oom_history, repro_script
 from runner.plan.environment import environment
-from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.plan import Plan, make_plan
-from runner.plan.ranks import RankDevice
+from runner.plan.memory_fit import Needs
+from runner.plan.planner import Plan, make_plan
+from runner.plan.rank_devices import RankDevice
 
 if TYPE_CHECKING:
     from runner.base.world import World
     from runner.durable.checkpoint import Loaded
     from runner.engine.phase import Phase
     from runner.engine.run import TrainingRun
-    from runner.engine.screen import Screen
-    from runner.observe.monitor import NoMonitor
+    from runner.engine.run_screen import Screen
+    from runner.observe.monitor_thread import NoMonitor
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def name_of(configuration: Configuration) -> str:
 
 
 @dataclass(frozen=True)
-class Ended:
+class SessionEnd:
     """Result of a rank's part of a run; identical on all ranks.
 
     asked_to_stop  somebody did, perhaps only with the last update
@@ -100,7 +100,7 @@ class Ended:
     dropped: tuple[int, ...] = ()
 
 
-def take_part(job: Job, world: World) -> Ended:
+def take_part(job: Job, world: World) -> SessionEnd:
     """Train as one rank of the job; return the result.
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
@@ -108,9 +108,9 @@ def take_part(job: Job, world: World) -> Ended:
     return _lead(job, world) if world.is_first else _follow(job, world)
 
 
-def _lead(job: Job, world: World) -> Ended:
+def _lead(job: Job, world: World) -> SessionEnd:
     """Train as rank 0, which writes files and prints."""
-    from runner.engine.screen import Screen  # needs torch, which wrong settings must not wait for
+    from runner.engine.run_screen import Screen  # needs torch, which wrong settings must not wait for
 
     request, plan = job.request, job.plan
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
@@ -126,7 +126,7 @@ def _lead(job: Job, world: World) -> Ended:
             "folder": str(Path.cwd()),
             "overrides": list(request.overrides),
             # `resume run=first` does not tell what the run is; what it goes on with does.
-            "command": shlex.join(["accel-run", *(again.words_of(request) if _resumes() else sys.argv[1:])]),
+            "command": shlex.join(["accel-run", *(repro_script.words_of(request) if _resumes() else sys.argv[1:])]),
             "pid": os.getpid(),
             "birth": birth_of(os.getpid()),
             "host": socket.gethostname(),
@@ -173,9 +173,9 @@ def _lead(job: Job, world: World) -> Ended:
     return ended
 
 
-def _follow(job: Job, world: World) -> Ended:
+def _follow(job: Job, world: World) -> SessionEnd:
     """Train as any other rank, without output."""
-    from runner.engine.train import train
+    from runner.engine.training import train
     from runner.engine.watchdog import watched
 
     directory = RunDirectory.join(job.folder)
@@ -191,18 +191,18 @@ def _follow(job: Job, world: World) -> Ended:
         run.pulse = pulse
         with _telling(job.plan):
             outcome = train(run, start)
-        return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
+        return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
 def _open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
     """Build what `_open` builds, for a rank that neither writes nor speaks; rank 0 tells where it goes on."""
-    from runner.base.choice import make
+    from runner.base.option_table import make
     from runner.durable.checkpoint import load
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
+    from runner.engine.checkpoint_state import check_state
     from runner.engine.run import TrainingRun, silent
-    from runner.engine.screen import Screen
-    from runner.engine.state import check_state
+    from runner.engine.run_screen import Screen
     from runner.engine.weights import begin_with
     from runner.observe.profiler import PROFILERS
 
@@ -270,13 +270,13 @@ def _train(
     record: dict[str, Any],
     leave_traces: Callable[[], None],
     began: float,
-) -> Ended:
+) -> SessionEnd:
     """Open the run, train, and report the result."""
     from runner.engine.evidence import better_known, evidence_in
     from runner.engine.run_evidence import evidence_of
     from runner.engine.run_report import report_end, report_start
-    from runner.engine.tasks import check_packages
-    from runner.engine.train import train
+    from runner.engine.task_loading import check_packages
+    from runner.engine.training import train
     from runner.engine.watchdog import END, watched
     from runner.observe.trackers import FINISH_S
 
@@ -329,7 +329,7 @@ def _train(
             "evidence": better_known(before, evidence).to_json(),
         }
         report_end(screen, run, outcome, evidence)
-        return Ended(outcome.exit_code, run.stop.requested is not None, run.dropped)
+        return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
 def _record_changes(run: TrainingRun, directory: RunDirectory, record: dict[str, Any]) -> None:
@@ -348,22 +348,22 @@ def _open(
     leave_traces: Callable[[], None],
 ) -> tuple[TrainingRun, Loaded | None]:
     """Build everything a run needs, and find where it goes on; what was opened closes with `stack`."""
-    from runner.base.choice import make
+    from runner.base.option_table import make
     from runner.durable.files import AppendLog
     from runner.durable.signals import StopRequest
     from runner.engine.assemble import assemble
-    from runner.engine.meter import Clock
+    from runner.engine.meter import UpdateClock
     from runner.engine.run import Observers, TrainingRun
     from runner.engine.weights import begin_with
-    from runner.observe.benchmark import BENCHMARKS
     from runner.observe.profiler import PROFILERS
+    from runner.observe.step_times import BENCHMARKS
     from runner.observe.trackers import TRACKERS
 
     def made(table: Mapping[str, Any], group: str, *given: Any) -> Any:
         choice = plan.choices[group]
         return make(table, choice.function, *given, **choice.options)
 
-    clock = Clock()
+    clock = UpdateClock()
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
     start = resume_point(plan, directory, screen, metrics)
@@ -388,7 +388,7 @@ def _open(
     return TrainingRun(plan, parts, directory, observers, stop, clock, uid=record["uid"], tracker_id=resumed), start
 
 
-def _identify(record: dict[str, Any], run: Owner, start: Loaded | None, *, is_anew: bool) -> None:
+def _identify(record: dict[str, Any], run: RunIdentity, start: Loaded | None, *, is_anew: bool) -> None:
     """Record the uid of the run: its own, that of its checkpoint where run.json has lost it, or a new one.
 
     start  checkpoint from which it continues; one of another run, which the user has accepted, is recorded as adopted
@@ -426,7 +426,7 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
     import torch
 
     from runner.base.world import World
-    from runner.engine.screen import Screen
+    from runner.engine.run_screen import Screen
 
     configuration, inventory = compose(request), take_inventory()
     ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
@@ -441,8 +441,8 @@ def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[Tr
 
 def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
     """Return the monitor of this machine, which watches the GPUs of the local ranks in their order."""
-    from runner.base.choice import make
-    from runner.observe.monitor import MONITORS, gpus_of
+    from runner.base.option_table import make
+    from runner.observe.monitor_thread import MONITORS, gpus_of
 
     first, choice = world.rank - world.local_rank, plan.choices["monitor"]
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
@@ -467,8 +467,8 @@ def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, 
 def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: Any) -> Any:
     """Return the checkpoint to resume from, or None; metrics.jsonl is truncated to its length."""
     from runner.durable.checkpoint import recover, set_aside
-    from runner.engine.state import check_state
-    from runner.engine.train import check_resume, phases_to_walk
+    from runner.engine.checkpoint_state import check_state
+    from runner.engine.training import check_resume, phases_to_walk
 
     wanted = plan.settings.resume
     if wanted == "fresh":
@@ -476,7 +476,7 @@ def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: A
         if set_aside(directory.checkpoints):
             screen.say("resume=fresh: the earlier checkpoints were put aside, in checkpoints/earlier-*")
         _put_aside(directory, metrics)
-        passes.forget(directory)
+        oom_history.forget(directory)
         return None
     run, allows_others = directory.owner, _ANOTHER_RUN in plan.settings.resume_allow
     found = recover(directory.checkpoints, run, allows_others=allows_others)
@@ -583,7 +583,7 @@ def _resumes() -> bool:
 def _script(request: Request, name: str) -> bytes:
     member = member_of(os.environ)
     elsewhere = member is not None and member.world_size > 1
-    return again.script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
+    return repro_script.script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
 
 
 def _end_badly(error: BaseException, directory: RunDirectory, record: dict[str, Any], began: float) -> bool:
@@ -642,7 +642,7 @@ def _telling(plan: Plan) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # a task may raise what it likes
-        from runner.engine.faults import explain
+        from runner.engine.error_diagnosis import explain
 
         source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
         if isinstance(error, SystemExit):
@@ -664,7 +664,7 @@ def _fault_of_ours(error: BaseException, directory: RunDirectory) -> AccelRunErr
 
 def _left(error: SystemExit, source: Path) -> AccelRunError:
     """Return the TaskFault for a task that calls sys.exit, which would otherwise end the run without a reason."""
-    from runner.engine.faults import fault_of
+    from runner.engine.error_diagnosis import fault_of
 
     return fault_of(error, source, "the task") or AccelRunError(
         f"the program was left by sys.exit({error.code})", fix="let the task return, or raise what is wrong"

@@ -1,10 +1,10 @@
 """Detect hangs in a thread, report them with the stacks of all threads, and end the process.
 
-The run says what it does by setting one attribute (`Pulse.now`); it never calls anything here. The thread looks from
-time to time and counts its own looks, not the clock: a process that was stopped, a machine that slept, or a debugger
-make one long pause between two looks, which counts as one.
+The run says what it does by setting one attribute (`ProgressMark.now`); it never calls anything here. The thread looks
+from time to time and counts its own looks, not the clock: a process that was stopped, a machine that slept, or a
+debugger make one long pause between two looks, which counts as one.
 
-A process on its own ends itself. A rank that our launcher watches only shows how it stands (runner.base.signs): the
+A process on its own ends itself. A rank that our launcher watches only shows how it stands (runner.base.heartbeat): the
 launcher sees all ranks, so it knows who waits for whom.
 """
 
@@ -23,16 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.base import scratch, stacks
-from runner.base.choice import make
 from runner.base.errors import Exit, Hang, SystemLimit, as_told, where_it_goes_on
-from runner.base.family import descendants
+from runner.base.heartbeat import Heartbeat, HeartbeatTable
+from runner.base.option_table import make
+from runner.base.process_tree import descendants
 from runner.base.secret import fit_to_show
-from runner.base.signs import Sign, SignBoard
 from runner.base.values import Auto, Positive
 from runner.base.world import World
-from runner.distributed.patience import within
+from runner.distributed.timeouts import within
 from runner.durable.checkpoint import newest
-from runner.plan.plan import Plan
+from runner.plan.planner import Plan
 
 START, DATA, UPDATE, EVALUATION, SUMMARY = "start", "data", "update", "evaluation", "summary"
 CHECKPOINT, FINISH, PREDICTION, SEARCH, END = "checkpoint", "finish", "prediction", "search", "end"
@@ -51,7 +51,7 @@ def _nowhere(_: Hang) -> None:
     """Discard the output."""
 
 
-class Pulse:
+class ProgressMark:
     """Current activity of the run, read by the watchdog; the training thread only sets `now`.
 
     now      (kind, update): a new tuple at each change, also where it is equal to the one before
@@ -74,7 +74,7 @@ class Pulse:
 
 
 @dataclass(frozen=True)
-class Limits:
+class WatchdogLimits:
     """Timeouts in seconds; None: derived from recent durations."""
 
     update_s: float | None
@@ -101,7 +101,7 @@ def watched(
     record: Callable[[Hang], object] = _nowhere,
     checkpoints: Path | None = None,
     file: str = "stacks.txt",
-) -> Iterator[Pulse]:
+) -> Iterator[ProgressMark]:
     """A pulse that is watched while the context is open, as the plan says.
 
     keep         writes the stacks; it may block, and is then left behind, as `record` is
@@ -109,9 +109,9 @@ def watched(
     checkpoints  where the last one is looked for; None: nothing goes on from it
     file         of the run's folder where the stacks are written
     """
-    pulse, choice = Pulse(), plan.choices["watchdog"]
+    pulse, choice = ProgressMark(), plan.choices["watchdog"]
     limits = make(WATCHDOGS, choice.function, **choice.options)
-    board = SignBoard(world.watched_from, world.rank) if world.watched_from is not None else None
+    board = HeartbeatTable(world.watched_from, world.rank) if world.watched_from is not None else None
     if board is not None:  # also without a watchdog: the launcher reads them to answer signals and to report a loss
         pulse.made, pulse.ending = board.made(), board.ending()
     if limits is None:
@@ -119,11 +119,11 @@ def watched(
         return
     compiles = plan.choices["compile"].name != "off"
     alone = _Alone(world, pulse, limits.checkpoint_s, keep, record, checkpoints, file)
-    show: Callable[[Sign], None] = board.put if board is not None else alone
+    show: Callable[[Heartbeat], None] = board.put if board is not None else alone
     looking = _Looking(pulse, limits, show, compiles=compiles, is_one_of_many=world.world_size > 1)
     thread = threading.Thread(target=looking.look_on, name="watchdog", daemon=True)
     # At once: a rank may be stopped, or keep the interpreter to itself, before the first look.
-    show(Sign(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
+    show(Heartbeat(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
     try:
         thread.start()
     except RuntimeError as error:
@@ -136,7 +136,7 @@ def watched(
     finally:
         looking.stop.set()
         thread.join()  # where it has begun to end the process, this waits for that
-        show(Sign())
+        show(Heartbeat())
 
 
 @dataclass
@@ -161,7 +161,7 @@ class Waited:
     compiles  models are compiled: for another shape, such as the last, smaller batch, this is done again
     """
 
-    def __init__(self, limits: Limits, done: Set[str], *, compiles: bool) -> None:
+    def __init__(self, limits: WatchdogLimits, done: Set[str], *, compiles: bool) -> None:
         self.limits, self.done, self.compiles = limits, done, compiles
         self._known: dict[str, _Known] = {}
 
@@ -193,7 +193,13 @@ class _Looking:
     """Watchdog thread: compare the pulse with its previous value at each tick."""
 
     def __init__(
-        self, pulse: Pulse, limits: Limits, show: Callable[[Sign], None], *, compiles: bool, is_one_of_many: bool
+        self,
+        pulse: ProgressMark,
+        limits: WatchdogLimits,
+        show: Callable[[Heartbeat], None],
+        *,
+        compiles: bool,
+        is_one_of_many: bool,
     ) -> None:
         self.pulse, self.limits, self.show = pulse, limits, show
         self.compiles, self.is_one_of_many = compiles, is_one_of_many
@@ -232,10 +238,12 @@ class _Looking:
             limit_s = waited.limit_s(now[0], is_first=is_first)
             if write and still * TICK_S > self.limits.checkpoint_s:
                 self.show(
-                    Sign(ticks, still * TICK_S, self.limits.checkpoint_s, False, CHECKPOINT, False, write[0], phase)
+                    Heartbeat(
+                        ticks, still * TICK_S, self.limits.checkpoint_s, False, CHECKPOINT, False, write[0], phase
+                    )
                 )
                 continue
-            self.show(Sign(ticks, same * TICK_S, limit_s, waits, now[0], is_first, now[1], phase))
+            self.show(Heartbeat(ticks, same * TICK_S, limit_s, waits, now[0], is_first, now[1], phase))
 
 
 class _Alone:
@@ -244,7 +252,7 @@ class _Alone:
     def __init__(
         self,
         world: World,
-        pulse: Pulse,
+        pulse: ProgressMark,
         patience_s: float,
         keep: Callable[[str], object],
         record: Callable[[Hang], object],
@@ -254,7 +262,7 @@ class _Alone:
         self.world, self.pulse, self.patience_s, self.file = world, pulse, patience_s, file
         self.keep, self.record, self.checkpoints = keep, record, checkpoints
 
-    def __call__(self, sign: Sign) -> None:
+    def __call__(self, sign: Heartbeat) -> None:
         # Nobody here knows what another rank is busy with: it may be writing a checkpoint.
         if not sign.is_overdue or (sign.waits and sign.waited_s <= self.patience_s):
             return
@@ -271,7 +279,7 @@ class _Alone:
                     within(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
             os._exit(Exit.HANG)
 
-    def _tell(self, sign: Sign) -> None:
+    def _tell(self, sign: Heartbeat) -> None:
         """Print and record the hang within seconds, even if something blocks or fails."""
         of_threads = {_named(self.world): "has no stacks to show"}
         with suppress(Exception):
@@ -304,7 +312,7 @@ def _of_workers() -> dict[str, str]:
     return {f"{WORKER} {pid}": text for pid, text in answers.items()}
 
 
-def hang(sign: Sign, rank: int, who: str, of_threads: Mapping[str, str], file: str | None = "stacks.txt") -> Hang:
+def hang(sign: Heartbeat, rank: int, who: str, of_threads: Mapping[str, str], file: str | None = "stacks.txt") -> Hang:
     """Return the error for what a sign of a rank shows: what is waited for, where, and what can be done.
 
     who         "rank 1 of 2", or nothing
@@ -348,7 +356,7 @@ def _named(world: World) -> str:
     return f"rank {world.rank} of {world.world_size}" if world.world_size > 1 else "the main thread"
 
 
-def _is_debugged(frames: list[stacks.Frame]) -> bool:
+def _is_debugged(frames: list[stacks.StackFrame]) -> bool:
     """Return True if a debugger is attached to this process."""
     if "pydevd" in sys.modules or any(stacks.is_debugger(frame.file) for frame in frames):
         return True
@@ -369,7 +377,7 @@ def default(
     first_update_s: Positive = 1800.0,
     data_s: Positive | Auto = "auto",
     checkpoint_s: Positive = 600.0,
-) -> Limits | None:
+) -> WatchdogLimits | None:
     """End the run after a timeout, with the stacks of all threads and ranks.
 
     update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: 50, or ten times the
@@ -378,7 +386,7 @@ def default(
     data_s          timeout in seconds for loading a batch; auto: 50, or ten times the recent maximum
     checkpoint_s    timeout in seconds without disk progress while a checkpoint is written, and for the end of the run
     """
-    return Limits(
+    return WatchdogLimits(
         None if update_s == "auto" else update_s,
         first_update_s,
         None if data_s == "auto" else data_s,
@@ -386,7 +394,7 @@ def default(
     )
 
 
-def off() -> Limits | None:
+def off() -> WatchdogLimits | None:
     """No timeouts."""
     return None
 
@@ -406,4 +414,4 @@ _WORDS: Mapping[str, tuple[str, str]] = {
     END: ("the end", "checkpoint_s"),
 }
 
-WATCHDOGS: Mapping[str, Callable[..., Limits | None]] = {"default": default, "off": off}
+WATCHDOGS: Mapping[str, Callable[..., WatchdogLimits | None]] = {"default": default, "off": off}

@@ -15,15 +15,15 @@ from typing import Any
 
 from runner.base import stacks
 from runner.base.errors import AccelRunError, Hang
-from runner.base.family import descendants, state_of
-from runner.base.signs import Sign, SignBoard
+from runner.base.heartbeat import Heartbeat, HeartbeatTable
+from runner.base.process_tree import descendants, state_of
 from runner.engine.watchdog import LEAST_S, WORKER, hang, way_out
 
 TICK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Found:
+class HangReport:
     """A hang: the blocking rank, the error, and the stacks of all ranks."""
 
     rank: int
@@ -32,7 +32,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """State of a rank, observed from outside.
 
     stopped_s  seconds since it was stopped (SIGSTOP)
@@ -40,7 +40,7 @@ class State:
     is_traced  a debugger is attached
     """
 
-    sign: Sign
+    sign: Heartbeat
     stopped_s: float = 0.0
     silent_s: float = 0.0
     is_traced: bool = False
@@ -51,7 +51,7 @@ class State:
         return self.silent_s > self.sign.limit_s and not self.stopped_s
 
 
-def odd_one(states: Mapping[int, State]) -> int | None:
+def odd_one(states: Mapping[int, RankState]) -> int | None:
     """Return the blocking rank; None if no rank exceeds its limit, or a debugger is attached to one."""
     if any(state.is_traced for state in states.values()):
         return None
@@ -86,11 +86,11 @@ class Hangs:
     def __init__(self, folder: Path, pids: Mapping[int, int], clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.pids, self._clock = folder, pids, clock
         self._looked = clock()
-        self._boards = {rank: SignBoard(folder, rank) for rank in pids}
-        self.states = {rank: State(Sign()) for rank in pids}
+        self._boards = {rank: HeartbeatTable(folder, rank) for rank in pids}
+        self.states = {rank: RankState(Heartbeat()) for rank in pids}
         self._suspected: int | None = None
 
-    def look(self, living: Sequence[int]) -> Found | None:
+    def look(self, living: Sequence[int]) -> HangReport | None:
         """Return a hang of the living ranks; to be called every TICK_S seconds, more often does no harm."""
         if self._clock() - self._looked < TICK_S:
             return None
@@ -116,19 +116,19 @@ class Hangs:
         """Tell whether training is over, by rank 0, which records how the run ended."""
         return self._boards[0].ending().value
 
-    def _state(self, rank: int) -> State:
+    def _state(self, rank: int) -> RankState:
         sign, before = self._boards[rank].read(), self.states[rank]
         state = state_of(self.pids[rank])
         is_stopped, is_traced = state == "T", state == "t"
         moves = sign.ticks != before.sign.ticks or is_traced
-        return State(
+        return RankState(
             sign,
             before.stopped_s + TICK_S if is_stopped else 0.0,
             0.0 if moves else before.silent_s + TICK_S,
             is_traced,
         )
 
-    def _told(self, odd: int) -> Found:
+    def _told(self, odd: int) -> HangReport:
         """Return what is to be said, with the stacks of all ranks that answer."""
         numbers = {pid: rank for rank, pid in self.pids.items() if rank in self.states}
         states = {pid: state_of(pid) for pid in numbers}
@@ -144,7 +144,7 @@ class Hangs:
             for child, (pid, _) in workers.items()
             if child in answers
         }
-        return Found(odd, self._error(odd, named), stacks.together(named))
+        return HangReport(odd, self._error(odd, named), stacks.together(named))
 
     def _error(self, odd: int, named: Mapping[str, str]) -> AccelRunError:
         state, who = self.states[odd], self._name(odd)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from runner.base.choice import make
 from runner.base.configuration import Configuration
+from runner.base.option_table import make
 from runner.base.values import Annotated, Auto, Count, Matches, PositiveInt
 from runner.launch.slurm import Slurm
 

@@ -18,11 +18,11 @@ from typing import Any
 from runner.base import output, stacks
 from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
-from runner.base.family import LAST_S, adopting_orphans, children, clear_away
-from runner.base.ranks import Member
+from runner.base.process_tree import LAST_S, adopting_orphans, children, clear_away
+from runner.base.rank_env import RankInfo
 from runner.base.scratch import private_folder
-from runner.launch.hangs import TICK_S, Found, Hangs
-from runner.launch.rank import Main, live, read_report
+from runner.launch.hangs import TICK_S, HangReport, Hangs
+from runner.launch.rank_process import Main, live, read_report
 from runner.observe.events import Console
 
 
@@ -100,7 +100,7 @@ def run_ranks(
     with private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
-            member = Member(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
+            member = RankInfo(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
             _fork(main, member, folder, asked, ranks)
         watch = _Watch(ranks, folder, asked, started, grace_s, say or Console().warning)
         watch.until_the_end()
@@ -254,7 +254,7 @@ class _Watch:
         if not failure.is_victim and not self.is_named:
             self._name(failure)
 
-    def _end_hang(self, found: Found) -> None:
+    def _end_hang(self, found: HangReport) -> None:
         """End all ranks after a hang; the blocking rank is the cause."""
         problem, seconds = found.error.problems[0], time.monotonic() - self.started
         self.failures.append(
@@ -378,7 +378,7 @@ def _name_of(number: int) -> str:
 # ---------------------------------------------------------------- starting
 
 
-def _fork(main: Main, member: Member, folder: Path, asked: _Asked, ranks: list[_Rank]) -> None:
+def _fork(main: Main, member: RankInfo, folder: Path, asked: _Asked, ranks: list[_Rank]) -> None:
     """Add the rank that runs `main` to `ranks`. Raises SystemLimit where the system has no room for it.
 
     Signals wait meanwhile: what a handler raises, such as the time limit of a test, would leave a rank that is not in

@@ -12,9 +12,9 @@ from runner.base.configuration import Configuration
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.host import affinity, free_memory_bytes
 from runner.base.subprocesses import in_subprocess
-from runner.base.words import sized
+from runner.base.text import sized
 from runner.launch.pool import ALONE, Slot
-from runner.plan.fits import Prediction
+from runner.plan.memory_fit import MemoryPrediction
 
 MOST_TRACED = 8  # models that are traced for one answer, each of which may take seconds
 SPARE = 0.9  # of the memory: what trials hold besides is not theirs alone to decide
@@ -29,7 +29,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceCapacity:
     """What there is for trials on one device, and what each takes.
 
     device  as a trial is told of it, "" where there is no choice; name for people
@@ -48,14 +48,14 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class TrialDemand:
     """Result of the subprocess that traces the trials.
 
     why_not  why nothing is known of devices and cores, if so
     several  the parallelism of trials that take several devices each, "" where none does
     """
 
-    rooms: tuple[Room, ...] = ()
+    rooms: tuple[DeviceCapacity, ...] = ()
     cores: int = 1
     why_not: str = ""
     several: str = ""
@@ -70,7 +70,7 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
     try:
         seen = in_subprocess(_foresee, distinct(configurations), together == "auto")
     except BrokenProcessPool:
-        seen = Foreseen(why_not="the tracing process crashed")
+        seen = TrialDemand(why_not="the tracing process crashed")
     if seen.several and together == "auto":
         return Packing(why=f"together=auto: one at a time, because parallelism={seen.several} uses all devices")
     if seen.several:
@@ -79,7 +79,7 @@ def packed(configurations: Sequence[Configuration], together: int | Literal["aut
     return packing_of(seen, together, len(configurations))
 
 
-def packing_of(seen: Foreseen, together: int | Literal["auto"], num_trials: int) -> Packing:
+def packing_of(seen: TrialDemand, together: int | Literal["auto"], num_trials: int) -> Packing:
     """Return the places on the devices that were found, dealt evenly."""
     threads = "each with {} of {} cores"
     if together != "auto":
@@ -124,11 +124,11 @@ def distinct(configurations: Sequence[Configuration]) -> list[Configuration]:
     return list(found.values())
 
 
-def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
+def _foresee(configurations: Sequence[Configuration], traces: bool) -> TrialDemand:
     """Return what the devices have and the largest of the trials takes; in a process that torch may be loaded into."""
-    from runner.engine.needs import needs_of
+    from runner.engine.demand import needs_of
     from runner.plan.inventory import take_inventory
-    from runner.plan.plan import allow_for, make_plan
+    from runner.plan.planner import allow_for, make_plan
 
     allow_for(configurations[0])
     inventory = take_inventory()
@@ -136,37 +136,37 @@ def _foresee(configurations: Sequence[Configuration], traces: bool) -> Foreseen:
     gpus = [device for device in inventory.usable if device.kind == "cuda"]
     plans = [make_plan(configuration, inventory) for configuration in configurations]
     if several := {each.choices["parallelism"].name for each in plans} - {"single"}:
-        return Foreseen(cores=cores, several=min(several))
+        return TrialDemand(cores=cores, several=min(several))
     plan = plans[0]
     on_gpu = bool(gpus) and plan.ranks[0].is_gpu
     is_free = {each.settings.device for each in configurations} <= {"auto", "cuda"}
     names = {gpu.uuid: gpu.name for gpu in gpus if gpu.uuid} if on_gpu and is_free and len(gpus) > 1 else {"": ""}
-    bare = Foreseen(tuple(Room(device, name, 0, 0) for device, name in names.items()), cores)
+    bare = TrialDemand(tuple(DeviceCapacity(device, name, 0, 0) for device, name in names.items()), cores)
     if not traces:
         return bare
     if len(configurations) > MOST_TRACED:
-        return Foreseen(cores=cores, why_not=f"more than {MOST_TRACED} models to trace; use together=N")
-    largest: Prediction | None = None
+        return TrialDemand(cores=cores, why_not=f"more than {MOST_TRACED} models to trace; use together=N")
+    largest: MemoryPrediction | None = None
     for configuration in configurations:
         try:
             needs = needs_of(configuration, inventory)
             memory = make_plan(configuration, inventory, needs=needs).memory
         except AccelRunError as error:
-            return Foreseen(cores=cores, why_not=error.problems[0].what)
+            return TrialDemand(cores=cores, why_not=error.problems[0].what)
         if not memory:
-            return Foreseen(cores=cores, why_not=needs.why_not or "no phase could be traced")
+            return TrialDemand(cores=cores, why_not=needs.why_not or "no phase could be traced")
         most = max((each.prediction for each in memory), key=lambda prediction: prediction.total)
         largest = most if largest is None or most.total > largest.total else largest
     assert largest is not None
     if not on_gpu:
         free = min(largest.capacity or 2**63, free_memory_bytes())
-        return Foreseen((Room("", "this machine", free, largest.total),), cores)
+        return TrialDemand((DeviceCapacity("", "this machine", free, largest.total),), cores)
     free_of = {gpu.uuid: gpu.free_bytes if gpu.free_bytes is not None else gpu.memory_bytes for gpu in gpus}
     rooms = [
-        Room(device, name or plan.device_name, free_of[device] if device else largest.capacity, largest.total)
+        DeviceCapacity(device, name or plan.device_name, free_of[device] if device else largest.capacity, largest.total)
         for device, name in names.items()
     ]
-    return Foreseen(tuple(rooms), cores)
+    return TrialDemand(tuple(rooms), cores)
 
 
 # Settings by which no pass of a model grows.

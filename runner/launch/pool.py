@@ -152,6 +152,6 @@ _ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 _OF_ONE_RUN = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 # accel-run, in a process that is asked to save when the sweep is killed; -P: no runner.py of this folder is ours
 TRIAL_MAIN = (
-    "import signal, sys; from runner.base.parent import die_with_parent; "
+    "import signal, sys; from runner.base.parent_death import die_with_parent; "
     "die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM); from runner.cli import main; sys.exit(main())"
 )

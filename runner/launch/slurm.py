@@ -17,7 +17,7 @@ from typing import Any
 from runner.base.configuration import Configuration, Request, merge_overrides
 from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
 from runner.base.packages import require
-from runner.base.ranks import member_of
+from runner.base.rank_env import member_of
 from runner.durable.directory import check_name, default_name
 from runner.durable.files import make_directory
 from runner.observe.events import Console

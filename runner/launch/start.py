@@ -21,19 +21,19 @@ from runner.base.configuration import Configuration, Request, compose, merge_ove
 from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryError, Problem
 from runner.base.output import never_waiting
 from runner.base.phases import INFERENCE
-from runner.base.ranks import Member, member_of, starter
+from runner.base.rank_env import RankInfo, member_of, starter
 from runner.base.scratch import private_folder
 from runner.durable.files import read_object
-from runner.engine.passes import num_restarts
-from runner.engine.session import Ended, Job, name_of, record_failure, take_part
+from runner.engine.oom_history import num_restarts
+from runner.engine.session import Job, SessionEnd, name_of, record_failure, take_part
 from runner.launch.launcher import launched
-from runner.launch.needs import needs_in_subprocess
+from runner.launch.traced_demand import needs_in_subprocess
 from runner.observe.events import Console, level_said
 from runner.observe.trackers import must_be_installed
-from runner.plan.fits import Needs
 from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.plan import Plan, allow_for, make_plan, wants_needs
-from runner.plan.ranks import RankDevice
+from runner.plan.memory_fit import Needs
+from runner.plan.planner import Plan, allow_for, make_plan, wants_needs
+from runner.plan.rank_devices import RankDevice
 
 if TYPE_CHECKING:
     from runner.launch.local import Ending
@@ -58,7 +58,7 @@ def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | No
         return Exit(error.exit_code), None
 
 
-def _train(request: Request, member: Member | None, *, then_infer: bool) -> tuple[Exit, Job | None]:
+def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> tuple[Exit, Job | None]:
     configuration = compose(request)
     level_said()  # a slip there is answered before there is a folder
     wanted = configuration.settings.phases
@@ -107,7 +107,7 @@ def _infer(request: Request, name: str | None) -> Exit:
 # ---------------------------------------------------------------- ranks that are started here
 
 
-def _from_here(request: Request, configuration: Configuration, name: str, *, predicts: bool) -> tuple[Ended, Job]:
+def _from_here(request: Request, configuration: Configuration, name: str, *, predicts: bool) -> tuple[SessionEnd, Job]:
     """Train in this process, or start and supervise the ranks of the plan."""
     inventory = _inventory(configuration)
     needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
@@ -121,7 +121,7 @@ def _from_here(request: Request, configuration: Configuration, name: str, *, pre
         known, began = num_restarts(job.folder), time.time()
         try:
             with private_folder():
-                return _taken_part(job, Member()), job
+                return _taken_part(job, RankInfo()), job
         except (DeviceMemoryError, HostMemoryError) as error:
             if num_restarts(job.folder) <= known:
                 raise
@@ -164,7 +164,7 @@ def _inventory(configuration: Configuration) -> Inventory:
     return take_inventory()
 
 
-def _taken_part(job: Job, member: Member) -> Ended:
+def _taken_part(job: Job, member: RankInfo) -> SessionEnd:
     import torch
 
     from runner.distributed.join import joined
@@ -175,9 +175,9 @@ def _taken_part(job: Job, member: Member) -> Ended:
         return take_part(job, world)
 
 
-def _launched(job: Job) -> tuple[Ended, Job]:
+def _launched(job: Job) -> tuple[SessionEnd, Job]:
     """Start the ranks; restart from the last checkpoint without ranks that were killed or slow the run down."""
-    import runner.engine.train  # noqa: F401 - what every rank needs is imported once, before they are forked
+    import runner.engine.training  # noqa: F401 - what every rank needs is imported once, before they are forked
     from runner.launch.local import as_error, run_ranks
 
     strategy = {"fsdp": "sharded", "pipeline": "pipelined"}.get(job.plan.choices["parallelism"].function, "replicated")
@@ -192,7 +192,7 @@ def _launched(job: Job) -> tuple[Ended, Job]:
             told = [result for result in ending.results if result is not None]  # none of ranks that were killed
             dropped = tuple(told[0][1]) if told else ()
             if not dropped or ending.stop or ending.code != Exit.PREEMPTED:
-                return Ended(Exit(ending.code), bool(ending.stop) or any(stopped for stopped, _ in told)), job
+                return SessionEnd(Exit(ending.code), bool(ending.stop) or any(stopped for stopped, _ in told)), job
             job = _without(job, dropped, began)
             continue
         error = as_error(ending)
@@ -215,7 +215,7 @@ def _say_of_signals(text: str) -> None:
         Console().warning(text)
 
 
-def _main(job: Job, member: Member) -> tuple[int, Any]:
+def _main(job: Job, member: RankInfo) -> tuple[int, Any]:
     """Run as a rank; return its exit code, whether a stop was requested, and the ranks to drop."""
     ended = _taken_part(job, member)
     return int(ended.code), (ended.asked_to_stop, ended.dropped)
@@ -259,8 +259,8 @@ def _has_begun(job: Job, began: float) -> bool:
 
 
 def _as_member(
-    request: Request, configuration: Configuration, name: str, member: Member, *, predicts: bool
-) -> tuple[Ended, Job]:
+    request: Request, configuration: Configuration, name: str, member: RankInfo, *, predicts: bool
+) -> tuple[SessionEnd, Job]:
     """Train as a rank started by torchrun or srun; rank 0 decides which run is used."""
     import torch
 

@@ -15,22 +15,22 @@ from typing import Literal, Protocol
 from runner.base.configuration import Configuration, Request, key_of, merge_overrides, word_of
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
 from runner.base.subprocesses import in_subprocess
-from runner.base.sweeps import Axis, composed, expand_sweep
-from runner.base.words import columns_of, shortened
+from runner.base.sweep_syntax import SearchSpace, composed, expand_sweep
+from runner.base.text import columns_of, shortened
 from runner.durable import files
 from runner.durable.directory import SWEEP, RunDirectory, check_name, default_name
-from runner.durable.standing import standing
-from runner.engine.again import words_of
+from runner.durable.run_state import standing
+from runner.engine.repro_script import words_of
 from runner.launch.packing import Packing, packed
 from runner.launch.pool import Pool
 from runner.launch.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, told, winner, without_metric
 from runner.observe.events import SAYS, Console
 from runner.plan.inventory import take_inventory
-from runner.plan.plan import Plan, make_plan
+from runner.plan.planner import Plan, make_plan
 
 
 @dataclass(frozen=True)
-class Wish:
+class SweepRequest:
     """Options of a sweep besides its settings.
 
     metric    by which trials are compared, best_is which of its values are better; None: those of early_stopping
@@ -58,7 +58,7 @@ class Source(Protocol):
         """Return the total number of trials."""
 
 
-def sweep(request: Request, wish: Wish) -> int:
+def sweep(request: Request, wish: SweepRequest) -> int:
     """Train each combination in a subprocess and print a table; 0 if all succeeded, else the first failure.
 
     The runs are called NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command goes on with those
@@ -91,8 +91,8 @@ class opened:  # noqa: N801 - used as a function
         kind: Literal["sweep", "search"],
         fixed: Request,
         configuration: Configuration,
-        wish: Wish,
-        axes: Sequence[Axis] = (),
+        wish: SweepRequest,
+        axes: Sequence[SearchSpace] = (),
     ) -> None:
         settings, task = configuration.settings, configuration.choices["task"].name
         name = settings.run or default_name(f"{task}-{kind}")

@@ -14,15 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.base.birth import birth_of
 from runner.base.errors import Exit
-from runner.base.figures import metric_text
+from runner.base.json_numbers import metric_text
+from runner.base.process_identity import birth_of
 from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.base.words import aligned, is_number, shortened
+from runner.base.text import aligned, is_number, shortened
 from runner.durable.directory import SWEEP, RunDirectory, is_name
 from runner.durable.files import listed, mapped, read_object, read_rows
-from runner.durable.standing import standing
+from runner.durable.run_state import standing
 
 TABLE = "results.csv"
 BEST = "<- best"

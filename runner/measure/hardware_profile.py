@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.base.configuration import GROUPS, Request, compose, key_of, merge_overrides, selected_by_profile
 from runner.base.errors import AccelRunError, ConfigError, Problem
-from runner.base.places import shipped
+from runner.base.paths import shipped
 from runner.base.secret import fit_to_show
 from runner.durable import files
 from runner.durable.directory import check_name

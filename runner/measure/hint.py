@@ -12,9 +12,9 @@ from runner.base.secret import fit_to_show
 from runner.engine.evidence import read_evidence
 from runner.engine.session import Job
 from runner.measure.facts import Facts, device_of, monitored
-from runner.measure.rules import Finding, findings
+from runner.measure.rules import RuleFinding, findings
 from runner.plan.inventory import Inventory
-from runner.plan.plan import Plan
+from runner.plan.planner import Plan
 
 WORTH = 1.15  # times as fast, at most: below that nobody's time is saved by reading another line
 WORTH_S = 1.0  # of this run that could have been saved, at most: what takes milliseconds is no evidence
@@ -35,7 +35,7 @@ def hint(job: Job) -> str:
     return ""
 
 
-def worth_a_line(facts: Facts) -> list[Finding]:
+def worth_a_line(facts: Facts) -> list[RuleFinding]:
     """Return the findings that could have saved a noticeable part of the run, and seconds of it."""
     seconds = facts.seconds() or 0.0
     return [

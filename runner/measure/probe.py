@@ -24,7 +24,7 @@ from runner.axes.dataloader import Fetcher
 from runner.base.batch import are_equal, map_tensors
 from runner.base.order import Micro
 from runner.base.task import Task
-from runner.engine.faults import is_of_task
+from runner.engine.error_diagnosis import is_of_task
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
 from runner.observe.device_waits import Line, Waits, waits

@@ -9,15 +9,15 @@ from datetime import UTC, datetime
 from runner.base.configuration import Request, compose, facts_of_profiles, merge_overrides
 from runner.base.errors import AccelRunError
 from runner.base.subprocesses import in_subprocess
-from runner.base.words import sized
-from runner.launch.needs import needs_in_subprocess
-from runner.measure.advise import of_one_rank
-from runner.measure.trial import Arena, Cell, Limits
+from runner.base.text import sized
+from runner.launch.traced_demand import needs_in_subprocess
+from runner.measure.advisor import of_one_rank
+from runner.measure.compare import CompareLimits, Comparison, Variant
 from runner.plan.corrections import Correction, corrections, keep
 from runner.plan.estimate import peaks_of, update_seconds
-from runner.plan.fits import GIB, predicted
 from runner.plan.inventory import take_inventory
-from runner.plan.plan import allow_for, make_plan
+from runner.plan.memory_fit import GIB, predicted
+from runner.plan.planner import allow_for, make_plan
 
 UPDATES = 3
 
@@ -40,7 +40,7 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
     own = () if plan.own_keys else (f"micro_batch_size={plan.batch.micro_batch_size}",)
     request = dataclasses.replace(request, overrides=merge_overrides(request.overrides, own))
     say(f"makes {UPDATES} updates")
-    with Arena(request, cores) as arena, arena.alone(Cell("probe"), Limits()) as (ask, opened):
+    with Comparison(request, cores) as arena, arena.alone(Variant("probe"), CompareLimits()) as (ask, opened):
         made, report, there = ask({"do": "make", "updates": UPDATES}), ask({"do": "report"}), opened.opened
     demand, rank = needs.demands[there["phase"]], plan.ranks[0]
     thought = predicted(demand, there["micro_batch_size"], dataclasses.replace(rank, unseen=0.0))

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem, RunInUse, StorageError
-from runner.base.figures import finite
-from runner.base.words import shortened
+from runner.base.json_numbers import finite
+from runner.base.text import shortened
 from runner.doctor.storage import nearest
 from runner.durable import files
 from runner.measure.technique import BASELINE, STEP, is_name
@@ -200,7 +200,7 @@ class Results:
         while True:
             try:
                 lock = files.Lock(self._lock, note)
-            except files.Held as held:
+            except files.LockHeld as held:
                 if time.monotonic() > deadline:
                     what = f"process {held.note.partition(' ')[0]} is changing them and does not finish"
                     raise RunInUse(what, where=str(self.csv), fix="end it, or choose another prefix=") from None

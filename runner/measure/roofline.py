@@ -36,7 +36,7 @@ class Roofs:
 
 
 @dataclass(frozen=True)
-class Point:
+class RooflinePoint:
     """An update on the picture.
 
     name     of the task
@@ -60,7 +60,7 @@ class Point:
         return self.count.flops / self.seconds
 
 
-def judged(roofs: Roofs, point: Point) -> str:
+def judged(roofs: Roofs, point: RooflinePoint) -> str:
     """Return in a sentence what the update does, and which roof is above it."""
     share = point.throughput / roofs.over(point.intensity, point.format)
     of_memory = point.intensity < roofs.ridge(point.format)
@@ -71,7 +71,7 @@ def judged(roofs: Roofs, point: Point) -> str:
     return f"an update of {point.name} does {rate}: {share:.0%} of the roof over it, {roof}"
 
 
-def drawn(roofs: Roofs, point: Point | None) -> Any:
+def drawn(roofs: Roofs, point: RooflinePoint | None) -> Any:
     """Return the figure: the roofs, those of formats that the update does not use pale, and the update."""
     figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
@@ -113,7 +113,7 @@ def drawn(roofs: Roofs, point: Point | None) -> Any:
     return figure
 
 
-def _mark(axes: Any, roofs: Roofs, point: Point, unit: float, name: str) -> None:
+def _mark(axes: Any, roofs: Roofs, point: RooflinePoint, unit: float, name: str) -> None:
     """Draw the update, and a line from it to the roof over it."""
     x, y = point.intensity, point.throughput / unit
     roof = roofs.over(x, point.format)
@@ -138,7 +138,7 @@ def _labels(roofs: Roofs) -> list[tuple[str, float, float]]:
     return found
 
 
-def _ends(roofs: Roofs, point: Point | None) -> tuple[float, float]:
+def _ends(roofs: Roofs, point: RooflinePoint | None) -> tuple[float, float]:
     """Return the ends of the axis of intensities: powers of ten around the ridges and the update."""
     ridges = [roofs.ridge(name) for name in roofs.compute]
     seen = [*ridges, *([point.intensity] if point else [])]

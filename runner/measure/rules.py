@@ -1,6 +1,6 @@
 """Rules: what was measured suggests what may be faster. None of them speaks where its evidence is missing.
 
-A finding is no advice yet: its candidates are tried first (runner/measure/advise.py).
+A finding is no advice yet: its candidates are tried first (runner/measure/advisor.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.engine.saving import AT_RISK_S, COST, SHORTEST_S, parse_every
+from runner.engine.save_policy import AT_RISK_S, COST, SHORTEST_S, parse_every
 from runner.measure.facts import Facts
 
 # Shares of the time of updates from which on a part is worth a look. They decide what is tried, not what is said.
@@ -43,7 +43,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleFinding:
     """What a rule has seen.
 
     evidence    a sentence with the numbers
@@ -59,10 +59,10 @@ class Finding:
     at_most: float | None = None
 
 
-Rule = Callable[[Facts], Finding | None]
+Rule = Callable[[Facts], RuleFinding | None]
 
 
-def findings(facts: Facts) -> list[Finding]:
+def findings(facts: Facts) -> list[RuleFinding]:
     """Return what the rules see, the largest possible gain first; those that cannot tell come last."""
     found = [finding for rule in RULES.values() if (finding := rule(facts)) is not None]
     return sorted(found, key=lambda finding: -(finding.at_most or 0.0))
@@ -71,7 +71,7 @@ def findings(facts: Facts) -> list[Finding]:
 # ---------------------------------------------------------------- data
 
 
-def data_wait(facts: Facts) -> Finding | None:
+def data_wait(facts: Facts) -> RuleFinding | None:
     """Updates wait for data: other readers, or none at all."""
     share, cores = facts.share("data"), facts.cpu.logical_cores
     if share is None or share < WAIT:
@@ -95,7 +95,7 @@ def data_wait(facts: Facts) -> Finding | None:
         candidates.append((f"dataloader.prefetch_factor={2 * int(facts.values.get('dataloader.prefetch_factor', 2))}",))
         who = f"{workers} workers read" if workers > 1 else "1 worker reads"
     cached = cache(facts)
-    return Finding(
+    return RuleFinding(
         "data wait",
         f"{share:.0%} of the time of updates was waiting for data; {who}, {_cores(cores)}{cached[1]}",
         tuple(map(Candidate, [*cached[0], *candidates])),
@@ -103,7 +103,7 @@ def data_wait(facts: Facts) -> Finding | None:
     )
 
 
-def slow_transform(facts: Facts) -> Finding | None:
+def slow_transform(facts: Facts) -> RuleFinding | None:
     """One line of the task takes most of what reading a sample takes."""
     share, line, sample_ms = facts.share("data"), facts.probe.get("slow_line"), facts.probe.get("sample_ms")
     if share is None or share < WAIT or not line or not sample_ms or line["ms"] < sample_ms / 2:
@@ -113,7 +113,7 @@ def slow_transform(facts: Facts) -> Finding | None:
         return None
     where, part = place(line), min(1.0, line["ms"] / sample_ms)
     waits = facts.probe.get("sample_busy", 1.0) < BUSY  # enough readers hide that: what they leave is not known
-    return Finding(
+    return RuleFinding(
         "slow transform",
         f"reading a sample takes {sample_ms:.3g} ms, {part:.0%} of it in {where}",
         by_hand=f"make {where} faster, or do its work once: prepare the data before training",
@@ -121,17 +121,17 @@ def slow_transform(facts: Facts) -> Finding | None:
     )
 
 
-def too_many_workers(facts: Facts) -> Finding | None:
+def too_many_workers(facts: Facts) -> RuleFinding | None:
     """There are more data workers than cores, and nobody waits for them."""
     workers, cores = facts.values.get("dataloader.num_workers"), facts.cpu.logical_cores
     if not isinstance(workers, int) or workers <= cores:
         return None
     fewer = sorted({max(1, cores - 1), max(1, cores // 2)}, reverse=True)
     candidates = tuple(Candidate((f"dataloader.num_workers={n}",)) for n in fewer)
-    return Finding("too many workers", f"{workers} data workers share {_cores(cores)}", candidates)
+    return RuleFinding("too many workers", f"{workers} data workers share {_cores(cores)}", candidates)
 
 
-def unpinned(facts: Facts) -> Finding | None:
+def unpinned(facts: Facts) -> RuleFinding | None:
     """Batches are copied to the GPU from memory that the system may move."""
     if facts.on_cpu() is not False or facts.values.get("dataloader.pin_memory") is not False:
         return None
@@ -139,7 +139,7 @@ def unpinned(facts: Facts) -> Finding | None:
         return None
     share = facts.share("transfer")
     seen = "" if share is None else f"; copies took {share:.0%} of the time of updates"
-    return Finding(
+    return RuleFinding(
         "unpinned",
         f"dataloader.pin_memory=false: copies to the GPU cannot overlap with compute{seen}",
         (Candidate(("dataloader.pin_memory=true", "prefetch=stream")), Candidate(("dataloader.pin_memory=true",))),
@@ -147,7 +147,7 @@ def unpinned(facts: Facts) -> Finding | None:
     )
 
 
-def varying_shapes(facts: Facts) -> Finding | None:
+def varying_shapes(facts: Facts) -> RuleFinding | None:
     """Kernels are searched for, or compiled, anew for each shape."""
     shapes = max(facts.probe.get("num_shapes") or 0, facts.evidence.num_batch_shapes or 0)
     if shapes <= MANY_SHAPES:
@@ -160,7 +160,7 @@ def varying_shapes(facts: Facts) -> Finding | None:
         candidates += [Candidate((f"compile={compiled}", "compile.dynamic=true")), Candidate(("compile=off",))]
     if not candidates:
         return None
-    return Finding(
+    return RuleFinding(
         "varying shapes",
         f"batches came in {shapes} shapes, and for each new one kernels are searched for or compiled",
         tuple(candidates),
@@ -171,7 +171,7 @@ def varying_shapes(facts: Facts) -> Finding | None:
 # ---------------------------------------------------------------- between updates
 
 
-def saves_too_often(facts: Facts) -> Finding | None:
+def saves_too_often(facts: Facts) -> RuleFinding | None:
     """Training waits for checkpoints.
 
     Saves by the clock come in no trial as often as in training: what a run has measured of them is all that is known.
@@ -195,19 +195,19 @@ def saves_too_often(facts: Facts) -> Finding | None:
         if auto_s < LONGER_APART * apart_s:  # it risks no more than ten minutes of work, however long a save takes
             return None
         what = f"use checkpoint.every=auto: it would save every {auto_s:.0f} s or so, and not every {apart_s:.0f} s"
-        return Finding(
+        return RuleFinding(
             "checkpoints too often", evidence, by_hand=what, at_most=1 / ((1 - share) * (1 + each_s / auto_s))
         )
     candidates = (Candidate(("checkpoint.every=auto",)),)
-    return Finding("checkpoints too often", evidence, candidates, at_most=_without(share))
+    return RuleFinding("checkpoints too often", evidence, candidates, at_most=_without(share))
 
 
-def logs_too_often(facts: Facts) -> Finding | None:
+def logs_too_often(facts: Facts) -> RuleFinding | None:
     """Rows of metrics take a noticeable part of the time."""
     share, every = facts.share("logging"), facts.values.get("log_every")
     if share is None or share < PART or not isinstance(every, int):
         return None
-    return Finding(
+    return RuleFinding(
         "logs too often",
         f"{share:.0%} of the time was spent on rows of metrics (log_every={every})",
         (Candidate((f"log_every={10 * every if every >= 10 else 50}",)),),
@@ -215,14 +215,14 @@ def logs_too_often(facts: Facts) -> Finding | None:
     )
 
 
-def evaluates_too_often(facts: Facts) -> Finding | None:
+def evaluates_too_often(facts: Facts) -> RuleFinding | None:
     """Evaluations take more time than a fifth."""
     share, every = facts.share("evaluation"), facts.evidence.num_evaluations
     updates = facts.evidence.updates
     if share is None or share < EVALUATION or not updates or every is None or every < SEVERAL:
         return None
     apart = max(1, round(updates / every))
-    return Finding(
+    return RuleFinding(
         "evaluates too often",
         f"{share:.0%} of the time was spent on {every} evaluations, one in {apart} updates",
         by_hand=f"use evaluate.every={5 * apart}; it decides which checkpoints the best one is chosen from",
@@ -230,12 +230,12 @@ def evaluates_too_often(facts: Facts) -> Finding | None:
     )
 
 
-def slow_hooks(facts: Facts) -> Finding | None:
+def slow_hooks(facts: Facts) -> RuleFinding | None:
     """Something between updates that is none of the runner's takes a noticeable part of the time."""
     share, of_the_task = facts.share("hooks"), facts.evidence.has_begin_update
     if share is None or share < WAIT or of_the_task is None:
         return None
-    return Finding(
+    return RuleFinding(
         "slow hooks",
         f"{share:.0%} of the time was spent between updates on neither rows, evaluations nor saves",
         by_hand="look at what begin_update of the task does"
@@ -245,7 +245,7 @@ def slow_hooks(facts: Facts) -> Finding | None:
     )
 
 
-def hidden_waits(facts: Facts) -> Finding | None:
+def hidden_waits(facts: Facts) -> RuleFinding | None:
     """The task's own code takes numbers out of tensors in every update: each time the host waits for the device."""
     waits = [wait for wait in facts.probe.get("waits") or () if wait["times"] >= 1]
     share, on_cpu = min(0.99, sum(wait["share"] for wait in waits)), facts.on_cpu()
@@ -256,7 +256,7 @@ def hidden_waits(facts: Facts) -> Finding | None:
     num = sum(wait["times"] for wait in waits)
     times = "once" if num == 1 else f"{num:,.0f} times"
     told = f", {share:.0%} of its time" if on_cpu else ": the host waits there until the GPU has nothing left to do"
-    return Finding(
+    return RuleFinding(
         "hidden device waits",
         f"{where} takes numbers out of tensors {times} in an update{told}",
         by_hand=f"keep it a tensor in {where}: sum on the device, and read it once in many updates",
@@ -267,7 +267,7 @@ def hidden_waits(facts: Facts) -> Finding | None:
 # ---------------------------------------------------------------- arithmetic
 
 
-def tiny_passes(facts: Facts) -> Finding | None:
+def tiny_passes(facts: Facts) -> RuleFinding | None:
     """An update is cut into more passes than the memory asks for."""
     micro, passes = facts.evidence.micro_batch_size, facts.evidence.accumulation_steps
     whole = facts.evidence.global_batch_size
@@ -280,28 +280,28 @@ def tiny_passes(facts: Facts) -> Finding | None:
     if peak and total:
         sizes = [size for size in sizes if peak * size / micro < 2 * total]  # not all of it grows with the batch
     fitting = sorted({size for size in sizes if share_of_rank % size == 0}, reverse=True)
-    return Finding(
+    return RuleFinding(
         "tiny micro-batches",
         f"an update of {whole} samples is made in {passes} passes of {micro}{beside}",
         tuple(Candidate((f"micro_batch_size={size}",)) for size in fitting[:3]),
     )
 
 
-def memory_left(facts: Facts) -> Finding | None:
+def memory_left(facts: Facts) -> RuleFinding | None:
     """Activations are computed twice although the memory would hold them."""
     peak, total = facts.evidence.device_peak_reserved_gib, facts.evidence.device_total_gib
     kept = facts.values.get("memory")
     if not peak or not total or peak / total > ROOM_LEFT or kept not in ("checkpoint", "selective"):
         return None
     less = [Candidate(("memory=selective",))] if kept == "checkpoint" else []
-    return Finding(
+    return RuleFinding(
         "memory left",
         f"memory={kept} computes activations again, but only {peak / total:.0%} of the GPU's memory was in use",
         (Candidate(("memory=none",)), *less),
     )
 
 
-def allocator_retries(facts: Facts) -> Finding | None:
+def allocator_retries(facts: Facts) -> RuleFinding | None:
     """The GPU's memory is so full or so scattered that the allocator had to begin anew."""
     retries, micro = facts.evidence.num_alloc_retries, facts.evidence.micro_batch_size
     if not retries:
@@ -310,55 +310,57 @@ def allocator_retries(facts: Facts) -> Finding | None:
     beside = "" if scattered is None else f"; {scattered:.0%} of what is reserved lies in pieces that cannot be used"
     may_be_less = micro and micro % 2 == 0 and not facts.probe.get("has_batch_norm")
     smaller = [Candidate((f"micro_batch_size={micro // 2}",))] if micro and may_be_less else []
-    return Finding(
+    return RuleFinding(
         "allocator retries",
         f"torch's allocator gave everything back and asked the driver again {retries} times{beside}",
         (Candidate(("memory.allocator=expandable_segments:True",)), *smaller),
     )
 
 
-def precision(facts: Facts) -> Finding | None:
+def precision(facts: Facts) -> RuleFinding | None:
     """The device computes faster in another format than the one in use."""
     used, gpu = facts.values.get("precision"), facts.gpu
     if facts.on_cpu():
         if used == "fp32" and facts.cpu.native_bf16:
             flags = ", ".join(flag for flag in facts.cpu.flags if "bf16" in flag)
-            return Finding(
+            return RuleFinding(
                 "precision", f"precision=fp32, and this CPU multiplies bfloat16 itself ({flags})", _options("bf16")
             )
         if used in ("bf16", "fp16") and not (used == "bf16" and facts.cpu.native_bf16):
-            return Finding("precision", f"precision={used}, which this CPU only emulates", _options("fp32"))
+            return RuleFinding("precision", f"precision={used}, which this CPU only emulates", _options("fp32"))
         return None
     if gpu is None or gpu.kind != "cuda" or not (gpu.capability or gpu.architecture):
         return None
     able = f"{gpu.name} has {gpu.generation}"
     if used in ("fp32", "tf32") and gpu.native_bf16:
         others = ("bf16", "tf32") if used == "fp32" and gpu.native_tf32 else ("bf16",)
-        return Finding("precision", f"precision={used}, and {able}: its tensor cores take bfloat16", _options(*others))
+        return RuleFinding(
+            "precision", f"precision={used}, and {able}: its tensor cores take bfloat16", _options(*others)
+        )
     if used == "fp32" and gpu.fp16_tensor_cores:
-        return Finding("precision", f"precision=fp32, and {able}: its tensor cores take float16", _options("fp16"))
+        return RuleFinding("precision", f"precision=fp32, and {able}: its tensor cores take float16", _options("fp16"))
     if used == "bf16" and not gpu.native_bf16:
-        return Finding("precision", f"precision=bf16, which is emulated: {able}", _options("fp16", "fp32"))
+        return RuleFinding("precision", f"precision=bf16, which is emulated: {able}", _options("fp16", "fp32"))
     return None
 
 
-def odd_sizes(facts: Facts) -> Finding | None:
+def odd_sizes(facts: Facts) -> RuleFinding | None:
     """Matrices have sizes that miss the fast kernels."""
     lines = facts.evidence.odd_sizes
     if not lines:
         return None
     more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-    return Finding("odd sizes", f"{lines[0]}{more}", by_hand="round these sizes up in the model, where it is yours")
+    return RuleFinding("odd sizes", f"{lines[0]}{more}", by_hand="round these sizes up in the model, where it is yours")
 
 
-def idle_gpu(facts: Facts) -> Finding | None:
+def idle_gpu(facts: Facts) -> RuleFinding | None:
     """The GPU has little to do although data is there: its kernels are small, and the host launches them too slowly."""
     util, wait = facts.monitor.get("gpu0/util"), facts.share("data")
     if facts.on_cpu() is not False or util is None or util >= LOW_UTILISATION or (wait is not None and wait >= WAIT):
         return None
     if facts.values.get("compile", "off") != "off":
         return None
-    return Finding(
+    return RuleFinding(
         "idle GPU",
         f"the GPU was busy {util:.0f} % of the time, and data was there: the host is behind with its launches",
         (Candidate(("compile=reduce-overhead",)), Candidate(("compile=default",)), Candidate(("compile=regional",))),
@@ -366,7 +368,7 @@ def idle_gpu(facts: Facts) -> Finding | None:
     )
 
 
-def too_many_threads(facts: Facts) -> Finding | None:
+def too_many_threads(facts: Facts) -> RuleFinding | None:
     """More threads compute than there are cores, or so little is computed that they get in each other's way."""
     threads, cores, update_ms = facts.evidence.num_threads, facts.cpu.logical_cores, facts.update_ms()
     if not threads or not facts.on_cpu():
@@ -376,18 +378,18 @@ def too_many_threads(facts: Facts) -> Finding | None:
         return None
     fewer = sorted({1, max(1, cores // 2), cores} - {threads})
     why = f"an update takes {update_ms:.2g} ms" if threads <= cores else f"there are {_cores(cores)}"
-    return Finding(
+    return RuleFinding(
         "too many threads",
         f"{threads} threads compute, and {why}",
         tuple(Candidate((f"backend.threads={n}",)) for n in reversed(fewer) if n < threads),
     )
 
 
-def small_workload(facts: Facts) -> Finding | None:
+def small_workload(facts: Facts) -> RuleFinding | None:
     """There is so little to compute in an update that the other device may be faster."""
     update_ms, util = facts.update_ms(), facts.monitor.get("gpu0/util")
     if facts.on_cpu() and facts.gpus:
-        return Finding(
+        return RuleFinding(
             "device",
             f"the CPU trains, and {facts.gpus[0].name} is here",
             (Candidate((f"device={facts.gpus[0].torch_name}",)),),
@@ -397,18 +399,18 @@ def small_workload(facts: Facts) -> Finding | None:
     if util is not None and util > 30:
         return None
     beside = "" if util is None else f", and the GPU was busy {util:.0f} % of the time"
-    return Finding(
+    return RuleFinding(
         "device", f"an update takes {update_ms:.2g} ms{beside}: a small workload", (Candidate(("device=cpu",)),)
     )
 
 
-def throttling(facts: Facts) -> Finding | None:
+def throttling(facts: Facts) -> RuleFinding | None:
     """The GPU was slowed down by its temperature or its power limit: no setting helps."""
     slowed = {reason: share for reason, share in facts.throttled.items() if share >= THROTTLED}
     if not slowed:
         return None
     told = ", ".join(f"{reason} in {share:.0%}" for reason, share in slowed.items())
-    return Finding(
+    return RuleFinding(
         "throttling", f"the GPU was slowed down: {told} of the time", by_hand="see to its cooling or its power limit"
     )
 

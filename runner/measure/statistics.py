@@ -54,7 +54,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Spread:
+class ProcessSpread:
     """How far processes that do the same lie apart, in all that they do: a sum of squares of logarithms.
 
     freedom  degrees of freedom, of which each adds the variance of one process; two spreads are pooled by `+`
@@ -63,8 +63,8 @@ class Spread:
     squares: float
     freedom: float
 
-    def __add__(self, other: Spread) -> Spread:
-        return Spread(self.squares + other.squares, self.freedom + other.freedom)
+    def __add__(self, other: ProcessSpread) -> ProcessSpread:
+        return ProcessSpread(self.squares + other.squares, self.freedom + other.freedom)
 
     @property
     def sigma(self) -> float:
@@ -95,7 +95,7 @@ Blocks = Mapping[int, float]  # round -> milliseconds of an update
 Made = Mapping[int, int]  # round -> number of the process that made the block
 
 
-def between(cells: Sequence[tuple[Blocks, Made]]) -> Spread:
+def between(cells: Sequence[tuple[Blocks, Made]]) -> ProcessSpread:
     """Return the spread between processes, by what changes where cells begin anew.
 
     Rounds in which the same processes play are looked at together: each cell's level in them is the median of its
@@ -129,7 +129,7 @@ def between(cells: Sequence[tuple[Blocks, Made]]) -> Spread:
     # Source: von Neumann, Kent, Bellinson and Hart, The mean square successive difference, 1941.
     steps = len(pieces) - 1
     share = 2 * steps / (3 * steps - 1) if steps > 0 else 1.0
-    return Spread(share * squares, share * freedom)
+    return ProcessSpread(share * squares, share * freedom)
 
 
 def _levels(cells: Sequence[tuple[Blocks, Made]], rounds: Sequence[int]) -> Array:
@@ -185,7 +185,7 @@ def _sigma(values: Array) -> float:
 
 
 # What is taken of processes before any was begun anew, with the weight of so many degrees of freedom.
-USUAL = Spread(squares=4 * 0.01**2, freedom=4)
+USUAL = ProcessSpread(squares=4 * 0.01**2, freedom=4)
 ONE_EACH = USUAL.half(1, 1)  # where two settings have one process each, and none was begun anew
 LEAST_BLOCKS = 3  # of a process, to tell its level by
 LEAST_MS = 1e-6  # a clock may tell that a block took no time

@@ -15,7 +15,7 @@ Value = str | float | int | None
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SuiteRequest:
     """What a suite is asked to do.
 
     request   the settings of the training that is measured
@@ -40,7 +40,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Table:
+class SuiteTable:
     """Rows under named columns; a unit belongs to the name, as in `update, ms`. None: not measured."""
 
     title: str
@@ -49,7 +49,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Report:
+class SuiteReport:
     """What a suite has to say.
 
     headline  one sentence that answers the question of the suite
@@ -59,14 +59,14 @@ class Report:
     """
 
     headline: str
-    tables: Sequence[Table] = ()
+    tables: Sequence[SuiteTable] = ()
     notes: Sequence[str] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[Path] = ()
 
 
-def screen(report: Report) -> list[str]:
+def screen(report: SuiteReport) -> list[str]:
     """Return the lines to print."""
     lines: list[str] = []
     for table in report.tables:
@@ -79,7 +79,7 @@ def screen(report: Report) -> list[str]:
     return [*lines, *(f"written      {file}" for file in report.files)]
 
 
-def _aligned(table: Table) -> list[str]:
+def _aligned(table: SuiteTable) -> list[str]:
     """Return header and rows: words to the left, numbers to the right."""
     cells = [[_text(value) for value in row] for row in table.rows]
     is_number = [all(not isinstance(row[column], str) for row in table.rows) for column in range(len(table.columns))]

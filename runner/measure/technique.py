@@ -10,7 +10,7 @@ from typing import Any
 from runner.base.configuration import Choice, Configuration, PhaseSettings, function_of, merge_overrides
 from runner.base.errors import ConfigError, Problem
 from runner.base.guarded_yaml import read_guarded
-from runner.base.places import shipped
+from runner.base.paths import shipped
 from runner.base.schema import did_you_mean
 
 BASELINE = "baseline"

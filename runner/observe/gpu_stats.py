@@ -22,7 +22,7 @@ from typing import Any
 
 from runner.base.accelerator import torch_uuids
 from runner.base.errors import ConfigError, InputMissing, Problem
-from runner.observe.monitor import Monitor, Samples, read_samples
+from runner.observe.monitor_thread import MachineSamples, Monitor, read_samples
 from runner.observe.nvml import Nvml, bare_uuid, open_nvml, visible
 
 
@@ -83,7 +83,7 @@ class GPUStats:
         """
         return self._monitor.summary().to_json()
 
-    def samples(self) -> Samples:
+    def samples(self) -> MachineSamples:
         """Return the samples as arrays over time. Raises InputMissing if nothing was written."""
         if not self.path_csv.exists():
             fix = "it is written while this watches, in a `with` block or after start_monitoring()"

@@ -15,8 +15,8 @@ from rich.live import Live
 
 from runner.base.secret import fit_to_show
 from runner.observe.machine_screen import WAITING, Use, View, lines_of
-from runner.observe.monitor import as_line
-from runner.observe.progress import TerminalConsole
+from runner.observe.monitor_thread import as_line
+from runner.observe.progress_display import TerminalConsole
 
 
 class Display:
@@ -47,9 +47,9 @@ def make_display(out: TextIO, aside: TextIO, *, as_json: bool) -> Display:
     aside  where words go that are no sample
     """
     if as_json:
-        return Lines(out, aside, lambda view: json.dumps(as_object(view)))
+        return SampleLines(out, aside, lambda view: json.dumps(as_object(view)))
     drawable = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return FullScreen(out) if drawable else Lines(out, aside, lambda view: as_line(view.latest))
+    return FullScreen(out) if drawable else SampleLines(out, aside, lambda view: as_line(view.latest))
 
 
 def as_object(view: View) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def _as_object(use: Use) -> dict[str, Any]:
     return {"pid": use.pid, "memory_gib": use.memory_gib, **{key: word or None for key, word in words.items()}}
 
 
-class Lines(Display):
+class SampleLines(Display):
     """A line for each sample, at once; what is missing aside, once."""
 
     def __init__(self, out: TextIO, aside: TextIO, text: Callable[[View], str]) -> None:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runner.base.dirfd import beside
 from runner.base.picture import COLORS, new_figure, png
-from runner.base.pinned import beside
 from runner.observe.nvml import THROTTLE_REASONS
-from runner.observe.samples import Samples
+from runner.observe.samples import MachineSamples
 
 if TYPE_CHECKING:
     from runner.observe.samples import Floats
@@ -42,7 +42,7 @@ class Panel:
 
     title: str
     axis: str
-    values: Callable[[Samples, str], Floats]
+    values: Callable[[MachineSamples, str], Floats]
     top: float | None = None
     from_0: bool = True
     is_gpu: bool = True
@@ -50,7 +50,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """A line of at most about POINTS points: mean, lowest and highest of the samples that make a point.
 
     is_thinned  a point stands for several samples
@@ -63,7 +63,7 @@ class Line:
     is_thinned: bool
 
 
-def pictures(samples: Samples) -> dict[str, bytes]:
+def pictures(samples: MachineSamples) -> dict[str, bytes]:
     """Return file name -> PNG: a `gpu0.png` for each GPU, `gpus.png` where there are several, and `machine.png`.
 
     No samples: no pictures.
@@ -71,7 +71,7 @@ def pictures(samples: Samples) -> dict[str, bytes]:
     return {name: png(figure) for name, figure in figures(samples).items()}
 
 
-def figures(samples: Samples, points: int = POINTS, *, each: bool = True) -> dict[str, Any]:
+def figures(samples: MachineSamples, points: int = POINTS, *, each: bool = True) -> dict[str, Any]:
     """Return file name -> matplotlib Figure, as `pictures` does.
 
     points  of a line at most, about
@@ -91,7 +91,7 @@ def figures(samples: Samples, points: int = POINTS, *, each: bool = True) -> dic
     return found | {"machine.png": _machine(samples, labels, points)}
 
 
-def plots(folder: Path, samples: Samples) -> list[Path]:
+def plots(folder: Path, samples: MachineSamples) -> list[Path]:
     """The pictures of these samples lie in `folder`, which is there; returns their paths.
 
     Raises OSError.
@@ -99,7 +99,7 @@ def plots(folder: Path, samples: Samples) -> list[Path]:
     return [_write(folder / name, content) for name, content in pictures(samples).items()]
 
 
-def thinned(x: Floats, y: Floats, after_gap: NDArray[np.bool_], points: int = POINTS) -> Line:
+def thinned(x: Floats, y: Floats, after_gap: NDArray[np.bool_], points: int = POINTS) -> PlotLine:
     """Return the line through these samples, broken by NaN at the gaps, of at most about `points` points.
 
     after_gap  (N,) True where nobody watched right before a sample
@@ -108,7 +108,7 @@ def thinned(x: Floats, y: Floats, after_gap: NDArray[np.bool_], points: int = PO
     edges = [0, *np.flatnonzero(after_gap[1:]) + 1, len(x)]
     parts = [_grouped(x[begin:end], y[begin:end], size) for begin, end in pairwise(edges)]
     when, mean, low, high = (np.concatenate(column)[:-1] for column in zip(*parts, strict=True))
-    return Line(when, mean, low, high, is_thinned=size > 1)
+    return PlotLine(when, mean, low, high, is_thinned=size > 1)
 
 
 # ---------------------------------------------------------------- pictures
@@ -126,7 +126,7 @@ class _Time:
 class _Canvas:
     """What the panels of one picture share: the samples, their clock, the GPUs, and what the legend explains."""
 
-    samples: Samples
+    samples: MachineSamples
     labels: Mapping[int, str]
     time: _Time
     points: int
@@ -146,7 +146,7 @@ class _Slowed:
     color: str
 
 
-def _stacked(samples: Samples, labels: Mapping[int, str], title: str, points: int) -> Any:
+def _stacked(samples: MachineSamples, labels: Mapping[int, str], title: str, points: int) -> Any:
     """Return utilisation, memory, temperature and power over time, one below the other, with a line for each GPU.
 
     Below them stands what held the clocks down, where something did.
@@ -161,7 +161,7 @@ def _stacked(samples: Samples, labels: Mapping[int, str], title: str, points: in
     )
 
 
-def _machine(samples: Samples, labels: Mapping[int, str], points: int) -> Any:
+def _machine(samples: MachineSamples, labels: Mapping[int, str], points: int) -> Any:
     """Return GPU utilisation and memory, CPU and RAM, all in percent, in two rows; without a GPU in one."""
     panels = [panel for panel in MACHINE if labels or not panel.is_gpu]
     figure = new_figure(12.0, 7.5 if labels else 4.5)
@@ -274,7 +274,7 @@ def _limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[flo
     return list(values.values())
 
 
-def _slowed(samples: Samples, labels: Mapping[int, str]) -> dict[str, _Slowed]:
+def _slowed(samples: MachineSamples, labels: Mapping[int, str]) -> dict[str, _Slowed]:
     """Return when the driver held the clocks down: by reason, or by GPU where there are several, without the idle."""
     bits = {}
     for gpu in labels:
@@ -386,12 +386,12 @@ def _alone(values: Floats) -> NDArray[np.bool_]:
     return alone
 
 
-def _gpus(samples: Samples) -> list[int]:
+def _gpus(samples: MachineSamples) -> list[int]:
     named = {name.partition("/")[0] for name in (*samples.values, *samples.devices)}
     return sorted(int(name[3:]) for name in named if name.startswith("gpu"))
 
 
-def _label(gpu: int, samples: Samples) -> str:
+def _label(gpu: int, samples: MachineSamples) -> str:
     device = samples.devices.get(f"gpu{gpu}")
     return f"GPU {gpu}: {device.name}" if device and device.name else f"GPU {gpu}"
 
@@ -400,7 +400,7 @@ def _color(gpu: int) -> str:
     return COLORS[gpu % len(COLORS)]
 
 
-def _time(samples: Samples) -> _Time:
+def _time(samples: MachineSamples) -> _Time:
     span = float(samples.times_s[-1] - samples.times_s[0])
     return next(time for limit, time in _TIMES if span < limit)
 
@@ -419,15 +419,15 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-def _of(name: str) -> Callable[[Samples, str], Floats]:
+def _of(name: str) -> Callable[[MachineSamples, str], Floats]:
     return lambda samples, prefix: _column(samples, prefix + name)
 
 
-def _memory_percent(samples: Samples, prefix: str) -> Floats:
+def _memory_percent(samples: MachineSamples, prefix: str) -> Floats:
     return 100 * _column(samples, f"{prefix}memory_gib") / _column(samples, f"{prefix}memory_total_gib")
 
 
-def _column(samples: Samples, name: str) -> Floats:
+def _column(samples: MachineSamples, name: str) -> Floats:
     return samples.values.get(name, np.full(len(samples), math.nan))
 
 

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from rich.text import Text
 
-from runner.observe.notices import Notice
+from runner.observe.alerts import Alert
+from runner.observe.health_rules import BY_DESIGN
 from runner.observe.nvml import slowed_by
-from runner.observe.verdicts import BY_DESIGN
 
 Readings = Mapping[str, float]
 
@@ -61,7 +61,7 @@ class View:
     uses: Sequence[Use] | None = None
     missing: list[str] = field(default_factory=list)
     unsaid: list[str] = field(default_factory=list)
-    troubles: list[Notice] = field(default_factory=list)
+    troubles: list[Alert] = field(default_factory=list)
     waits: bool = False
     history: dict[str, deque[float]] = field(default_factory=dict)
     latest: Readings = field(default_factory=dict)

@@ -24,21 +24,23 @@ from torch.utils._pytree import tree_leaves
 FORWARD, BACKWARD = "forward", "backward"
 
 
-class Owner(NamedTuple):
+class TimeOwner(NamedTuple):
     """Whose time it is: a module by its path, "" for the model, or something beside the model, in round brackets."""
 
     path: str
     way: str = FORWARD
 
 
-OUTSIDE, DATA, OPTIMIZER = Owner("(loss and the rest)"), Owner("(data)"), Owner("(optimizer)")
-_OURS = Owner("(profiler)")  # looking through the graph, and what is set aside: shown nowhere
-COMMUNICATION = Owner("(communication)", BACKWARD)  # with other ranks, between the nodes of a backward pass and after
+OUTSIDE, DATA, OPTIMIZER = TimeOwner("(loss and the rest)"), TimeOwner("(data)"), TimeOwner("(optimizer)")
+_OURS = TimeOwner("(profiler)")  # looking through the graph, and what is set aside: shown nowhere
+COMMUNICATION = TimeOwner(
+    "(communication)", BACKWARD
+)  # with other ranks, between the nodes of a backward pass and after
 BESIDE = (DATA.path, COMMUNICATION.path, OPTIMIZER.path, OUTSIDE.path)
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimeSpread:
     """Seconds of an update, over several of them; `std` is that of a sample, 0 for a single update."""
 
     mean: float
@@ -48,7 +50,7 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread:
+    def of(cls, seconds: Sequence[float]) -> TimeSpread:
         """Return what the numbers, at least one, are on the whole."""
         std = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
         return cls(statistics.fmean(seconds), std, min(seconds), statistics.median(seconds), max(seconds))
@@ -68,17 +70,17 @@ class ModuleTime:
     path: str
     kind: str
     calls: float
-    own: Spread
-    forward: Spread
-    backward: Spread
-    total: Spread
+    own: TimeSpread
+    forward: TimeSpread
+    backward: TimeSpread
+    total: TimeSpread
 
 
 @dataclass
 class _Update:
     """The marks of an update, in order: what went before each of them was its owner's."""
 
-    marks: list[tuple[Owner, Any]] = field(default_factory=list)
+    marks: list[tuple[TimeOwner, Any]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -97,8 +99,8 @@ class ModuleTimes:
         self._updates: list[_Update] = []
         self._current = _Update()
         self._now = OUTSIDE
-        self._inside: list[Owner] = []  # modules that are at work, the innermost last
-        self._borders: list[tuple[int, Owner]] = []  # from which node of the graph on, and whose they are
+        self._inside: list[TimeOwner] = []  # modules that are at work, the innermost last
+        self._borders: list[tuple[int, TimeOwner]] = []  # from which node of the graph on, and whose they are
         self.kinds: dict[str, str] = {}
 
     def start(self) -> None:
@@ -155,10 +157,10 @@ class ModuleTimes:
         paths = [*self.kinds, *(path for path in BESIDE if not self.is_alone or path != COMMUNICATION.path)]
         calls = {path: sum(update.calls.get(path, 0) for update in self._updates) / len(own) for path in paths}
 
-        def spread(path: str, *ways: str, inner: bool) -> Spread:
+        def spread(path: str, *ways: str, inner: bool) -> TimeSpread:
             within = [one for one in self.kinds if is_inside(one, path)] if inner else []
-            owners = [Owner(one, way) for one in (path, *within) for way in ways]
-            return Spread.of([sum(update.get(owner, 0.0) for owner in owners) for update in own])
+            owners = [TimeOwner(one, way) for one in (path, *within) for way in ways]
+            return TimeSpread.of([sum(update.get(owner, 0.0) for owner in owners) for update in own])
 
         return [
             ModuleTime(
@@ -181,12 +183,12 @@ class ModuleTimes:
         self._now, self._inside = OUTSIDE, []
         self._current.marks.append((_OURS, self._mark()))
 
-    def _lap(self, following: Owner) -> None:
+    def _lap(self, following: TimeOwner) -> None:
         """What went before belongs to who was at work, what comes now to `following`."""
         self._current.marks.append((self._now, self._mark()))
         self._now = following
 
-    def _optimizer(self, following: Owner, *_: Any) -> None:
+    def _optimizer(self, following: TimeOwner, *_: Any) -> None:
         self._lap(following)
 
     def _enter(self, path: str, *_: Any) -> None:
@@ -195,8 +197,8 @@ class ModuleTimes:
             if not self._inside:
                 self._borders = []
             self._current.calls[path] = self._current.calls.get(path, 0) + 1
-            self._inside.append(Owner(path))
-            self._begin_part(Owner(path))
+            self._inside.append(TimeOwner(path))
+            self._begin_part(TimeOwner(path))
 
     def _leave(self, path: str, module: nn.Module, given: Any, output: Any) -> None:
         if _is_backward() or not self._inside or self._inside[-1].path != path:
@@ -218,7 +220,7 @@ class ModuleTimes:
             self._leave(path, self.model, given, output)
         return output
 
-    def _begin_part(self, owner: Owner) -> None:
+    def _begin_part(self, owner: TimeOwner) -> None:
         self._borders.append((torch._C._autograd._get_sequence_nr(), owner))
         self._lap(owner)
 
@@ -240,7 +242,7 @@ class ModuleTimes:
             seen |= following
             waiting += following
 
-    def _go_back(self, owner: Owner, *_: Any) -> None:
+    def _go_back(self, owner: TimeOwner, *_: Any) -> None:
         if self._now.way != BACKWARD:
             following = partial(self._lap, OUTSIDE) if self.is_alone else self._end_of_communication
             torch.autograd.Variable._execution_engine.queue_callback(following)
@@ -256,8 +258,8 @@ class ModuleTimes:
 
     # ------------------------------------------------------------ what the marks say
 
-    def _own_seconds(self, update: _Update) -> dict[Owner, float]:
-        found: dict[Owner, float] = {}
+    def _own_seconds(self, update: _Update) -> dict[TimeOwner, float]:
+        found: dict[TimeOwner, float] = {}
         for (_, before), (owner, after) in pairwise(update.marks):
             seconds = before.elapsed_time(after) / 1e3 if self._on_device else after - before
             if owner != _OURS:

@@ -59,11 +59,11 @@ class Metric:
 
     name: str
     unit: str
-    query: Callable[[Look], float]
+    query: Callable[[GpuReading], float]
     pace: Literal["always", "seldom", "in turn"] = "always"
 
 
-class Look:
+class GpuReading:
     """A GPU at one moment: what several metrics are read from is asked for once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
@@ -130,10 +130,10 @@ class Nvml:
         handle = self._handles.get(gpu)
         if handle is None:
             return {metric.name: None for metric in wanted}
-        look = Look(self._library, handle)
+        look = GpuReading(self._library, handle)
         return {metric.name: self._value(gpu, metric, look) for metric in wanted}
 
-    def _value(self, gpu: Gpu, metric: Metric, look: Look) -> float | None:
+    def _value(self, gpu: Gpu, metric: Metric, look: GpuReading) -> float | None:
         if gpu in self.lost:
             return None
         try:
@@ -323,7 +323,7 @@ def _describe(
 ) -> Gpu:
     mig_mode = _asked(library, library.nvmlDeviceGetMigMode, handle)
     pci = _asked(library, library.nvmlDeviceGetPciInfo, handle)
-    memory = _asked(library, lambda: int(Look(library, handle).memory.total))
+    memory = _asked(library, lambda: int(GpuReading(library, handle).memory.total))
     return Gpu(
         index=index,
         uuid=uuid,
@@ -359,7 +359,7 @@ def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _temperature(look: Look) -> float:
+def _temperature(look: GpuReading) -> float:
     nvml = look.nvml
     try:
         return float(nvml.nvmlDeviceGetTemperatureV(look.handle, nvml.NVML_TEMPERATURE_GPU))
@@ -367,30 +367,30 @@ def _temperature(look: Look) -> float:
         return float(nvml.nvmlDeviceGetTemperature(look.handle, nvml.NVML_TEMPERATURE_GPU))
 
 
-def _temperature_limit(look: Look) -> float:
+def _temperature_limit(look: GpuReading) -> float:
     nvml = look.nvml
     return float(nvml.nvmlDeviceGetTemperatureThreshold(look.handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN))
 
 
-def _throttle_reasons(look: Look) -> float:
+def _throttle_reasons(look: GpuReading) -> float:
     try:
         return int(look.nvml.nvmlDeviceGetCurrentClocksEventReasons(look.handle))
     except (look.nvml.NVMLError, AttributeError):  # an older driver has only the older name
         return int(look.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(look.handle))
 
 
-def _clock(look: Look, domain: str) -> float:
+def _clock(look: GpuReading, domain: str) -> float:
     kinds = {"sm": look.nvml.NVML_CLOCK_SM, "memory": look.nvml.NVML_CLOCK_MEM}
     return int(look.nvml.nvmlDeviceGetClockInfo(look.handle, kinds[domain]))
 
 
-def _pcie(look: Look, direction: str) -> float:
+def _pcie(look: GpuReading, direction: str) -> float:
     """Bytes a second that the GPU received (`rx`) or sent (`tx`): the driver counts for 20 ms, and this call waits."""
     counters = {"rx": look.nvml.NVML_PCIE_UTIL_RX_BYTES, "tx": look.nvml.NVML_PCIE_UTIL_TX_BYTES}
     return 1000 * int(look.nvml.nvmlDeviceGetPcieThroughput(look.handle, counters[direction]))  # it tells KB/s
 
 
-def _ecc(look: Look, kind: str) -> float:
+def _ecc(look: GpuReading, kind: str) -> float:
     """Memory errors since the driver was loaded."""
     nvml = look.nvml
     kinds = {"corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from runner.base.picture import new_figure, png
-from runner.base.words import sized
+from runner.base.text import sized
 from runner.observe.device_waits import Wait
-from runner.observe.module_times import BESIDE, ModuleTime, Spread
-from runner.observe.trace_file import Memory
+from runner.observe.module_times import BESIDE, ModuleTime, TimeSpread
+from runner.observe.trace_file import MemoryTimeline
 
 TOP = 10  # operators shown
 ROWS = 20  # modules shown
@@ -75,7 +75,7 @@ class Findings:
     modules: list[ModuleTime] = field(default_factory=list)
     waits: list[Wait] | None = None
     waits_are_real: bool = False
-    memory: Memory | None = None
+    memory: MemoryTimeline | None = None
     notes: list[str] = field(default_factory=list)
     trace: bytes = b""
     table: str = ""
@@ -339,7 +339,7 @@ def _shortened(text: str, room: int) -> str:
 
 
 def _flat(row: ModuleTime) -> dict[str, Any]:
-    spreads: Mapping[str, Spread] = {
+    spreads: Mapping[str, TimeSpread] = {
         "own": row.own, "forward": row.forward, "backward": row.backward, "total": row.total
     }  # fmt: skip
     found: dict[str, Any] = {"module": row.path, "class": row.kind, "calls": row.calls}
@@ -356,14 +356,14 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _memory_csv(memory: Memory) -> bytes:
+def _memory_csv(memory: MemoryTimeline) -> bytes:
     kinds = list(memory.held)
     rows = zip(memory.times_ms, *(memory.held[kind] for kind in kinds), strict=True)
     names = [f"{kind.replace(' ', '_')}_bytes" for kind in kinds]
     return _csv([dict(zip(["time_ms", *names], row, strict=True)) for row in rows])
 
 
-def _picture(findings: Findings, memory: Memory) -> bytes:
+def _picture(findings: Findings, memory: MemoryTimeline) -> bytes:
     """Return the bytes of a picture of who holds memory when."""
     unit, size = ("GiB", 2**30) if sum(memory.at_peak().values()) >= 2**30 else ("MiB", 2**20)
     figure = new_figure(9.0, 5.0)

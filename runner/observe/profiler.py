@@ -99,7 +99,7 @@ class OtherRank(Profiler):
 class Trace(Profiler):
     """Takes its instruments through the updates of a phase, one after the other, and then writes what they say."""
 
-    def __init__(self, keep: Keep, options: Options) -> None:
+    def __init__(self, keep: Keep, options: TraceOptions) -> None:
         self.keep, self.options, self.only = keep, options, options.only
         self.limit = options.num_updates if options.only else math.inf
         self._open: Session | None = None
@@ -136,7 +136,7 @@ class Trace(Profiler):
 
 
 @dataclass(frozen=True)
-class Options:
+class TraceOptions:
     """The keys of `profiler=trace`."""
 
     skip: int
@@ -152,18 +152,18 @@ class Options:
         """Updates that all of it takes."""
         return self.skip + 3 * self.updates + _FEW
 
-    def fitted(self, total: int) -> Options:
+    def fitted(self, total: int) -> TraceOptions:
         """Return options that `total` updates are enough for, where there is any way."""
         if self.num_updates <= total:
             return self
         skip = min(self.skip, total // 4)
-        return Options(**{**vars(self), "skip": skip, "updates": max(1, (total - skip - _FEW) // 3)})
+        return TraceOptions(**{**vars(self), "skip": skip, "updates": max(1, (total - skip - _FEW) // 3)})
 
 
 # ---------------------------------------------------------------- the instruments
 
 
-class Part:
+class ProfiledUpdates:
     """Some updates with one instrument, or with none.
 
     name   what is done in them
@@ -197,10 +197,10 @@ class Part:
         """Add what was found."""
 
 
-class Operators(Part):
+class Operators(ProfiledUpdates):
     """torch's profiler, for operators, the trace and the shares of the time."""
 
-    def __init__(self, subject: Subject, options: Options) -> None:
+    def __init__(self, subject: Subject, options: TraceOptions) -> None:
         super().__init__("operators recorded", options.updates, lead=1)
         self.subject, self.options = subject, options
         self.profile = _recorder(
@@ -274,10 +274,10 @@ class Operators(Part):
         return self._known[file]
 
 
-class Modules(Part):
+class Modules(ProfiledUpdates):
     """Marks at the borders of modules."""
 
-    def __init__(self, subject: Subject, options: Options) -> None:
+    def __init__(self, subject: Subject, options: TraceOptions) -> None:
         super().__init__("modules timed", options.updates)
         self.times = ModuleTimes(subject.model, subject.device, depth=options.depth, ranks=subject.ranks)
         self.start, self.update, self.stop = self.times.start, self.times.update, self.times.stop  # type: ignore[method-assign]
@@ -287,7 +287,7 @@ class Modules(Part):
         findings.modules = self.times.table()
 
 
-class MemoryOverTime(Part):
+class MemoryOverTime(ProfiledUpdates):
     """torch's profiler again, for each allocation of one update."""
 
     def __init__(self, subject: Subject) -> None:
@@ -368,7 +368,7 @@ class MemoryOverTime(Part):
             self.lasting.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
 
 
-class HiddenWaits(Part):
+class HiddenWaits(ProfiledUpdates):
     """Lines that make the host wait for the device."""
 
     def __init__(self, subject: Subject) -> None:
@@ -408,11 +408,11 @@ class HiddenWaits(Part):
 class Session:
     """One phase that is being profiled."""
 
-    def __init__(self, subject: Subject, options: Options, *, shortened: bool) -> None:
+    def __init__(self, subject: Subject, options: TraceOptions, *, shortened: bool) -> None:
         self.subject, self.options, self.shortened = subject, options, shortened
         self.parts = [
-            Part("skipped", options.skip),
-            Part(AS_IT_IS, options.updates),
+            ProfiledUpdates("skipped", options.skip),
+            ProfiledUpdates(AS_IT_IS, options.updates),
             Operators(subject, options),
             Modules(subject, options),
             MemoryOverTime(subject),
@@ -428,7 +428,7 @@ class Session:
         return iter(lambda: self.part.fetch(batches), None)  # no generator: that would end with the first error
 
     @property
-    def part(self) -> Part:
+    def part(self) -> ProfiledUpdates:
         return self.parts[self._index] if self._index < len(self.parts) else _NOTHING
 
     @property
@@ -619,7 +619,7 @@ def _name(device: torch.device) -> str:
     return accelerator_of(device).name() or device.type
 
 
-_NOTHING = Part("", 0)
+_NOTHING = ProfiledUpdates("", 0)
 _FEW = 5  # updates besides those that are asked for: one to settle, two for memory, two for waits
 _CALLS_OF_CUDA = ("cuda_runtime", "cuda_driver")
 _WORDS = ("name", "shapes", "place")
@@ -655,7 +655,7 @@ def trace(
     record_shapes  separate operators by input shapes
     only           end each phase after its profile; nothing is evaluated or saved
     """
-    options = Options(skip, updates, depth, sort_by, with_stack, record_shapes, only)
+    options = TraceOptions(skip, updates, depth, sort_by, with_stack, record_shapes, only)
     if keep is None:
         return OtherRank(options.num_updates if only else math.inf)
     return Trace(keep, options)

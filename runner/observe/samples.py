@@ -41,7 +41,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Device:
+class SampledGpu:
     """A watched GPU."""
 
     name: str
@@ -49,7 +49,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Samples:
+class MachineSamples:
     """What was seen, oldest first.
 
     times_s  (N,) seconds since 1970
@@ -64,7 +64,7 @@ class Samples:
     spans_s: Floats
     phases: tuple[str, ...]
     values: Mapping[str, Floats]
-    devices: Mapping[str, Device] = field(default_factory=dict)
+    devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class Samples:
             yield phase, span, gap, {name: value for name, value in values.items() if not math.isnan(value)}
 
 
-def read_samples(path: Path) -> Samples:
+def read_samples(path: Path) -> MachineSamples:
     """Return what a gpu.csv holds, also one of an older version with fewer columns, or one that a crash left torn.
 
     Raises InputMissing where there is no such file, DataError where it is no table of the monitor's.
@@ -103,7 +103,7 @@ def read_samples(path: Path) -> Samples:
         raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
 
 
-def read_rows(path: Path, lines: Iterable[bytes]) -> Samples:
+def read_rows(path: Path, lines: Iterable[bytes]) -> MachineSamples:
     """Return what these lines of a gpu.csv hold, the first of which is its head. Raises DataError."""
     try:
         return _samples(path, csv.reader(_without_nul(line.decode(errors="replace") for line in lines)))
@@ -122,7 +122,7 @@ class Stat:
 
 
 @dataclass(frozen=True)
-class Part:
+class SummaryPart:
     """A phase, or the whole: what its samples say together.
 
     metrics      metric -> Stat; without the counters and bits, of which a mean says nothing
@@ -155,16 +155,16 @@ class Summary:
     covered  the rows that are in it, so that whoever goes on need not read them again; None: unknown
     """
 
-    whole: Part = Part()
-    phases: Mapping[str, Part] = field(default_factory=dict)
-    devices: Mapping[str, Device] = field(default_factory=dict)
+    whole: SummaryPart = SummaryPart()
+    phases: Mapping[str, SummaryPart] = field(default_factory=dict)
+    devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     covered: Covered | None = None
 
     @staticmethod
-    def of(samples: Samples, notes: Sequence[str] = ()) -> Summary:
+    def of(samples: MachineSamples, notes: Sequence[str] = ()) -> Summary:
         """Return what these samples say together."""
-        tally = Tally()
+        tally = SampleTally()
         tally.take(samples)
         return tally.summary(samples.devices, (*samples.notes, *notes))
 
@@ -174,7 +174,7 @@ class Summary:
         return content
 
 
-class Tally:
+class SampleTally:
     """Adds samples up as they come, in memory that does not grow with their number."""
 
     def __init__(self) -> None:
@@ -204,14 +204,14 @@ class Tally:
                 if metric == "power_w" and not self._has_counter(device, readings):
                     part.add_joules(device, value * span_s)
 
-    def take(self, samples: Samples, *, after_s: float | None = None) -> None:
+    def take(self, samples: MachineSamples, *, after_s: float | None = None) -> None:
         """Count these samples; `after_s` is the time of the one before them."""
         far = after_s is not None and len(samples) > 0 and _is_far(after_s, samples)
         for phase, span_s, gap, readings in samples.readings():
             self.add(phase, span_s, readings, after_gap=gap or far)
             far = False
 
-    def absorb(self, earlier: Tally, names: Mapping[str, str]) -> None:
+    def absorb(self, earlier: SampleTally, names: Mapping[str, str]) -> None:
         """Count what an earlier one counted as well, whose devices are called so here; counters begin anew after it.
 
         To be called before anything is added here that came later.
@@ -224,7 +224,7 @@ class Tally:
         self._counters.clear()
 
     def summary(
-        self, devices: Mapping[str, Device], notes: Sequence[str] = (), covered: Covered | None = None
+        self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = (), covered: Covered | None = None
     ) -> Summary:
         """Return what was added so far."""
         whole = _Sums()
@@ -303,7 +303,7 @@ class _Sums:
         found.asked = {names.get(device, device): seconds for device, seconds in self.asked.items()}
         return found
 
-    def settled(self) -> Part:
+    def settled(self) -> SummaryPart:
         metrics = {
             name: Stat(total / seconds if seconds > 0 else (least + most) / 2, least, most, seconds)
             for name, (seconds, total, least, most) in self.values.items()
@@ -313,7 +313,7 @@ class _Sums:
             for device, reasons in self.slowed.items()
             if self.asked[device] > 0
         }
-        return Part(self.seconds, self.samples, metrics, dict(self.joules), slowed, dict(self.asked))
+        return SummaryPart(self.seconds, self.samples, metrics, dict(self.joules), slowed, dict(self.asked))
 
     @staticmethod
     def from_json(part: Mapping[str, Any]) -> _Sums:
@@ -333,7 +333,7 @@ class _Sums:
 
 
 @dataclass
-class Earlier:
+class EarlierSamples:
     """What earlier runs wrote into a gpu.csv, summed up.
 
     tally    of all of them
@@ -341,14 +341,16 @@ class Earlier:
     covered  the rows that are in it
     """
 
-    tally: Tally = field(default_factory=Tally)
-    devices: Mapping[str, Device] = field(default_factory=dict)
+    tally: SampleTally = field(default_factory=SampleTally)
+    devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     covered: Covered | None = None
 
-    def before(self, tally: Tally, devices: Mapping[str, Device]) -> tuple[Tally, dict[str, Device], list[str]]:
+    def before(
+        self, tally: SampleTally, devices: Mapping[str, SampledGpu]
+    ) -> tuple[SampleTally, dict[str, SampledGpu], list[str]]:
         """Return both together, the GPUs under the numbers that they have now, and what that changed in words."""
         names = rename(self.devices, devices)
-        both = Tally()
+        both = SampleTally()
         both.absorb(self.tally, names)
         both.absorb(tally, {})
         changed = [
@@ -358,31 +360,32 @@ class Earlier:
         ]
         return both, {**{names[old]: device for old, device in self.devices.items()}, **devices}, changed
 
-    def then(self, tally: Tally, devices: Mapping[str, Device]) -> Earlier:
+    def then(self, tally: SampleTally, devices: Mapping[str, SampledGpu]) -> EarlierSamples:
         """Return this and what came after it as one."""
         both, together, _ = self.before(tally, devices)
-        return Earlier(both, together)
+        return EarlierSamples(both, together)
 
     @staticmethod
-    def from_json(content: Any) -> Earlier:
+    def from_json(content: Any) -> EarlierSamples:
         """Return what a monitor.json holds; nothing where it cannot be gone on with."""
         try:
-            found = Earlier()
+            found = EarlierSamples()
             for phase, part in content["phases"].items():
                 found.tally._parts[phase] = _Sums.from_json(part)
             for name, stat in content["whole"]["metrics"].items():
                 if name.partition("/")[2] in _RISING:
                     found.tally._risen[name] = float(stat["max"])
             found.devices = {
-                name: Device(str(device["name"]), str(device["uuid"])) for name, device in content["devices"].items()
+                name: SampledGpu(str(device["name"]), str(device["uuid"]))
+                for name, device in content["devices"].items()
             }
             found.covered = Covered(str(content["covered"]["first"]), int(content["covered"]["bytes"]))
         except (KeyError, TypeError, ValueError, AttributeError):
-            return Earlier()
+            return EarlierSamples()
         return found
 
 
-def rename(earlier: Mapping[str, Device], now: Mapping[str, Device]) -> dict[str, str]:
+def rename(earlier: Mapping[str, SampledGpu], now: Mapping[str, SampledGpu]) -> dict[str, str]:
     """Return for each earlier device its name now: that of the same GPU, else its own where it is free, else a new."""
     of_uuid = {device.uuid: name for name, device in now.items() if device.uuid}
     names = {
@@ -402,7 +405,7 @@ def _renamed(metric: str, names: Mapping[str, str]) -> str:
     return f"{names.get(device, device)}{slash}{rest}"
 
 
-def _is_far(before_s: float, samples: Samples) -> bool:
+def _is_far(before_s: float, samples: MachineSamples) -> bool:
     apart = float(samples.times_s[0]) - before_s
     return apart < 0 or apart > 1.5 * float(samples.spans_s[0]) + NEAR_S
 
@@ -423,7 +426,7 @@ def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
 # ---------------------------------------------------------------- the file
 
 
-def _samples(path: Path, rows: Iterator[list[str]]) -> Samples:
+def _samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
     import numpy as np
 
     header = next(rows, [])
@@ -457,7 +460,7 @@ def _samples(path: Path, rows: Iterator[list[str]]) -> Samples:
     times, set_back = _in_order(times, spans)
     notes += set_back
     values = {_renamed(name, names): np.array(column, dtype=np.float64) for name, column in table.filled().items()}
-    return Samples(times, spans, tuple(table.phases), values, devices, tuple(notes))
+    return MachineSamples(times, spans, tuple(table.phases), values, devices, tuple(notes))
 
 
 def _in_order(times: Floats, spans: Floats) -> tuple[Floats, list[str]]:
@@ -487,7 +490,7 @@ class _Table:
         self.spans: list[float] = []
         self.phases: list[str] = []
         self.columns: dict[str, list[float]] = {}
-        self._known: dict[str, Device] = {}  # by UUID
+        self._known: dict[str, SampledGpu] = {}  # by UUID
         self._at: dict[str, str] = {}  # UUID -> the number under which it was seen last
         self._last: dict[str, str] = {}  # number -> the UUID that was seen last under it
         self._changes: list[tuple[str, str, str]] = []  # number, the UUID before, the UUID after
@@ -520,7 +523,7 @@ class _Table:
         length = len(self.times)
         return {name: column + [math.nan] * (length - len(column)) for name, column in self.columns.items()}
 
-    def named(self) -> tuple[dict[str, str], dict[str, Device], list[str]]:
+    def named(self) -> tuple[dict[str, str], dict[str, SampledGpu], list[str]]:
         """Return UUID -> name, name -> device, and what changed in words: the number it had last, if still its own."""
         names = {key: device for key, device in self._at.items() if self._last[device] == key}
         free = _free_names(set(names.values()))
@@ -540,7 +543,7 @@ class _Table:
             self._changes.append((device, before, key))
         self._last[device], self._at[key] = key, device
         uuid = "" if key == device else key
-        self._known[key] = Device(row[place["name"]] if "name" in place else "", uuid)
+        self._known[key] = SampledGpu(row[place["name"]] if "name" in place else "", uuid)
 
 
 def _by_number(named: tuple[str, str]) -> tuple[int, str]:

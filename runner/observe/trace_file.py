@@ -136,7 +136,7 @@ class TraceFile:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryTimeline:
     """Bytes of each kind over the time of an update, and when they were the most.
 
     times_ms  from the beginning of the update; `held[kind][i]` is what that kind held from `times_ms[i]` on
@@ -154,7 +154,7 @@ class Memory:
         """Return kind -> bytes at the peak; kinds that hold nothing there are left out."""
         return {kind: row[self.peak] for kind, row in self.held.items() if row[self.peak]}
 
-    def thinned(self, most: int) -> Memory:
+    def thinned(self, most: int) -> MemoryTimeline:
         """Return at most about `most` moments, among them the highest of each stretch."""
         if len(self.times_ms) <= most:
             return self
@@ -164,7 +164,7 @@ class Memory:
             max(range(start, min(start + step, len(totals))), key=totals.__getitem__)
             for start in range(0, len(totals), step)
         ]
-        return Memory(
+        return MemoryTimeline(
             [self.times_ms[i] for i in kept], {kind: [row[i] for i in kept] for kind, row in self.held.items()}
         )
 
@@ -178,7 +178,7 @@ def memory(
     lasting: Mapping[int, tuple[str, int]],
     marked: Sequence[tuple[str, Sequence[int]]],
     gpu: int = 0,
-) -> Memory | None:
+) -> MemoryTimeline | None:
     """Return who held memory when in the last recorded update; None where the trace says nothing of memory.
 
     lasting  address -> kind and bytes, of what was there before
@@ -224,7 +224,7 @@ def memory(
                 row.append(held[name])
     if not rows["other"]:
         return None
-    return Memory(times, {kind: row for kind, row in rows.items() if any(row)})
+    return MemoryTimeline(times, {kind: row for kind, row in rows.items() if any(row)})
 
 
 def _gpu(event: Mapping[str, Any]) -> int | None:

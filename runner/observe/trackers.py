@@ -127,7 +127,7 @@ class BackgroundTracker(Tracker):
         self._ends_at = math.inf  # monotonic; set by finish
         self._leaves = False  # from then on
         self._exit_code = 0
-        self._process: Process | None = None
+        self._process: TrackerProcess | None = None
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
 
     @property
@@ -192,10 +192,10 @@ class BackgroundTracker(Tracker):
 
         try:
             if time.monotonic() >= limit():
-                raise Failed("no time left to start it")
+                raise TrackerFailed("no time left to start it")
             keep = ("WANDB_",) if attempt.order.get("mode") == "online" else ()
-            self._process = process = Process(keep)
-        except (Failed, OSError) as error:
+            self._process = process = TrackerProcess(keep)
+        except (TrackerFailed, OSError) as error:
             self._reasons.append(f"{attempt.name}: {error}")
             return False
         with process:
@@ -206,7 +206,7 @@ class BackgroundTracker(Tracker):
                 while self._unconfirmed or self._take():
                     process.ask({"rows": self._unconfirmed}, LOG_S, lambda: self._ends_at)
                     self._remember(attempt.flush_s)
-            except Failed as error:
+            except TrackerFailed as error:
                 if self._may_leave(process) and (is_last or opened):
                     if opened:
                         self._unconfirmed = []  # they were sent
@@ -220,7 +220,7 @@ class BackgroundTracker(Tracker):
             try:
                 process.ask({"finish": self._exit_code}, math.inf, lambda: self._ends_at)
                 process.let_end()
-            except Failed as error:
+            except TrackerFailed as error:
                 if time.monotonic() < self._ends_at:  # it broke, and was not cut short
                     self._fall_back(attempt, error)
                     return False
@@ -229,11 +229,11 @@ class BackgroundTracker(Tracker):
                     process.leave([])
         return True
 
-    def _may_leave(self, process: Process) -> bool:
+    def _may_leave(self, process: TrackerProcess) -> bool:
         """Tell whether the time is over and the process may go on alone."""
         return self._leaves and time.monotonic() >= self._ends_at - 0.1 and process.lives
 
-    def _leave(self, process: Process) -> None:
+    def _leave(self, process: TrackerProcess) -> None:
         """Hand over the rows that are left, and the end."""
         batches = [self._unconfirmed, *self._batches] if self._unconfirmed else list(self._batches)
         self._unconfirmed = []
@@ -247,7 +247,7 @@ class BackgroundTracker(Tracker):
             self._recent.popleft()
         self._unconfirmed = []
 
-    def _fall_back(self, attempt: Attempt, error: Failed) -> None:
+    def _fall_back(self, attempt: Attempt, error: TrackerFailed) -> None:
         """What the attempt may have lost is for the next one, which leaves out what is in a folder already."""
         self._reasons.append(f"{attempt.name}: {error}")
         self._unconfirmed = [*(row for _, row in self._recent), *self._unconfirmed]
@@ -397,11 +397,11 @@ def _batches(rows: queue.SimpleQueue[Row | Replay | None]) -> Iterator[list[Row]
         yield batch
 
 
-class Failed(Exception):
+class TrackerFailed(Exception):
     """The process failed, ended, or did not answer in time."""
 
 
-class Process:
+class TrackerProcess:
     """runner.observe.tracker_process, running, and the line to it. Leaving the `with` block ends it."""
 
     def __init__(self, keep: tuple[str, ...] = ()) -> None:
@@ -426,7 +426,7 @@ class Process:
             self._line.close()
             raise
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> TrackerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -471,7 +471,7 @@ class Process:
             while b"\n" not in self._heard:
                 left_s = min(limit, ends_at()) - time.monotonic()
                 if left_s <= 0:
-                    raise Failed("no answer in time")
+                    raise TrackerFailed("no answer in time")
                 self._line.settimeout(min(left_s, 0.1))
                 try:
                     heard = self._line.recv(65536)
@@ -480,14 +480,14 @@ class Process:
                         continue
                     heard = b""  # a process forked by the run may hold the other end open, so no end is heard
                 if not heard:
-                    raise Failed("its process ended")
+                    raise TrackerFailed("its process ended")
                 self._heard += heard
         except OSError as error:
-            raise Failed(f"its process cannot be reached ({error})") from error
+            raise TrackerFailed(f"its process cannot be reached ({error})") from error
         line, _, self._heard = self._heard.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "failed" in answer:
-            raise Failed(answer["failed"])
+            raise TrackerFailed(answer["failed"])
         return answer
 
 

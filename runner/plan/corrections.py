@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.places import cache_folder
+from runner.base.paths import cache_folder
 from runner.durable import files
 from runner.durable.files import read_object
-from runner.plan.ranks import RankDevice
+from runner.plan.rank_devices import RankDevice
 
 FILE = "corrections.json"
 MARGIN = 1.02  # of a measured ratio of tensors: another task is not the one that was measured

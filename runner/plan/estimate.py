@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.plan.fits import Demand, Point
+from runner.plan.memory_fit import Demand, TracedPoint
 
 OF_COMPUTE, OF_MEMORY = 0.5, 0.8
 LAUNCH_S = (5e-6, 10e-6)  # an assumption, not measured here: of an operator of PyTorch that is not compiled
@@ -24,7 +24,7 @@ FACTS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflo
 
 
 @dataclass(frozen=True)
-class Peaks:
+class DevicePeaks:
     """What a device does at most.
 
     flops_per_s, bytes_per_s  as its profile says; measured  operations per second of real updates, None if never seen
@@ -61,7 +61,7 @@ class Seconds:
 
 def peaks_of(
     name: str, precision: str, profiles: Iterable[Mapping[str, Any]], measured: Mapping[str, float] | None = None
-) -> Peaks:
+) -> DevicePeaks:
     """Return the peaks of the device of that name.
 
     profiles  facts of hardware profiles; the first that has the device counts
@@ -74,11 +74,13 @@ def peaks_of(
                 continue
             flops, memory = device.get(FACTS[precision]), device.get("memory_bandwidth_gb_s")
             flops = device.get("fp32_tflops") if flops is None else flops
-            return Peaks(flops * 1e12 if flops else None, memory * 1e9 if memory else None, rate)
-    return Peaks(measured=rate)
+            return DevicePeaks(flops * 1e12 if flops else None, memory * 1e9 if memory else None, rate)
+    return DevicePeaks(measured=rate)
 
 
-def update_seconds(demand: Demand, passes: Iterable[int], peaks: Peaks, *, launches: bool = False) -> Seconds | None:
+def update_seconds(
+    demand: Demand, passes: Iterable[int], peaks: DevicePeaks, *, launches: bool = False
+) -> Seconds | None:
     """Return about how long an update of a rank takes; None where nothing is known of its device.
 
     passes    samples of each forward and backward pass
@@ -100,7 +102,7 @@ def _at_least(found: Seconds, number: int) -> Seconds:
     return Seconds(max(found.low, low), max(found.high, high), how)
 
 
-def _of_work(demand: Demand, points: Sequence[Point], peaks: Peaks) -> Seconds | None:
+def _of_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) -> Seconds | None:
     """Return how long the device computes and moves data."""
     flops, moved = sum(point.flops for point in points), sum(point.moved_bytes for point in points)
     if peaks.measured is not None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.words import sized
-from runner.plan.fits import Demand, Needs, Part, predicted
-from runner.plan.ranks import RankDevice
+from runner.base.text import sized
+from runner.plan.memory_fit import Demand, Needs, RankPart, predicted
+from runner.plan.rank_devices import RankDevice
 
 UNEQUAL = 1.1  # memories that differ by more are unequal
 
@@ -41,11 +41,11 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
     need = needs.worst(samples)
     are_unequal = max(rooms) > UNEQUAL * min(rooms)
     share = -(-total // count)
-    least = max(predicted(need, samples, rank, Part("ddp", count)).total for rank in ranks)
+    least = max(predicted(need, samples, rank, RankPart("ddp", count)).total for rank in ranks)
     room = f"{sized(min(rooms))} of the {'smaller' if are_unequal else 'same'} device"
 
     def hold(strategy: str, size: int = samples) -> bool:
-        return needs.fits(ranks, [size] * count, Part(strategy, count, share))
+        return needs.fits(ranks, [size] * count, RankPart(strategy, count, share))
 
     holds_shards = hold("fsdp") or hold("fsdp", micro or share)  # at once no gradients are added up before they are cut
     if hold("ddp"):
@@ -79,7 +79,7 @@ def _fits_together(need: Demand, samples: int, ranks: Sequence[RankDevice]) -> b
     """
     if need.stages:
         samples = min(samples, need.stages[0].points[-1].micro_batch_size)
-        part = Part("pipeline", len(ranks))
+        part = RankPart("pipeline", len(ranks))
         return all(predicted(need, samples, rank, part.of_rank(number)).fits for number, rank in enumerate(ranks))
     whole = predicted(need, samples, ranks[0])
     held = sum(rank.overhead_bytes + rank.communication_bytes for rank in ranks)

@@ -14,12 +14,12 @@ import numpy as np
 from runner.base import partition
 from runner.base.errors import AccelRunError
 from runner.base.picture import COLORS, new_figure
-from runner.base.words import is_number, sized_gib, words_of
+from runner.base.text import is_number, sized_gib, words_of
 from runner.durable.files import listed, mapped
-from runner.measure import pictures
+from runner.measure import plots
 from runner.measure.results import Results
-from runner.observe import limits, machine_plots
-from runner.report.story import PARTS, Curve, Story, fit
+from runner.observe import bottleneck, machine_plots
+from runner.report.run_data import PARTS, Curve, RunData, fit
 from runner.report.svg import GRID, MUTED, as_svg, drawing
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ class Kind:
 
     id: str
     title: str
-    draw: Callable[[Story], Drawing | str]
+    draw: Callable[[RunData], Drawing | str]
     wide: bool = False
 
 
-def charts_of(story: Story, kinds: Sequence[Kind]) -> tuple[list[Chart], list[Missing]]:
+def charts_of(story: RunData, kinds: Sequence[Kind]) -> tuple[list[Chart], list[Missing]]:
     """Return the charts of a run, and those that cannot be drawn with the reason."""
     found: list[Chart] = []
     missing: list[Missing] = []
@@ -89,7 +89,7 @@ def charts_of(story: Story, kinds: Sequence[Kind]) -> tuple[list[Chart], list[Mi
 # ---------------------------------------------------------------- over updates
 
 
-def loss(story: Story) -> Drawing | str:
+def loss(story: RunData) -> Drawing | str:
     """The loss of every row, smoothed, and that of evaluations."""
     curves = story.curves
     raw, val = curves["train/loss"], curves["val/loss"]
@@ -118,7 +118,7 @@ def loss(story: Story) -> Drawing | str:
     return Drawing(figure, "; ".join(said), note)
 
 
-def metrics(story: Story) -> Drawing | str:
+def metrics(story: RunData) -> Drawing | str:
     """The metrics of evaluations besides the loss, each with that of a trivial model."""
     names = [name for name in story.curves.of if name.startswith("val/") and name != "val/loss"]
     if not names:
@@ -146,12 +146,12 @@ def metrics(story: Story) -> Drawing | str:
     return Drawing(figure, "; ".join(said), left_out)
 
 
-def learning_rate(story: Story) -> Drawing | str:
+def learning_rate(story: RunData) -> Drawing | str:
     """The learning rate of each row."""
     return _line(story, "lr", "learning rate", COLORS[3], from_0=True)
 
 
-def gradient_norm(story: Story) -> Drawing | str:
+def gradient_norm(story: RunData) -> Drawing | str:
     """The norm of the gradients before they are clipped, with the norm that they are clipped to."""
     drawn = _line(story, "train/grad_norm", "gradient norm", COLORS[4], from_0=True)
     given = story.config.get("max_grad_norm")
@@ -171,12 +171,12 @@ def gradient_norm(story: Story) -> Drawing | str:
     return drawn
 
 
-def throughput(story: Story) -> Drawing | str:
+def throughput(story: RunData) -> Drawing | str:
     """Items per second."""
     return _line(story, "perf/items_per_s", "items/s", COLORS[2], from_0=True)
 
 
-def step_time(story: Story) -> Drawing | str:
+def step_time(story: RunData) -> Drawing | str:
     """Milliseconds of an update, stacked by part."""
     known = {part: story.curves[f"perf/{part}_ms"] for part in PARTS}
     known = {part: curve for part, curve in known.items() if len(curve)}
@@ -195,7 +195,7 @@ def step_time(story: Story) -> Drawing | str:
     axes = figure.subplots()
     if len(at) == 1:
         at = np.array([at[0] - 0.5, at[0] + 0.5])
-        lines = {part: Line(at, *(np.repeat(line.mean, 2),) * 3) for part, line in lines.items()}
+        lines = {part: ChartLine(at, *(np.repeat(line.mean, 2),) * 3) for part, line in lines.items()}
     colors = [_PART_COLORS.get(part, GRID) for part in lines]
     axes.stackplot(
         at, *(np.nan_to_num(line.mean) for line in lines.values()), colors=colors, labels=list(lines), linewidth=0
@@ -212,12 +212,12 @@ def step_time(story: Story) -> Drawing | str:
 # ---------------------------------------------------------------- where time and memory went
 
 
-def where_time_went(story: Story) -> Drawing | str:
+def where_time_went(story: RunData) -> Drawing | str:
     """The whole time in one bar, by kind of work."""
     parts, total = story.parts_s, story.total_s
     if not parts or total <= 0:
         return _no_rows(story, "the run did not measure its time")
-    spent = {kind: sum(parts.get(part, 0.0) for part in own) for kind, own in limits.KINDS.items()}
+    spent = {kind: sum(parts.get(part, 0.0) for part in own) for kind, own in bottleneck.KINDS.items()}
     spent["not accounted for"] = max(0.0, total - sum(spent.values()))
     shown = {
         kind: seconds for kind, seconds in sorted(spent.items(), key=lambda each: -each[1]) if seconds >= 0.005 * total
@@ -237,7 +237,7 @@ def where_time_went(story: Story) -> Drawing | str:
     return Drawing(figure, f"{total:.1f} s: {said}")
 
 
-def memory(story: Story) -> Drawing | str:
+def memory(story: RunData) -> Drawing | str:
     """The most memory in use by what it held, against what there is, and memory over updates."""
     bars = _memory_bars(story)
     lines = {
@@ -288,19 +288,19 @@ def memory(story: Story) -> Drawing | str:
     return Drawing(figure, "; ".join(said), note)
 
 
-def machine(story: Story) -> Drawing | str:
+def machine(story: RunData) -> Drawing | str:
     """GPU, CPU and RAM over time."""
     return _of_samples(story, ("machine.png",))
 
 
-def gpus(story: Story) -> Drawing | str:
+def gpus(story: RunData) -> Drawing | str:
     """Utilisation, memory, temperature and power of every GPU over time."""
     if story.samples is not None and not story.samples.devices:
         return "no GPU was watched"
     return _of_samples(story, ("gpus.png", "gpu0.png"))
 
 
-def ranks(story: Story) -> Drawing | str:
+def ranks(story: RunData) -> Drawing | str:
     """Seconds of each rank by part, and how the samples were dealt where that changed."""
     of_ranks = story.evidence.ranks_s if story.evidence is not None else ()
     rows = [dict(there) for there in of_ranks] or _ranks_of_rows(story)
@@ -351,7 +351,7 @@ def ranks(story: Story) -> Drawing | str:
     return Drawing(figure, said, "wait: for the other ranks, including communication")
 
 
-def pipeline(story: Story) -> Drawing | str:
+def pipeline(story: RunData) -> Drawing | str:
     """What each device does when in an update, with the times of the stages that were measured."""
     choice = _tree(story.plan, "choices", "parallelism")
     if not choice:
@@ -417,7 +417,7 @@ def pipeline(story: Story) -> Drawing | str:
     return Drawing(figure, said, said)
 
 
-def benchmark(story: Story, folder: Path | None, which: str) -> Drawing | str:
+def benchmark(story: RunData, folder: Path | None, which: str) -> Drawing | str:
     """A picture of `accel-run benchmark`, of results that lie in the folder of the run or in the one that is named."""
     places = [folder] if folder is not None else [story.path / "benchmarks", story.path]
     found = next((place for place in places if Results(place).csv.is_file()), None)
@@ -426,7 +426,7 @@ def benchmark(story: Story, folder: Path | None, which: str) -> Drawing | str:
         return f"{named}; accel-run benchmark task={story.task} creates them; benchmarks=DIR shows them"
     try:
         results = Results(found)
-        drawn = pictures.figures(results)
+        drawn = plots.figures(results)
     except AccelRunError as error:
         return fit(str(error.problems[0]))
     figure = drawn.get(which)
@@ -446,7 +446,7 @@ def kinds_of(benchmarks: Path | None) -> tuple[Kind, ...]:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """Mean, lowest and highest of the values that make a point."""
 
     x: Floats
@@ -455,20 +455,20 @@ class Line:
     high: Floats
 
 
-def binned(curve: Curve, points: int = 320) -> Line:
+def binned(curve: Curve, points: int = 320) -> ChartLine:
     """Return a line of at most so many points; a value that is not finite is left out, a point of none is a gap."""
     x, y = np.asarray(curve.x, dtype=np.float64), np.asarray(curve.y, dtype=np.float64)
     y = np.where(np.isfinite(y), y, np.nan)
     size = max(1, -(-len(x) // points))
     if size == 1:
-        return Line(x, y, y, y)
+        return ChartLine(x, y, y, y)
     starts = np.arange(0, len(x), size)
     known = np.add.reduceat(np.isfinite(y).astype(np.float64), starts)
     count = np.diff(starts, append=len(x))
     mean = np.where(known > 0, np.add.reduceat(np.nan_to_num(y), starts) / np.maximum(known, 1), np.nan)
     low = np.minimum.reduceat(np.where(np.isnan(y), np.inf, y), starts)
     high = np.maximum.reduceat(np.where(np.isnan(y), -np.inf, y), starts)
-    return Line(
+    return ChartLine(
         np.add.reduceat(x, starts) / count, mean, np.where(known > 0, low, np.nan), np.where(known > 0, high, np.nan)
     )
 
@@ -480,7 +480,7 @@ def smoothed(curve: Curve, share: float = 0.04) -> Curve:
     return Curve(curve.x, [(one + other) / 2 for one, other in zip(forth, reversed(back), strict=True)])
 
 
-def _smoothed_by_phase(story: Story, curve: Curve) -> Curve:
+def _smoothed_by_phase(story: RunData, curve: Curve) -> Curve:
     """Return the smoothed curve of each phase, one after the other: what one ends with says nothing of the next."""
     ends = [end for _, end in story.curves.phases.values()]
     edges = [0, *np.searchsorted(np.asarray(curve.x), ends, side="right").tolist(), len(curve)]
@@ -499,7 +499,7 @@ def _moving(values: Iterable[float], keep: float) -> list[float]:
     return found
 
 
-def _line(story: Story, key: str, name: str, color: str, *, from_0: bool = False) -> Drawing | str:
+def _line(story: RunData, key: str, name: str, color: str, *, from_0: bool = False) -> Drawing | str:
     curve = story.curves[key]
     if not any(math.isfinite(value) for value in curve.y):
         return _no_rows(story, f"no row has {key}")
@@ -515,7 +515,7 @@ def _line(story: Story, key: str, name: str, color: str, *, from_0: bool = False
     return Drawing(figure, _from_to(name, curve))
 
 
-def _dress(axes: Any, story: Story, label: str, *, with_names: bool = True) -> None:
+def _dress(axes: Any, story: RunData, label: str, *, with_names: bool = True) -> None:
     """Name the axes, and shade the phases where there are several, and name them where there is room."""
     axes.set_ylabel(label)
     axes.set_xlabel("update")
@@ -567,7 +567,7 @@ class _Bar:
     capacity: float | None
 
 
-def _memory_bars(story: Story) -> list[_Bar]:
+def _memory_bars(story: RunData) -> list[_Bar]:
     """Return the peak of the device, if it is no CPU, and of the host, in GiB by part."""
     seen = story.evidence
     if seen is None:
@@ -602,7 +602,7 @@ def _split(peak: float, held: Mapping[str, float]) -> dict[str, float]:
     return {**held, "all else": rest} if held and rest >= 0 else {"in use": peak}
 
 
-def _held(story: Story) -> dict[str, float]:
+def _held(story: RunData) -> dict[str, float]:
     """Return GiB of weights, gradients and optimizer state; nothing where ranks share them, or none is known."""
     if _tree(story.plan, "choices", "parallelism").get("function") in ("fsdp", "pipeline") or story.evidence is None:
         return {}
@@ -615,7 +615,7 @@ def _held(story: Story) -> dict[str, float]:
     return {"weights": weights / gib, "gradients": weights * trainable / total / gib, "optimizer": optimizer / gib}
 
 
-def _ranks_of_rows(story: Story) -> list[dict[str, float]]:
+def _ranks_of_rows(story: RunData) -> list[dict[str, float]]:
     """Return the mean milliseconds of each rank by part over the rows."""
     found: list[dict[str, float]] = []
     while True:
@@ -626,7 +626,7 @@ def _ranks_of_rows(story: Story) -> list[dict[str, float]]:
         found.append(row)
 
 
-def _of_samples(story: Story, names: Sequence[str]) -> Drawing | str:
+def _of_samples(story: RunData, names: Sequence[str]) -> Drawing | str:
     if story.samples is None:
         return story.missing.get("machine", "nobody watched")
     drawn = machine_plots.figures(story.samples, _MACHINE_POINTS, each=False)
@@ -646,11 +646,11 @@ def _of_samples(story: Story, names: Sequence[str]) -> Drawing | str:
     return Drawing(found, "; ".join(means) or "over time", note)
 
 
-def _no_rows(story: Story, otherwise: str) -> str:
+def _no_rows(story: RunData, otherwise: str) -> str:
     return story.missing.get("metrics", otherwise)
 
 
-def _world_size(story: Story) -> int:
+def _world_size(story: RunData) -> int:
     return len(listed(story.plan.get("ranks"))) or 1
 
 

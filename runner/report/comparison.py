@@ -7,16 +7,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from runner.base.figures import NOT_MEASURED, metric_text
+from runner.base.json_numbers import NOT_MEASURED, metric_text
 from runner.base.picture import COLORS, new_figure
-from runner.base.words import rate, shortened, sized, sized_gib
+from runner.base.text import rate, shortened, sized, sized_gib
 from runner.report.charts import Chart, Drawing, Missing, binned, smoothed
-from runner.report.page import Page, Step, Table, duration, word_of
-from runner.report.story import Curve, Story
+from runner.report.run_data import Curve, RunData
+from runner.report.run_page import Page, PageTable, Step, duration, word_of
 from runner.report.svg import as_svg, drawing
 
 
-def comparison_of(stories: Sequence[Story]) -> Page:
+def comparison_of(stories: Sequence[RunData]) -> Page:
     """Return the page about several runs, in the order in which they were named."""
     labels = _labels(stories)
     charts, missing = _charts(stories, labels)
@@ -53,25 +53,25 @@ def comparison_of(stories: Sequence[Story]) -> Page:
     )
 
 
-def _labels(stories: Sequence[Story]) -> list[str]:
+def _labels(stories: Sequence[RunData]) -> list[str]:
     """Return a name for each: that of the run, or its path where two have the same."""
     names = [story.name for story in stories]
     return [story.shown if names.count(story.name) > 1 else story.name for story in stories]
 
 
-def _figures(stories: Sequence[Story], labels: Sequence[str]) -> Table:
+def _figures(stories: Sequence[RunData], labels: Sequence[str]) -> PageTable:
     """Return a row per figure and a column per run, or the other way round; see `_beside`."""
     metrics = dict.fromkeys(name for story in stories for name in story.metrics)
-    reached: list[tuple[str, Callable[[Story], str]]] = [(name, functools.partial(_metric, name)) for name in metrics]
+    reached: list[tuple[str, Callable[[RunData], str]]] = [(name, functools.partial(_metric, name)) for name in metrics]
     rows = []
     for name, tell in (*_RESULTS, *reached, *_FIGURES):
         told = [tell(story) for story in stories]
         if any(told):
             rows.append((name, *(words or "-" for words in told)))
-    return _beside(Table("figures", "Figures", ("", *labels), rows))
+    return _beside(PageTable("figures", "Figures", ("", *labels), rows))
 
 
-def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
+def _differences(stories: Sequence[RunData], labels: Sequence[str]) -> PageTable:
     """Return the settings that are not the same in all runs; the name of the run is none."""
     keys = dict.fromkeys(key for story in stories for key in story.config)
     rows = []
@@ -83,10 +83,10 @@ def _differences(stories: Sequence[Story], labels: Sequence[str]) -> Table:
     note = f"the configuration of {', '.join(unknown)} is unknown" if unknown else ""
     note = note or ("" if rows else "the settings are the same")
     title, some = "Different settings", rows or [("-",) * (len(labels) + 1)]
-    return _beside(Table("differences", title, ("key", *labels), some, note))
+    return _beside(PageTable("differences", title, ("key", *labels), some, note))
 
 
-def _beside(table: Table) -> Table:
+def _beside(table: PageTable) -> PageTable:
     """Return the table with a row per run where there are more of them than stand beside each other on a screen."""
     if len(table.head) - 1 <= _SIDE_BY_SIDE:
         return table
@@ -94,7 +94,7 @@ def _beside(table: Table) -> Table:
     return replace(table, head=("run", *head[1:]), rows=rows)
 
 
-def _charts(stories: Sequence[Story], labels: Sequence[str]) -> tuple[list[Chart], list[Missing]]:
+def _charts(stories: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart], list[Missing]]:
     names = dict.fromkeys(name for story in stories for name in story.curves.of if name.startswith("val/"))
     rows = [
         *_CURVES,
@@ -166,22 +166,22 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
     return Drawing(figure, "; ".join(said), "; ".join(filter(None, notes)))
 
 
-def _metric(name: str, story: Story) -> str:
+def _metric(name: str, story: RunData) -> str:
     if name not in story.metrics:
         return ""
     return metric_text(story.metrics[name], 5)
 
 
-def _loss(story: Story) -> str:
+def _loss(story: RunData) -> str:
     value = story.curves.last("train/loss")
     return "" if value is None else f"{value:.5g}"
 
 
-def _speed(story: Story) -> str:
+def _speed(story: RunData) -> str:
     return "" if story.throughput is None else rate(story.throughput)
 
 
-def _step(story: Story) -> str:
+def _step(story: RunData) -> str:
     seen = story.evidence
     if seen is None or seen.step_time_ms is None:
         return ""
@@ -191,28 +191,28 @@ def _step(story: Story) -> str:
     )
 
 
-def _peak(story: Story) -> str:
+def _peak(story: RunData) -> str:
     seen = story.evidence
     value = None if seen is None else seen.device_peak_gib if seen.device_peak_gib is not None else seen.host_peak_gib
     return "" if value is None else sized_gib(value)
 
 
-def _checkpoints(story: Story) -> str:
+def _checkpoints(story: RunData) -> str:
     found = story.checkpoints
     return f"{len(found)}, {sized(sum(each.bytes for each in found))}" if found else ""
 
 
-def _updates(story: Story) -> str:
+def _updates(story: RunData) -> str:
     made: Iterable[int] = (end for _, end in story.curves.phases.values())
     return f"{max(made):,}" if story.curves.phases else ""
 
 
 # what a run reached; its metrics follow
-_RESULTS: tuple[tuple[str, Callable[[Story], str]], ...] = (
+_RESULTS: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("state", lambda story: story.standing.word),
     ("training loss", _loss),
 )
-_FIGURES: tuple[tuple[str, Callable[[Story], str]], ...] = (
+_FIGURES: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("task", lambda story: story.task),
     ("device", lambda story: str(story.plan.get("device_name") or "")),
     ("updates", _updates),

@@ -1,7 +1,7 @@
 """What it costs that the random numbers of samples follow from seed, epoch and index.
 
-Micro-batches of 32 samples are read by one process, with the streams of runner/base/streams.py and without; both take
-turns, and the numbers are medians over the rounds, in time of the processor.
+Micro-batches of 32 samples are read by one process, with the streams of runner/base/sample_rng.py and without; both
+take turns, and the numbers are medians over the rounds, in time of the processor.
 
 rows       (64 numbers, label) from memory, by torch's default collate: draws nothing
 together   the same by `__getitems__`, one selection for the batch: draws nothing
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from runner.axes.dataloader import Fetcher
 from runner.base.order import Micro
-from runner.base.streams import NoStreams, global_generators
+from runner.base.sample_rng import NoStreams, global_generators
 from runner.base.task import Task
 
 SAMPLES, BATCH = 4096, 32

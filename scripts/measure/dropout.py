@@ -25,7 +25,7 @@ from runner.tasks.gpt.tokenizer import Bytes
 from torch import Tensor
 
 from runner.base import noise
-from runner.base.batch import Samples
+from runner.base.batch import BatchSamples
 
 RATES = {
     "no dropout": {},
@@ -51,7 +51,7 @@ def main() -> int:
     least = dict.fromkeys(tasks, float("inf"))
     for number in range(given.rounds):
         for name, task in tasks.items():
-            noise.start_pass(Samples(0, number, range(given.samples), range(given.samples)))
+            noise.start_pass(BatchSamples(0, number, range(given.samples), range(given.samples)))
             with global_draws(name == "device's generator"):
                 began = time.process_time()
                 loss, _ = task.loss(task.model, batch)

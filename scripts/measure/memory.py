@@ -37,11 +37,11 @@ from runner.base.subprocesses import in_subprocess
 from runner.base.task import Progress
 from runner.engine.assemble import Parts, assemble
 from runner.engine.forecast import forecast
-from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
+from runner.engine.phase_kinds import GradientPhase
 from runner.plan.inventory import Cpu, Inventory
-from runner.plan.need import Traced
-from runner.plan.plan import PhasePlan, make_plan
+from runner.plan.memory_trace import Traced
+from runner.plan.planner import PhasePlan, make_plan
 
 HERE = Inventory((), Cpu("this processor", os.cpu_count() or 1, os.cpu_count() or 1, 0))
 TASKS = ("gpt", "nmt", "cape", "dynamo", "hyperspectral", "tractodiff")
@@ -111,7 +111,7 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
         count.add(tensor)
     with count:
         position = Position(phase.name)
-        work = Gradients(phase, parts, order, position)
+        work = GradientPhase(phase, parts, order, position)
         handed = batches()
         for _ in range(2):
             parts.task.begin_update(Progress(phase.name, position.update, 2, 0.0))

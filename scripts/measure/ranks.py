@@ -127,7 +127,7 @@ if dist.get_rank() == 0:
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
     """Return what `function(world)` returned on rank 0 of two forked ranks."""
-    from runner.measure.ranks import on_ranks
+    from runner.measure.forked_ranks import on_ranks
 
     return on_ranks(function, 2)
 
@@ -135,7 +135,7 @@ def on_two_ranks(function: Callable[[Any], Any]) -> Any:
 def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     """Open a run on this rank, in silence and in a folder of its own."""
     from runner.base.configuration import Request
-    from runner.measure.ranks import opened
+    from runner.measure.forked_ranks import opened
 
     folder = world.from_first(stack.enter_context(tempfile.TemporaryDirectory()))
     file = Path(folder) / "task_of_script.py"
@@ -149,7 +149,7 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
 
 def ms_per_update(updates: Iterator[Any], number: int) -> float:
     """Make some updates; return their mean milliseconds."""
-    from runner.measure.ranks import ms_per_update as timed
+    from runner.measure.forked_ranks import ms_per_update as timed
 
     return timed(updates, number)
 
@@ -162,7 +162,7 @@ def hand_loop(world: Any, total: int) -> Iterator[None]:
     from runner.tasks.gpt.task import build
     from torch.nn.parallel import DistributedDataParallel
 
-    from runner.base.places import cache_folder
+    from runner.base.paths import cache_folder
     from runner.base.task import Context
 
     torch.manual_seed(0)
@@ -229,7 +229,7 @@ def told(other: str, times: dict[str, list[float]]) -> float:
 
 def start(arguments: argparse.Namespace) -> float:
     """Print the seconds to the first update of 2 ranks, ours and torchrun's."""
-    from runner.base.places import cache_folder
+    from runner.base.paths import cache_folder
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     times: dict[str, list[float]] = {"torchrun": [], "ours": []}
@@ -309,9 +309,9 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
 
 def optimum_ms(lines: list[list[float]]) -> float:
     """Return the least milliseconds of an update that the fitted lines allow, exchange left out."""
-    from runner.base.speed import Line, fastest, slowest
+    from runner.base.share_solver import RankTiming, fastest, slowest
 
-    known = [Line(*line) for line in lines]
+    known = [RankTiming(*line) for line in lines]
     return 1e3 * slowest(known, fastest(BATCH, known))
 
 

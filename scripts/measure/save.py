@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--folder", default=None, help="on the disk to be measured; default: the temporary folder")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from runner.engine.saving import COST, SHORTEST_S
+    from runner.engine.save_policy import COST, SHORTEST_S
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))

@@ -70,7 +70,7 @@ def main() -> int:
     arguments = parser.parse_args()
     root = Path(__file__).parents[2]
     sys.path.insert(0, str(root))
-    from runner.base.places import cache_folder
+    from runner.base.paths import cache_folder
 
     times: dict[str, list[float]] = {"bare": [], "ours": []}
     with tempfile.TemporaryDirectory() as temporary:

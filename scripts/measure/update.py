@@ -34,7 +34,7 @@ def by_hand(total: int) -> Iterator[None]:
     """The loop of somebody who knows torch well."""
     from runner.tasks.gpt.task import build
 
-    from runner.base.places import cache_folder
+    from runner.base.paths import cache_folder
     from runner.base.task import Context
 
     torch.manual_seed(0)

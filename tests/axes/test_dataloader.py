@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import default_collate
 
 from runner.axes.dataloader import DATALOADERS, Fetcher, cached, default, thread
-from runner.base.choice import make
 from runner.base.configuration import Request, compose
 from runner.base.errors import DataError, Exit
+from runner.base.option_table import make
 from runner.base.order import Micro, Order
-from runner.base.words import RaisedElsewhere
+from runner.base.text import RemoteError
 from runner.plan.inventory import GIB, Cpu, Inventory
-from runner.plan.plan import make_plan
+from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner
 from tests.waiting import wait_until
 
@@ -146,7 +146,7 @@ def test_the_model_of_the_task_does_not_travel_to_spawned_workers() -> None:
     try:
         batches = loader.batches(Micro(0, [index], last=True) for index in range(2))
         assert next(batches).batch.tolist() == [0]
-        with pytest.raises(RaisedElsewhere, match="the model is not in data workers that are spawned"):
+        with pytest.raises(RemoteError, match="the model is not in data workers that are spawned"):
             next(batches)
     finally:
         loader.close()

@@ -12,15 +12,15 @@ import torch
 from runner.axes.attention import why_not
 from runner.base.accelerator import (
     Cuda,
+    DeviceMemory,
     Formats,
-    Held,
     Metal,
     Rocm,
     accelerator_of,
     amd_formats,
     torch_devices,
 )
-from runner.base.generators import random_state, restore_random_state
+from runner.base.global_rng import random_state, restore_random_state
 
 CPU, GPU, APPLE = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
 
@@ -63,8 +63,8 @@ def test_memory_is_what_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) ->
     for name, value in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
-    assert accelerator_of(GPU).held() == Held(allocated=1, reserved=2)
-    assert accelerator_of(GPU).peak() == Held(allocated=3, reserved=4)
+    assert accelerator_of(GPU).held() == DeviceMemory(allocated=1, reserved=2)
+    assert accelerator_of(GPU).peak() == DeviceMemory(allocated=3, reserved=4)
 
 
 def test_an_amd_gpu_has_an_architecture_and_no_capability(instinct: None) -> None:

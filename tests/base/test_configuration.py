@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from runner.base.aliases import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES, fix_of_key, fix_of_option
 from runner.base.configuration import (
     AXES,
     GROUPS,
@@ -28,11 +29,10 @@ from runner.base.configuration import (
     word_of,
 )
 from runner.base.errors import ConfigError, InputMissing, Problem
-from runner.base.foreign import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES, fix_of_key, fix_of_option
-from runner.base.places import shipped
+from runner.base.paths import shipped
 from runner.base.schema import did_you_mean, settings_keys
 from runner.base.settings import Settings
-from runner.base.sweeps import expand_sweep
+from runner.base.sweep_syntax import expand_sweep
 from tests.suggestions import suggested
 
 TASK = """

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runner import SampleNoise, per_sample_noise
 from runner.base import noise
-from runner.base.batch import Samples
+from runner.base.batch import BatchSamples
 
 SEED = 7
 INDICES = list(range(100, 164))
@@ -27,8 +27,8 @@ def nothing_left() -> Iterator[None]:
     noise.start_pass(None)
 
 
-def samples(indices: list[int], epoch: int = 0, seed: int = SEED, first: int = 0) -> Samples:
-    return Samples(seed, epoch, indices, range(first, first + len(indices)))
+def samples(indices: list[int], epoch: int = 0, seed: int = SEED, first: int = 0) -> BatchSamples:
+    return BatchSamples(seed, epoch, indices, range(first, first + len(indices)))
 
 
 def draws_for(indices: list[int], epoch: int = 0, seed: int = SEED) -> SampleNoise:
@@ -114,9 +114,9 @@ def test_parts_of_samples_have_draws_of_their_own() -> None:
 
 
 def test_every_second_sample_is_that_of_the_epoch() -> None:
-    noise.start_pass(Samples(SEED, 0, [9, 4, 7, 1, 3], range(11, 16)))
+    noise.start_pass(BatchSamples(SEED, 0, [9, 4, 7, 1, 3], range(11, 16)))
     assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # places 12 and 14
-    noise.start_pass(Samples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were left out
+    noise.start_pass(BatchSamples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were left out
     assert per_sample_noise(torch.zeros(3)).every(2).tolist() == [1]
 
 

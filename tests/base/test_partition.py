@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runner.base import partition
 from runner.base.errors import Problem
-from runner.base.partition import Device, Split, ideal_bubble, in_flight_of, orders, simulated_bubble, split
+from runner.base.partition import Split, StageDevice, ideal_bubble, in_flight_of, orders, simulated_bubble, split
 
 GIB = 2**30
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -21,7 +21,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 
 @pytest.mark.parametrize("balance", ["memory", "time"])
 def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4(balance: partition.Balance) -> None:
-    devices = [Device(11 * GIB, 11.0), Device(8 * GIB, 8.0)]
+    devices = [StageDevice(11 * GIB, 11.0), StageDevice(8 * GIB, 8.0)]
     found = split([0.1] * 10, [GIB // 2] * 10, devices, balance=balance)
     assert isinstance(found, Split)
     assert str(found) == "6 : 4"
@@ -29,12 +29,15 @@ def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4(balance: partition.Balance
 
 
 def test_nineteen_equal_layers_on_11_and_8_gb_split_as_the_memory() -> None:
-    assert str(split([1.0] * 19, [GIB // 2] * 19, [Device(11 * GIB), Device(8 * GIB)])) == "11 : 8"
+    assert str(split([1.0] * 19, [GIB // 2] * 19, [StageDevice(11 * GIB), StageDevice(8 * GIB)])) == "11 : 8"
 
 
 def test_equal_times_are_split_by_memory() -> None:
     """Either 1 : 2 or 2 : 1 has a slowest stage of 2 s."""
-    large_first, small_first = [Device(4 * GIB), Device(2 * GIB)], [Device(2 * GIB), Device(4 * GIB)]
+    large_first, small_first = (
+        [StageDevice(4 * GIB), StageDevice(2 * GIB)],
+        [StageDevice(2 * GIB), StageDevice(4 * GIB)],
+    )
     assert str(split([1.0] * 3, [GIB // 2] * 3, large_first, balance="time")) == "2 : 1"
     assert str(split([1.0] * 3, [GIB // 2] * 3, small_first, balance="time")) == "1 : 2"
 
@@ -81,7 +84,7 @@ def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> 
 @settings(max_examples=400, deadline=None)
 @given(case=cases(), balance=st.sampled_from(["memory", "time"]))
 def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balance) -> None:
-    devices = [Device(size, speed) for size, speed in zip(case["memory"], case["speed"], strict=True)]
+    devices = [StageDevice(size, speed) for size, speed in zip(case["memory"], case["speed"], strict=True)]
     found = split(
         [float(cost) for cost in case["costs"]],
         case["bytes"],
@@ -110,13 +113,13 @@ def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balan
 def test_equal_layers_on_equal_devices_differ_by_one(num_layers: int, num_stages: int, cost: float) -> None:
     if num_layers >= num_stages:
         for balance in ("memory", "time"):
-            found = split([cost] * num_layers, [7] * num_layers, [Device(1000)] * num_stages, balance=balance)  # type: ignore[arg-type]
+            found = split([cost] * num_layers, [7] * num_layers, [StageDevice(1000)] * num_stages, balance=balance)  # type: ignore[arg-type]
             assert isinstance(found, Split)
             assert max(found.sizes) - min(found.sizes) <= 1
 
 
 def test_fewer_layers_than_stages_are_a_problem() -> None:
-    problem = split([1.0] * 2, [1] * 2, [Device(GIB)] * 3)
+    problem = split([1.0] * 2, [1] * 2, [StageDevice(GIB)] * 3)
     assert isinstance(problem, Problem)
     assert problem.where == "parallelism=pipeline"
     assert "(3)" in problem.what
@@ -124,10 +127,10 @@ def test_fewer_layers_than_stages_are_a_problem() -> None:
 
 
 def test_what_does_not_fit_is_told() -> None:
-    one = split([1.0] * 3, [1, 5 * GIB, 1], [Device(4 * GIB), Device(3 * GIB)])
+    one = split([1.0] * 3, [1, 5 * GIB, 1], [StageDevice(4 * GIB), StageDevice(3 * GIB)])
     assert isinstance(one, Problem)
     assert re.findall(r"layer \d|[\d,.]+ MiB", one.what) == ["layer 1", "5,120.0 MiB", "4,096.0 MiB"]
-    together = split([1.0] * 4, [2 * GIB] * 4, [Device(4 * GIB), Device(3 * GIB)])
+    together = split([1.0] * 4, [2 * GIB] * 4, [StageDevice(4 * GIB), StageDevice(3 * GIB)])
     assert isinstance(together, Problem)
     assert "8,192.0 MiB" in together.what
     assert together.what.endswith("4,096.0 MiB + 3,072.0 MiB")
@@ -137,14 +140,14 @@ def test_what_does_not_fit_is_told() -> None:
     ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "from 1 on"), ([5], "has 1: [5]")]
 )
 def test_sizes_that_are_no_split_are_a_problem(sizes: list[int], text: str) -> None:
-    problem = partition.given(sizes, [1.0] * 5, [1] * 5, [Device(GIB)] * 2)
+    problem = partition.given(sizes, [1.0] * 5, [1] * 5, [StageDevice(GIB)] * 2)
     assert isinstance(problem, Problem)
     assert text in problem.what
 
 
 def test_the_table_names_every_layer_once_with_its_place_and_share() -> None:
     costs, sizes = [1.0, 2.0, 1.0], [GIB, 2 * GIB, GIB]
-    found = split(costs, sizes, [Device(4 * GIB), Device(2 * GIB)])
+    found = split(costs, sizes, [StageDevice(4 * GIB), StageDevice(2 * GIB)])
     assert isinstance(found, Split)
     lines = partition.table(found, ["a", "b", "c"], ["rank 0", "rank 1"], sizes, costs).splitlines()
     assert [line.split() for line in lines] == [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.errors import Problem
-from runner.base.shares import Row, dealt, equal, fixed, identity, lines, proportional, slices, summed, table
+from runner.base.shares import RankShare, dealt, equal, fixed, identity, lines, proportional, slices, summed, table
 from tests.suggestions import suggested
 
 weights_of_ranks = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 1e12)), min_size=1, max_size=9).filter(any)
@@ -167,7 +167,7 @@ def test_accepted_shares_fit_the_ranks_and_the_update(shares: list[int], world_s
 # ---------------------------------------------------------------- the table
 
 
-def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[Row, ...]:
+def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[RankShare, ...]:
     size = len(shares)
     return table(shares, ["cpu"] * size, [None] * size, [micro] * size)
 

@@ -77,7 +77,7 @@ def test_a_fault_of_ours_in_a_run_is_one_line_and_the_traceback_in_error_json(
     assert "no checkpoint" in saved
     assert error["exit_code"] == 70
     assert error["traceback"].startswith("Traceback")
-    assert "runner/engine/train.py" in error["traceback"]
+    assert "runner/engine/training.py" in error["traceback"]
 
 
 def accel_run(*words: str, folder: Path) -> subprocess.Popen[str]:

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from runner.base.birth import birth_of
+from runner.base.process_identity import birth_of
 from runner.cli import main
 from runner.commands.monitor import RunningRuns
 from runner.durable.directory import RunDirectory
-from runner.engine.screen import Screen
-from runner.observe.notices import Notice
+from runner.engine.run_screen import Screen
+from runner.observe.alerts import Alert
 from runner.observe.samples import COLUMNS
 from tests.forkserver import Ended, ForkServer
 from tests.nvml_stub import GIB, PAIR, T4, NvmlStub, build_stub
@@ -323,11 +323,11 @@ def test_the_first_rank_of_another_machine_tells_what_became_of_its_gpus(
     with RunDirectory.create_or_open(tmp_path, "mine") as directory:
         with Screen(directory, speaks=False, machine="rank8") as screen:
             screen.say("what only rank 0 says")
-            screen.tell([Notice("lost", what, "warning", {"device": "gpu1"})])
+            screen.tell([Alert("lost", what, "warning", {"device": "gpu1"})])
         (row,) = map(json.loads, (directory.path / "events-rank8.jsonl").read_text().splitlines())
         assert (row["kind"], row["what"], row["device"]) == ("machine", "lost", "gpu1")
         with Screen(directory, speaks=False) as screen:
-            screen.tell([Notice("lost", "gpu2 is lost", "warning")])
+            screen.tell([Alert("lost", "gpu2 is lost", "warning")])
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("warning: ")

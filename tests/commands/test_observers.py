@@ -140,7 +140,7 @@ def test_what_happens_to_a_gpu_is_said_once_and_training_goes_on(
     state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
     env = {"NVML_STUB": str(stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     words = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
-    as_on_gpus = "import runner.observe.monitor as module; module.gpus_of = lambda uuids, device: None"
+    as_on_gpus = "import runner.observe.monitor_thread as module; module.gpus_of = lambda uuids, device: None"
     ended = server.run(
         ["train", "--task", str(TASK), "run=mine", "device=cpu", *words],
         tmp_path,

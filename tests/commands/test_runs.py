@@ -17,8 +17,8 @@ from runner.base.configuration import Request
 from runner.base.errors import ConfigError
 from runner.cli import main
 from runner.commands.arguments import read_of_a_run
-from runner.durable.standing import standing
-from runner.engine.again import script
+from runner.durable.run_state import standing
+from runner.engine.repro_script import script
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.figures import NOT_MEASURED
+from runner.base.json_numbers import NOT_MEASURED
 from runner.cli import main
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until

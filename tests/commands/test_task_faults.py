@@ -278,7 +278,7 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
 
 def test_a_fault_of_ours_is_not_blamed_on_a_task_that_lies_above_us() -> None:
     """A task in the root of a checkout has our files below its folder, and maybe an environment."""
-    from runner.engine.faults import is_of_task
+    from runner.engine.error_diagnosis import is_of_task
 
     root = Path(__file__).parents[2]
     task = root / "my_task.py"

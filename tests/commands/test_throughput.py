@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.base.words import rate
+from runner.base.text import rate
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"

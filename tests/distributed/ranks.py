@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from runner.base.ranks import Member
+from runner.base.rank_env import RankInfo
 from runner.base.world import World
 from runner.distributed.join import joined
 from tests.waiting import wait_until
@@ -51,7 +51,7 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
         return pid
     code = 1
     try:
-        member = Member(rank, rank, world_size, world_size, f"file://{folder}/store")
+        member = RankInfo(rank, rank, world_size, world_size, f"file://{folder}/store")
         with joined(member, CPU, timeout_s=60.0) as world:
             result = function(world)
         (folder / f"result-{rank}").write_text(json.dumps(result))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from runner.base.errors import ConfigError
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
-from runner.distributed.vain import pass_in_vain, unnoticed
+from runner.distributed.dummy_pass import pass_in_vain, unnoticed
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 

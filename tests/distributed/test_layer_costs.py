@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.distributed.layers import LayerCost, layer_names, measured, weighed
+from runner.distributed.layer_costs import LayerCost, layer_names, measured, weighed
 
 
 class Whole(nn.Module):

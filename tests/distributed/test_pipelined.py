@@ -19,12 +19,12 @@ from runner.axes.optimizer import adamw, export_state
 from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
-from runner.base.batch import MicroBatch, Samples
+from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import ConfigError, RankLost, TaskFault
 from runner.base.order import Micro
 from runner.base.stopwatch import Lap
 from runner.base.world import World
-from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.pipelined import KEPT_STEPS, PLACEHOLDER, Pipelined
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
@@ -163,9 +163,9 @@ def noisy_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, i
 # ---------------------------------------------------------------- running
 
 
-def passes_of(model: nn.Module, loss: Any) -> Passes:
+def passes_of(model: nn.Module, loss: Any) -> ForwardPasses:
     precision = fp32(ALONE, model)
-    return Passes(model, loss, precision.forward, precision.backward, precision.scaled)
+    return ForwardPasses(model, loss, precision.forward, precision.backward, precision.scaled)
 
 
 def one_update(
@@ -871,11 +871,11 @@ def test_the_layers_of_gpt_are_its_model_bit_for_bit() -> None:
     for training in (True, False):
         model = gpt(torch.float32, dropout=0.3, attention_dropout=0.3).train(training)
         tokens = torch.randint(0, 50, (4, 6))
-        noise.start_pass(Samples(0, 0, range(4), range(4)))
+        noise.start_pass(BatchSamples(0, 0, range(4), range(4)))
         value: Any = tokens
         for layer in model.layers():
             value = layer.train(training)(value)
-        noise.start_pass(Samples(0, 0, range(4), range(4)))
+        noise.start_pass(BatchSamples(0, 0, range(4), range(4)))
         assert torch.equal(value, model(tokens))
         noise.start_pass(None)
     named = {id(weight) for layer in model.layers() for weight in layer.parameters()}

@@ -22,7 +22,7 @@ from runner.base.errors import ConfigError, TaskFault
 from runner.base.order import Micro, Order
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
-from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.sharded import Sharded
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
@@ -210,7 +210,7 @@ def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], mic
 
 def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dtype: torch.dtype) -> dict[str, Any]:
     run = Run(world, shares=shares, micro=micro, dtype=dtype)
-    passes = Passes(run.model, token_loss, torch.enable_grad, torch.autograd.backward)
+    passes = ForwardPasses(run.model, token_loss, torch.enable_grad, torch.autograd.backward)
     sums = run.parallel.reduce(run.parallel.accumulate(passes, batches_of(run.order, dtype, update)))
     parameters = [weight for _, weight in run.named]
     local = run.parallel.gradients(parameters)
@@ -311,7 +311,7 @@ def test_ranks_may_use_different_parameters() -> None:
         def loss(model: nn.Module, way: int) -> tuple[Tensor, int]:
             return model(torch.ones(1, 3).double(), way), 1
 
-        passes = Passes(model, loss, torch.enable_grad, torch.autograd.backward)
+        passes = ForwardPasses(model, loss, torch.enable_grad, torch.autograd.backward)
         ways = [0, 1] if world.world_size == 1 else [world.rank]
         keys = [MicroBatch(way, number == len(ways) - 1) for number, way in enumerate(ways)]
         parallel.reduce(parallel.accumulate(passes, iter(keys)))

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from runner.doctor import arithmetic, kernels, machine, software, storage, traffic
+from runner.doctor import arithmetic, host_checks, kernels, software, storage, traffic
 from runner.doctor.checks import CHECKS
-from runner.doctor.findings import Context, Finding, ok
+from runner.doctor.findings import CheckContext, CheckResult, ok
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from tests.forkserver import ForkServer
 
@@ -27,18 +27,18 @@ CPU = Cpu("a CPU", 1, 1, 4 * GIB, "AVX2", ("avx2",))
 
 
 @pytest.fixture
-def context(tmp_path: Path) -> Context:
-    return Context(tmp_path / "outputs", tmp_path, inventory=Inventory((), CPU))
+def context(tmp_path: Path) -> CheckContext:
+    return CheckContext(tmp_path / "outputs", tmp_path, inventory=Inventory((), CPU))
 
 
-def by_subject(findings: Iterator[Any]) -> dict[str, Finding]:
+def by_subject(findings: Iterator[Any]) -> dict[str, CheckResult]:
     return {finding.subject: finding for finding in findings}
 
 
 # ---------------------------------------------------------------- arithmetic
 
 
-def product_that(call: Any) -> arithmetic.Work:
+def product_that(call: Any) -> arithmetic.OperationUnderTest:
     return dataclasses.replace(arithmetic.products(), call=call)
 
 
@@ -126,11 +126,11 @@ def test_attention_in_half_precision_may_be_wrong_by_rounding_only(
 
 
 def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict(tried: dict[str, str], begun: int = 0) -> list[str]:
         """Return what is said beyond each kernel; the first ones were begun by an earlier process."""
-        made = {kernel: Finding(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
+        made = {kernel: CheckResult(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
         before = [made[kernel] for kernel in kernels.KERNELS[:begun]]
         monkeypatch.setattr(kernels, "try_kernel", lambda device, kernel: made[kernel])
         given = dataclasses.replace(context, begun=frozenset(each.subject for each in before), found=tuple(before))
@@ -145,7 +145,9 @@ def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
         assert verdict(refused | {"cudnn": "FAIL"}, begun) == []
 
 
-def test_what_was_found_before_a_crash_is_known_after_it(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_found_before_a_crash_is_known_after_it(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arithmetic, "try_format", lambda number, *_: ok(number.subject, "", gflop_per_s=1.0))
     inventory = Inventory((), dataclasses.replace(CPU, flags=("amx_bf16", "avx512_bf16")))
     fast = ok("cpu fp32", "", gflop_per_s=100.0)
@@ -205,7 +207,7 @@ def test_why_torch_refuses_a_kernel_is_told_in_its_own_words() -> None:
 
 
 def test_a_missing_compiler_is_named_with_the_line_that_brings_it(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     (found,) = kernels.compiling(context)  # type: ignore[misc]
@@ -238,10 +240,10 @@ def limits_under(before: str) -> dict[str, Any]:
     if os.geteuid() != 0:
         pytest.skip("only root may change the limits of another")
     code = (
-        "import json, os, pathlib, resource\nfrom runner.doctor import machine\nimport psutil\n"
-        "from runner.doctor.findings import Context\n"
+        "import json, os, pathlib, resource\nfrom runner.doctor import host_checks\nimport psutil\n"
+        "from runner.doctor.findings import CheckContext\n"
         f"{before}\n"
-        "found = machine.limits(Context(pathlib.Path('.'), pathlib.Path('.')))\n"
+        "found = host_checks.limits(CheckContext(pathlib.Path('.'), pathlib.Path('.')))\n"
         "print(json.dumps({each.subject: each.to_json() for each in found}))"
     )
     done = subprocess.run(
@@ -252,25 +254,25 @@ def limits_under(before: str) -> dict[str, Any]:
     return answer
 
 
-def test_variables_that_slow_torch_down_are_named(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in machine.SLOWING:
+def test_variables_that_slow_torch_down_are_named(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in host_checks.SLOWING:
         monkeypatch.delenv(name, raising=False)
-    assert [each.state for each in machine.environment(context)] == ["ok"]
+    assert [each.state for each in host_checks.environment(context)] == ["ok"]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
-    assert [each.state for each in machine.environment(context)] == ["ok"]
+    assert [each.state for each in host_checks.environment(context)] == ["ok"]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    (found,) = machine.environment(context)
+    (found,) = host_checks.environment(context)
     assert (found.state, found.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
 
 
 def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def under(counted: int, cores: int, set_to: str = "") -> Finding:
+    def under(counted: int, cores: int, set_to: str = "") -> CheckResult:
         monkeypatch.setattr(torch, "get_num_threads", lambda: counted)
         monkeypatch.setenv("OMP_NUM_THREADS", set_to)
         cpu = dataclasses.replace(CPU, logical_cores=cores)
-        return by_subject(machine.threads(dataclasses.replace(context, inventory=Inventory((), cpu))))[""]
+        return by_subject(host_checks.threads(dataclasses.replace(context, inventory=Inventory((), cpu))))[""]
 
     assert under(8, 8).state == "ok"
     assert (under(64, 2).state, under(64, 2).fix.split()) == ("warn", ["export", "OMP_NUM_THREADS=2"])
@@ -283,7 +285,7 @@ def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
     ids=["right", "before the installation", "being set"],
 )
 def test_a_clock_that_is_wrong_or_set_is_told(
-    offset_s: float, pace: float, expected: dict[str, str], context: Context, monkeypatch: pytest.MonkeyPatch
+    offset_s: float, pace: float, expected: dict[str, str], context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = [0.0]
     begin = time.time() + offset_s
@@ -292,8 +294,8 @@ def test_a_clock_that_is_wrong_or_set_is_told(
         "sleep": lambda seconds: passed.append(passed.pop() + seconds),
     }  # fmt: skip
     for name, function in planted.items():
-        monkeypatch.setattr(machine.time, name, function)
-    found = by_subject(machine.clock(context))
+        monkeypatch.setattr(host_checks.time, name, function)
+    found = by_subject(host_checks.clock(context))
     monkeypatch.undo()
     assert {subject: each.state for subject, each in found.items()} == expected
 
@@ -301,7 +303,7 @@ def test_a_clock_that_is_wrong_or_set_is_told(
 # ---------------------------------------------------------------- storage
 
 
-def test_a_disk_is_written_synced_and_left_as_it_was(context: Context) -> None:
+def test_a_disk_is_written_synced_and_left_as_it_was(context: CheckContext) -> None:
     found = by_subject(storage.disk(context))
 
     assert {each.state for each in found.values()} <= {"ok", "warn"}
@@ -311,13 +313,13 @@ def test_a_disk_is_written_synced_and_left_as_it_was(context: Context) -> None:
     assert list(context.root.parent.iterdir()) == []
 
 
-def test_a_folder_for_runs_that_is_a_file_fails(context: Context) -> None:
+def test_a_folder_for_runs_that_is_a_file_fails(context: CheckContext) -> None:
     context.root.write_text("")
     (found,) = storage.disk(context)
     assert (found.state, " output_root=" in found.fix) == ("FAIL", True)
 
 
-def test_a_full_disk_fails_and_nothing_is_written(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_fails_and_nothing_is_written(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.statvfs(context.scratch)
     usage = type("Usage", (), {"total": full.f_blocks, "used": full.f_blocks, "free": 1000})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
@@ -326,12 +328,12 @@ def test_a_full_disk_fails_and_nothing_is_written(context: Context, monkeypatch:
     assert list(context.root.parent.iterdir()) == []
 
 
-def test_what_is_not_read_back_as_it_was_written_fails(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_read_back_as_it_was_written_fails(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.files, "read", lambda path: b"something else")
     assert by_subject(storage.disk(context))["write"].state == "FAIL"
 
 
-def test_little_shared_memory_is_told(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_told(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"total": 64 * 2**20, "used": 0, "free": 1 * 2**20})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
     (found,) = storage.shared_memory(context)
@@ -347,7 +349,7 @@ def needing(monkeypatch: pytest.MonkeyPatch, *packages: software.Package) -> Non
 
 
 def test_a_missing_package_is_skipped_in_an_extra_and_fails_where_it_is_needed(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needing(monkeypatch, software.Package("no-such", ">=1"), software.Package("not-this-either", ">=2", "8bit"))
     (needed,), (optional,) = software.packages(context), software.extras(context)
@@ -357,7 +359,7 @@ def test_a_missing_package_is_skipped_in_an_extra_and_fails_where_it_is_needed(
 
 
 def test_a_package_that_cannot_be_imported_is_told_with_the_last_line_of_its_error(
-    context: Context, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     why = "libcudart.so.12: cannot open shared object file"
     (tmp_path / "brokenpack.py").write_text(f"raise ImportError({why!r})")
@@ -374,22 +376,22 @@ def test_a_package_that_cannot_be_imported_is_told_with_the_last_line_of_its_err
 
 
 def test_a_torch_that_cannot_be_imported_is_told_with_the_line_that_mends_it(
-    context: Context, monkeypatch: pytest.MonkeyPatch
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needing(monkeypatch, software.Package("torch", ">=2.11"))
     monkeypatch.setattr(software, "import_error", lambda module: "OSError: libcudart.so.13: cannot open it")
     (found,) = software.torch(context)
-    assert isinstance(found, Finding)
+    assert isinstance(found, CheckResult)
     assert (found.state, shlex.split(found.fix)) == ("FAIL", ["pip", "install", "--force-reinstall", "torch>=2.11"])
 
 
-def test_a_version_that_is_not_supported_is_told(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_not_supported_is_told(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     needing(monkeypatch, software.Package("psutil", ">=999"), software.Package("torch", ">=999"))
     (psutil,) = software.packages(context)
     _, torch_found = software.torch(context)
 
     assert (psutil.state, psutil.fix) == ("FAIL", 'pip install "psutil>=999"')
-    assert isinstance(torch_found, Finding)
+    assert isinstance(torch_found, CheckResult)
     assert (torch_found.state, torch_found.fix) == ("FAIL", 'pip install "torch>=999"')
 
 
@@ -405,7 +407,7 @@ def test_what_is_needed_is_what_pyproject_says() -> None:
     assert software.required_python().specifier == software.Requirement(f"x{project['requires-python']}").specifier
 
 
-def test_a_key_of_wandb_is_never_shown(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_wandb_is_never_shown(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     (found,) = software.wandb(context)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.family import state_of
+from runner.base.process_tree import state_of
 from runner.cli import main
 from runner.doctor.checks import CHECKS
-from runner.doctor.findings import Finding
+from runner.doctor.findings import CheckResult
 from runner.plan.inventory import Inventory
 from tests.forkserver import ForkServer
 from tests.nvml_stub import PAIR, NvmlStub
@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 HANGING = """
 import os, signal, subprocess
 from runner.doctor import checks, storage
-from runner.doctor.findings import Check, ok
+from runner.doctor.findings import DoctorCheck, ok
 
 def hang(context):
     yield ok("", "began")
@@ -35,7 +35,7 @@ def hang(context):
     while True:
         signal.pause()
 
-checks.CHECKS["hang"] = Check(hang, "hangs", "because", 60.0)
+checks.CHECKS["hang"] = DoctorCheck(hang, "hangs", "because", 60.0)
 """
 # No trials of vector instructions and no precompiled headers, which take three C++ compilations more.
 ONE_COMPILATION = """
@@ -53,10 +53,10 @@ for name, check in checks.CHECKS.items():
 """
 FAILING = """
 from runner.doctor import checks
-from runner.doctor.findings import Check, failed, warn, ok
+from runner.doctor.findings import DoctorCheck, failed, warn, ok
 
-checks.CHECKS["bad"] = Check(lambda context: [failed("x", "is bad", "mend it")], "fails", "because")
-checks.CHECKS["odd"] = Check(lambda context: [warn("", "is odd", "look at it")], "warns", "because")
+checks.CHECKS["bad"] = DoctorCheck(lambda context: [failed("x", "is bad", "mend it")], "fails", "because")
+checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at it")], "warns", "because")
 """
 
 
@@ -64,7 +64,7 @@ def test_the_whole_examination_finds_something_by_every_check(server: ForkServer
     names = ",".join(name for name in CHECKS if name != "compile")  # which takes 10 s, and is tried below
     ended = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
     told = json.loads(ended.out)
-    findings = [Finding.from_json(values) for values in told["findings"]]
+    findings = [CheckResult.from_json(values) for values in told["findings"]]
 
     assert ended.err == ""
     assert ended.code == told["exit_code"] == (69 if told["counts"]["FAIL"] else 0)
@@ -189,14 +189,14 @@ def test_the_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_on_a_terminal_what_is_tried_is_shown_and_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from runner.doctor.display import DoctorDisplay
     from runner.doctor.findings import ok
-    from runner.doctor.screen import Screen
 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     reader, writer = pty.openpty()
     with open(writer, "w") as terminal:  # noqa: PTH123 - of a descriptor
-        screen = Screen(terminal, terminal)
+        screen = DoctorDisplay(terminal, terminal)
         screen.watch("matmul", "cpu fp32", 3.2)
         screen.show(ok("cpu fp32", "95 GFLOP/s"))
         shown = ""

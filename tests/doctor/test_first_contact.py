@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.base.configuration import Request
-from runner.doctor.arithmetic import Format
+from runner.doctor.arithmetic import FormatUnderTest
 from runner.doctor.first_contact import (
     MIB,
     contact_checks,
@@ -39,7 +39,7 @@ def test_all_checks_together_take_at_most_five_minutes() -> None:
     [(A100, "bf16", 8.0, "ok"), (A100, "bf16", 1.0, "warn"), (T4, "bf16", 0.3, "ok"), (T4, "bf16", 4.0, "warn")],
 )
 def test_a_format_is_native_where_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
-    found = of_format(Format(device, name, 8, is_own=device.native_bf16), speedup)
+    found = of_format(FormatUnderTest(device, name, 8, is_own=device.native_bf16), speedup)
     assert found.state == state
     assert found.figures["predicted_native"] == device.native_bf16
 

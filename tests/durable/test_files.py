@@ -357,7 +357,7 @@ os._exit(0)
         said = {process.stdout.readline().strip(), process.stdout.readline().strip()}
         child = int((said - {"forked"}).pop())
         try:
-            with pytest.raises(files.Held) as caught:
+            with pytest.raises(files.LockHeld) as caught:
                 files.Lock(tmp_path / ".lock", "mine")
             assert caught.value.note == "held"
             process.stdin.close()
@@ -369,13 +369,13 @@ os._exit(0)
 
 def test_a_released_lock_can_be_taken_again_and_a_second_release_does_nothing(tmp_path: Path) -> None:
     lock = files.Lock(tmp_path / ".lock", "first")
-    with pytest.raises(files.Held) as caught:
+    with pytest.raises(files.LockHeld) as caught:
         files.Lock(tmp_path / ".lock", "second")
     assert caught.value.note == "first"
     lock.release()
     again = files.Lock(tmp_path / ".lock", "third")
     lock.release()  # its descriptor may be another's by now
-    with pytest.raises(files.Held) as caught:
+    with pytest.raises(files.LockHeld) as caught:
         files.Lock(tmp_path / ".lock", "fourth")
     assert caught.value.note == "third"
     again.release()
@@ -402,6 +402,6 @@ def test_a_forked_child_releases_nothing(tmp_path: Path) -> None:
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(files.Held):
+    with pytest.raises(files.LockHeld):
         files.Lock(tmp_path / ".lock", "other")
     lock.release()

@@ -18,7 +18,7 @@ from safetensors.torch import save as bytes_of
 from torch import Tensor
 
 from runner.durable import tensors
-from runner.durable.tensors import Room, pieces
+from runner.durable.tensors import HostBuffer, pieces
 from tests.faults.tallies import IS_LONG
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def test_what_is_dense_is_written_from_where_it_lies() -> None:
 
 def test_a_copy_does_not_follow_training() -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
-    room = Room()
+    room = HostBuffer()
     kept, tail = room.copy(weight), room.copy(weight.detach()[1:])
     with torch.no_grad():
         weight.add_(1)
@@ -81,7 +81,7 @@ def test_a_copy_does_not_follow_training() -> None:
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_copy_is_dense_and_equal(word: str) -> None:
-    room, square = Room(), some_tensor(word, (5, 7))
+    room, square = HostBuffer(), some_tensor(word, (5, 7))
     for one in (square, square.t(), square[1::2], square[0, 0], square[:0], square[0].expand(3, 7)):
         copy = room.copy(one)
         assert copy.is_contiguous()
@@ -92,7 +92,7 @@ def test_a_copy_is_dense_and_equal(word: str) -> None:
 
 
 def test_copies_of_one_save_do_not_touch_each_other() -> None:
-    generator, room = random.Random(0), Room()
+    generator, room = random.Random(0), HostBuffer()
     for _ in range(3):
         room.clear()
         given = [torch.randn(generator.choice([1, 17, 1000, 300_000])) for _ in range(200)]
@@ -101,7 +101,7 @@ def test_copies_of_one_save_do_not_touch_each_other() -> None:
 
 
 def test_the_memory_of_the_first_save_is_that_of_all_later_ones() -> None:
-    room, given = Room(), [torch.randn(size) for size in (10, 2_000_000, 3, 700_000, 5_000_000, 1)]
+    room, given = HostBuffer(), [torch.randn(size) for size in (10, 2_000_000, 3, 700_000, 5_000_000, 1)]
     places = []
     for _ in range(3):
         room.clear()
@@ -113,7 +113,7 @@ def test_the_memory_of_the_first_save_is_that_of_all_later_ones() -> None:
 def test_the_first_copy_goes_into_memory_that_was_prepared() -> None:
     tensors = [torch.randn(3 << 20), torch.randn(1 << 20), torch.randn(())]
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    room = Room()
+    room = HostBuffer()
     room.prepare(int(1.01 * nbytes), torch.device("cpu"))
     room.clear()  # waits for it
     before = room.nbytes
@@ -128,7 +128,7 @@ def test_without_a_thread_the_first_copy_takes_its_memory_itself(monkeypatch: py
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    room, given = Room(), torch.randn(1 << 20)
+    room, given = HostBuffer(), torch.randn(1 << 20)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refused)
         room.prepare(32 << 20, torch.device("cpu"))
@@ -137,14 +137,14 @@ def test_without_a_thread_the_first_copy_takes_its_memory_itself(monkeypatch: py
 
 
 def test_little_is_not_prepared() -> None:
-    room = Room()
+    room = HostBuffer()
     room.prepare(1 << 20, torch.device("cpu"))
     room.clear()
     assert room.nbytes == 0
 
 
 def test_a_forked_child_does_not_keep_the_copy() -> None:
-    kept, flags = Room().copy(torch.ones(4_000_000)), [""]
+    kept, flags = HostBuffer().copy(torch.ones(4_000_000)), [""]
     place = kept.data_ptr()
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split()[0]
@@ -160,13 +160,13 @@ def test_a_save_takes_no_second_copy_of_the_state(tmp_path: Path) -> None:
 import torch
 from pathlib import Path
 from runner.durable.checkpoint import Snapshot, load, save
-from runner.durable.tensors import Room
-from runner.observe.memory import host_peak_gib, restart_host_peak
+from runner.durable.tensors import HostBuffer
+from runner.observe.peak_memory import host_peak_gib, restart_host_peak
 torch.set_num_threads(1)
 state = {{str(index): torch.full((2_500_000,), float(index)) for index in range(20)}}
 turned = {{"turned": torch.randn(2500, 1000).t()}}
 save(Path({str(tmp_path)!r}), Snapshot(0, {{"model": {{"a": torch.zeros(2)}}}}, {{}}, {{}}))
-room = Room()
+room = HostBuffer()
 restart_host_peak()
 before = host_peak_gib()
 copies = {{name: room.copy(tensor) for name, tensor in {{**state, **turned}}.items()}}

@@ -384,7 +384,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
 
 
 def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_path: Path) -> None:
-    from runner.base.places import shipped
+    from runner.base.paths import shipped
 
     folder = tmp_path / "conf"
     folder.mkdir()

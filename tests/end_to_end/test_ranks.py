@@ -23,7 +23,7 @@ import os, signal, time
 import torch, torch.nn.functional as F
 from torch import nn
 from runner import Task
-from runner.engine import saving
+from runner.engine import save_policy
 from tests.waiting import until_asked_to_stop
 
 class Seen(torch.utils.data.Dataset):
@@ -53,7 +53,7 @@ class Small(Task):
             self.model.register_buffer("empty", torch.zeros(0))
     def begin_update(self, progress):
         self.update = progress.update
-        if "CLOCK" in os.environ: saving.time.now += 1.0
+        if "CLOCK" in os.environ: save_policy.time.now += 1.0
     def dataset(self, split): return Seen(self.bad and split == "train")
     def loss(self, model, batch):
         x, y, index = batch
@@ -382,11 +382,11 @@ def test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages(
 
 # The clock by which checkpoints are due goes on by a second in each update, and does not otherwise.
 CLOCK = """
-from runner.engine import saving
+from runner.engine import save_policy
 class Clock:
     now = 1e9
     def monotonic(self): return self.now
-saving.time = Clock()
+save_policy.time = Clock()
 """
 
 

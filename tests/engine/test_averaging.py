@@ -18,10 +18,10 @@ from runner.base.world import World
 from runner.durable import checkpoint
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
-from runner.engine.resume import ADDED
+from runner.engine.resumption import ADDED
 from runner.engine.session import open_phase
-from runner.engine.train import check_resume
-from runner.engine.trained import open_trained
+from runner.engine.trained_run import open_trained
+from runner.engine.training import check_resume
 from runner.observe.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer

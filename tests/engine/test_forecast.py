@@ -21,15 +21,15 @@ from runner.base.configuration import Request, compose
 from runner.base.order import Order
 from runner.base.subprocesses import in_subprocess
 from runner.engine.assemble import assemble
+from runner.engine.demand import needs_of
 from runner.engine.forecast import FEW, forecast
-from runner.engine.kinds import Gradients
 from runner.engine.loop import Position, train_updates
-from runner.engine.needs import needs_of
-from runner.plan.fits import Demand, predicted
+from runner.engine.phase_kinds import GradientPhase
+from runner.plan.cuda_allocator import Allocator
 from runner.plan.inventory import Device
-from runner.plan.plan import make_plan, part_of
-from runner.plan.ranks import RankDevice
-from runner.plan.segments import Allocator
+from runner.plan.memory_fit import Demand, predicted
+from runner.plan.planner import make_plan, part_of
+from runner.plan.rank_devices import RankDevice
 from tests.distributed.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure" / "memory.py"
@@ -380,7 +380,7 @@ def most_of_rank(plan, world) -> int:
             if not weight.is_meta:
                 count.add(weight.to_local() if isinstance(weight, DTensor) else weight)
         with count:
-            work = Gradients(replace(phase, updates=2, epochs=None), parts, order, Position(phase.name))
+            work = GradientPhase(replace(phase, updates=2, epochs=None), parts, order, Position(phase.name))
             handed = batches()
             for update in (1, 2):
                 next(train_updates(work.training, handed, update))

@@ -15,12 +15,12 @@ import torch
 
 from runner.durable import checkpoint
 from runner.durable.checkpoint import Snapshot, Writer, path_of
-from runner.durable.owner import new_uid
-from runner.durable.tensors import Room
-from runner.engine import saver as saver_module
-from runner.engine import saving
-from runner.engine.saver import Saver, bests_on_disk
-from runner.engine.saving import COST, SavePolicy, Toll, default, off
+from runner.durable.run_identity import new_uid
+from runner.durable.tensors import HostBuffer
+from runner.engine import checkpoint_saver as saver_module
+from runner.engine import save_policy
+from runner.engine.checkpoint_saver import Saver, bests_on_disk
+from runner.engine.save_policy import COST, SaveCost, SavePolicy, default, off
 from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
 
@@ -55,9 +55,9 @@ class Training:
         self.clock, self.copy_s, self.slowed_s = clock, copy_s, slowed_s
         self.folder, self.update, self.saved = folder, 0, []  # type: tuple[Path, int, list[int]]
         self.weights = torch.zeros(4)
-        self.toll = Toll()
+        self.toll = SaveCost()
         writer = Writer(folder, keep_last=2, on_saved=lambda path: self.saved.append(int(path.name[-10:])))
-        self.saver = Saver(policy, writer, self.toll, (Room(), Room()), cast(Any, Screen()), None)
+        self.saver = Saver(policy, writer, self.toll, (HostBuffer(), HostBuffer()), cast(Any, Screen()), None)
 
     def take(self) -> Snapshot:
         self.clock.now += self.copy_s
@@ -116,7 +116,7 @@ class Training:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (saving, saver_module):
+    for module in (save_policy, saver_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
     return clock
 

@@ -25,7 +25,7 @@ ORDER = [
     "BadSamples",
     "LoadBalance",
     "FirstUpdate",
-    "ProgressDisplay",
+    "ShowProgress",
     "ForwardState",
     "AttributeCheck",
     "Averaging",

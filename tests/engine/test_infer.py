@@ -18,7 +18,7 @@ from runner.base.errors import StorageError
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
-from runner.engine.infer import OUTBOX_FILES, Made, Outbox, timed_calls
+from runner.engine.infer import OUTBOX_FILES, Outbox, PredictionSummary, timed_calls
 from tests.faults.recording import Faults, Quick
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_the_summary_tells_wall_clock_and_model_apart(time: Time) -> None:
     with timed_calls(model := Slow(time), CPU) as calls:
         for samples in (10, *[2] * 150):
             model(torch.zeros(samples, 1))
-    found = module.summary_of(Made(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
+    found = module.summary_of(PredictionSummary(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
 
     assert (found["seconds"], found["items_per_s"]) == (1000.0, 0.9)
     assert found["model"] == {
@@ -117,7 +117,7 @@ def test_a_percentile_is_told_only_where_there_are_values_for_it(time: Time, cal
     with timed_calls(model := Slow(time), CPU) as made:
         for _ in range(calls):
             model(torch.zeros(1, 1))
-    found = module.summary_of(Made(calls, calls, 1.0, made), "row", 0)["latency_ms"]
+    found = module.summary_of(PredictionSummary(calls, calls, 1.0, made), "row", 0)["latency_ms"]
 
     assert sum(value is not None for value in found.values()) == known
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.base import stopwatch
-from runner.base.arriving import Arriving
+from runner.base.async_copy import PendingCopy
 from runner.base.stopwatch import PARTS, Stopwatch
 from runner.base.world import World
 from runner.engine import meter as module
 from runner.engine.loop import StepInfo
-from runner.engine.meter import Clock, Meter, Row, as_line
+from runner.engine.meter import Meter, Row, UpdateClock, as_line
 
 CPU = World(torch.device("cpu"))
 
@@ -245,7 +245,7 @@ def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:
 
 
 def test_every_second_of_a_process_has_its_part(time: Time) -> None:
-    clock = Clock(started=time.now)
+    clock = UpdateClock(started=time.now)
     time.now += 3.0
     clock.begin()
     time.now += 10.0
@@ -278,12 +278,12 @@ class Late:
     arrived = False
     waited = 0
 
-    def __call__(self, numbers: Tensor) -> Arriving:
+    def __call__(self, numbers: Tensor) -> PendingCopy:
         def wait() -> None:
             self.waited += 1
 
         event: Any = SimpleNamespace(query=lambda: self.arrived, synchronize=wait)
-        return Arriving(numbers, event)
+        return PendingCopy(numbers, event)
 
 
 def test_a_row_is_written_when_its_numbers_have_come_and_in_order() -> None:

@@ -19,9 +19,9 @@ from runner.base.configuration import Request
 from runner.base.errors import StorageError
 from runner.durable import checkpoint, files
 from runner.durable.system import System
-from runner.engine import saver, saving
+from runner.engine import checkpoint_saver, save_policy
 from runner.engine.hooks.checkpointing import Checkpointing
-from runner.engine.saving import Toll
+from runner.engine.save_policy import SaveCost
 from runner.engine.session import open_phase
 
 TASK = Path(__file__).with_name("task_that_is_saved.py")
@@ -162,7 +162,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
 
 def test_a_save_that_failed_is_made_up_for_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(saving, "AGAIN_S", 0.0)
+    monkeypatch.setattr(save_policy, "AGAIN_S", 0.0)
     with opened(tmp_path, "checkpoint.every=1000") as phase:
         updates = phase.updates()
         next(updates)
@@ -280,7 +280,9 @@ def test_saves_that_come_faster_than_the_disk_writes_are_told_once(
 
     with opened(tmp_path, "checkpoint.every=1") as phase:
         writer = saving_of(phase).saver.writer
-        monkeypatch.setattr(saver, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0]))
+        monkeypatch.setattr(
+            checkpoint_saver, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+        )
         monkeypatch.setattr(writer, "wait", after(pass_time, writer.wait))
         monkeypatch.setattr(phase.run_.observers.screen, "warn", told.append)
         updates = phase.updates()
@@ -330,5 +332,5 @@ def test_the_interval_follows_from_what_a_save_costs_also_in_a_resumed_run(
         saving_of(phase).save()
     with opened(tmp_path) as phase:
         assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)
-        assert isinstance(saving_of(phase).saver.toll, Toll)
+        assert isinstance(saving_of(phase).saver.toll, SaveCost)
         assert saving_of(phase).saver.toll.expected_s() > 4.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.base.settings import EarlyStoppingSettings
-from runner.engine.evaluate import Measured
+from runner.engine.evaluate import EvaluationResult
 from runner.engine.hooks.early_stopping import EarlyStopping
 
 
@@ -23,7 +23,7 @@ def stops_at(values: list[float], **settings: Any) -> int | None:
 
     stopping = hook()
     for number, value in enumerate(values, 1):
-        stopping.after_evaluation(Measured({"val/loss": value, "val/other": math.nan}, ("val/other",)))
+        stopping.after_evaluation(EvaluationResult({"val/loss": value, "val/other": math.nan}, ("val/other",)))
         again = hook()
         again.load_state_dict(stopping.state_dict())
         assert again.ends_phase == stopping.ends_phase

@@ -24,8 +24,8 @@ from runner.engine.watchdog import (
     SUMMARY,
     TELL_S,
     UPDATE,
-    Limits,
     Waited,
+    WatchdogLimits,
 )
 from tests.forkserver import ForkServer
 from tests.waiting import ON_DISK_AT_ONCE, wait_until
@@ -324,7 +324,7 @@ def test_nobody_outlives_a_run_that_is_killed_and_the_next_one_sweeps(
 
 # ---------------------------------------------------------------- limits
 
-LIMITS = Limits(update_s=None, first_update_s=1800.0, data_s=7.0, checkpoint_s=600.0)
+LIMITS = WatchdogLimits(update_s=None, first_update_s=1800.0, data_s=7.0, checkpoint_s=600.0)
 
 
 def test_the_limit_is_ten_times_the_longest_lately_and_never_short() -> None:
@@ -342,7 +342,7 @@ def test_the_limit_is_ten_times_the_longest_lately_and_never_short() -> None:
 
 @pytest.mark.parametrize("kind", [UPDATE, DATA, EVALUATION, SUMMARY])
 def test_pieces_that_all_take_long_are_let_be_from_the_second_on(kind: str) -> None:
-    waited = Waited(Limits(None, 1800.0, None, 600.0), {kind}, compiles=False)
+    waited = Waited(WatchdogLimits(None, 1800.0, None, 600.0), {kind}, compiles=False)
     for update in range(1, 10):
         waited.took(kind, update, 55.0)
         assert waited.limit_s(kind) == 550.0

@@ -25,10 +25,10 @@ import pytest
 from runner.base import configuration as configurations
 from runner.base.configuration import Configuration, Request, compose, options_of, text_of_value
 from runner.base.errors import AccelRunError, ConfigError, Exit
-from runner.base.places import shipped
+from runner.base.paths import shipped
 from runner.cli import print_problems
 from runner.plan.inventory import Inventory, read_cpu
-from runner.plan.plan import inventory_for, make_plan
+from runner.plan.planner import inventory_for, make_plan
 from tests.faults.mutations import FILES, slip, spoiled_word
 from tests.faults.steps import TooManySteps, steps
 from tests.faults.tallies import SEED, Tally

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from runner.base import pinned
+from runner.base import dirfd
 from runner.base.errors import AccelRunError, StorageError
 from runner.durable import checkpoint, files
 from runner.durable.directory import RunDirectory
@@ -35,7 +35,7 @@ OF_WRITES = ("short", "killed half way")
 def forget_what_is_held() -> None:
     """Do to this process what its end does: locks and opened folders are gone."""
     files.forget_locks()
-    pinned.unpin_all()
+    dirfd.unpin_all()
 
 
 class Attempt:

@@ -12,7 +12,7 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, SecurityRefusal
 from runner.commands.complete import candidates
-from runner.durable.origin import origin_of
+from runner.durable.run_request import origin_of
 from runner.launch.launcher import launched
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.base.birth import birth_of
+from runner.base.process_identity import birth_of
 from runner.cli import main
 from runner.durable import checkpoint
 from runner.durable.directory import default_name, runs
-from runner.engine.saving import SavePolicy
+from runner.engine.save_policy import SavePolicy
 from runner.observe import events
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.birth import birth_of
+from runner.base.process_identity import birth_of
 from runner.durable import checkpoint
 from tests.forkserver import Ended, ForkServer
 

@@ -20,7 +20,7 @@ from runner.axes.precision import NotFinite, Precision, fp32
 from runner.base.errors import NumericError
 from runner.base.world import World
 from runner.durable.checkpoint import newest_valid, verify
-from runner.engine.numeric import is_finite, must_be_finite, watched
+from runner.engine.non_finite import is_finite, must_be_finite, watched
 from tests.faults.tallies import Tally
 from tests.forkserver import Ended, ForkServer
 

@@ -26,11 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from runner.base.configuration import Configuration, Request, compose
 from runner.base.errors import AccelRunError
-from runner.base.shortage import halved
+from runner.base.oom_errors import halved
 from runner.base.world import World
-from runner.engine import passes, session
+from runner.engine import oom_history, session
 from runner.engine.hooks.rank_sync import RankSync
-from runner.engine.passes import Smaller
+from runner.engine.oom_history import ReducedMicroBatch
 from tests.distributed.ranks import run_ranks
 from tests.faults.shortages import Limited, Shortage, short
 from tests.faults.tallies import IS_LONG, SEED, Tally
@@ -74,7 +74,7 @@ def composed(words: tuple[str, ...]) -> Configuration:
 
 
 def trained(
-    course: Course, *shortages: Shortage, begins_with: tuple[Smaller, ...] = (), more: tuple[str, ...] = ()
+    course: Course, *shortages: Shortage, begins_with: tuple[ReducedMicroBatch, ...] = (), more: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     """Return, for each rank, what it has at the end: digests of all state, rows, what was said and remembered."""
     words = (*course.words(), *more)
@@ -84,7 +84,7 @@ def trained(
         run = Path(folder) / "outputs" / "mine"
         if begins_with:
             run.mkdir(parents=True)
-            run.joinpath(passes.FILE).write_text(json.dumps({"smaller": [vars(row) for row in begins_with]}))
+            run.joinpath(oom_history.FILE).write_text(json.dumps({"smaller": [vars(row) for row in begins_with]}))
 
         def one(world: World) -> dict[str, Any]:
             session.compose = lambda _: replace(  # type: ignore[assignment]
@@ -125,7 +125,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         "rows": [(row["update"], row.get("train/loss")) for row in rows if "train/loss" in row],
         "metrics": [{key: row[key] for key in row if key.startswith("val/")} for row in rows if "val/loss" in row],
         "said": (run / "console.log").read_text() if world.is_first else "",
-        "remembered": [vars(row) for row in passes.remembered(run)],
+        "remembered": [vars(row) for row in oom_history.remembered(run)],
         "files": sorted(path.name for path in run.glob("memory*.txt")),
         "struck": [each.struck for each in shortages],
         "error": None if error is None else [type(error).__name__, getattr(error, "exit_code", None), str(error)],
@@ -147,8 +147,8 @@ def until(limit: int, size: int) -> int:
     return size
 
 
-def began_so(course: Course, shortage: Shortage, size: int) -> tuple[Smaller, ...]:
-    return (Smaller("train", shortage.at, shortage.rank, size, course.micro, course.ranks),)
+def began_so(course: Course, shortage: Shortage, size: int) -> tuple[ReducedMicroBatch, ...]:
+    return (ReducedMicroBatch("train", shortage.at, shortage.rank, size, course.micro, course.ranks),)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, 
 def test_smaller_passes_that_are_remembered_are_those_of_a_smaller_micro_batch() -> None:
     """What the other laws compare with is a run of its own: the same as one that was told so."""
     asked = trained(Course(micro=4))
-    remembered = trained(Course(), begins_with=(Smaller("train", 0, 0, 4, MICRO, 1),))
+    remembered = trained(Course(), begins_with=(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1),))
     assert remembered[0]["state"] == asked[0]["state"]
     assert "4 samples instead of 8" in remembered[0]["said"]
 
@@ -229,19 +229,20 @@ def test_smaller_passes_that_are_remembered_are_those_of_a_smaller_micro_batch()
 @pytest.mark.parametrize(
     "row",
     [
-        Smaller("train", 0, 0, 4, 6, 1), Smaller("train", 0, 0, 4, MICRO, 2), Smaller("mean", 0, 0, 4, MICRO, 1),
-        Smaller("train", 0, 0, 4, MICRO, 1, "evaluation"), Smaller("train", 0, 1, 4, MICRO, 1),
+        ReducedMicroBatch("train", 0, 0, 4, 6, 1), ReducedMicroBatch("train", 0, 0, 4, MICRO, 2),
+        ReducedMicroBatch("mean", 0, 0, 4, MICRO, 1),
+        ReducedMicroBatch("train", 0, 0, 4, MICRO, 1, "evaluation"), ReducedMicroBatch("train", 0, 1, 4, MICRO, 1),
     ],
     ids=["asked for another size", "of other ranks", "of another phase", "of evaluations", "of another rank"],
 )  # fmt: skip
-def test_what_was_remembered_of_something_else_does_not_hold(row: Smaller) -> None:
+def test_what_was_remembered_of_something_else_does_not_hold(row: ReducedMicroBatch) -> None:
     assert usual()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
 
 
 DAMAGED = (
     "", "{", "[]", "null", '{"smaller": 3}', '{"smaller": [3, null, [], {}]}', '{"smaller": {"size": 4}}',
     *(
-        json.dumps({"smaller": [{**vars(Smaller("train", 0, 0, 4, MICRO, 1)), **changed}]})
+        json.dumps({"smaller": [{**vars(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1)), **changed}]})
         for changed in (
             {"size": 0}, {"size": -4}, {"size": True}, {"size": 2.5}, {"size": "4"}, {"update": -1}, {"rank": "0"},
             {"use": "both"}, {"phase": None}, {"in_place": 1}, {"more": 1},
@@ -252,8 +253,8 @@ DAMAGED = (
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_what_cannot_be_understood_is_not_remembered(text: str, tmp_path: Path) -> None:
-    (tmp_path / passes.FILE).write_text(text)
-    assert passes.remembered(tmp_path) == []
+    (tmp_path / oom_history.FILE).write_text(text)
+    assert oom_history.remembered(tmp_path) == []
 
 
 @lru_cache(maxsize=1)
@@ -278,7 +279,7 @@ def test_a_step_that_changed_nothing_is_made_once_more(kernel: str) -> None:
 def test_two_ranks_may_run_out_of_memory_in_one_update(where: str) -> None:
     course = Course(2, accumulation=4)
     found = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
-    rows = (Smaller("train", 0, 0, 4, MICRO, 2), Smaller("train", 0, 1, 2, MICRO, 2))
+    rows = (ReducedMicroBatch("train", 0, 0, 4, MICRO, 2), ReducedMicroBatch("train", 0, 1, 2, MICRO, 2))
     assert [there["state"] for there in found] == [there["state"] for there in trained(course, begins_with=rows)]
 
 
@@ -286,7 +287,7 @@ def test_one_rank_may_run_out_of_memory_while_another_still_takes_the_step_befor
     """With unequal shares, too: passes of 6 become passes of 3, those of 10 stay."""
     course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
     found = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
-    wanted = trained(course, begins_with=(Smaller("train", 3, 1, 3, 10, 2),))
+    wanted = trained(course, begins_with=(ReducedMicroBatch("train", 3, 1, 3, 10, 2),))
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
     assert [there["struck"] for there in found] == [[[], [8]], [[6], []]]
 
@@ -294,7 +295,10 @@ def test_one_rank_may_run_out_of_memory_while_another_still_takes_the_step_befor
 def test_ranks_in_step_follow_the_smallest_passes_of_any() -> None:
     """Memory ran out on one rank of ddp; the run goes on with fsdp, where all must make as many passes."""
     course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=20",))
-    of_one = (Smaller("train", 0, 1, 4, MICRO, 2), Smaller("train", 0, 1, 4, MICRO, 2, "evaluation"))
+    of_one = (
+        ReducedMicroBatch("train", 0, 1, 4, MICRO, 2),
+        ReducedMicroBatch("train", 0, 1, 4, MICRO, 2, "evaluation"),
+    )
     of_all = tuple(replace(row, rank=None) for row in of_one)
     found, wanted = trained(course, begins_with=of_one), trained(course, begins_with=of_all)
     assert [there["error"] for there in found] == [None, None]
@@ -319,7 +323,7 @@ def test_memory_that_the_system_refuses_is_known_by_the_words_of_who_asked(libra
 
 @lru_cache(maxsize=1)
 def of_four() -> list[dict[str, Any]]:
-    return trained(Course(), begins_with=(Smaller("train", 2, 0, 4, MICRO, 1),))
+    return trained(Course(), begins_with=(ReducedMicroBatch("train", 2, 0, 4, MICRO, 1),))
 
 
 @pytest.mark.skipif(not IS_LONG, reason="C++ is compiled for some seconds")
@@ -371,7 +375,7 @@ def test_what_cannot_be_put_back_is_said_and_the_run_goes_back_to_its_checkpoint
     found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert found["error"][:2] == ["DeviceMemoryError", 80]
     assert "with 4 samples" in found["error"][2]
-    assert found["remembered"] == [vars(Smaller("train", 3, 0, 4, MICRO, 1, in_place=False))]
+    assert found["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
 @pytest.mark.sampled(1)
@@ -381,7 +385,7 @@ def test_an_evaluation_goes_on_in_smaller_batches(ranks: int) -> None:
     wanted = trained(Course(ranks))
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
     assert found[0]["metrics"][0]["val/loss"] == pytest.approx(wanted[0]["metrics"][0]["val/loss"], rel=1e-6)
-    row = vars(Smaller("train", UPDATES, ranks - 1, 4, MICRO, ranks, "evaluation"))
+    row = vars(ReducedMicroBatch("train", UPDATES, ranks - 1, 4, MICRO, ranks, "evaluation"))
     assert found[0]["remembered"] == [row]
     assert "4 samples instead of 8" in found[0]["said"]
 
@@ -446,7 +450,7 @@ def test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes(
     assert kinds_in(tmp_path).count("resume") == 1
     assert "8 MiB" in said or place == "optimizer"
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
-    (row,) = passes.remembered(tmp_path / "outputs/mine")
+    (row,) = oom_history.remembered(tmp_path / "outputs/mine")
     assert (row.size, row.update, row.rank) == (4, 3, 1 if place == "optimizer" else None)
 
 
@@ -465,12 +469,12 @@ def test_the_same_command_goes_on_with_smaller_passes_and_says_so(
     )
     assert code == code_at_end, said
     assert updates_in(tmp_path) == made
-    known = passes.remembered(tmp_path / "outputs/mine")
+    known = oom_history.remembered(tmp_path / "outputs/mine")
     assert [row.size for row in known] == [4]
     code, out, said = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
     assert code == 0, said
     assert "4 samples instead of 8" in out
-    assert passes.remembered(tmp_path / "outputs/mine") == known, "memory ran out once more"
+    assert oom_history.remembered(tmp_path / "outputs/mine") == known, "memory ran out once more"
     other = tmp_path / "other"
     other.mkdir()
     assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0
@@ -489,7 +493,7 @@ def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: Fork
 def test_a_fit_that_runs_out_of_memory_is_made_again_in_smaller_passes(server: ForkServer, tmp_path: Path) -> None:
     code, _, said = whole(server, tmp_path, "micro_batch_size=8", "phases=[train,mean]", place="fit", limit=4, at=0)
     assert code == 0, said
-    assert [row.phase for row in passes.remembered(tmp_path / "outputs/mine")] == ["mean"]
+    assert [row.phase for row in oom_history.remembered(tmp_path / "outputs/mine")] == ["mean"]
 
 
 def test_predictions_are_made_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:

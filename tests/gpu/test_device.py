@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 from runner.axes.attention import why_not
 from runner.axes.prefetch import none, stream
 from runner.base.accelerator import accelerator_of, cuda_is_initialized, is_stand_in, torch_devices, torch_uuids
-from runner.base.arriving import sent
+from runner.base.async_copy import sent
 from runner.base.batch import MicroBatch
-from runner.base.generators import random_state, restore_random_state
-from runner.base.shortage import shortage_of
-from runner.base.streams import drawing_apart
+from runner.base.global_rng import random_state, restore_random_state
+from runner.base.oom_errors import shortage_of
+from runner.base.sample_rng import drawing_apart
 from runner.doctor.kernels import KERNELS, output_and_gradients
-from runner.durable.tensors import Room
-from runner.engine.out_of_memory import account
-from runner.engine.redo import Beginning
+from runner.durable.tensors import HostBuffer
+from runner.engine.oom_report import account
+from runner.engine.oom_retry import UpdateSnapshot
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -128,7 +128,7 @@ def test_drawing_apart_leaves_the_generator_of_the_gpu_alone(device: torch.devic
 
 def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to(device)
-    beginning = Beginning(model, device)
+    beginning = UpdateSnapshot(model, device)
     inputs = torch.randn(8, 4, device=device)
     for _ in range(2):
         beginning.keep()
@@ -148,7 +148,7 @@ def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_a_copy_of_the_state_on_the_host_is_equal(dtype: torch.dtype, device: torch.device) -> None:
-    room = Room()
+    room = HostBuffer()
     for shape in ((3,), (17, 5), (1024, 1024)):
         tensor = torch.randint(0, 2, shape, device=device).to(dtype)
         assert torch.equal(room.copy(tensor), tensor.cpu())

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 
 TRIAL = (
-    "import signal, sys; from runner.base.parent import die_with_parent; "
+    "import signal, sys; from runner.base.parent_death import die_with_parent; "
     "die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM); from tests.launch.stand_in import trial; sys.exit(trial())"
 )
 
 
 def trial() -> int:
     """Be a run: three updates, an evaluation after each; return its exit code."""
-    from runner.base.birth import birth_of
+    from runner.base.process_identity import birth_of
     from runner.durable import files
     from runner.durable.directory import RunDirectory
     from tests.waiting import wait_until
@@ -83,7 +83,7 @@ def trial() -> int:
 
 def stand_in() -> None:
     """Trials of this process are stand-ins, and what is planned is not asked for."""
-    from runner.launch import pool, search, sweep
+    from runner.launch import pool, study, sweep
 
     pool.TRIAL_MAIN = TRIAL
-    sweep.must_be_plannable = search.must_be_plannable = lambda configurations: None
+    sweep.must_be_plannable = study.must_be_plannable = lambda configurations: None

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from runner.axes import precision
-from runner.base import arriving
-from runner.base.family import state_of
-from runner.base.signs import Sign, SignBoard
-from runner.base.stacks import Frame, waits_for_ranks
+from runner.base import async_copy
+from runner.base.heartbeat import Heartbeat, HeartbeatTable
+from runner.base.process_tree import state_of
+from runner.base.stacks import StackFrame, waits_for_ranks
 from runner.base.world import World
 from runner.engine import watchdog
 from runner.engine.watchdog import CHECKPOINT, LEAST_S, START, UPDATE
-from runner.launch.hangs import Hangs, State, odd_one
+from runner.launch.hangs import Hangs, RankState, odd_one
 
 # A child asks to be traced, stops, and is held by its parent, as by gdb.
 TRACED = """
@@ -37,12 +37,14 @@ os.kill(pid, signal.SIGKILL)
 """
 
 
-def sign(waited_s: float, limit_s: float = 50.0, *, waits: bool = False, update: int = 7, kind: str = UPDATE) -> Sign:
-    return Sign(100, waited_s, limit_s, waits, kind, False, update, "train")
+def sign(
+    waited_s: float, limit_s: float = 50.0, *, waits: bool = False, update: int = 7, kind: str = UPDATE
+) -> Heartbeat:
+    return Heartbeat(100, waited_s, limit_s, waits, kind, False, update, "train")
 
 
-BUSY, WAITS = State(sign(10.0)), State(sign(10.0, waits=True))
-OVERDUE, OVERDUE_WAITS = State(sign(51.0)), State(sign(51.0, waits=True))
+BUSY, WAITS = RankState(sign(10.0)), RankState(sign(10.0, waits=True))
+OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True))
 
 
 @pytest.mark.parametrize(
@@ -51,33 +53,33 @@ OVERDUE, OVERDUE_WAITS = State(sign(51.0)), State(sign(51.0, waits=True))
         ([BUSY, BUSY], None),
         ([WAITS, BUSY], None),
         ([OVERDUE_WAITS, BUSY], None),  # it may take that long
-        ([OVERDUE_WAITS, State(sign(500.0, 600.0, kind=CHECKPOINT))], None),
-        ([OVERDUE_WAITS, State(sign(601.0, 600.0, kind=CHECKPOINT))], 1),
+        ([OVERDUE_WAITS, RankState(sign(500.0, 600.0, kind=CHECKPOINT))], None),
+        ([OVERDUE_WAITS, RankState(sign(601.0, 600.0, kind=CHECKPOINT))], 1),
         ([OVERDUE_WAITS, OVERDUE], 1),
         ([OVERDUE, OVERDUE_WAITS], 0),
         ([OVERDUE_WAITS, WAITS], 0),  # they wait for each other
-        ([OVERDUE_WAITS, State(sign(51.0, waits=True, update=6))], 1),  # the one that is furthest behind
-        ([State(sign(51.0, update=8)), OVERDUE], 1),
-        ([OVERDUE, State(sign(51.0, 600.0, kind=CHECKPOINT))], None),  # on a GPU rank 0 may be waiting for it
-        ([OVERDUE, State(sign(51.0, 600.0, waits=True, kind=CHECKPOINT))], 0),
-        ([OVERDUE, State(sign(0.1))], None),
-        ([State(sign(0.6)), OVERDUE], None),
-        ([State(sign(0.1)), OVERDUE, OVERDUE_WAITS], None),
-        ([OVERDUE, State(sign(0.1, waits=True))], 0),
-        ([OVERDUE, State(sign(60.0))], 1),  # longest, in the same update
-        ([OVERDUE_WAITS, State(sign(10.0, waits=True), is_traced=True)], None),
-        ([OVERDUE_WAITS, State(sign(0.0), is_traced=True)], None),
-        ([BUSY, State(sign(0.0, 1800.0), stopped_s=LEAST_S + 1)], 1),
-        ([BUSY, State(sign(0.0, 1800.0), stopped_s=LEAST_S - 1)], None),
-        ([State(sign(0.0, 2.0)), State(sign(0.0, 1800.0), stopped_s=3.0)], 1),
-        ([WAITS, State(sign(0.0), silent_s=51.0)], 1),
-        ([WAITS, State(sign(0.0, 1800.0), silent_s=51.0)], None),
-        ([OVERDUE_WAITS, State(Sign(), stopped_s=LEAST_S + 1)], 1),  # stopped before its first look
-        ([OVERDUE_WAITS, State(Sign())], None),  # nothing is known of it yet, or it is done
-        ([State(Sign(), stopped_s=1000.0), State(Sign(), silent_s=1000.0)], None),  # watchdog=off
+        ([OVERDUE_WAITS, RankState(sign(51.0, waits=True, update=6))], 1),  # the one that is furthest behind
+        ([RankState(sign(51.0, update=8)), OVERDUE], 1),
+        ([OVERDUE, RankState(sign(51.0, 600.0, kind=CHECKPOINT))], None),  # on a GPU rank 0 may be waiting for it
+        ([OVERDUE, RankState(sign(51.0, 600.0, waits=True, kind=CHECKPOINT))], 0),
+        ([OVERDUE, RankState(sign(0.1))], None),
+        ([RankState(sign(0.6)), OVERDUE], None),
+        ([RankState(sign(0.1)), OVERDUE, OVERDUE_WAITS], None),
+        ([OVERDUE, RankState(sign(0.1, waits=True))], 0),
+        ([OVERDUE, RankState(sign(60.0))], 1),  # longest, in the same update
+        ([OVERDUE_WAITS, RankState(sign(10.0, waits=True), is_traced=True)], None),
+        ([OVERDUE_WAITS, RankState(sign(0.0), is_traced=True)], None),
+        ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=LEAST_S + 1)], 1),
+        ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=LEAST_S - 1)], None),
+        ([RankState(sign(0.0, 2.0)), RankState(sign(0.0, 1800.0), stopped_s=3.0)], 1),
+        ([WAITS, RankState(sign(0.0), silent_s=51.0)], 1),
+        ([WAITS, RankState(sign(0.0, 1800.0), silent_s=51.0)], None),
+        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=LEAST_S + 1)], 1),  # stopped before its first look
+        ([OVERDUE_WAITS, RankState(Heartbeat())], None),  # nothing is known of it yet, or it is done
+        ([RankState(Heartbeat(), stopped_s=1000.0), RankState(Heartbeat(), silent_s=1000.0)], None),  # watchdog=off
     ],
 )
-def test_the_odd_one_is_who_the_others_wait_for(states: list[State], expected: int | None) -> None:
+def test_the_odd_one_is_who_the_others_wait_for(states: list[RankState], expected: int | None) -> None:
     assert odd_one(dict(enumerate(states))) == expected
 
 
@@ -86,7 +88,7 @@ def test_the_odd_one_is_who_the_others_wait_for(states: list[State], expected: i
     [
         (torch.distributed.distributed_c10d.__file__, "all_reduce", True),
         (precision.__file__, "_look", True),
-        (arriving.__file__, "read", True),
+        (async_copy.__file__, "read", True),
         (torch.cuda.__file__, "synchronize", True),
         (__file__, "loss", False),
         (torch.nn.functional.__file__, "linear", False),
@@ -95,7 +97,7 @@ def test_the_odd_one_is_who_the_others_wait_for(states: list[State], expected: i
 def test_who_waits_for_ranks_or_for_the_device_is_known_by_the_innermost_call(
     file: str, function: str, expected: bool
 ) -> None:
-    assert waits_for_ranks(Frame(file, 1, function)) is expected
+    assert waits_for_ranks(StackFrame(file, 1, function)) is expected
 
 
 def test_a_rank_that_a_debugger_holds_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_a_rank_that_a_debugger_holds_is_neither_stopped_nor_silent(tmp_path: Pa
         assert child.stdin is not None
         assert child.stdout is not None
         traced = int(child.stdout.readline())
-        SignBoard(tmp_path, 0).put(sign(1.0, 2.0))
+        HeartbeatTable(tmp_path, 0).put(sign(1.0, 2.0))
         ticks = count(step=int(2 * watchdog.TICK_S) + 1)
         hangs = Hangs(tmp_path, {0: traced}, clock=lambda: next(ticks))
         states = []
@@ -125,11 +127,11 @@ def test_a_rank_is_known_to_be_watched_before_its_first_look(tmp_path: Path, mon
             "compile": SimpleNamespace(name="off"),
         }
     )
-    board = SignBoard(tmp_path, 1)
+    board = HeartbeatTable(tmp_path, 1)
     world = World(torch.device("cpu"), rank=1, world_size=2, watched_from=tmp_path)
     with watchdog.watched(plan, world, keep=lambda _: None):
-        assert board.read() == Sign(ticks=1, limit_s=30.0, kind=START, is_first=True)
-    assert board.read() == Sign()
+        assert board.read() == Heartbeat(ticks=1, limit_s=30.0, kind=START, is_first=True)
+    assert board.read() == Heartbeat()
 
 
 def test_a_rank_without_a_watchdog_shows_what_it_has_made_and_its_end(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_a_rank_without_a_watchdog_shows_what_it_has_made_and_its_end(tmp_path: 
 
 
 def test_a_sign_is_read_as_it_was_put_up(tmp_path: Path) -> None:
-    mine, theirs = SignBoard(tmp_path, 3), SignBoard(tmp_path, 3)
-    assert theirs.read() == Sign()
-    shown = Sign(2**40, 1.5, 50.25, True, CHECKPOINT, True, 10**9, "a phase with a long name é")
+    mine, theirs = HeartbeatTable(tmp_path, 3), HeartbeatTable(tmp_path, 3)
+    assert theirs.read() == Heartbeat()
+    shown = Heartbeat(2**40, 1.5, 50.25, True, CHECKPOINT, True, 10**9, "a phase with a long name é")
     mine.put(shown)
     assert theirs.read() == shown
     mine.close()

@@ -29,10 +29,10 @@ import torch
 import torch.utils.data
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem, RankLost, SystemLimit
-from runner.base.ranks import Member
+from runner.base.rank_env import RankInfo
 from runner.base.world import World
 from runner.distributed.join import joined
-from runner.distributed.lost import is_of_a_lost_rank
+from runner.distributed.peer_loss import is_of_a_lost_rank
 from runner.durable.signals import StopRequest
 from runner.launch import local
 from runner.launch.local import Ending, as_error
@@ -64,7 +64,7 @@ def family() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def run_ranks(main: Callable[[Member], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> Ending:
+def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> Ending:
     said: list[str] = []
     ending = local.run_ranks(main, num_ranks, grace_s=grace_s, say=said.append)
     assert len(said) == (ending.cause is not None), said  # one line, or none
@@ -73,10 +73,10 @@ def run_ranks(main: Callable[[Member], tuple[int, Any]], num_ranks: int = 2, *, 
     return ending
 
 
-def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[Member], Any] = lambda member: None) -> Any:
+def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any] = lambda member: None) -> Any:
     """Return a main whose rank `chosen` calls `act`, and all others call `other`."""
 
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank == chosen:
             act()
         else:
@@ -86,10 +86,10 @@ def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[Member], Any] 
     return main
 
 
-def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callable[[Member], tuple[int, Any]]:
+def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callable[[RankInfo], tuple[int, Any]]:
     """Return a main that joins the others over gloo."""
 
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         with joined(member, torch.device("cpu"), timeout_s=timeout_s) as world:
             return 0, act(world)
 
@@ -105,7 +105,7 @@ def reduce_for_ever(world: World) -> None:
 
 
 def test_what_ranks_return_comes_back_in_their_order(tmp_path: Path) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank < 2:  # the last ends first
             wait_until(lambda: has_ended(tmp_path, member.rank + 1))
         note_pid(tmp_path, member)
@@ -122,7 +122,7 @@ def test_what_ranks_return_comes_back_in_their_order(tmp_path: Path) -> None:
 
 
 def test_ranks_meet_in_the_private_folder() -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         folder = Path(member.store.removeprefix("file://")).parent
         mode = folder.stat().st_mode & 0o777
         with joined(member, torch.device("cpu"), timeout_s=30.0) as world:
@@ -134,7 +134,7 @@ def test_ranks_meet_in_the_private_folder() -> None:
 @pytest.mark.parametrize("code", [3, 78, 255])
 @pytest.mark.parametrize("leave", [sys.exit, os._exit, None], ids=["sys.exit", "os._exit", "return"])
 def test_true_exit_codes_are_kept(code: int, leave: Callable[[int], Any] | None) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank == 0:
             return 0, "fine"
         if leave is not None:
@@ -182,7 +182,7 @@ def test_a_result_that_json_cannot_write_is_a_failure() -> None:
 
 
 def test_a_result_that_cannot_be_kept_is_a_failure() -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank:
             Path(member.store.removeprefix("file://")).with_name("report-1").mkdir()
         return 0, None
@@ -215,7 +215,7 @@ def test_a_killed_rank_is_named_and_nobody_is_left(seed: int) -> None:
     chance = random.Random(seed)
     chosen, moment_s = chance.randrange(3), chance.uniform(0.0, 0.2)
 
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank == chosen:
             threading.Timer(moment_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         return in_world(reduce_for_ever)(member)
@@ -248,7 +248,7 @@ def test_a_raising_rank_is_named_with_its_own_traceback_and_who_waited_is_a_vict
     assert "ValueError: odd" in error.problems[0].what
 
 
-def after_the_other(folder: Path, member: Member, first: int = 1) -> None:
+def after_the_other(folder: Path, member: RankInfo, first: int = 1) -> None:
     """Return at once in rank `first`, and in the other when that has ended."""
     note_pid(folder, member)
     if member.rank != first:
@@ -256,7 +256,7 @@ def after_the_other(folder: Path, member: Member, first: int = 1) -> None:
 
 
 def test_the_cause_is_the_first_of_two(tmp_path: Path) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         after_the_other(tmp_path, member)
         raise ValueError(f"rank {member.rank} had enough")
 
@@ -267,7 +267,7 @@ def test_the_cause_is_the_first_of_two(tmp_path: Path) -> None:
 
 
 def test_a_victim_that_ends_before_the_cause_is_not_taken_for_it(tmp_path: Path) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         try:
             return in_world(lambda world: 1 / 0 if world.rank == 1 else reduce_for_ever(world))(member)
         finally:
@@ -286,7 +286,7 @@ def test_a_failing_rank_does_not_wait_for_one_that_hangs() -> None:
 
 
 def test_the_others_have_time_to_finish_what_they_write(tmp_path: Path) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         after_the_other(tmp_path, member)
         return (3 if member.rank else 0), member.rank
 
@@ -297,7 +297,7 @@ def test_the_others_have_time_to_finish_what_they_write(tmp_path: Path) -> None:
 def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_own_time(tmp_path: Path) -> None:
     seen_s: list[float] = []
 
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         after_the_other(tmp_path, member)
         raise ValueError(member.rank)
 
@@ -314,7 +314,7 @@ def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_
 
 
 def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         note_pid(tmp_path, member)
         if member.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -444,7 +444,7 @@ def test_what_a_rank_started_does_not_outlive_a_failure(tmp_path: Path, monkeypa
 
 
 def test_what_made_itself_a_session_may_finish_where_all_went_well() -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         return 0, [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (True, False)]
 
     ending = run_ranks(main, 1)
@@ -520,7 +520,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed(
 ) -> None:
     monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 0.5)  # 5 s without this
 
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if reads:
             _read_with_workers()
         pids = [os.getpid(), *family()]
@@ -543,14 +543,14 @@ def test_nobody_outlives_a_supervisor_that_is_killed(
 # ---------------------------------------------------------------- signals
 
 
-def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Callable[[Member], tuple[int, Any]]:
+def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Callable[[RankInfo], tuple[int, Any]]:
     """Return a main that appends a line to its file each time it saves, and then stops with 75.
 
     deaf  listens only after a first request was lost
     gate  file to wait for before it stops
     """
 
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         if deaf:
             lost: list[int] = []
             signal.signal(signal.SIGUSR1, lambda number, _: lost.append(number))
@@ -616,7 +616,7 @@ def test_a_stop_is_heard_by_ranks_that_did_not_listen_yet(tmp_path: Path) -> Non
 def test_a_second_stop_signal_ends_all_at_once_with_130(
     first: signal.Signals, second: signal.Signals, tmp_path: Path
 ) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         signal.signal(signal.SIGUSR1, lambda *_: (tmp_path / f"asked-{member.rank}").touch())
         (tmp_path / f"listens-{member.rank}").touch()
         hang()
@@ -643,7 +643,7 @@ def test_a_warning_does_not_count_as_the_first_stop_signal(tmp_path: Path) -> No
 
 
 def test_what_the_terminal_suspends_goes_on_later(tmp_path: Path) -> None:
-    def main(member: Member) -> tuple[int, Any]:
+    def main(member: RankInfo) -> tuple[int, Any]:
         note_pid(tmp_path, member)
         wait_until((tmp_path / "go").exists)
         return 0, member.rank
@@ -738,7 +738,7 @@ def test_a_missing_temporary_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @contextmanager
-def supervisor(main: Callable[[Member], tuple[int, Any]], folder: Path) -> Iterator[int]:
+def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Iterator[int]:
     """Run two ranks from a process that leads a group; its ending is in folder/ending once the context is left."""
     pid = os.fork()
     if pid == 0:
@@ -794,7 +794,7 @@ class TooLateError(Exception):
     """What a time limit raises."""
 
 
-def hang(member: Member | None = None) -> NoReturn:
+def hang(member: RankInfo | None = None) -> NoReturn:
     while True:
         signal.pause()
 
@@ -804,7 +804,7 @@ def linger() -> None:
     time.sleep(0.3)  # lint-tests: sleep: nothing is ordered by it
 
 
-def note_pid(folder: Path, member: Member) -> None:
+def note_pid(folder: Path, member: RankInfo) -> None:
     (folder / f".pid-{member.rank}").write_text(str(os.getpid()))
     (folder / f".pid-{member.rank}").rename(folder / f"pid-{member.rank}")
 

@@ -21,13 +21,13 @@ import pytest
 
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, DataError
-from runner.base.figures import NOT_MEASURED
-from runner.base.sweeps import Axis, composed, expand_sweep
+from runner.base.json_numbers import NOT_MEASURED
+from runner.base.sweep_syntax import SearchSpace, composed, expand_sweep
 from runner.cli import main
 from runner.commands.arguments import read
 from runner.durable.directory import RunDirectory
 from runner.launch import sweep
-from runner.launch.packing import NUMBERS_ONLY, Foreseen, Packing, Room, distinct, packed, packing_of
+from runner.launch.packing import NUMBERS_ONLY, DeviceCapacity, Packing, TrialDemand, distinct, packed, packing_of
 from runner.launch.trials import Goal, Result, Sweep, Trial, as_csv, table, told, winner
 from tests.faults.tallies import SEED
 from tests.forkserver import ForkServer
@@ -384,12 +384,12 @@ def test_a_damaged_sweep_is_not_begun_anew(
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
 def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
     needs_optuna()
-    from runner.launch.search import JOURNAL, Study
+    from runner.launch.study import JOURNAL, Study
 
     axes = (
-        Axis("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
-        Axis("task.act", ("task.act=a", "task.act=b", "task.act=c")),
-        Axis("task.hidden", (), 8, 512, is_whole=True),
+        SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
+        SearchSpace("task.act", ("task.act=a", "task.act=b", "task.act=c")),
+        SearchSpace("task.hidden", (), 8, 512, is_whole=True),
     )
     found = Sweep(tmp_path, "search")
 
@@ -407,9 +407,12 @@ def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(t
 
 def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
     needs_optuna()
-    from runner.launch.search import JOURNAL, Study
+    from runner.launch.study import JOURNAL, Study
 
-    axes = (Axis("optimizer.lr", (), 1e-5, 1e-1, is_log=True), Axis("task.act", ("task.act=a", "task.act=b")))
+    axes = (
+        SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
+        SearchSpace("task.act", ("task.act=a", "task.act=b")),
+    )
     found = Sweep(tmp_path, "search")
     study = Study(found, axes, "mine", seed=0)
     known = [study.ask(), study.ask()]
@@ -474,32 +477,36 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
 @pytest.mark.parametrize(
     ("rooms", "cores", "trials", "slots", "why"),
     [
-        ([Room("", "Card", 16 << 30, 3 << 30)], 8, 20, [{"OMP_NUM_THREADS": "2"}] * 4, "4 at once by memory"),
-        ([Room("", "Card", 16 << 30, 3 << 30)], 8, 3, [{"OMP_NUM_THREADS": "2"}] * 3, "3 at once by the number of"),
-        ([Room("", "Card", 80 << 30, 1 << 30)], 4, 20, [{"OMP_NUM_THREADS": "1"}] * 4, "4 at once by cores"),
-        ([Room("", "Card", 4 << 30, 5 << 30)], 4, 20, [{"OMP_NUM_THREADS": "4"}], "1 at once by memory"),
+        ([DeviceCapacity("", "Card", 16 << 30, 3 << 30)], 8, 20, [{"OMP_NUM_THREADS": "2"}] * 4, "4 at once by memory"),
         (
-            [Room("GPU-a", "Card", 8 << 30, 3 << 30), Room("GPU-b", "Card", 4 << 30, 3 << 30)], 6, 20,
+            [DeviceCapacity("", "Card", 16 << 30, 3 << 30)], 8, 3,
+            [{"OMP_NUM_THREADS": "2"}] * 3, "3 at once by the number of",
+        ),
+        ([DeviceCapacity("", "Card", 80 << 30, 1 << 30)], 4, 20, [{"OMP_NUM_THREADS": "1"}] * 4, "4 at once by cores"),
+        ([DeviceCapacity("", "Card", 4 << 30, 5 << 30)], 4, 20, [{"OMP_NUM_THREADS": "4"}], "1 at once by memory"),
+        (
+            [DeviceCapacity("GPU-a", "Card", 8 << 30, 3 << 30),
+             DeviceCapacity("GPU-b", "Card", 4 << 30, 3 << 30)], 6, 20,
             [{"CUDA_VISIBLE_DEVICES": f"GPU-{name}", "OMP_NUM_THREADS": "2"} for name in "aba"], "3 at once by memory",
         ),
     ],
 )  # fmt: skip
 def test_as_many_trials_run_at_once_as_memory_cores_and_their_number_allow(
-    rooms: list[Room], cores: int, trials: int, slots: list[dict[str, str]], why: str
+    rooms: list[DeviceCapacity], cores: int, trials: int, slots: list[dict[str, str]], why: str
 ) -> None:
-    packing = packing_of(Foreseen(tuple(rooms), cores), "auto", trials)
+    packing = packing_of(TrialDemand(tuple(rooms), cores), "auto", trials)
     assert [slot.environment for slot in packing.slots] == slots
     assert packing.why.startswith(f"together=auto: {why}")
 
 
 def test_trials_at_once_share_no_core_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.launch.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
-    slots = packing_of(Foreseen((Room("", "Card", 0, 0),), 6), 3, 9).slots  # a quota leaves 6 of them
+    slots = packing_of(TrialDemand((DeviceCapacity("", "Card", 0, 0),), 6), 3, 9).slots  # a quota leaves 6 of them
     assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]
 
 
 def test_what_is_not_known_is_one_at_a_time_and_says_why() -> None:
-    packing = packing_of(Foreseen(cores=4, why_not="no data"), "auto", 9)
+    packing = packing_of(TrialDemand(cores=4, why_not="no data"), "auto", 9)
     assert packing == Packing(why=packing.why)
     assert packing.why.startswith("together=auto: ")
     assert packing.why.endswith("no data")

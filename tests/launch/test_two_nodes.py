@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from runner.base.errors import Exit
-from runner.base.ranks import Member
-from runner.distributed.interface import choose_interface, interface_of
+from runner.base.rank_env import RankInfo
 from runner.distributed.join import joined
+from runner.distributed.network_interface import choose_interface, interface_of
 from tests.forkserver import ForkServer
 from tests.launch.forked import Ended, forked, started_elsewhere
 
@@ -60,14 +60,14 @@ def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path
     return forked([partial(function, rank) for rank in range(len(spaces))], folder, spaces)
 
 
-def join_as(member: Member) -> None:
+def join_as(member: RankInfo) -> None:
     """Join, and give up soon."""
     with joined(member, CPU, timeout_s=GIVES_UP_S):
         pass
 
 
 def summed(rank: int) -> list[float]:
-    member = Member(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}")
+    member = RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}")
     with joined(member, CPU, timeout_s=120.0) as world:
         mine = torch.arange(5, dtype=torch.float64) * (rank + 1)
         found: list[float] = world.sum(mine).tolist()
@@ -89,7 +89,7 @@ def test_the_interface_is_the_one_towards_rank_0_unless_it_was_given(
     def chosen(rank: int) -> str:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
         os.environ.update({"GLOO_SOCKET_IFNAME": given} if given else {})
-        choose_interface(Member(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}"))
+        choose_interface(RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}"))
         return os.environ["GLOO_SOCKET_IFNAME"]
 
     assert [one.value for one in run_in(namespaces, chosen, tmp_path)] == [given or CABLE] * 2
@@ -100,14 +100,14 @@ def test_a_first_rank_that_knows_itself_as_loopback_takes_the_way_out(
 ) -> None:
     def chosen(rank: int) -> str:
         subprocess.run(["ip", "route", "add", "default", "dev", CABLE], check=True, capture_output=True)
-        return interface_of(Member(0, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
+        return interface_of(RankInfo(0, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
 
     assert run_in(namespaces[:1], chosen, tmp_path)[0].value == CABLE
 
 
 def test_ranks_of_one_machine_listen_for_nobody_else() -> None:
-    assert interface_of(Member(1, 1, 2, 2, f"tcp://{ADDRESSES[0]}:{PORT}")) == "lo"
-    assert interface_of(Member(1, 1, 2, 2, "file:///tmp/store")) == "lo"
+    assert interface_of(RankInfo(1, 1, 2, 2, f"tcp://{ADDRESSES[0]}:{PORT}")) == "lo"
+    assert interface_of(RankInfo(1, 1, 2, 2, "file:///tmp/store")) == "lo"
 
 
 def test_the_machines_share_nothing_but_the_cable(namespaces: tuple[str, str], tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_machines_share_nothing_but_the_cable(namespaces: tuple[str, str], t
 
     def over_loopback(rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        join_as(Member(rank, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
+        join_as(RankInfo(rank, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
 
     ended = run_in(namespaces, over_loopback, tmp_path)
     assert [one.code for one in ended] == [Exit.SYSTEM] * 2
@@ -130,7 +130,7 @@ def test_the_machines_share_nothing_but_the_cable(namespaces: tuple[str, str], t
 def test_a_machine_that_is_alone_gives_up(namespaces: tuple[str, str], tmp_path: Path) -> None:
     def alone(rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = CABLE
-        join_as(Member(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}"))
+        join_as(RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}"))
 
     (ended,) = run_in(namespaces[:1], alone, tmp_path)
     assert ended.code == Exit.SYSTEM
@@ -142,7 +142,7 @@ def test_a_rank_that_finds_somebody_else_at_the_port_gives_up_and_says_which(ran
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         store = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        (ended,) = forked([partial(join_as, Member(rank, rank, 2, 2, store))], tmp_path)
+        (ended,) = forked([partial(join_as, RankInfo(rank, rank, 2, 2, store))], tmp_path)
     assert ended.code == Exit.SYSTEM
     assert store in ended.error
     assert "MASTER_PORT" in ended.error

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
 from runner.base.world import World
-from runner.distributed.buffers import BufferSync
+from runner.distributed.buffer_sync import BufferSync
 from runner.durable.checkpoint import load, newest_valid
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer

@@ -19,13 +19,13 @@ from runner import per_sample_noise
 from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
-from runner.base.batch import MicroBatch, Samples
+from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.additive import Reader, check_sum, halves_of
+from runner.engine.additivity_check import Reader, check_sum, halves_of
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -44,7 +44,7 @@ def batch_of(size: int = SIZE) -> tuple[Tensor, Tensor]:
 
 
 def micro_of(batch: Any, size: int = SIZE) -> MicroBatch:
-    return MicroBatch(batch, last=True, samples=Samples(0, 0, list(range(10, 10 + size)), list(range(size))))
+    return MicroBatch(batch, last=True, samples=BatchSamples(0, 0, list(range(10, 10 + size)), list(range(size))))
 
 
 def parts_of(model: nn.Module, precision: Any = fp32) -> Any:
@@ -193,7 +193,7 @@ def test_a_loss_that_is_no_sum_is_refused_with_the_attribute_that_allows_it() ->
 def test_a_mean_of_a_batch_of_one_sample_is_refused() -> None:
     x, y = batch_of()
     loader = Loader(Fetcher(list(zip(x, y, strict=True)), default_collate, bad_samples="stop"))
-    first = MicroBatch((x[:1], y[:1]), last=True, samples=Samples(0, 0, [0], [0]))
+    first = MicroBatch((x[:1], y[:1]), last=True, samples=BatchSamples(0, 0, [0], [0]))
     assert "loss returns a mean" in said(MEANS["a mean"][0], first=first, loader=loader)
     assert said(SUMS["a sum"], first=first, loader=loader) == ""
 
@@ -210,7 +210,7 @@ def test_samples_that_are_packed_are_collated_again_as_halves(reduction: str) ->
     def loss(model: nn.Module, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0].view(-1, WIDTH)), batch[1], reduction=reduction), len(batch[1])
 
-    first = MicroBatch(packed(samples), last=True, samples=Samples(0, 0, range(SIZE), range(SIZE)))
+    first = MicroBatch(packed(samples), last=True, samples=BatchSamples(0, 0, range(SIZE), range(SIZE)))
     told = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
     assert ("loss returns a mean" in told) == (reduction == "mean")
     assert bool(told) == (reduction == "mean")

@@ -23,7 +23,7 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.order import Order
 from runner.base.world import World
-from runner.distributed.parallel import Parallel, Passes
+from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.replicated import Replicated
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
@@ -185,7 +185,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_ha
         parallel = ddp(world)
         run = training(model, parallel)
         x, y = samples(torch.float64)
-        passes = Passes(run.model, run.loss, run.precision.forward, run.precision.backward)
+        passes = ForwardPasses(run.model, run.loss, run.precision.forward, run.precision.backward)
         # Each rank uses one layer, and in the second update the other one: nothing is left of the first.
         for layers in ((0.0015, 0.0025), (0.0025, 0.0015)):
             for weight in run.parameters:
@@ -224,7 +224,7 @@ def test_a_gradient_that_comes_in_parts_is_whole_or_refused(reentrant: bool) -> 
 
         x = samples(torch.float64)[0][:8].reshape(-1, WIDTH)
         given = x if world.world_size == 1 else x[world.rank :: 2]
-        passes = Passes(block, loss, nullcontext, lambda total: total.backward())
+        passes = ForwardPasses(block, loss, nullcontext, lambda total: total.backward())
         try:
             parallel.reduce(parallel.accumulate(passes, iter([MicroBatch(given, last=True)])))
         except TaskFault as fault:

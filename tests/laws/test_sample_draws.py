@@ -17,7 +17,7 @@ from runner.axes import dataloader
 from runner.axes.dataloader import Fetcher, Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
-from runner.base.generators import seed_everything
+from runner.base.global_rng import seed_everything
 from runner.base.order import Micro, Order, permutation, seed_of_rank
 from runner.base.task import sample_rng
 

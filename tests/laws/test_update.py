@@ -16,8 +16,8 @@ from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.world import World
-from runner.engine.kinds import updates_of
 from runner.engine.loop import Position, Training, train_updates
+from runner.engine.phase_kinds import updates_of
 from tests.rounding import PROMISED, allowed, distance
 
 CPU = World(torch.device("cpu"))

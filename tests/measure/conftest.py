@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from runner.measure import advise, contest, trial, tune
+from runner.measure import advisor, compare, suite_common, tuner
 from runner.measure.suites import before_after, ladder
 from tests.composed import composed
 from tests.measure.nursery import Nurseries
 from tests.measure.planted_time import Planted, Select
 
-TIMED = (advise, before_after, contest, ladder, trial, tune)
+TIMED = (advisor, before_after, suite_common, ladder, compare, tuner)
 
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suites make few and short blocks: what tests plant is far above the noise."""
-    monkeypatch.setattr(contest, "ROUNDS", (3, 4))
-    monkeypatch.setattr(contest, "BLOCK_S", 0.05)
+    monkeypatch.setattr(suite_common, "ROUNDS", (3, 4))
+    monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,8 +42,8 @@ def nurseries() -> Iterator[Nurseries]:
 def planted(nurseries: Nurseries) -> Iterator[Planted]:
     """Cells are forks of one process, and they and those who measure them know no time but the planted one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "subprocess", nurseries)
-        patch.setattr(trial, "select", Select(nurseries.time))
+        patch.setattr(compare, "subprocess", nurseries)
+        patch.setattr(compare, "select", Select(nurseries.time))
         for module in TIMED:
             patch.setattr(module, "time", nurseries.time)
         yield nurseries.time
@@ -59,8 +59,8 @@ def shown(screen: Callable[..., None]) -> Callable[..., None]:
 def real_time() -> Iterator[None]:
     """Nurseries are processes of their own here, and time is the machine's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "subprocess", subprocess)
-        patch.setattr(trial, "select", select)
+        patch.setattr(compare, "subprocess", subprocess)
+        patch.setattr(compare, "select", select)
         for module in TIMED:
             patch.setattr(module, "time", time)
         yield

@@ -1,6 +1,6 @@
 """Nurseries of cells that are forks of one process, which has torch imported, and in which only planted time passes.
 
-tests/measure/test_trial.py also has real nurseries, each a process of its own, by the real clock.
+tests/measure/test_compare.py also has real nurseries, each a process of its own, by the real clock.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.secret import without_secrets
-from runner.measure import trial
+from runner.measure import compare
 from tests.measure.planted_time import Planted
 
 SERVER = """
 import gc, importlib, json, os, socket, sys, traceback
 from runner.base.configuration import Request, compose
-from runner.measure import cell
+from runner.measure import variant_process
 from tests.composed import composed
 from tests.measure.planted_time import Planted
 from tests.warm import IMPORTED
@@ -30,12 +30,12 @@ for name in IMPORTED:
     importlib.import_module(name)
 composed()
 planted = Planted(int(sys.argv[2]))
-live = cell.live
+live = variant_process.live
 def live_in_planted_time(*given):
     planted.rule()
     return live(*given)
-cell.live = live_in_planted_time
-cell.Clock.behind_others = lambda self: lambda: 0.0  # no core is waited for in planted time
+variant_process.live = live_in_planted_time
+variant_process.BlockClock.behind_others = lambda self: lambda: 0.0  # no core is waited for in planted time
 compose(Request())
 gc.collect()
 gc.freeze()
@@ -60,7 +60,7 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
                     os.chdir(order["cwd"])
                     os.environ.clear()
                     os.environ.update(order["environment"])
-                    code = cell.main(given[0], us, order["cores"])
+                    code = variant_process.main(given[0], us, order["cores"])
                 except BaseException:
                     traceback.print_exc()
                 finally:
@@ -82,7 +82,7 @@ class Nurseries:
 
     def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name that is stood in for
         """Return a nursery, to be killed and waited for."""
-        assert words[1:3] == ["-m", "runner.measure.cell"]
+        assert words[1:3] == ["-m", "runner.measure.variant_process"]
         if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
             self._start()
         order = {"cores": int(words[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
@@ -122,7 +122,7 @@ class Nurseries:
                 [sys.executable, "-c", SERVER, str(theirs.fileno()), str(self.time.memory)],
                 pass_fds=[theirs.fileno(), self.time.memory], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={**trial.STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={**compare.STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
 
 

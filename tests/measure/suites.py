@@ -6,11 +6,11 @@ from importlib import import_module
 from pathlib import Path
 
 from runner.base.configuration import Request
-from runner.measure.suite import Wanted
+from runner.measure.suite import SuiteRequest
 from runner.measure.suites import SUITES
 
 
-def asked(suite: str, folder: Path, task: Path | None, *settings: str, **options: str) -> Wanted:
+def asked(suite: str, folder: Path, task: Path | None, *settings: str, **options: str) -> SuiteRequest:
     """Return what a suite is asked: its own options where the test says nothing."""
     own = import_module(f"runner.measure.suites.{SUITES[suite][0]}").OPTIONS
-    return Wanted(Request(settings, task), (), own | options, folder, "", 300.0, lambda _: None)
+    return SuiteRequest(Request(settings, task), (), own | options, folder, "", 300.0, lambda _: None)

@@ -15,13 +15,23 @@ from hypothesis import strategies as st
 
 from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
-from runner.measure import trial
-from runner.measure.advise import try_candidates
-from runner.measure.rules import Candidate, Finding
+from runner.measure import compare
+from runner.measure.advisor import try_candidates
+from runner.measure.compare import (
+    NO_TIME,
+    UNTRIED,
+    CompareLimits,
+    Comparison,
+    ComparisonResult,
+    NoAnswer,
+    Variant,
+    VariantResult,
+    fuller_report,
+)
+from runner.measure.rules import Candidate, RuleFinding
 from runner.measure.statistics import Ratio
-from runner.measure.trial import NO_TIME, UNTRIED, Arena, Cell, Limits, Measured, Silence, Trials, fuller_report
 
-LIMITS = Limits(budget_s=60, rounds=(6, 12))
+LIMITS = CompareLimits(budget_s=60, rounds=(6, 12))
 
 
 class Clock:
@@ -33,7 +43,7 @@ class Clock:
         return self.now
 
 
-class FakeProcess(trial.CellProcess):
+class FakeProcess(compare.VariantProcess):
     """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
 
     def __init__(self, number: int, clock: Clock, until: float) -> None:  # nothing is forked
@@ -62,7 +72,7 @@ class FakeProcess(trial.CellProcess):
             answer = {"peak_host_gib": 0.0, "losses": [1.0] * 8, "grad_norms": [1.0]}
         self.clock.now += min(seconds, timeout_s)
         if seconds > timeout_s:
-            raise Silence("nothing")
+            raise NoAnswer("nothing")
         return answer
 
     def pause(self) -> None: ...
@@ -81,29 +91,29 @@ def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half: float) 
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Comparison]:
     """Make arenas whose processes are fakes, on a clock of their own."""
-    monkeypatch.setattr(trial, "STILL_S", 0.0)
-    monkeypatch.setattr(trial, "paired", interval)
+    monkeypatch.setattr(compare, "STILL_S", 0.0)
+    monkeypatch.setattr(compare, "paired", interval)
 
-    def arena() -> Arena:
+    def arena() -> Comparison:
         clock = Clock()
-        return Arena(Request(), clock=clock, fork=lambda _, number, until: FakeProcess(number, clock, until))
+        return Comparison(Request(), clock=clock, fork=lambda _, number, until: FakeProcess(number, clock, until))
 
     return arena
 
 
-def cell(name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.0, compiles: bool = False) -> Cell:
+def cell(name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.0, compiles: bool = False) -> Variant:
     words = (f"start_s={start_s}", f"update_s={update_s}", f"noise={noise}")
-    return Cell(name, (*words, "compile=default") if compiles else words)
+    return Variant(name, (*words, "compile=default") if compiles else words)
 
 
-def measured(arena: Arena, cells: Sequence[Cell], budget_s: float, **more: Any) -> Trials:
+def measured(arena: Comparison, cells: Sequence[Variant], budget_s: float, **more: Any) -> ComparisonResult:
     with arena:
-        return arena.measure(cells, trial.dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
+        return arena.measure(cells, compare.dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
 
 
-def untried(trials: Trials) -> list[str]:
+def untried(trials: ComparisonResult) -> list[str]:
     return [each.cell.name for each in trials.cells if each.is_untried]
 
 
@@ -119,7 +129,7 @@ UNLIKE = st.tuples(st.lists(st.floats(0.5, 20.0), min_size=2, max_size=8), *OTHE
 ON_FAKES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def planted(starts: list[float], update_s: float, noise: float, compiling: int) -> list[Cell]:
+def planted(starts: list[float], update_s: float, noise: float, compiling: int) -> list[Variant]:
     return [
         cell(f"cell {at}", start_s, update_s, noise=noise, compiles=0 < at <= compiling)
         for at, start_s in enumerate(starts)
@@ -129,7 +139,7 @@ def planted(starts: list[float], update_s: float, noise: float, compiling: int) 
 @ON_FAKES
 @given(UNLIKE, st.floats(5.0, 200.0))
 def test_no_cell_makes_trials_longer_than_their_budget(
-    fake: Callable[[], Arena], costs: tuple[list[float], float, float, int, bool], budget_s: float
+    fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool], budget_s: float
 ) -> None:
     """But for the baseline's start, without which there is nothing, and a last block that takes longer than before."""
     starts, update_s, noise, compiling, together = costs
@@ -144,7 +154,7 @@ def test_no_cell_makes_trials_longer_than_their_budget(
 @ON_FAKES
 @given(COSTS)
 def test_in_the_time_that_is_said_to_be_needed_all_are_tried_and_in_a_third_of_it_they_are_not(
-    fake: Callable[[], Arena], costs: tuple[list[float], float, float, int, bool]
+    fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool]
 ) -> None:
     starts, update_s, noise, compiling, together = costs
     cells = planted(starts, update_s, noise, compiling)
@@ -163,7 +173,7 @@ def test_in_the_time_that_is_said_to_be_needed_all_are_tried_and_in_a_third_of_i
 @ON_FAKES
 @given(UNLIKE)
 def test_who_follows_what_is_said_has_all_tried_soon(
-    fake: Callable[[], Arena], costs: tuple[list[float], float, float, int, bool]
+    fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool]
 ) -> None:
     """Starts that are nothing like each other are not known before they were seen."""
     starts, update_s, noise, compiling, together = costs
@@ -176,20 +186,20 @@ def test_who_follows_what_is_said_has_all_tried_soon(
     assert budgets[:-1] == sorted(budgets[:-1])
 
 
-def test_what_compiles_begins_last(fake: Callable[[], Arena]) -> None:
+def test_what_compiles_begins_last(fake: Callable[[], Comparison]) -> None:
     """Its start takes the time of many others, which would be left without a turn."""
     begun: list[str] = []
     cells = [cell("base", 1), cell("compiles", 1, compiles=True), cell("a", 1), cell("b", 1)]
 
     with fake() as arena:
-        trials = arena.measure(cells, trial.dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
+        trials = arena.measure(cells, compare.dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
     assert begun == ["starts a", "starts b", "starts compiles"]
     assert [each.cell.name for each in trials.cells] == [each.name for each in cells], "told in the order given"
     assert untried(trials) == []
 
 
-def test_time_that_rounds_leave_is_for_those_that_wait(fake: Callable[[], Arena]) -> None:
+def test_time_that_rounds_leave_is_for_those_that_wait(fake: Callable[[], Comparison]) -> None:
     """Half of it was put by for rounds; where intervals are narrow soon, who waits has its turn after all."""
     cells = [cell(f"cell {at}", 5.0) for at in range(8)]
 
@@ -199,7 +209,7 @@ def test_time_that_rounds_leave_is_for_those_that_wait(fake: Callable[[], Arena]
 
 
 def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_measured(
-    fake: Callable[[], Arena],
+    fake: Callable[[], Comparison],
 ) -> None:
     cells = [cell("base", 1.0), cell("slow", 1000.0), cell("quick", 1.0)]
 
@@ -211,7 +221,7 @@ def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_
     assert trials.needs_more
 
 
-def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Arena]) -> None:
+def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Comparison]) -> None:
     arena = fake()
 
     trials = measured(arena, [cell(name, 2.0, 0.1, noise=0.5) for name in ("base", "other")], 120.0, rounds=(6, 600))
@@ -221,7 +231,7 @@ def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Aren
     assert 8 <= arena.number <= 60 / 2.0 + 2
 
 
-def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callable[[], Arena]) -> None:
+def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callable[[], Comparison]) -> None:
     """Or nobody could tell whose change it was that is seen."""
     cells = [cell("base", 2.0, 0.1, noise=0.5), cell("other", 2.7, 0.1, noise=0.5), cell("third", 3.0, 0.1, noise=0.5)]
 
@@ -235,15 +245,15 @@ def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callab
 
 
 def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
-    fake: Callable[[], Arena], monkeypatch: pytest.MonkeyPatch
+    fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the other's blocks nor the baseline's are lost with a process that nobody needed."""
     full = "the disk is full"
     for name in ("other", "base"):
         begun: Counter[str] = Counter()
-        start = Arena.start
+        start = Comparison.start
 
-        def fails_later(self: Arena, measured: Measured, until: float, name: str = name) -> Any:
+        def fails_later(self: Comparison, measured: VariantResult, until: float, name: str = name) -> Any:
             begun[measured.cell.name] += 1  # noqa: B023
             if measured.cell.name == name and begun[name] > 1:  # noqa: B023
                 self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
@@ -251,7 +261,7 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
             return start(self, measured, until)  # noqa: B023
 
         with monkeypatch.context() as patched:
-            patched.setattr(Arena, "start", fails_later)
+            patched.setattr(Comparison, "start", fails_later)
             cells = [cell(each, 2.0, 0.1, noise=0.5) for each in ("base", "other", "third")]
             trials = measured(fake(), cells, 120.0, rounds=(6, 600))
 
@@ -264,20 +274,20 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
 
 
 def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
-    fake: Callable[[], Arena], monkeypatch: pytest.MonkeyPatch
+    fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: Counter[str] = Counter()
-    start = Arena.start
+    start = Comparison.start
 
-    def fails_later(self: Arena, measured: Measured, until: float) -> Any:
+    def fails_later(self: Comparison, measured: VariantResult, until: float) -> Any:
         begun[measured.cell.name] += 1
         if measured.cell.name == "rival" and begun["rival"] > 1:
             self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
             return None
         return start(self, measured, until)
 
-    monkeypatch.setattr(Arena, "start", fails_later)
-    own = trial.dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
+    monkeypatch.setattr(Comparison, "start", fails_later)
+    own = compare.dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
     cells = [cell("base", 2.0, 0.1, noise=0.5), cell("rival", 2.0, 0.1, noise=0.5), own]
 
     trials = measured(fake(), cells, 120.0, rounds=(6, 600))
@@ -287,7 +297,7 @@ def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
     assert trials.ratio(trials.of("own")) is not None
 
 
-def test_those_that_made_way_for_others_come_back(fake: Callable[[], Arena]) -> None:
+def test_those_that_made_way_for_others_come_back(fake: Callable[[], Comparison]) -> None:
     """Their blocks agree, but of one process each: what processes differ by is found out when all have begun."""
     cells = [cell(f"cell {at}", 5.0, 0.1) for at in range(8)]
 
@@ -300,7 +310,7 @@ def test_those_that_made_way_for_others_come_back(fake: Callable[[], Arena]) -> 
     assert all(len(each.blocks_ms) <= 60 for each in longer.cells[1:])
 
 
-def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callable[[], Arena]) -> None:
+def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callable[[], Comparison]) -> None:
     cells = [cell(f"cell {at}", 20.0, 0.1, noise=0.0) for at in range(6)]
 
     trials = measured(fake(), cells, 130.0, rounds=(6, 60))
@@ -320,7 +330,7 @@ def test_what_a_process_has_told_is_not_lost_with_it() -> None:
     assert fuller_report({}, young) == young
 
 
-def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable[[], Arena]) -> None:
+def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable[[], Comparison]) -> None:
     cells = [cell("base", 1.0, 0.1, noise=0.5), cell("quick", 1.0, 0.1, noise=0.5), cell("long", 40.0, 0.1, noise=0.5)]
 
     trials = measured(fake(), cells, 160.0, rounds=(6, 600))
@@ -333,20 +343,20 @@ def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable
 
 
 @pytest.mark.parametrize("budget_s", [20.0, 60.0])
-def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Arena], budget_s: float) -> None:
+def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], budget_s: float) -> None:
     candidates = [cell(f"cell {at}", 10.0, 0.02, noise=0.3) for at in range(6)]
     found = [
-        Finding(each.name, "slow", (Candidate((each.overrides[0], f"name={at}")),))
+        RuleFinding(each.name, "slow", (Candidate((each.overrides[0], f"name={at}")),))
         for at, each in enumerate(candidates)
     ]
 
     def tried(budget_s: float) -> list[str]:
         arena = fake()
-        opened = Measured(Cell("as it is"), taken_s=11.5, warm_up_s=0.5, warm_up_updates=25, updates=25)
+        opened = VariantResult(Variant("as it is"), taken_s=11.5, warm_up_s=0.5, warm_up_updates=25, updates=25)
         arena.clock.now = 12.0  # type: ignore[attr-defined]
         with arena:
             arena.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
-            limits = Limits(budget_s=budget_s)
+            limits = CompareLimits(budget_s=budget_s)
             return [each.why_not for each in try_candidates(arena, limits, found, budget_s, opened, lambda _: None)[1]]
 
     said = next(why_not for why_not in tried(budget_s) if why_not)

@@ -15,14 +15,14 @@ import pytest
 from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from runner.commands.benchmark import run as benchmark
-from runner.measure import contest
+from runner.measure import suite_common
+from runner.measure.compare import Comparison, ComparisonResult, Variant, VariantResult
 from runner.measure.results import Results, session_baseline
 from runner.measure.statistics import Ratio
-from runner.measure.suite import Report, Wanted, screen
+from runner.measure.suite import SuiteReport, SuiteRequest, screen
 from runner.measure.suites import ladder
-from runner.measure.suites.ladder import Row, run
+from runner.measure.suites.ladder import LadderRow, run
 from runner.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
-from runner.measure.trial import Arena, Cell, Measured, Trials
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -48,22 +48,22 @@ def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> Wanted:
+def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> SuiteRequest:
     wanted = asked("ladder", folder, TASK, *SETTINGS, **({"steps": str(STEPS), "rounds": "8"} | options))
     return replace(wanted, words=words, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tuple[Report, Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tuple[SuiteReport, Path]:
     """The whole ladder of what is planted, measured once."""
     folder = tmp_path_factory.mktemp("benchmarks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contest, "BLOCK_S", 0.05)
+        patch.setattr(suite_common, "BLOCK_S", 0.05)
         return run(wanted_in(folder, config_dir, techniques=f"[{','.join(PLANTED)},tf32]")), folder
 
 
 @pytest.fixture(scope="module")
-def rows(measured: tuple[Report, Path]) -> dict[str, dict[str, object]]:
+def rows(measured: tuple[SuiteReport, Path]) -> dict[str, dict[str, object]]:
     return {row["cell"]: row for row in measured[0].data["rows"]}
 
 
@@ -97,7 +97,7 @@ def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
     assert raised.value.problems == (Problem("needs a value", word, f"use {fix}"),)
 
 
-def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Report, Path]) -> None:
+def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[SuiteReport, Path]) -> None:
     skipped = measured[0].skipped
 
     assert skipped["impossible"].startswith("nonsense=1: unknown key")
@@ -107,7 +107,7 @@ def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Repor
 
 
 def test_of_those_that_exclude_each_other_the_fastest_is_combined(
-    measured: tuple[Report, Path], rows: dict[str, dict[str, object]]
+    measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
     """Both set task.sleep_ms."""
     assert any(note.startswith("slow and quick ") for note in measured[0].notes)
@@ -124,7 +124,7 @@ def test_each_is_put_on_top_of_those_before_and_left_out_of_all(rows: dict[str, 
 
 
 def test_the_best_combination_is_measured_anew(
-    measured: tuple[Report, Path], rows: dict[str, dict[str, object]]
+    measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
     assert "quick" in rows["best"]["members"]  # type: ignore[operator]
     assert rows["best"]["verdict"] == "better"
@@ -147,7 +147,7 @@ def test_start_and_compilation_are_told_apart_and_memory_and_kernels_are_told(
 # ---------------------------------------------------------------- what is kept
 
 
-def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[Report, Path]) -> None:
+def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     columns = Results(folder).columns()
 
@@ -156,7 +156,7 @@ def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[Repo
     assert statistics.median(columns["quick"]) < statistics.median(columns[BASELINE])
 
 
-def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[Report, Path]) -> None:
+def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     facts = Results(folder).facts()["techniques"]
 
@@ -202,7 +202,7 @@ def test_float16_begins_after_the_others_on_a_cpu(
         pass
 
     class Told:
-        def measure(self, cells: list[Cell], *_: object) -> None:
+        def measure(self, cells: list[Variant], *_: object) -> None:
             begun.extend(cell.name for cell in cells)
             raise Begun
 
@@ -219,16 +219,16 @@ def test_what_is_stopped_leaves_what_it_has_measured(
     tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a signal while blocks are made; the signal then means again what it meant."""
-    monkeypatch.setattr(contest, "BLOCK_S", 0.05)
-    turn, made, handler = Arena.turn, [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
+    turn, made, handler = Comparison.turn, [], signal.getsignal(signal.SIGTERM)
 
-    def stopped(arena: Arena, trials: Trials, measured: Measured, number: int) -> None:
+    def stopped(arena: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
         turn(arena, trials, measured, number)
         made.append(number)
         if len(made) == 10:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Arena, "turn", stopped)
+    monkeypatch.setattr(Comparison, "turn", stopped)
     wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", rounds="30")
 
     with pytest.raises(KeyboardInterrupt):
@@ -247,7 +247,7 @@ def test_what_gains_nothing_and_takes_long_to_begin_is_put_on_top_of_nothing(tmp
     climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
     better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
     for name, ratio, seconds in (("nothing", worse, 1.0), ("quick", better, 100.0), ("slow", worse, 100.0)):
-        climbing.rows.append(Row(name, "isolated", (name,), ratio=ratio, start_s=0.5, compile_s=seconds))
+        climbing.rows.append(LadderRow(name, "isolated", (name,), ratio=ratio, start_s=0.5, compile_s=seconds))
 
     assert [each.name for each in climbing.startable(asked.members)] == ["nothing", "quick"]
     assert "302 s" in climbing.skipped["up to slow"]
@@ -340,7 +340,7 @@ def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path
 
 
 def test_results_are_drawn_where_there_are_some(
-    measured: tuple[Report, Path], tmp_path: Path, config_dir: Path
+    measured: tuple[SuiteReport, Path], tmp_path: Path, config_dir: Path
 ) -> None:
     drawn = run(wanted_in(measured[1], config_dir, "plots")).files
 
@@ -470,7 +470,7 @@ def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> N
 
 
 def test_numbers_that_are_not_known_are_null_in_json() -> None:
-    row = Row("bf16", "isolated", ("bf16",), why_not="no room")
+    row = LadderRow("bf16", "isolated", ("bf16",), why_not="no room")
 
     assert ladder.as_json(row)["update_ms"] is None
     assert math.isnan(row.update_ms)

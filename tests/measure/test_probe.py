@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.measure.cell import Cell
 from runner.measure.probe import Computing, probe
+from runner.measure.variant_process import TrainingVariant
 
 TASK = Path(__file__).parent / "planted" / "fetches.py"
 
@@ -20,7 +20,7 @@ def test_every_way_to_fetch_numbers_of_the_device_is_found_and_what_stays_on_the
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the cell sets it
     words = [f"output_root={tmp_path}", "device=cpu", "dataloader.num_workers=0", "tracker=none", "monitor=off"]
     with ExitStack() as stack:
-        cell = Cell(stack)
+        cell = TrainingVariant(stack)
         cell.begin(words, str(TASK), None, str(tmp_path / "compiled"), None, evaluates=False)
         next(cell.updates)
         feed = cell.phase.feed.batches

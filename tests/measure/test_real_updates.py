@@ -10,7 +10,7 @@ import pytest
 from runner.base.configuration import Request
 from runner.measure.real_updates import probe
 from runner.plan.corrections import FILE, corrections
-from runner.plan.ranks import RankDevice
+from runner.plan.rank_devices import RankDevice
 
 TASK = Path(__file__).parent / "task_to_measure.py"
 WORDS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")

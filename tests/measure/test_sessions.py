@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runner.measure import results as module
-from runner.measure.pictures import figures
+from runner.measure.plots import figures
 from runner.measure.results import Results, session_baseline
 from runner.measure.technique import BASELINE
 

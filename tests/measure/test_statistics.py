@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runner.measure.statistics import CONFIDENCE, Ratio, Spread, as_many_as, between, paired, student
-from runner.measure.trial import Cell, Measured, Trials
+from runner.measure.compare import ComparisonResult, Variant, VariantResult
+from runner.measure.statistics import CONFIDENCE, ProcessSpread, Ratio, as_many_as, between, paired, student
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
@@ -104,7 +104,7 @@ def test_a_ratio_reads_as_a_change_in_percent() -> None:
     assert str(Ratio(0.9, 0.88, 0.93, 20)) == "-10 % [-12, -7]"
 
 
-def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw, each: int = 8) -> Trials:
+def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw, each: int = 8) -> ComparisonResult:
     """Return cells that all do the same: each process is a little faster or slower in all its blocks."""
     rng = np.random.default_rng(seed)
     speed = np.cumsum(rng.normal(0.0, 0.05, each * lives))
@@ -113,8 +113,8 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
         own = np.repeat(rng.normal(0.0, sigma, lives), each)
         blocks = 10 * np.exp(speed + own + noise(rng, each * lives))
         made_by = {number: 100 * at + number // each for number in range(each * lives)}
-        cells.append(Measured(Cell(f"cell {at}"), dict(enumerate(blocks.tolist())), made_by=made_by))
-    return Trials(cells, "interleaved")
+        cells.append(VariantResult(Variant(f"cell {at}"), dict(enumerate(blocks.tolist())), made_by=made_by))
+    return ComparisonResult(cells, "interleaved")
 
 
 @pytest.mark.sampled(6)
@@ -153,15 +153,15 @@ def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int,
     still: Draw = lambda rng, num: rng.normal(0.0, 1e-4, num)  # noqa: E731
     found = [in_processes(seed, num_cells, lives, 0.02, still).own_spread for seed in range(300)]
 
-    total = Spread(sum(each.squares for each in found), sum(each.freedom for each in found))
+    total = ProcessSpread(sum(each.squares for each in found), sum(each.freedom for each in found))
     assert total.sigma == pytest.approx(0.02, rel=0.12)
     variances = np.array([each.sigma**2 for each in found]) / total.sigma**2
     assert 2 / np.var(variances) == pytest.approx(found[0].freedom, rel=0.5), "it is as sure of it as it says"
 
 
 def test_cells_that_go_on_in_their_processes_tell_nothing_of_others() -> None:
-    assert in_processes(0, 4, 1, 0.02, quiet).own_spread == Spread(0.0, 0.0)
-    assert between([]) == Spread(0.0, 0.0)
+    assert in_processes(0, 4, 1, 0.02, quiet).own_spread == ProcessSpread(0.0, 0.0)
+    assert between([]) == ProcessSpread(0.0, 0.0)
 
 
 def test_some_of_the_cells_may_begin_anew() -> None:
@@ -177,7 +177,7 @@ def test_some_of_the_cells_may_begin_anew() -> None:
         squares += trials.own_spread.squares
         freedom += trials.own_spread.freedom
 
-    assert Spread(squares, freedom).sigma == pytest.approx(0.02, rel=0.12)
+    assert ProcessSpread(squares, freedom).sigma == pytest.approx(0.02, rel=0.12)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (4, 2.776), (6, 2.447), (12, 2.179), (60, 2.000)])
@@ -195,7 +195,7 @@ def test_a_round_that_the_deadline_cut_loses_nothing_of_those_before() -> None:
 
 def test_a_cell_that_has_hardly_played_is_left_out_and_the_others_tell() -> None:
     trials = in_processes(0, 4, 2, 0.02, quiet)
-    three = Trials(trials.cells[:3], "interleaved").own_spread
+    three = ComparisonResult(trials.cells[:3], "interleaved").own_spread
     for number in range(10, 16):
         del trials.cells[3].blocks_ms[number], trials.cells[3].made_by[number]
 

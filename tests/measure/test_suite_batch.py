@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.commands.benchmark import run as benchmark
-from runner.measure.suite import Report, screen
+from runner.measure.suite import SuiteReport, screen
 from runner.measure.suites.batch import halves, run
 from tests.forkserver import ForkServer
 from tests.measure.suites import asked
@@ -19,11 +19,11 @@ TASK = Path(__file__).parent / "task_of_sizes.py"
 SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=16")
 
 
-def report(tmp_path: Path, *words: str, **options: str) -> Report:
+def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
     return run(asked("batch", tmp_path, TASK, *SETTINGS, *words, **options))
 
 
-def rows(found: Report) -> dict[tuple[object, object], Mapping[str, object]]:
+def rows(found: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]]:
     (table,) = found.tables
     named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     return {(row["of an update"], row["samples of a pass"]): row for row in named}

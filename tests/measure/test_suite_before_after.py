@@ -11,8 +11,8 @@ import pytest
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
 from runner.base.errors import ConfigError
-from runner.base.places import shipped
-from runner.measure.suite import Report
+from runner.base.paths import shipped
+from runner.measure.suite import SuiteReport
 from runner.measure.suites.before_after import Biggest, largest_row, plain, run, watched
 from tests.measure.suites import asked
 from tests.waiting import wait_until
@@ -21,11 +21,11 @@ TASK = Path(__file__).parent / "task_of_sizes.py"
 SETTINGS = ("updates=64", "device=cpu", "backend.threads=1", "global_batch_size=16")
 
 
-def report(tmp_path: Path, *words: str, **options: str) -> Report:
+def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
     return run(asked("before_after", tmp_path, TASK, *SETTINGS, *words, **options))
 
 
-def rows(found: Report) -> dict[str, dict[str, Any]]:
+def rows(found: SuiteReport) -> dict[str, dict[str, Any]]:
     table = found.tables[0]
     return {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
 

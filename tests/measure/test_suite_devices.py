@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.contest import limits_of
+from runner.measure.compare import ComparisonResult, Variant, VariantResult
+from runner.measure.suite_common import limits_of
 from runner.measure.suites.devices import Blocks, blocks_of, crossing, devices_of, run
-from runner.measure.trial import Cell, Measured, Trials
 from runner.plan.inventory import Cpu, Device, Inventory
 from tests.measure.planted_time import READ_S, Planted
 from tests.measure.suites import asked
@@ -93,11 +93,11 @@ def test_a_point_of_too_few_blocks_is_none() -> None:
     """Of one block or two nobody knows the spread, and the bootstrap would be sure of them."""
     least, _ = limits_of(1.0).rounds
     cells = [
-        Measured(Cell(f"cpu, batch {batch}, side 8"), dict.fromkeys(range(num), 5.0))
+        VariantResult(Variant(f"cpu, batch {batch}, side 8"), dict.fromkeys(range(num), 5.0))
         for batch, num in ((2, least), (4, least - 1))
     ]
 
-    assert blocks_of(Trials(cells, "interleaved"), "cpu", [(2, 8), (4, 8)], 0) == {2: [0.005] * least}
+    assert blocks_of(ComparisonResult(cells, "interleaved"), "cpu", [(2, 8), (4, 8)], 0) == {2: [0.005] * least}
 
 
 def test_a_gpu_by_two_names_is_one_device() -> None:

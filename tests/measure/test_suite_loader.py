@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.contest import measured_in
-from runner.measure.suite import Report
-from runner.measure.suites.loader import Reader, run, why_not
-from runner.measure.trial import Cell, Measured, Trials
+from runner.measure.compare import ComparisonResult, Variant, VariantResult
+from runner.measure.suite import SuiteReport
+from runner.measure.suite_common import measured_in
+from runner.measure.suites.loader import LoaderVariant, run, why_not
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_of_sizes.py"
 SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=8", "dataloader.num_workers=0")
 
 
-def report(tmp_path: Path, *words: str, **options: str) -> Report:
+def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
     return run(asked("loader", tmp_path, TASK, *SETTINGS, *words, **options))
 
 
@@ -47,7 +47,7 @@ def test_where_reading_takes_long_the_loader_that_does_not_read_again_is_first(t
     assert "dataloader.cache=memory" in found.headline
     assert "dataloader.cache=memory" in found.data["recommended"]
     assert json.loads(found.files[0].read_text())["is_clear"] is True
-    left_out = Reader(0, 0, pin=True, cache="none"), Reader(0, 0, pin=False, cache="device")
+    left_out = LoaderVariant(0, 0, pin=True, cache="none"), LoaderVariant(0, 0, pin=False, cache="device")
     assert set(map(str, left_out)) <= set(found.skipped)
 
 
@@ -59,7 +59,7 @@ def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> Non
     assert found.headline.startswith("no clear change")
     assert found.data["recommended"] == []
     (table,) = found.tables
-    assert {row[0] for row in table.rows} == {"as it is", str(Reader(1, 2, pin=False, cache="none"))}
+    assert {row[0] for row in table.rows} == {"as it is", str(LoaderVariant(1, 2, pin=False, cache="none"))}
 
 
 @pytest.mark.usefixtures("few_rounds")
@@ -72,7 +72,7 @@ def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> No
 
 
 def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path) -> None:
-    short = Trials([Measured(Cell("as it is"))], "interleaved", needs_s=35.0)
+    short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
     place = SimpleNamespace(arena=SimpleNamespace(measure=lambda *_: short))
 
     found = measured_in(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
@@ -82,14 +82,14 @@ def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path
 
 
 def test_workers_cannot_read_what_lies_on_the_device() -> None:
-    assert len(list(why_not(Reader(2, 2, pin=False, cache="device"), has_gpu=True))) == 1
-    assert list(why_not(Reader(0, 0, pin=False, cache="device"), has_gpu=True)) == []
-    assert list(why_not(Reader(2, 2, pin=True, cache="memory"), has_gpu=True)) == []
+    assert len(list(why_not(LoaderVariant(2, 2, pin=False, cache="device"), has_gpu=True))) == 1
+    assert list(why_not(LoaderVariant(0, 0, pin=False, cache="device"), has_gpu=True)) == []
+    assert list(why_not(LoaderVariant(2, 2, pin=True, cache="memory"), has_gpu=True)) == []
 
 
 def test_what_reads_nothing_ahead_is_measured_once(tmp_path: Path) -> None:
-    assert str(Reader(0, 0, pin=False, cache="none")) == "0 workers, cache none"
-    assert Reader("thread", 4, pin=True, cache="none").overrides == (
+    assert str(LoaderVariant(0, 0, pin=False, cache="none")) == "0 workers, cache none"
+    assert LoaderVariant("thread", 4, pin=True, cache="none").overrides == (
         "dataloader=thread", "dataloader.depth=4", "dataloader.pin_memory=true", "dataloader.cache=none",
     )  # fmt: skip
 

@@ -21,13 +21,13 @@ from runner.base.configuration import Request, facts_of_profiles, merge_override
 from runner.base.errors import ConfigError
 from runner.commands import benchmark
 from runner.doctor import arithmetic
+from runner.measure.compare import Asked as Asking
+from runner.measure.compare import CompareLimits, Variant, VariantResult
 from runner.measure.counting import Count, counted
-from runner.measure.roofline import Point, Roofs, drawn, judged
-from runner.measure.suite import Wanted, screen
+from runner.measure.roofline import RooflinePoint, Roofs, drawn, judged
+from runner.measure.suite import SuiteRequest, screen
 from runner.measure.suites import SUITES, machine
-from runner.measure.suites.machine import Asked, Found, Peaks, Rate, Turn, best, in_turns
-from runner.measure.trial import Asked as Asking
-from runner.measure.trial import Cell, Limits, Measured
+from runner.measure.suites.machine import DataSheetPeaks, MachineRequest, MachineResults, Rate, Turn, best, in_turns
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -124,8 +124,8 @@ def test_a_small_budget_still_makes_a_few_rounds() -> None:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Asked:
-    return Asked(Inventory((), CPU), "cpu", 3, tmp_path / "outputs", 4 * machine.MIB)
+def asked(tmp_path: Path) -> MachineRequest:
+    return MachineRequest(Inventory((), CPU), "cpu", 3, tmp_path / "outputs", 4 * machine.MIB)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_products_by_a_planted_clock_have_the_exact_rate(asked: Asked) -> None:
+def test_products_by_a_planted_clock_have_the_exact_rate(asked: MachineRequest) -> None:
     rates = {(rate.name, rate.size): rate.median for rate in machine.matmul(asked, 60.0).rates}
 
     assert {name for name, _ in rates} >= {"fp32", "bf16", "fp64"}
@@ -150,7 +150,9 @@ def test_products_by_a_planted_clock_have_the_exact_rate(asked: Asked) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_format_without_kernels_is_skipped_with_the_reason(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_without_kernels_is_skipped_with_the_reason(
+    asked: MachineRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(number: Any, *_: Any) -> float:
         if number.name == "fp16":
             raise RuntimeError("not implemented for 'Half'")
@@ -165,7 +167,7 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(asked: Asked, monke
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_triad_reads_two_arrays_and_writes_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_triad_reads_two_arrays_and_writes_one(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "LEAST_ARRAY", machine.MIB)
     monkeypatch.setattr(machine, "cache_bytes", lambda device: 0)
     (rate,) = machine.copies(asked, 60.0).rates
@@ -173,14 +175,14 @@ def test_the_triad_reads_two_arrays_and_writes_one(asked: Asked, monkeypatch: py
     assert rate.median == 3.0 * machine.MIB / 1e-3
 
 
-def test_an_array_of_the_triad_is_four_times_the_cache(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_of_the_triad_is_four_times_the_cache(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "LEAST_ARRAY", 1)
     monkeypatch.setattr(machine, "cache_bytes", lambda device: 10 * machine.MIB)
 
     assert machine.triad(asked.inventory.cpu.device).size == 40 * machine.MIB
 
 
-def test_the_last_caches_of_all_cores_count_each_once(asked: Asked, tmp_path: Path) -> None:
+def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp_path: Path) -> None:
     """Two cores of which each has a last cache of its own, and two that share one: 3 x 32 MiB."""
     kinds = {"index0": ("1", "48K", "{core}"), "index2": ("3", "32M", "{shared}")}
     for core, shared in {0: "0", 1: "1", 2: "2-3", 3: "2-3"}.items():
@@ -197,7 +199,7 @@ def test_the_last_caches_of_all_cores_count_each_once(asked: Asked, tmp_path: Pa
     assert machine.cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
 
 
-def test_a_file_that_would_fill_the_disk_is_not_written(asked: Asked, tmp_path: Path) -> None:
+def test_a_file_that_would_fill_the_disk_is_not_written(asked: MachineRequest, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
 
     found = machine.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
@@ -206,7 +208,7 @@ def test_a_file_that_would_fill_the_disk_is_not_written(asked: Asked, tmp_path: 
     assert (found.rates, list(tmp_path.iterdir())) == ([], [])
 
 
-def test_the_disk_is_written_and_read_and_nothing_is_left(asked: Asked, tmp_path: Path) -> None:
+def test_the_disk_is_written_and_read_and_nothing_is_left(asked: MachineRequest, tmp_path: Path) -> None:
     rates = {rate.name: rate for rate in machine.disk(asked, 60.0).rates}
 
     assert [name.partition(" ")[0] for name in sorted(rates)] == ["read", "written"]
@@ -230,15 +232,15 @@ def test_without_a_gpu_all_that_needs_one_is_listed_with_the_reason() -> None:
 
 
 @pytest.fixture(scope="module")
-def peaks() -> Peaks:
-    return Peaks(facts_of_profiles())
+def peaks() -> DataSheetPeaks:
+    return DataSheetPeaks(facts_of_profiles())
 
 
 def rate_of(part: str, name: str) -> Rate:
     return Rate(part, "cuda:0", name, 1, (1.0,))
 
 
-def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks: Peaks) -> None:
+def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks: DataSheetPeaks) -> None:
     facts = facts_of_profiles()["h100"]["devices"][0]
 
     peak, source = peaks.of(H100, rate_of("matmul", "bf16"))
@@ -258,7 +260,7 @@ def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks
     ],
 )
 def test_a_peak_that_nobody_published_is_not_guessed(
-    peaks: Peaks, device: Device, part: str, name: str, why: str
+    peaks: DataSheetPeaks, device: Device, part: str, name: str, why: str
 ) -> None:
     peak, source = peaks.of(device, rate_of(part, name))
 
@@ -336,8 +338,8 @@ def test_of_a_table_only_the_rows_that_are_asked_for_are_read() -> None:
 ROOFS = Roofs("a device", {"fp32": 1e12, "bf16": 4e12}, 1e11)
 
 
-def point_of(flops: float, bytes_: float, seconds: float, name: str = "fp32") -> Point:
-    return Point("a task", Count(flops, bytes_), seconds, name)
+def point_of(flops: float, bytes_: float, seconds: float, name: str = "fp32") -> RooflinePoint:
+    return RooflinePoint("a task", Count(flops, bytes_), seconds, name)
 
 
 def test_the_roof_is_the_lower_one_of_memory_and_arithmetic() -> None:
@@ -380,10 +382,10 @@ def test_the_sentence_names_the_roof_that_holds(shown: Callable[..., None]) -> N
 # ---------------------------------------------------------------- the suite
 
 
-def wanted(folder: Path, *words: str, **options: str) -> Wanted:
+def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
     settings = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")
     request = Request((*settings, f"output_root={folder / 'outputs'}"), TASK)
-    return Wanted(request, words, {**machine.OPTIONS, **options}, folder, "here-", 10.0, lambda _: None)
+    return SuiteRequest(request, words, {**machine.OPTIONS, **options}, folder, "here-", 10.0, lambda _: None)
 
 
 def test_the_suite_is_in_the_table() -> None:
@@ -448,7 +450,7 @@ class PlantedArena:
         pass
 
     @contextmanager
-    def alone(self, cell: Cell, limits: Limits) -> Iterator[tuple[Asking, Measured]]:
+    def alone(self, cell: Variant, limits: CompareLimits) -> Iterator[tuple[Asking, VariantResult]]:
         words = merge_overrides(self.words, cell.overrides)
         values = {"precision": "fp32", "compile": "default" if "compile=default" in words else "off"}
         opened = {"values": values, "device": "cpu", "device_name": "a CPU", "threads": 1}
@@ -457,17 +459,17 @@ class PlantedArena:
             self.asked.append((order["do"], values["compile"]))
             return {"flops": 1e6, "bytes": 1e5} if order["do"] == "count" else {"seconds": 2.0 * order["updates"]}
 
-        yield ask, Measured(cell, updates=3, opened=opened)
+        yield ask, VariantResult(cell, updates=3, opened=opened)
 
 
 @pytest.mark.parametrize(("compiled", "timed_as"), [("compile=off", "off"), ("compile=default", "default")])
 def test_an_update_is_timed_as_it_is_and_counted_as_it_is_written(
     monkeypatch: pytest.MonkeyPatch, compiled: str, timed_as: str
 ) -> None:
-    monkeypatch.setattr(machine, "Arena", PlantedArena)
+    monkeypatch.setattr(machine, "Comparison", PlantedArena)
     PlantedArena.asked.clear()
 
-    point, _ = machine.measured_update(Request((compiled,)), 0.0, Found(), "a task")
+    point, _ = machine.measured_update(Request((compiled,)), 0.0, MachineResults(), "a task")
 
     assert (point.seconds, point.throughput, point.intensity) == (2.0, 5e5, 10.0)
     assert set(PlantedArena.asked) == {("make", timed_as), ("count", "off")}

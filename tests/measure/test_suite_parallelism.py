@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.suite import Report
+from runner.measure.compare import UNTRIED
+from runner.measure.suite import SuiteReport
 from runner.measure.suites import parallelism
 from runner.measure.suites.parallelism import run
-from runner.measure.trial import UNTRIED
 from tests.measure.suites import asked
 from tests.warm import IMPORTED
 
@@ -29,7 +29,7 @@ def _imported() -> None:
         import_module(name)
 
 
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> Report:
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> SuiteReport:
     monkeypatch.setattr(parallelism, "ROUNDS", (6, 10))
     return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *words, **options))
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from runner.observe import machine_plots
-from runner.observe.machine_plots import MACHINE, PANELS, Line, pictures, plots, thinned
+from runner.observe.machine_plots import MACHINE, PANELS, PlotLine, pictures, plots, thinned
 from runner.observe.nvml import THROTTLE_REASONS
-from runner.observe.samples import Device, Samples
+from runner.observe.samples import MachineSamples, SampledGpu
 
 pytest.importorskip("matplotlib")
 NAN = math.nan
@@ -25,7 +25,7 @@ NAN = math.nan
 
 def samples_of(
     count: int, gpus: int = 1, *, times: Any = None, phases: tuple[str, ...] = (), **columns: Any
-) -> Samples:
+) -> MachineSamples:
     """Return samples a second apart of GPUs that work at 50 %; `gpu0_util=...` sets a column."""
     values: dict[str, Any] = {"cpu/percent": np.full(count, 40.0), "ram/percent": np.full(count, 60.0)}
     for gpu in range(gpus):
@@ -37,12 +37,12 @@ def samples_of(
             }.items()
         }  # fmt: skip
     values |= {name.replace("_", "/", 1): np.array(value) for name, value in columns.items()}
-    devices = {f"gpu{gpu}": Device(f"Card {gpu}", f"GPU-{gpu}") for gpu in range(gpus)}
+    devices = {f"gpu{gpu}": SampledGpu(f"Card {gpu}", f"GPU-{gpu}") for gpu in range(gpus)}
     moments = np.arange(count, dtype=float) if times is None else np.array(times, dtype=float)
-    return Samples(1.7e9 + moments, np.ones(count), phases or ("train",) * count, values, devices)
+    return MachineSamples(1.7e9 + moments, np.ones(count), phases or ("train",) * count, values, devices)
 
 
-def figures_of(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def figures_of(samples: MachineSamples, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the figures instead of their bytes."""
     monkeypatch.setattr(machine_plots, "png", lambda figure: figure)
     return dict(pictures(samples))
@@ -173,7 +173,7 @@ def test_legend_and_panels_lie_in_the_picture_and_not_on_each_other(
     slowed = {f"gpu{gpu}_throttle_reasons": np.full(20, every) for gpu in range(gpus)}
     samples = samples_of(20, gpus, phases=("warm up", "training", "evaluation", "test") * 5, **slowed)
     name = "NVIDIA RTX 6000 Ada Generation Laptop GPU (Max-Q)"
-    devices = {f"gpu{gpu}": Device(f"{name} {gpu if is_mixed else ''}", f"GPU-{gpu}") for gpu in range(gpus)}
+    devices = {f"gpu{gpu}": SampledGpu(f"{name} {gpu if is_mixed else ''}", f"GPU-{gpu}") for gpu in range(gpus)}
     figures = figures_of(replace(samples, devices=devices), monkeypatch)
     for figure in [figures["gpu0.png"], figures.get("gpus.png", figures["gpu0.png"]), figures["machine.png"]]:
         figure.draw_without_rendering()
@@ -187,7 +187,7 @@ def test_legend_and_panels_lie_in_the_picture_and_not_on_each_other(
 
 
 def test_a_name_that_all_gpus_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = replace(samples_of(3, 2), devices={f"gpu{gpu}": Device("Tesla T4", str(gpu)) for gpu in range(2)})
+    samples = replace(samples_of(3, 2), devices={f"gpu{gpu}": SampledGpu("Tesla T4", str(gpu)) for gpu in range(2)})
     figure = figures_of(samples, monkeypatch)["gpus.png"]
     assert figure.get_suptitle() == "2 GPUs: Tesla T4"
     assert [words for words in words_of(figure) if "GPU" in words] == ["GPU 0", "GPU 1"]
@@ -221,7 +221,7 @@ def test_thinning_keeps_mean_extremes_and_gaps() -> None:
 def test_few_samples_are_all_drawn(count: int) -> None:
     values = np.arange(float(count))
     line = thinned(values, values, np.zeros(count, dtype=bool))
-    assert isinstance(line, Line)
+    assert isinstance(line, PlotLine)
     assert line.is_thinned == (count > 1000)
     if not line.is_thinned:
         assert line.mean.tolist() == line.low.tolist() == line.high.tolist() == values.tolist()
@@ -249,8 +249,8 @@ def test_files_are_for_their_owner_and_follow_no_link(tmp_path: Path) -> None:
 def test_pyplot_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np, warnings; warnings.simplefilter('error')\n"
-        "from runner.observe.samples import Samples\nfrom runner.observe.machine_plots import pictures\n"
-        "pictures(Samples(np.arange(3.0), np.ones(3), ('',) * 3, {'cpu/percent': np.ones(3)}))\n"
+        "from runner.observe.samples import MachineSamples\nfrom runner.observe.machine_plots import pictures\n"
+        "pictures(MachineSamples(np.arange(3.0), np.ones(3), ('',) * 3, {'cpu/percent': np.ones(3)}))\n"
         "assert 'matplotlib.pyplot' not in sys.modules\nassert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

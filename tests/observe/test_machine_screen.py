@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from runner.observe.machine_display import FullScreen, Lines, as_object, make_display
+from runner.observe.machine_display import FullScreen, SampleLines, as_object, make_display
 from runner.observe.machine_screen import KEPT, WAITING, Use, View, lines_of, sparkline
-from tests.observe.test_progress import plain, terminal
+from tests.observe.test_progress_display import plain, terminal
 
 T4 = {
     "gpu0/util": 85.0, "gpu0/memory_gib": 8.0, "gpu0/memory_total_gib": 15.0, "gpu0/temperature_c": 61.0,
@@ -210,7 +210,7 @@ def test_a_terminal_of_another_size_is_noticed_and_one_that_is_gone_ends_nothing
 def test_lines_and_not_a_screen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal(80) as (stream, _):
-        assert type(make_display(stream, io.StringIO(), as_json=False)) is Lines
+        assert type(make_display(stream, io.StringIO(), as_json=False)) is SampleLines
     out, aside = io.StringIO(), io.StringIO()
     lines = make_display(out, aside, as_json=False)
     view = view_of(T4, missing=["no XID"])

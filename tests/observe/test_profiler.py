@@ -11,9 +11,9 @@ from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from runner.observe.profile_report import Findings, report
-from runner.observe.profiler import Operators, Options, Session, Subject, recorded
+from runner.observe.profiler import Operators, Session, Subject, TraceOptions, recorded
 
-OPTIONS = Options(0, 2, 3, "self", with_stack=False, record_shapes=False, only=True)
+OPTIONS = TraceOptions(0, 2, 3, "self", with_stack=False, record_shapes=False, only=True)
 SUBJECT = Subject("train", "", nn.Linear(1, 1), torch.device("cpu"), 1, lambda file: False, lambda: None)
 
 

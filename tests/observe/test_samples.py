@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import DataError, InputMissing
-from runner.observe.samples import COLUMNS, Device, Part, Summary, Tally, read_samples
+from runner.observe.samples import COLUMNS, SampledGpu, SampleTally, Summary, SummaryPart, read_samples
 
 
 def written(path: Path, *rows: dict[str, object], columns: tuple[str, ...] = COLUMNS) -> Path:
@@ -24,7 +24,7 @@ def row(second: float, device: str = "gpu0", **values: object) -> dict[str, obje
 
 
 def test_a_mean_is_weighted_by_time() -> None:
-    tally = Tally()
+    tally = SampleTally()
     tally.add("train", 1.0, {"gpu0/util": 100.0})
     tally.add("train", 9.0, {"gpu0/util": 0.0})
     stat = tally.summary({}).whole.metrics["gpu0/util"]
@@ -33,7 +33,7 @@ def test_a_mean_is_weighted_by_time() -> None:
 
 
 def test_time_in_which_a_metric_was_not_read_does_not_count_in_its_mean() -> None:
-    tally = Tally()
+    tally = SampleTally()
     tally.add("train", 1.0, {"gpu0/util": 80.0, "cpu/percent": 1.0})
     tally.add("train", 5.0, {"cpu/percent": 1.0})
     metrics = tally.summary({}).whole.metrics
@@ -43,10 +43,10 @@ def test_time_in_which_a_metric_was_not_read_does_not_count_in_its_mean() -> Non
 
 
 def test_the_whole_is_made_of_its_phases() -> None:
-    tally = Tally()
+    tally = SampleTally()
     tally.add("fit", 1.0, {"cpu/percent": 10.0})
     tally.add("train", 3.0, {"cpu/percent": 50.0})
-    summary = tally.summary({"gpu0": Device("T4", "GPU-a")}, ["a note"])
+    summary = tally.summary({"gpu0": SampledGpu("T4", "GPU-a")}, ["a note"])
 
     assert {name: part.metrics["cpu/percent"].mean for name, part in summary.phases.items()} == {"fit": 10, "train": 50}
     assert summary.whole.metrics["cpu/percent"].mean == 40.0
@@ -55,7 +55,7 @@ def test_the_whole_is_made_of_its_phases() -> None:
 
 
 def test_energy_is_what_the_counter_gained_while_somebody_watched() -> None:
-    tally = Tally()
+    tally = SampleTally()
     for joules, after_gap in ((1000, False), (1300, False), (9000, True), (9100, False), (50, False), (60, False)):
         tally.add("train", 1.0, {"gpu0/energy_j": joules, "gpu0/power_w": 1.0}, after_gap=after_gap)
     summary = tally.summary({})
@@ -67,7 +67,7 @@ def test_energy_is_what_the_counter_gained_while_somebody_watched() -> None:
 
 
 def test_without_a_counter_energy_is_power_over_time() -> None:
-    tally = Tally()
+    tally = SampleTally()
     tally.add("train", 2.0, {"gpu0/power_w": 50.0})
     tally.add("train", 1.0, {"gpu0/power_w": 100.0})
     tally.add("train", 1.0, {})
@@ -76,7 +76,7 @@ def test_without_a_counter_energy_is_power_over_time() -> None:
 
 
 def test_what_slows_a_gpu_is_a_share_of_the_time_in_which_it_told() -> None:
-    tally = Tally()
+    tally = SampleTally()
     tally.add("train", 3.0, {"gpu0/throttle_reasons": 4 + 64})
     tally.add("train", 1.0, {"gpu0/throttle_reasons": 1})
     tally.add("train", 6.0, {})
@@ -86,7 +86,7 @@ def test_what_slows_a_gpu_is_a_share_of_the_time_in_which_it_told() -> None:
 
 
 def test_nothing_sampled_is_an_empty_summary() -> None:
-    assert Tally().summary({}) == Summary(Part())
+    assert SampleTally().summary({}) == Summary(SummaryPart())
 
 
 def test_rows_of_one_moment_are_one_sample(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_rows_of_one_moment_are_one_sample(tmp_path: Path) -> None:
     assert samples.values["gpu1/util"].tolist() == [70, 71]
     assert samples.values["gpu0/util"][0] == 50
     assert math.isnan(samples.values["gpu0/util"][1]), "an empty cell is not a 0"
-    assert samples.devices == {"gpu0": Device("Tesla T4", "GPU-a"), "gpu1": Device("", "GPU-b")}
+    assert samples.devices == {"gpu0": SampledGpu("Tesla T4", "GPU-a"), "gpu1": SampledGpu("", "GPU-b")}
     assert "gpu0/power_w" not in samples.values
 
 
@@ -153,7 +153,7 @@ def test_another_gpu_is_summed_up_apart(tmp_path: Path) -> None:
     summary = Summary.of(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
     metrics = summary.whole.metrics
 
-    assert summary.devices == {"gpu0": Device("", "GPU-new"), "gpu1": Device("", "GPU-a")}
+    assert summary.devices == {"gpu0": SampledGpu("", "GPU-new"), "gpu1": SampledGpu("", "GPU-a")}
     assert [metrics[f"gpu{n}/memory_total_gib"].max for n in (0, 1)] == [80, 10]
     assert [metrics[f"gpu{n}/util"].mean for n in (0, 1)] == [90, 10]
     assert summary.whole.energy_j == {"gpu0": 1, "gpu1": 1}
@@ -186,7 +186,7 @@ def test_a_clock_set_back_is_a_gap_and_time_still_goes_on(tmp_path: Path, screen
 
 
 def test_the_energy_of_the_whole_is_that_of_its_phases() -> None:
-    tally = Tally()
+    tally = SampleTally()
     for phase, power, counter in (("fit", 100, None), ("fit", 100, None), ("train", 50, 10), ("train", 50, 70)):
         readings = {"gpu0/power_w": power} | ({} if counter is None else {"gpu0/energy_j": counter})
         tally.add(phase, 1.0, readings)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.observe.trace_file import Memory, TraceFile, memory
+from runner.observe.trace_file import MemoryTimeline, TraceFile, memory
 
 
 def span(kind: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_memory_is_told_by_kind_from_when_it_was_allocated() -> None:
 
 
 def test_a_thinner_picture_has_the_same_peak() -> None:
-    whole = Memory(range(1000), {"activations": [index * 37 % 1000 for index in range(1000)]})
+    whole = MemoryTimeline(range(1000), {"activations": [index * 37 % 1000 for index in range(1000)]})
     thin = whole.thinned(10)
     assert len(thin.times_ms) == 10
     assert sum(thin.at_peak().values()) == sum(whole.at_peak().values())

@@ -24,7 +24,7 @@ import yaml
 from runner.base.errors import MissingPackage
 from runner.base.schema import read_functions
 from runner.observe import trackers
-from runner.observe.trackers import FAREWELL_S, TRACKERS, Process, Row, Tracker
+from runner.observe.trackers import FAREWELL_S, TRACKERS, Row, Tracker, TrackerProcess
 from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
@@ -183,12 +183,19 @@ def test_a_resumed_run_holds_each_update_once(tmp_path: Path) -> None:
 RUN_TO_BE_KILLED = """
 import sys, time
 from pathlib import Path
-from runner.observe.trackers import TRACKERS
+from runner.observe.trackers import TRACKERS, TrackerProcess
+confirmed, ask = 0, TrackerProcess.ask
+def counted(process, order, *limits):
+    global confirmed
+    answer = ask(process, order, *limits)
+    confirmed += len(order.get("rows", ()))
+    return answer
+TrackerProcess.ask = counted
 tracker = TRACKERS["wandb"](Path(sys.argv[1]), "a run", {}, None)
 tracker.start()
 for update in range(200):
     tracker.log({"update": update})
-while "wandb sync" not in tracker.note or tracker._queue.qsize() or tracker._unconfirmed:
+while confirmed < 200:
     time.sleep(0.01)
 print("logged", flush=True)
 time.sleep(60)
@@ -460,18 +467,18 @@ def test_a_process_that_is_left_keeps_every_row_and_ends(tmp_path: Path, fake: A
 
 def test_a_thread_that_hands_over_late_loses_no_row(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where `finish` and the thread both wake up at the limit, in any order."""
-    killed, leave, kill = threading.Event(), Process.leave, Process.kill
+    killed, leave, kill = threading.Event(), TrackerProcess.leave, TrackerProcess.kill
 
-    def leave_late(process: Process, orders: Sequence[Row]) -> None:
+    def leave_late(process: TrackerProcess, orders: Sequence[Row]) -> None:
         killed.wait(2 * FAREWELL_S)
         leave(process, orders)
 
-    def note_and_kill(process: Process) -> None:
+    def note_and_kill(process: TrackerProcess) -> None:
         kill(process)
         killed.set()
 
-    monkeypatch.setattr(Process, "leave", leave_late)
-    monkeypatch.setattr(Process, "kill", note_and_kill)
+    monkeypatch.setattr(TrackerProcess, "leave", leave_late)
+    monkeypatch.setattr(TrackerProcess, "kill", note_and_kill)
     fake(offline="waits in init")
     tracker = make(tmp_path, mode="offline")
     tracker.start()

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from runner.plan.fits import GIB, Demand, Needs, Part, Point, predicted
-from runner.plan.need import Bytes
-from runner.plan.ranks import RankDevice
+from runner.plan.memory_fit import GIB, Demand, Needs, RankPart, TracedPoint, predicted
+from runner.plan.memory_trace import Bytes
+from runner.plan.rank_devices import RankDevice
 from runner.plan.strategy import choose
 
 
@@ -20,9 +20,9 @@ def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> 
     """A model that takes `gib` in all but activations, as float32 with AdamW: a quarter each, twice for the state."""
     quarter = int(gib * GIB / 4)
 
-    def traced(samples: int) -> Point:
+    def traced(samples: int) -> TracedPoint:
         peak = Bytes(quarter, 0, quarter, 2 * quarter, int(samples * activations * GIB))
-        return Point(samples, peak, peak.total, 0, 0)
+        return TracedPoint(samples, peak, peak.total, 0, 0)
 
     return Demand("train", (traced(1), traced(2)), largest=quarter // 24, num_layers=layers)
 
@@ -76,19 +76,19 @@ def test_the_smaller_passes_that_are_held_fit_where_they_accumulate() -> None:
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
     peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]
     whole = [
-        Point(point.micro_batch_size, peak, peak.total, 0, 0, without=peak.total, is_whole=True)
+        TracedPoint(point.micro_batch_size, peak, peak.total, 0, 0, without=peak.total, is_whole=True)
         for point, peak in zip(demand.points, peaks, strict=True)
     ]
     need = needs(dataclasses.replace(demand, points=tuple(whole), trained=GIB, outside=4 * GIB))
     assert not choose(need, there, 32, 16).fits
-    held = need.held(None, there, 16, Part("ddp", 2, 16))
+    held = need.held(None, there, 16, RankPart("ddp", 2, 16))
     assert 0 < held < 16
-    assert need.fits(there, [held] * 2, Part("ddp", 2, 16))
+    assert need.fits(there, [held] * 2, RankPart("ddp", 2, 16))
 
 
 def test_shares_that_follow_speed_pass_what_the_smallest_device_holds() -> None:
     """Whatever the shares become, no pass is larger than that."""
-    need, there, part = model(4, activations=0.3), devices(11, 8), Part("ddp", 2)
+    need, there, part = model(4, activations=0.3), devices(11, 8), RankPart("ddp", 2)
     held = needs(need).held(None, there, 32, part)
     assert predicted(need, held, there[1], part).total <= 8 * GIB < predicted(need, held + 1, there[1], part).total
     assert needs(model(20)).held(None, there, 32, part) == 0

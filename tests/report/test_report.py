@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.base.figures import NOT_MEASURED
-from runner.base.words import rate
+from runner.base.json_numbers import NOT_MEASURED
+from runner.base.text import rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
 from runner.measure.results import Results
 from runner.report.charts import Drawing, binned, gradient_norm, smoothed
-from runner.report.page import MOST_BYTES
-from runner.report.story import Curve, flat, read_story
+from runner.report.run_data import Curve, flat, read_story
+from runner.report.run_page import MOST_BYTES
 from tests.report.runs import full_run, make_run, plan, record, rows, watched
 
 matplotlib = pytest.importorskip("matplotlib")

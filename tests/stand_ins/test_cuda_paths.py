@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be 
 NEEDS = """
 import torch
 from runner.base.configuration import Request, compose
-from runner.launch.needs import needs_in_subprocess
+from runner.launch.traced_demand import needs_in_subprocess
 from runner.plan.inventory import take_inventory
 configuration = compose(Request(("task=gpt", "task.size=tiny", "device=cuda:0")))
 inventory = take_inventory()
@@ -40,7 +40,7 @@ from runner.durable import tensors
 tensors._WORTH_A_THREAD = 0
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-room = tensors.Room()
+room = tensors.HostBuffer()
 room.prepare(4 << 20, device)
 room.clear()
 weight = torch.randn(1 << 20, device=device)
@@ -56,8 +56,8 @@ def test_the_thread_that_prepares_host_memory_opens_no_context_on_another_device
 
 REFUSED = """
 import torch
-from runner.durable.tensors import Room
-weight, room = torch.randn(1 << 20, device="cuda"), Room()
+from runner.durable.tensors import HostBuffer
+weight, room = torch.randn(1 << 20, device="cuda"), HostBuffer()
 kept = room.copy(weight)
 assert torch.equal(kept + 1, (weight + 1).cpu()), "the refusal is not raised by the next kernel"
 """
@@ -69,8 +69,8 @@ def test_page_locking_that_is_refused_makes_copies_slower_and_nothing_else(stand
 
 RELEASED = """
 import gc, torch
-from runner.durable.tensors import Room
-room = Room()
+from runner.durable.tensors import HostBuffer
+room = HostBuffer()
 address = room.copy(torch.randn(1 << 20, device="cuda")).data_ptr()
 del room
 gc.collect()

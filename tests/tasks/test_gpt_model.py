@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from runner.axes.compile import default, regional
 from runner.axes.memory import checkpoint
 from runner.base import noise
-from runner.base.batch import Samples
+from runner.base.batch import BatchSamples
 from runner.base.task import Context
 
 SMALL = Shape(num_layers=2, num_heads=2, width=16, block_size=8, vocab_size=256)
@@ -121,7 +121,7 @@ def nothing_left() -> Iterator[None]:
 
 def update(task: GPT, epoch: int = 0) -> tuple[Tensor, list[Tensor | None]]:
     """Return loss and gradients of one pass over six samples."""
-    noise.start_pass(Samples(0, epoch, range(6), range(6)))
+    noise.start_pass(BatchSamples(0, epoch, range(6), range(6)))
     loss, _ = task.loss(task.model, make_batch(6))
     loss.backward()
     return loss.detach(), [weight.grad for weight in task.model.parameters()]

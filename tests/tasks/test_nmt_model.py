@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from runner.axes.attention import AttentionCall, attention_calls
 from runner.axes.compile import default, regional
 from runner.base import noise
-from runner.base.batch import Samples
+from runner.base.batch import BatchSamples
 from runner.base.task import Context
 
 SMALL = Shape(
@@ -228,7 +228,7 @@ def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., No
     """With compile=regional one graph for all layers of the encoder, and one for those of the decoder."""
 
     def loss(task: Translation, epoch: int) -> tuple[Tensor, Tensor | None]:
-        noise.start_pass(Samples(0, epoch, range(20), range(20)))
+        noise.start_pass(BatchSamples(0, epoch, range(20), range(20)))
         found, _ = task.loss(task.model, batch_of(task, 20))
         found.backward()
         return found.detach(), task.model.embedding.weight.grad
@@ -248,7 +248,7 @@ def test_packing_does_not_change_what_dropout_drops(rates: dict[str, float]) -> 
     for packed in (False, True):
         task = make_task(packed=packed, **rates)
         task.model.double()
-        noise.start_pass(Samples(0, 0, range(20), range(20)))
+        noise.start_pass(BatchSamples(0, 0, range(20), range(20)))
         loss, _ = task.loss(task.model, batch_of(task, 20))
         loss.backward()
         found.append((loss.detach(), [weight.grad for weight in task.model.parameters()]))

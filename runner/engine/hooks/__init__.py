@@ -21,7 +21,7 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.nan_search import NanSearch
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.profiling import Profiling
-from runner.engine.hooks.progress import ProgressDisplay
+from runner.engine.hooks.progress import ShowProgress
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
 
@@ -34,7 +34,7 @@ HOOKS: Sequence[type[Hook]] = [
     BadSamples,  # lists what the ranks reported before a checkpoint that does not read these samples again
     LoadBalance,  # compares the times that the ranks reported
     FirstUpdate,  # starts the tracker before anything is drawn or evaluated
-    ProgressDisplay,  # draws an update before its evaluation is printed
+    ShowProgress,  # draws an update before its evaluation is printed
     ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
     AttributeCheck,  # after ForwardState: its forward passes change what is a buffer by now
     Averaging,  # averages the weights before an evaluation uses the average

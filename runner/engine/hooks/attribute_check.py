@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from runner.base import noise
 from runner.base.batch import MicroBatch
-from runner.base.buffers import restored
 from runner.base.errors import TaskFault
-from runner.base.generators import random_state, restore_random_state, seed_everything
-from runner.base.words import shortened
-from runner.engine.additive import counters_restored
+from runner.base.global_rng import random_state, restore_random_state, seed_everything
+from runner.base.module_buffers import restored
+from runner.base.text import shortened
+from runner.engine.additivity_check import counters_restored
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.kinds import Gradients
 from runner.engine.loop import StepInfo
+from runner.engine.phase_kinds import GradientPhase
 
 Place = tuple[str, str]  # name of the module, and of its attribute
 
@@ -46,7 +46,7 @@ class AttributeCheck(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._work: Gradients | None = None  # None: nothing is compared
+        self._work: GradientPhase | None = None  # None: nothing is compared
         self._is_first = True
         self._is_evaluated = False
         self._before: Mapping[Place, _Value] = {}
@@ -55,7 +55,7 @@ class AttributeCheck(Hook):
     def begin(self) -> None:
         work, parallel = self.phase.work, self.phase.parts.parallel
         # A resumed run is not stopped after hours. In step, a forward pass that only some ranks make would not end.
-        if isinstance(work, Gradients) and not (
+        if isinstance(work, GradientPhase) and not (
             self.phase.position.update or parallel.in_step or parallel.places_model
         ):
             self._work, work.loss.around_first = work, self._comparing
@@ -84,7 +84,7 @@ class AttributeCheck(Hook):
             place for place in {**self._before, **now} if _is_changed(self._before.get(place), now.get(place))
         ]
 
-    def _judge(self, work: Gradients, what: str) -> None:
+    def _judge(self, work: GradientPhase, what: str) -> None:
         """Raise TaskFault, on every rank, where the loss depends on what has changed."""
         parts, changed = self.phase.parts, self._changed
         found = self._used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
@@ -101,7 +101,7 @@ class AttributeCheck(Hook):
                 f" place, as self.{key}.copy_(new)",
             )
 
-    def _used(self, work: Gradients, batch: MicroBatch, changed: list[Place]) -> list[Place]:
+    def _used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
         """Return those of the changed attributes on which the loss of a batch depends; every rank asks."""
         parts, modules = self.phase.parts, dict(self.phase.parts.bare.named_modules())
         now = {place: vars(modules[place[0]]).get(place[1], _ABSENT) for place in changed}

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor
 
 from runner import __version__
-from runner.base.choice import make
 from runner.base.errors import StorageError
-from runner.base.figures import finite
-from runner.base.generators import random_state
+from runner.base.global_rng import random_state
+from runner.base.json_numbers import finite
+from runner.base.option_table import make
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer
-from runner.engine import numeric
-from runner.engine.evaluate import Measured
+from runner.engine import non_finite
+from runner.engine.checkpoint_saver import Saver, bests_on_disk
+from runner.engine.evaluate import EvaluationResult
 from runner.engine.hooks.bad_samples import BadSamples
 from runner.engine.hooks.evaluation import warn_of_unknown
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
-from runner.engine.saver import Saver, bests_on_disk
-from runner.engine.saving import CHECKPOINTS
+from runner.engine.save_policy import CHECKPOINTS
 from runner.engine.watchdog import CHECKPOINT, UPDATE
 
 
@@ -72,7 +72,7 @@ class Checkpointing(Hook):
 
     def begin(self) -> None:
         work = self.phase.work
-        self._finite_buffers = numeric.finite_buffers(self.phase.parts.bare) if work.learned else []
+        self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.learned else []
 
     def prepare(self) -> None:
         """Reserve host memory for a copy of the state."""
@@ -93,7 +93,7 @@ class Checkpointing(Hook):
         if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._is_followed():
             self.save()  # the last one is for `end`
 
-    def after_evaluation(self, found: Measured) -> None:
+    def after_evaluation(self, found: EvaluationResult) -> None:
         self.phase.finish_work()  # this evaluation may be the last one, and a best one: its checkpoint must know
         self.keep_if_best(found.metrics)
 
@@ -335,10 +335,10 @@ class Checkpointing(Hook):
         learned = [(name, snapshot.tensors["model"][name]) for name in self.phase.work.learned]
         held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
         where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
-        numeric.must_be_finite([*learned, *held], where)
+        non_finite.must_be_finite([*learned, *held], where)
         model = snapshot.tensors["model"]
         gathered = [(name, model[name]) for name in self._finite_buffers if name in model]
-        numeric.must_be_finite(gathered, where, numeric.GATHERED)
+        non_finite.must_be_finite(gathered, where, non_finite.GATHERED)
 
 
 def state_of(name: str, start: Loaded) -> Any:

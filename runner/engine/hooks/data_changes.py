@@ -6,7 +6,7 @@ from typing import Any
 
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.identity import changed_samples, check_lengths, data_of, described
+from runner.engine.training_identity import changed_samples, check_lengths, data_of, described
 from runner.engine.watchdog import DATA
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from runner.engine.evaluate import Measured
+from runner.engine.evaluate import EvaluationResult
 from runner.engine.hooks.evaluation import Evaluation, warn_of_unknown
 from runner.engine.hooks.hook import Hook, PhaseView
 
@@ -34,7 +34,7 @@ class EarlyStopping(Hook):
         if self.settings.patience is not None and (evaluation.held_out is None or not evaluation.every):
             screen.warn(f"early_stopping has no effect in {phase.name}: nothing is evaluated on the way")
 
-    def after_evaluation(self, found: Measured) -> None:
+    def after_evaluation(self, found: EvaluationResult) -> None:
         name = self.settings.metric
         if self.settings.patience is not None and name not in found.metrics:
             warn_of_unknown(self.phase, "early_stopping.metric", name, found.metrics)

@@ -11,7 +11,7 @@ from typing import Any
 from runner.axes.dataloader import Loader
 from runner.base.order import Indices, evenly_spread
 from runner.base.schema import did_you_mean
-from runner.engine.evaluate import Measured, evaluate
+from runner.engine.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
@@ -107,7 +107,7 @@ class Evaluation(Hook):
             phase.stop()
             return
         self.at = update
-        found = Measured(
+        found = EvaluationResult(
             {f"val/{name}": value for name, value in measured.metrics.items()},
             tuple(f"val/{name}" for name in measured.empty),
         )

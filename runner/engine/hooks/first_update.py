@@ -6,15 +6,15 @@ import gc
 import time
 
 from runner.axes.compile import nothing_was_compiled
-from runner.base.words import shortened
-from runner.engine.additive import Reader, check_sum
+from runner.base.text import shortened
+from runner.engine.additivity_check import Reader, check_sum
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.timekeeping import Timekeeping
-from runner.engine.kinds import Gradients
 from runner.engine.loop import StepInfo
+from runner.engine.phase_kinds import GradientPhase
 
 
 class FirstUpdate(Hook):
@@ -39,7 +39,7 @@ class FirstUpdate(Hook):
         is_sharded = parts.parallel.in_step and parts.parallel.splits_batch
         if phase.position.update or phase.is_over:
             return
-        if not isinstance(phase.work, Gradients) or not parts.task.loss_is_additive:
+        if not isinstance(phase.work, GradientPhase) or not parts.task.loss_is_additive:
             return
         if is_sharded and phase.hook(Evaluation).held_out is None:
             why = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"

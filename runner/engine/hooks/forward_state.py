@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.bits import as_bytes, is_dense, same_bits
-from runner.base.buffers import is_written
+from runner.base.bitwise import as_bytes, is_dense, same_bits
 from runner.base.errors import TaskFault
-from runner.base.words import shortened
+from runner.base.module_buffers import is_written
+from runner.base.text import shortened
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView

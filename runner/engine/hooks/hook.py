@@ -15,13 +15,13 @@ from runner.base.stopwatch import Stopwatch
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.balance import FixedShares
-from runner.engine.evaluate import Measured
+from runner.engine.evaluate import EvaluationResult
 from runner.engine.feed import Feed
-from runner.engine.kinds import Work
 from runner.engine.loop import Position, StepInfo
+from runner.engine.phase_kinds import PhaseKind
 from runner.engine.run import PhaseRecord, TrainingRun
-from runner.engine.watchdog import Pulse
-from runner.plan.plan import PhasePlan
+from runner.engine.watchdog import ProgressMark
+from runner.plan.planner import PhasePlan
 
 AnyHook = TypeVar("AnyHook", bound="Hook")
 
@@ -68,12 +68,12 @@ class PhaseView:
     order: Order
     shares: FixedShares
     loader: Loader
-    work: Work
+    work: PhaseKind
     feed: Feed
     batches: Iterator[MicroBatch]
     record: PhaseRecord
     watch: Stopwatch
-    pulse: Pulse
+    pulse: ProgressMark
     closed = must_stop = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()
@@ -171,7 +171,7 @@ class Hook:
         """Return a context for the forward passes of an evaluation."""
         return nullcontext()
 
-    def after_evaluation(self, found: Measured) -> None:
+    def after_evaluation(self, found: EvaluationResult) -> None:
         """Called on all ranks with the same metrics."""
 
     def state_dict(self) -> Any:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from runner.base.slow import Watch
-from runner.base.speed import Decision
+from runner.base.share_solver import Decision
 from runner.base.stopwatch import PARTS
+from runner.base.stragglers import StragglerDetector
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.rank_sync import RankSync
@@ -24,7 +24,7 @@ class LoadBalance(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._slow = Watch()
+        self._slow = StragglerDetector()
         self._num_compared = 0  # updates of which all ranks have reported their times
         self._seconds: list[tuple[Mapping[str, float], ...]] = []  # by part and rank, since the last row
         self._idle: Mapping[str, float] = {}

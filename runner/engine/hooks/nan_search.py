@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from runner.axes.precision import NotFinite
 from runner.base.errors import AccelRunError
-from runner.engine import numeric
+from runner.engine import non_finite
 from runner.engine.hooks.hook import Hook
-from runner.engine.kinds import Gradients
+from runner.engine.phase_kinds import GradientPhase
 from runner.engine.watchdog import SEARCH
 
 
@@ -17,7 +17,7 @@ class NanSearch(Hook):
         if not isinstance(error, NotFinite):
             return None
         phase = self.phase
-        assert isinstance(phase.work, Gradients), "a fit has neither loss nor gradients"
+        assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
         phase.loader.close()  # its thread must not read beside this one
         number = phase.position.update + (0 if error.late else 1)
         phase.pulse.now = (SEARCH, number)  # all samples are read again, by this process alone
@@ -25,5 +25,7 @@ class NanSearch(Hook):
         training = phase.work.training
         is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)
         passed = None if error.late else phase.feed.last
-        update = numeric.Update(phase.name, number, micros, phase.loader.fetcher, training, is_applied, passed)
-        return numeric.named(error, update, phase.parts)
+        update = non_finite.ReplayedUpdate(
+            phase.name, number, micros, phase.loader.fetcher, training, is_applied, passed
+        )
+        return non_finite.named(error, update, phase.parts)

@@ -6,12 +6,12 @@ import dataclasses
 from contextlib import suppress
 
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost, TaskFault
-from runner.base.shortage import BETWEEN, Shortage, halved, shortage_of
-from runner.engine import passes
+from runner.base.oom_errors import BETWEEN, OomCause, halved, shortage_of
+from runner.engine import oom_history
 from runner.engine.evaluate import Sizes
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.out_of_memory import Account, account, hints, summary
-from runner.engine.passes import Smaller
+from runner.engine.oom_history import ReducedMicroBatch
+from runner.engine.oom_report import MemoryAccount, account, hints, summary
 from runner.engine.watchdog import EVALUATION, SUMMARY
 
 
@@ -25,9 +25,9 @@ class OutOfMemory(Hook):
         super().__init__(phase)
         self.run, self.world = phase.run_, phase.run_.parts.world
         self.is_on = self.run.plan.settings.on_oom == "retry"
-        rows = [dataclasses.asdict(row) for row in passes.remembered(self.run.directory.path)]
-        self.rows = [Smaller(**row) for row in self.world.from_first(rows)]
-        self.found: Account | None = None  # of the last shortage on this rank,
+        rows = [dataclasses.asdict(row) for row in oom_history.remembered(self.run.directory.path)]
+        self.rows = [ReducedMicroBatch(**row) for row in self.world.from_first(rows)]
+        self.found: MemoryAccount | None = None  # of the last shortage on this rank,
         self.told: Problem | None = None  # and what was said of it
         self.sizes = Sizes(phase.planned.batch.micro_batch_size, self._evaluation_failed if self.is_on else None)
         for row in self._mine("evaluation"):
@@ -52,13 +52,13 @@ class OutOfMemory(Hook):
         return [
             f"passes{'' if rank is None or self.world.world_size == 1 else f' of rank {rank}'} have {size} samples"
             f" instead of {asked} from update {update + 1} on: memory ran out there before; to try the larger ones"
-            f" again, remove {self.run.directory.shown / passes.FILE}"
+            f" again, remove {self.run.directory.shown / oom_history.FILE}"
             for (update, rank), size in smallest.items()
         ]
 
     # ------------------------------------------------------------ in an update
 
-    def note(self, shortage: Shortage, error: BaseException) -> None:
+    def note(self, shortage: OomCause, error: BaseException) -> None:
         """Who holds the memory is written down while all is still held; of the error only its words are kept."""
         phase, parts = self.phase, self.run.parts
         shown = phase.in_words(error)
@@ -69,13 +69,13 @@ class OutOfMemory(Hook):
         )
         shape_text = str(tuple(shape)) if isinstance(shape, tuple) and samples and not self._is_evaluating else ""
         rank = self.run.plan.ranks[self.world.rank]
-        self.found = Account(shortage, samples, shape_text, None, None, None)
+        self.found = MemoryAccount(shortage, samples, shape_text, None, None, None)
         with suppress(Exception):  # there may be no memory for it; the run is what counts
             self.found = account(shortage, self.world.device, rank.uuid, samples, shape_text)
             optimizer = getattr(getattr(phase.work, "training", None), "optimizer", None)
             self.run.directory.write(self._file, summary(self.found, parts.bare, optimizer, self.world.device))
 
-    def go_on(self, shortage: Shortage | None, obstacle: str) -> None:
+    def go_on(self, shortage: OomCause | None, obstacle: str) -> None:
         """All ranks learn who has how much less; the samples of the update come again."""
         size, mine = self._size(), None
         if shortage is not None:
@@ -94,7 +94,7 @@ class OutOfMemory(Hook):
                 self._shrink(rank, *there)
         self.phase.begin_again(self.smaller)
 
-    def say_applied(self, shortage: Shortage) -> None:
+    def say_applied(self, shortage: OomCause) -> None:
         """The step of the optimizer was made at the second try."""
         self._say(
             f"memory ran out in the optimizer's step of {self._where(shortage)}, before it had changed anything: what"
@@ -106,7 +106,9 @@ class OutOfMemory(Hook):
         samples = phase.order.samples_of_ranks(phase.position.update, phase.shares.of(phase.position.update))
         share = samples[rank if len(samples) > 1 else 0]
         update = phase.position.update
-        self._remember(Smaller(phase.name, update, rank, size, self._asked("training"), self.world.world_size))
+        self._remember(
+            ReducedMicroBatch(phase.name, update, rank, size, self._asked("training"), self.world.world_size)
+        )
         whose = f" of rank {rank}" if self.world.world_size > 1 else ""
         file = self._name_of(rank)
         self._say(
@@ -143,7 +145,7 @@ class OutOfMemory(Hook):
         for rank, (old, new) in enumerate(self.sizes.of_ranks):
             if new < old:
                 self._remember(
-                    Smaller(
+                    ReducedMicroBatch(
                         self.phase.name, self.phase.position.update, rank, new, self._asked("evaluation"),
                         self.world.world_size, "evaluation",
                     )
@@ -187,14 +189,14 @@ class OutOfMemory(Hook):
         now = (self.phase.name, self.phase.position.update, self.world.rank)
         return any((row.phase, row.update, row.rank) == now and row.use == "training" for row in self.rows)
 
-    def _end(self, shortage: Shortage, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
+    def _end(self, shortage: OomCause, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
         kind = DeviceMemoryError if shortage.side == "device" else HostMemoryError
         whose = "the GPU's" if shortage.side == "device" else "the machine's"
         own = self.told.fix if self.told is not None else ""
         found = kind(f"{whose} memory is used up: {shortage.text}", where=self._where(shortage), fix=own)
         return self._told(shortage, found, obstacle, is_vain=is_vain)
 
-    def _told(self, shortage: Shortage, found: AccelRunError, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
+    def _told(self, shortage: OomCause, found: AccelRunError, obstacle: str, *, is_vain: bool = False) -> AccelRunError:
         phase = self.phase
         size = self.sizes.now if self._is_evaluating else self._size()
         less = None if is_vain else halved(size)
@@ -206,10 +208,12 @@ class OutOfMemory(Hook):
         if shortage.place == BETWEEN or not self.is_on or self.run.stop.requested is not None:
             pass
         elif less is not None:
-            use: passes.Use = "evaluation" if self._is_evaluating else "training"
+            use: oom_history.Use = "evaluation" if self._is_evaluating else "training"
             rank = None if self.run.parts.parallel.in_step else self.world.rank
             asked, world_size = self._asked(use), self.world.world_size
-            row = Smaller(phase.name, phase.position.update, rank, less, asked, world_size, use, in_place=False)
+            row = ReducedMicroBatch(
+                phase.name, phase.position.update, rank, less, asked, world_size, use, in_place=False
+            )
             kept = [*self.rows, row]
             why = f" ({obstacle} could not be put back)" if obstacle else ""
             way_out = f"goes on from the last checkpoint with {less} samples in a pass{why}; else:"
@@ -218,7 +222,7 @@ class OutOfMemory(Hook):
         if kept != self.rows:
             self.rows = kept
             with suppress(AccelRunError):  # a full disk: nobody would know of smaller passes
-                passes.remember(self.run.directory, self.rows)
+                oom_history.remember(self.run.directory, self.rows)
                 lines[:0] = [way_out] if way_out else []
         what = problem.what if self.found is None else f"{problem.what.partition(': ')[0]}: {self.found}"
         found.problems = (
@@ -230,27 +234,27 @@ class OutOfMemory(Hook):
 
     # ------------------------------------------------------------ what is remembered and said
 
-    def _remember(self, row: Smaller) -> None:
+    def _remember(self, row: ReducedMicroBatch) -> None:
         self.rows.append(row)
         if self.world.is_first:
             with suppress(AccelRunError):  # a full disk: this process knows it all the same
-                passes.remember(self.run.directory, self.rows)
+                oom_history.remember(self.run.directory, self.rows)
 
-    def _mine(self, use: passes.Use) -> list[Smaller]:
+    def _mine(self, use: oom_history.Use) -> list[ReducedMicroBatch]:
         in_step = self.run.parts.parallel.in_step  # then ranks make as many passes as the one with the smallest
         mine = [row for row in self.rows if row.use == use and self._holds(row)]
         return [row for row in mine if in_step or row.is_of(self.world.rank)]
 
-    def _holds(self, row: Smaller) -> bool:
+    def _holds(self, row: ReducedMicroBatch) -> bool:
         """Tell whether a row was made under the settings of this phase."""
         same = (row.phase, row.world_size) == (self.phase.name, self.world.world_size)
         return same and row.asked == self._asked(row.use)
 
-    def _asked(self, use: passes.Use) -> int:
+    def _asked(self, use: oom_history.Use) -> int:
         batch = self.phase.planned.batch
         return batch.largest_pass if use == "training" else batch.micro_batch_size
 
-    def _where(self, shortage: Shortage | None) -> str:
+    def _where(self, shortage: OomCause | None) -> str:
         place = f", {shortage.place}" if shortage is not None else ""
         return f"update {self.phase.position.update + 1} of phase {self.phase.name}{place}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from runner.engine.faults import is_of_task
+from runner.engine.error_diagnosis import is_of_task
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.loop import StepInfo

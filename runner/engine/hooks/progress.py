@@ -12,7 +12,7 @@ from runner.engine.loop import StepInfo
 FIRST_LOOK_S = 0.5  # the monitor opens NVML then: a short first update does not wait for it
 
 
-class ProgressDisplay(Hook):
+class ShowProgress(Hook):
     """Reads the loss from the device only when something is drawn."""
 
     def begin(self) -> None:

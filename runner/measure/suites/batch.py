@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from runner.base.errors import AccelRunError, Exit
-from runner.measure.contest import (
-    Contest,
-    Place,
+from runner.measure.compare import Variant, VariantResult
+from runner.measure.statistics import Ratio
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import (
+    MeasuringPlace,
+    SuiteComparison,
     contest,
     kept,
     peak_gib,
@@ -17,16 +20,13 @@ from runner.measure.contest import (
     verdict_of,
     whole_numbers,
 )
-from runner.measure.statistics import Ratio
-from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import Cell, Measured
 
 # micro: samples of a pass, as 4,8,16; auto: halves of the samples of an update
 # global: samples of an update, which change the mathematics; same: those of the settings
 OPTIONS: dict[str, str] = {"micro": "auto", "global": "same"}
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Return samples per second of each size, and the micro-batch to take.
 
     Only sizes of the same update are recommended: another number of samples per update is another training.
@@ -41,7 +41,9 @@ def run(wanted: Wanted) -> Report:
     return kept(wanted, "batch", _report(place, found, skipped), found.trials)
 
 
-def _measured(place: Place, cells: list[Cell], wanted: Wanted, skipped: dict[str, str]) -> Contest:
+def _measured(
+    place: MeasuringPlace, cells: list[Variant], wanted: SuiteRequest, skipped: dict[str, str]
+) -> SuiteComparison:
     """Return the cells measured against the first that the memory holds; those before it are skipped, with why."""
     own = _samples(None, place)
     while True:
@@ -55,11 +57,11 @@ def _measured(place: Place, cells: list[Cell], wanted: Wanted, skipped: dict[str
             skipped[cells.pop(0).name] = error.problems[0].what
 
 
-def _cells(wanted: Wanted, place: Place) -> tuple[list[Cell], dict[str, str]]:
+def _cells(wanted: SuiteRequest, place: MeasuringPlace) -> tuple[list[Variant], dict[str, str]]:
     """Return the cells, the settings as they are first, and the sizes that cannot be, with why."""
     own, used = _samples(None, place), place.phase.batch.micro_batch_size
     totals = (own,) if wanted.options["global"] == "same" else whole_numbers(wanted.options, "global")
-    cells, skipped = [Cell(AS_IT_IS)], {}
+    cells, skipped = [Variant(AS_IT_IS)], {}
     for total in totals:
         is_auto = wanted.options["micro"] == "auto"
         sizes = list(halves(total)) if is_auto else whole_numbers(wanted.options, "micro")
@@ -70,7 +72,7 @@ def _cells(wanted: Wanted, place: Place) -> tuple[list[Cell], dict[str, str]]:
             elif total % size:
                 skipped[name] = f"{total} samples of an update are no multiple of {size}"
             elif (size, total) != (used, own):
-                cells.append(Cell(name, (f"micro_batch_size={size}", f"global_batch_size={total}")))
+                cells.append(Variant(name, (f"micro_batch_size={size}", f"global_batch_size={total}")))
     return cells, skipped
 
 
@@ -82,7 +84,7 @@ def halves(total: int) -> Iterator[int]:
         yield total // 2**number
 
 
-def _samples(cell: Measured | None, place: Place | None = None) -> int:
+def _samples(cell: VariantResult | None, place: MeasuringPlace | None = None) -> int:
     """Return the samples of an update of a cell, or those of the settings, as one rank makes them."""
     if cell is not None:
         return int(cell.opened["global_batch_size"])
@@ -90,18 +92,18 @@ def _samples(cell: Measured | None, place: Place | None = None) -> int:
     return max(place.phase.batch.shares)
 
 
-def _size(cell: Measured) -> tuple[int, int]:
+def _size(cell: VariantResult) -> tuple[int, int]:
     return _samples(cell), int(cell.opened["micro_batch_size"])
 
 
-def _report(place: Place, found: Contest, skipped: dict[str, str]) -> Report:
+def _report(place: MeasuringPlace, found: SuiteComparison, skipped: dict[str, str]) -> SuiteReport:
     trials = found.trials
     measured = sorted((cell for cell in trials.cells if cell.blocks_ms), key=_size)
     rows = [_row(found, cell) for cell in measured]
     columns = (
         "samples of a pass", "of an update", "passes", "update, ms", "samples/s", "gain", "peak memory, GiB", "sure",
     )  # fmt: skip
-    table = Table("samples per second by batch size", columns, rows)
+    table = SuiteTable("samples per second by batch size", columns, rows)
     notes = [*place.notes, *trials.notes]
     if any(_samples(cell) != _samples(trials.baseline) for cell in trials.cells if cell.opened):
         notes.append("another number of samples per update is another training: its gain counts samples, not progress")
@@ -115,7 +117,7 @@ def _report(place: Place, found: Contest, skipped: dict[str, str]) -> Report:
         headline = f"micro_batch_size={recommended} makes the same updates faster than {now}: {found.gain}"
     if AS_IT_IS in skipped:
         headline = f"as it is it does not fit into the memory; {headline}"
-    return Report(
+    return SuiteReport(
         headline,
         (table,),
         notes,
@@ -124,7 +126,7 @@ def _report(place: Place, found: Contest, skipped: dict[str, str]) -> Report:
     )
 
 
-def _row(found: Contest, cell: Measured) -> Sequence[Value]:
+def _row(found: SuiteComparison, cell: VariantResult) -> Sequence[Value]:
     trials, samples = found.trials, _samples(cell)
     gain: Ratio | None = None
     if cell is not trials.baseline:
@@ -136,7 +138,7 @@ def _row(found: Contest, cell: Measured) -> Sequence[Value]:
     )  # fmt: skip
 
 
-def _sure(found: Contest, cell: Measured, gain: Ratio | None) -> str:
+def _sure(found: SuiteComparison, cell: VariantResult, gain: Ratio | None) -> str:
     """Return what is sure; numbers of another update are not compared."""
     if gain is not None and _samples(cell) != _samples(found.trials.baseline):
         return gain.verdict

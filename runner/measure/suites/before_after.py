@@ -13,9 +13,12 @@ from statistics import fmean, median
 
 from runner.base.configuration import Configuration, compose, function_of, key_of
 from runner.base.errors import AccelRunError, Exit
-from runner.measure.contest import (
+from runner.measure.compare import LEAST_ROUNDS, ComparisonResult, Variant, VariantResult
+from runner.measure.statistics import NEGLIGIBLE, ONE_EACH, paired
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import (
     Answers,
-    Place,
+    MeasuringPlace,
     in_turns,
     is_faster,
     kept,
@@ -27,23 +30,20 @@ from runner.measure.contest import (
     verdict_of,
     whole_numbers,
 )
-from runner.measure.statistics import NEGLIGIBLE, ONE_EACH, paired
-from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import LEAST_ROUNDS, Cell, Measured, Trials
 from runner.observe.nvml import Gpu, Nvml, everything, open_nvml
 
 # biggest: largest batch that is tried, in samples of one pass; 0: none is
 OPTIONS: dict[str, str] = {"biggest": "4096"}
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Return the table of before and after for the settings that are asked for, on any task.
 
     Raises ConfigError for numbers that are none, AccelRunError where the plain settings cannot be measured.
     """
     biggest = whole_numbers(wanted.options, "biggest", 0)[0]
     with place_of(wanted) as place:
-        cells = [Cell(BEFORE, plain(compose(wanted.request))), Cell(AFTER)]
+        cells = [Variant(BEFORE, plain(compose(wanted.request))), Variant(AFTER)]
         trials = measured_in(place, cells, wanted, 0.5)
         share_s = SHARE_OF_INFERENCE * wanted.budget_s
         order = {"do": "predict", "least_s": share_s / (2 * len(cells) * LEAST_ROUNDS)}
@@ -113,7 +113,7 @@ class Biggest:
     is_all: bool = False
 
 
-def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> Biggest:
+def _biggest(place: MeasuringPlace, cell: Variant, wanted: SuiteRequest, most: int) -> Biggest:
     """Return the largest doubling of the batch that made updates in one pass.
 
     On a CPU the next one is not tried where the growth so far says that the memory would not hold it: the system would
@@ -129,7 +129,9 @@ def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> Biggest:
         if found is not None and time.monotonic() > until:
             return Biggest(found, "there was no time for larger ones")
         wanted.say(f"tries {size} samples in one pass, {cell.name}")
-        own = Cell(f"{cell.name}, {size}", (*cell.overrides, f"global_batch_size={size}", f"micro_batch_size={size}"))
+        own = Variant(
+            f"{cell.name}, {size}", (*cell.overrides, f"global_batch_size={size}", f"micro_batch_size={size}")
+        )
         try:
             with place.arena.alone(own, limits_of(1.0)) as (ask, opened):
                 if opened.opened["micro_batch_size"] != size:
@@ -150,7 +152,7 @@ def _biggest(place: Place, cell: Cell, wanted: Wanted, most: int) -> Biggest:
     raise AssertionError("there is no largest number")
 
 
-def _busy(place: Place, trials: Trials, wanted: Wanted) -> dict[str, float | None]:
+def _busy(place: MeasuringPlace, trials: ComparisonResult, wanted: SuiteRequest) -> dict[str, float | None]:
     """Return cell -> percent of the time in which its updates keep the GPU busy; None where nobody tells."""
     nvml = open_nvml()
     gpu = next((each for each in everything(nvml.gpus) if each.uuid == place.plan.device_uuid), None)
@@ -189,12 +191,12 @@ def watched(nvml: Nvml, gpu: Gpu) -> Iterator[list[float]]:
 
 
 def _report(
-    place: Place,
-    trials: Trials,
+    place: MeasuringPlace,
+    trials: ComparisonResult,
     inferred: Mapping[str, Answers | str],
     busy: Mapping[str, float | None],
     biggest: Mapping[str, Biggest],
-) -> Report:
+) -> SuiteReport:
     before, after = trials.cells
     skipped = skipped_of(trials)
     ratio = trials.ratio(after)
@@ -235,21 +237,21 @@ def _report(
         if after.opened and after.opened["values"].get(key) != value and key != "output_root"
     ]
     tables = [
-        Table(f"before and after, {place.plan.choices['task'].name}", columns, rows),
-        Table("what differs", ("setting", BEFORE, AFTER), differ),
+        SuiteTable(f"before and after, {place.plan.choices['task'].name}", columns, rows),
+        SuiteTable("what differs", ("setting", BEFORE, AFTER), differ),
     ]
     data = {"inference": dict(inferred), "biggest": {name: dataclasses.asdict(told) for name, told in biggest.items()}}
-    return Report(headline, tables, notes, skipped, data)
+    return SuiteReport(headline, tables, notes, skipped, data)
 
 
-def _epoch_s(measured: Measured) -> float:
+def _epoch_s(measured: VariantResult) -> float:
     """Return the seconds of the updates of an epoch; evaluations and saves are not in them."""
     if not measured.blocks_ms:
         return float("nan")
     return measured.median_ms / 1e3 * float(measured.opened["updates"]) / float(measured.opened["epochs"])
 
 
-def _per_second(measured: Measured) -> float:
+def _per_second(measured: VariantResult) -> float:
     return 1e3 / measured.median_ms
 
 

@@ -13,12 +13,17 @@ import numpy as np
 from runner.base.configuration import merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.schema import did_you_mean
-from runner.base.speed import Line, fit
+from runner.base.share_solver import RankTiming, fit
 from runner.base.values import MOST_THREADS
 from runner.engine.evidence import Evidence
-from runner.measure.contest import (
+from runner.measure.compare import ComparisonResult, Variant
+from runner.measure.criteria import Criterion, criteria
+from runner.measure.facts import Facts
+from runner.measure.statistics import CONFIDENCE, ONE_EACH, Ratio, paired
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import (
     Answers,
-    Place,
+    MeasuringPlace,
     in_turns,
     kept,
     limits_of,
@@ -29,11 +34,6 @@ from runner.measure.contest import (
     verdict_of,
     whole_numbers,
 )
-from runner.measure.criteria import Criterion, criteria
-from runner.measure.facts import Facts
-from runner.measure.statistics import CONFIDENCE, ONE_EACH, Ratio, paired
-from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import Cell, Trials
 from runner.plan.inventory import Inventory
 
 # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all where there is no GPU
@@ -46,7 +46,7 @@ Blocks = Mapping[int, Sequence[float]]
 Overrides = tuple[str, ...]
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Return what two devices take for both phases of `hyperspectral`, and where they cross.
 
     Raises ConfigError for a device that is not here, a number that is none, and for another task.
@@ -128,16 +128,16 @@ def _words_of(name: str, gpus: Sequence[str], text: str) -> Overrides:
     raise ConfigError(Problem(what, f"devices={text}", fix))
 
 
-def _cell(device: str, words: Overrides, batch: int, side: int) -> Cell:
+def _cell(device: str, words: Overrides, batch: int, side: int) -> Variant:
     own = (f"global_batch_size={batch}", f"micro_batch_size={batch}", f"task.height={side}", f"task.width={side}")
-    return Cell(_name(device, batch, side), (*words, *own))
+    return Variant(_name(device, batch, side), (*words, *own))
 
 
 def _name(device: str, batch: int, side: int) -> str:
     return f"{device}, batch {batch}, side {side}"
 
 
-def blocks_of(trials: Trials, device: str, points: Sequence[tuple[int, int]], which: int) -> Blocks:
+def blocks_of(trials: ComparisonResult, device: str, points: Sequence[tuple[int, int]], which: int) -> Blocks:
     """Return seconds per update of each point: by samples, or by pixels of a sample.
 
     A point of which there was no time for the fewest blocks is none: what they say of their spread is too little.
@@ -166,7 +166,7 @@ class Crossing:
     at: float | None
     low: float | None
     high: float | None
-    lines: tuple[Line, Line]
+    lines: tuple[RankTiming, RankTiming]
     residuals: tuple[float, float]
     said: str
 
@@ -203,11 +203,11 @@ def crossing(names: Sequence[str], first: Blocks, second: Blocks, unit: str) -> 
     return Crossing(at, float(ends[0]), float(ends[1]), lines, residuals, said)
 
 
-def _line(blocks: Blocks) -> Line:
+def _line(blocks: Blocks) -> RankTiming:
     return fit((x, median(seconds)) for x, seconds in blocks.items())
 
 
-def _residual(line: Line, blocks: Blocks) -> float:
+def _residual(line: RankTiming, blocks: Blocks) -> float:
     if len(blocks) < 3:  # a line goes through two points whatever they are
         return float("nan")
     off = [line.seconds(x) / median(seconds) - 1 for x, seconds in blocks.items()]
@@ -218,7 +218,7 @@ def _drawn(blocks: Blocks, rng: np.random.Generator) -> Blocks:
     return {x: list(rng.choice(np.asarray(seconds), len(seconds))) for x, seconds in blocks.items()}
 
 
-def _meeting(first: Line, second: Line) -> float | None:
+def _meeting(first: RankTiming, second: RankTiming) -> float | None:
     slope = first.per_sample_s - second.per_sample_s
     return (second.fixed_s - first.fixed_s) / slope if slope else None
 
@@ -227,13 +227,13 @@ def _meeting(first: Line, second: Line) -> float | None:
 
 
 def _report(
-    place: Place,
+    place: MeasuringPlace,
     devices: Sequence[str],
-    trials: Trials,
+    trials: ComparisonResult,
     fits: Mapping[int, Mapping[str, Answers | str]],
     lines: Mapping[str, Mapping[str, Blocks]],
     batch: int,
-) -> Report:
+) -> SuiteReport:
     first, second = devices
     sizes = dict(zip(sorted(fits), ("small", "large"), strict=False))
     rows: list[tuple[Value, ...]] = []
@@ -253,12 +253,12 @@ def _report(
         sure = "not measured" if ratio is None else verdict_of(trials, two, ratio)
         rows.append((name, side, *times, "" if ratio is None else str(ratio), sure))
     columns = ("phase", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
-    tables = [Table(f"{second} against {first}: a pass of statistics, an update of gradients", columns, rows)]
+    tables = [SuiteTable(f"{second} against {first}: a pass of statistics, an update of gradients", columns, rows)]
     found = {
         by: crossing(devices, blocks[first], blocks[second], UNITS[by]) for by, blocks in lines.items()
     }  # fmt: skip
     fitted = [row for by, each in found.items() for row in _fit_rows(by, each, devices)]
-    tables.append(Table("fits of an update, t = a + c x", FIT_COLUMNS, fitted))
+    tables.append(SuiteTable("fits of an update, t = a + c x", FIT_COLUMNS, fitted))
     notes = [*place.notes, *trials.notes]
     notes += [f"by {by}: {each.said if each else 'not enough was measured for a line'}" for by, each in found.items()]
     headline = _headline(devices, verdicts, found)
@@ -267,7 +267,7 @@ def _report(
         "verdicts": verdicts,
         "statistics": {str(side): dict(told) for side, told in fits.items()},
     }
-    return Report(headline, tables, notes, skipped, data)
+    return SuiteReport(headline, tables, notes, skipped, data)
 
 
 def _fits_of(
@@ -293,7 +293,7 @@ def _fit_rows(by: str, found: Crossing | None, devices: Sequence[str]) -> list[t
     ]
 
 
-def _criteria(place: Place, cells: Sequence[Cell]) -> list[Criterion]:
+def _criteria(place: MeasuringPlace, cells: Sequence[Variant]) -> list[Criterion]:
     """Return the thresholds that people go by with the values of the first cell that can be opened; none: no such."""
     for cell in cells:
         with suppress(AccelRunError), place.arena.alone(cell, limits_of(1.0)) as (ask, measured):
@@ -309,7 +309,7 @@ def _criteria(place: Place, cells: Sequence[Cell]) -> list[Criterion]:
     return []
 
 
-def _rules(found: Mapping[int, Sequence[Criterion]]) -> Table:
+def _rules(found: Mapping[int, Sequence[Criterion]]) -> SuiteTable:
     """Return the table of the thresholds: a column of values and one of verdicts for the small and the large cubes."""
     columns, rows = ["rule of thumb", ""], dict[str, list[Value]]()
     for size, criteria_of in zip(("small", "large"), found.values(), strict=False):
@@ -318,7 +318,7 @@ def _rules(found: Mapping[int, Sequence[Criterion]]) -> Table:
             told = rows.setdefault(row.name, [row.name, row.rule or "-"])
             told += [row.value, row.verdict if row.rule else "-"]
     width = len(columns)
-    return Table("GPU or CPU? What people go by; what was measured counts", columns,
+    return SuiteTable("GPU or CPU? What people go by; what was measured counts", columns,
                  [row for row in rows.values() if len(row) == width])  # fmt: skip
 
 

@@ -14,17 +14,26 @@ from typing import Any
 
 from runner.base.configuration import Configuration, Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
-from runner.base.figures import finite
+from runner.base.json_numbers import finite
 from runner.base.subprocesses import in_subprocess
-from runner.measure import pictures
-from runner.measure.contest import LEAST_S, ROUNDS, limits_of, peak_gib, place_of, some_of
+from runner.measure import plots
+from runner.measure.compare import (
+    LEAST_ROUNDS,
+    Comparison,
+    ComparisonResult,
+    Interrupted,
+    Numerics,
+    Variant,
+    VariantResult,
+    enough,
+)
 from runner.measure.results import Results
 from runner.measure.statistics import Ratio
-from runner.measure.suite import Report, Table, Value, Wanted
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import LEAST_S, ROUNDS, limits_of, peak_gib, place_of, some_of
 from runner.measure.technique import BASELINE, Technique, chosen, stacked, techniques
-from runner.measure.trial import LEAST_ROUNDS, Arena, Cell, Interrupted, Measured, Numerics, Trials, enough
 from runner.plan.inventory import take_inventory
-from runner.plan.plan import make_plan
+from runner.plan.planner import make_plan
 
 MODES = ("isolated", "cumulative", "leave_one_out", "best")
 WORDS = ("all", "init", "reset", "clean", "plots")  # besides the names of techniques
@@ -33,7 +42,7 @@ OPTIONS = {"techniques": "all", "modes": "", "steps": "50", "batch": "", "rounds
 
 
 @dataclass(frozen=True)
-class Row:
+class LadderRow:
     """What is known of one cell of the ladder.
 
     members    techniques that are on the baseline, those that another one replaced left out
@@ -84,7 +93,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Asked:
+class LadderRequest:
     """What is to be measured, checked."""
 
     request: Request
@@ -95,9 +104,9 @@ class Asked:
     steps: int
     rounds: int
 
-    def cell(self, name: str, members: Iterable[Technique]) -> Cell:
+    def cell(self, name: str, members: Iterable[Technique]) -> Variant:
         """Return the cell of these techniques, one on top of the other."""
-        return Cell(name, stacked(members, self.base, self.configuration))
+        return Variant(name, stacked(members, self.base, self.configuration))
 
     def in_it(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Return those whose settings are all left when they are put on top of each other."""
@@ -105,7 +114,7 @@ class Asked:
         return tuple(technique for technique in members if words.issuperset(technique.overrides))
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Measure the ladder, or do with its results what the word says. Raises AccelRunError."""
     results = Results(wanted.folder, wanted.prefix)
     actions = [word for word in wanted.words if word in ACTIONS]
@@ -123,7 +132,7 @@ def run(wanted: Wanted) -> Report:
     is_main = not wanted.words or bool({BASELINE, "all"} & set(wanted.words))
     session: int | None = None
 
-    def keep(rows: Sequence[Row]) -> None:
+    def keep(rows: Sequence[LadderRow]) -> None:
         nonlocal session
         columns = {row.name: row.updates_ms for row in rows if row.updates_ms}
         facts = {row.name: as_json(row) | {"task": task} for row in rows if row.name in columns}
@@ -137,7 +146,7 @@ def run(wanted: Wanted) -> Report:
         if ladder.rows:
             wanted.say(f"stopped; what was measured until now is in {results.csv}")
         raise
-    drawn = pictures.draw(results) if "all" in wanted.words else []
+    drawn = plots.draw(results) if "all" in wanted.words else []
     return dataclasses.replace(ladder.report(), files=(results.csv, results.json, *drawn))
 
 
@@ -147,11 +156,11 @@ class Ladder:
     keep  told the new rows at the end of each stage, and where one is interrupted: what was measured is never lost
     """
 
-    def __init__(self, asked: Asked, wanted: Wanted, keep: Callable[[Sequence[Row]], None]) -> None:
+    def __init__(self, asked: LadderRequest, wanted: SuiteRequest, keep: Callable[[Sequence[LadderRow]], None]) -> None:
         self.asked, self.wanted, self.keep = asked, wanted, keep
-        self.arena: Arena
+        self.arena: Comparison
         self.is_on_cpu = False
-        self.rows: list[Row] = []
+        self.rows: list[LadderRow] = []
         self.skipped: dict[str, str] = {}
         self.notes: list[str] = []
         self.deadline = time.monotonic() + wanted.budget_s
@@ -166,7 +175,7 @@ class Ladder:
         wanted = dataclasses.replace(self.wanted, request=self.asked.request, words=())  # its own are understood
         with place_of(wanted) as place:
             self.arena, self.is_on_cpu = place.arena, place.plan.device.startswith("cpu")
-            self.arena.prepare(Cell(BASELINE))
+            self.arena.prepare(Variant(BASELINE))
             self.notes += place.notes
             if "isolated" in self.asked.modes or not members:
                 with self._kept():
@@ -197,18 +206,18 @@ class Ladder:
         self.notes.append(f"{stage}: not tried: the time was over; budget_s= gives it more")
         return False
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> LadderRow | None:
         """Return what is known of the cell of that name; None where it was not tried."""
         return next((row for row in self.rows if row.name == name), None)
 
-    def report(self) -> Report:
+    def report(self) -> SuiteReport:
         """Return the lines to print."""
         there = [row for row in self.rows if row.update_ms > 0]
         tables = [_speeds(there), _costs(there)]
         rows = [{"cell": row.name, **as_json(row)} for row in self.rows]
         notes = tuple(dict.fromkeys(self.notes))
         data = {"rows": rows, "skipped": self.skipped, "notes": notes}
-        return Report(self._headline(), tables, notes, self.skipped, data)
+        return SuiteReport(self._headline(), tables, notes, self.skipped, data)
 
     def _headline(self) -> str:
         better = [row for row in self.rows if row.is_better]
@@ -238,7 +247,7 @@ class Ladder:
         without = {f"all but {each.name}": tuple(other for other in members if other != each) for each in there}
         if "leave_one_out" not in modes or len(there) < 2:
             without = {}
-        cells: dict[tuple[str, ...], Cell] = {}
+        cells: dict[tuple[str, ...], Variant] = {}
         names: dict[str, str] = {}  # cells that are the same are measured once
         for name, those in (steps | without).items():
             cell = asked.cell(name, those)
@@ -337,7 +346,7 @@ class Ladder:
                 members = tuple(each for each in members if each != technique)
         return tuple(members)
 
-    def _measured(self, stage: str, cells: Sequence[Cell], share: float) -> Trials:
+    def _measured(self, stage: str, cells: Sequence[Variant], share: float) -> ComparisonResult:
         """Measure cells against the baseline in this share of the time that is left."""
         least = min(ROUNDS[0], self.asked.rounds)
         budget_s = max(LEAST_S, share * (self.deadline - time.monotonic()))
@@ -351,7 +360,7 @@ class Ladder:
             cells = sorted(cells, key=_is_half)
         try:
             with _raising_at_a_stop():
-                given = [Cell(BASELINE, self.asked.base.overrides), *cells]
+                given = [Variant(BASELINE, self.asked.base.overrides), *cells]
                 trials = self.arena.measure(given, limits, self.wanted.say)
         except Interrupted as stopped:
             self._keep_some(stopped.trials, stage)
@@ -367,7 +376,7 @@ class Ladder:
             self.rows.append(_row(trials, BASELINE, BASELINE, (), self.asked.steps))
         return trials
 
-    def _keep_some(self, trials: Trials, stage: str) -> None:
+    def _keep_some(self, trials: ComparisonResult, stage: str) -> None:
         """Of a stage that was interrupted there are rows of what can be told of one cell alone."""
         for measured in trials.cells:
             name = measured.cell.name
@@ -378,9 +387,9 @@ class Ladder:
                     self.rows.append(_row(trials, name, stage if is_alone else BASELINE, members, self.asked.steps))
 
     def _add(
-        self, trials: Trials, name: str, mode: str, members: tuple[str, ...], cell: str = "",
-        *, against: Measured | None = None,
-    ) -> Row:  # fmt: skip
+        self, trials: ComparisonResult, name: str, mode: str, members: tuple[str, ...], cell: str = "",
+        *, against: VariantResult | None = None,
+    ) -> LadderRow:  # fmt: skip
         """Keep what was measured of a cell."""
         row = _row(trials, cell or name, mode, members, self.asked.steps)
         own = trials.ratio(trials.of(cell or name), against) if against is not None and row.ratio else None
@@ -391,7 +400,7 @@ class Ladder:
         return row
 
 
-def _is_half(cell: Cell) -> bool:
+def _is_half(cell: Variant) -> bool:
     """Tell whether a CPU needs ten times as long for its updates, and would take the time of the others to begin."""
     return "precision=fp16" in cell.overrides
 
@@ -424,7 +433,7 @@ def _raising_at_a_stop() -> Iterator[None]:
 # ---------------------------------------------------------------- what is asked
 
 
-def requested(wanted: Wanted) -> Asked:
+def requested(wanted: SuiteRequest) -> LadderRequest:
     """Return what is to be measured. Raises ConfigError with all that is wrong with the words."""
     options, problems = wanted.options, list[Problem]()
     numbers = {}
@@ -453,7 +462,7 @@ def requested(wanted: Wanted) -> Asked:
         words_given = merge_overrides(request.overrides, [f"global_batch_size={numbers['batch']}"])
         request = dataclasses.replace(request, overrides=words_given)
     configuration = compose(request)
-    return Asked(
+    return LadderRequest(
         request,
         configuration,
         known[BASELINE],
@@ -469,7 +478,7 @@ def _listed(text: str) -> list[str]:
     return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
 
 
-def _impossible(asked: Asked) -> dict[str, str]:
+def _impossible(asked: LadderRequest) -> dict[str, str]:
     """Return technique -> why it cannot be planned here. Raises where the baseline itself cannot."""
     reasons = {each.name: why for each in asked.members if (why := each.why_not(asked.configuration))}
     cells = [asked.cell(each.name, [each]) for each in asked.members if each.name not in reasons]
@@ -501,18 +510,18 @@ def _refusals(request: Request, cells: Sequence[tuple[str, ...]]) -> list[AccelR
 # ---------------------------------------------------------------- what is found
 
 
-def _row(trials: Trials, name: str, mode: str, members: tuple[str, ...], steps: int) -> Row:
+def _row(trials: ComparisonResult, name: str, mode: str, members: tuple[str, ...], steps: int) -> LadderRow:
     """Return what the trials tell of the cell of that name."""
     measured, base = trials.of(name), trials.baseline
     if not measured.blocks_ms:
-        return Row(name, mode, members, why_not=measured.why_not or "it had no turn: the time was over")
+        return LadderRow(name, mode, members, why_not=measured.why_not or "it had no turn: the time was over")
     report, is_base = measured.report, measured is base
     later_s, gained_ms = trials.more_to_open_s(measured), base.median_ms - measured.median_ms
     ratio = None if is_base else trials.ratio(measured)
     is_faster = ratio is not None and ratio.verdict == "better"
     sizes = report.get("optimizer_bytes")
     calls = report.get("attention", [])
-    return Row(
+    return LadderRow(
         name,
         mode,
         members,
@@ -542,7 +551,7 @@ def evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
     return tuple(values[place * len(values) // num] for place in range(num))
 
 
-def _speeds(rows: Sequence[Row]) -> Table:
+def _speeds(rows: Sequence[LadderRow]) -> SuiteTable:
     columns = (
         "cell", "on the baseline", "update, ms", "against the baseline", "verdict", "by itself", "start, s",
         "compile, s", "pays after, updates",
@@ -556,10 +565,10 @@ def _speeds(rows: Sequence[Row]) -> Table:
                 _known(row.start_s), _known(row.compile_s), row.pays_at,
             ]
         )  # fmt: skip
-    return Table("speed", columns, told)
+    return SuiteTable("speed", columns, told)
 
 
-def _costs(rows: Sequence[Row]) -> Table:
+def _costs(rows: Sequence[LadderRow]) -> SuiteTable:
     columns = (
         "cell", "peak memory, GiB", "optimizer, MiB", "loss off, %", "gradient off, %", "weights off, %", "computes",
         "attention", "energy, J",
@@ -576,7 +585,7 @@ def _costs(rows: Sequence[Row]) -> Table:
                 row.attention, row.update_j,
             ]
         )  # fmt: skip
-    return Table("an update: memory, numbers against the baseline, kernels", columns, told)
+    return SuiteTable("an update: memory, numbers against the baseline, kernels", columns, told)
 
 
 def _known(value: float) -> float | None:
@@ -587,11 +596,11 @@ def _names(members: Iterable[Technique]) -> tuple[str, ...]:
     return tuple(technique.name for technique in members)
 
 
-def _gain(row: Row | None) -> float:
+def _gain(row: LadderRow | None) -> float:
     return row.ratio.middle if row is not None and row.ratio is not None else 0.0
 
 
-def as_json(row: Row) -> dict[str, Any]:
+def as_json(row: LadderRow) -> dict[str, Any]:
     """Return what is known of a cell, JSON-able, without the times that the CSV has."""
     found = dataclasses.asdict(row)
     del found["updates_ms"], found["name"]
@@ -623,26 +632,28 @@ def _columns_of(results: Results) -> Mapping[str, Sequence[float]]:
         return {}
 
 
-def _init(results: Results, _: Wanted) -> Report:
+def _init(results: Results, _: SuiteRequest) -> SuiteReport:
     results.init()
-    return Report("the table is there, without results", files=(results.csv,))
+    return SuiteReport("the table is there, without results", files=(results.csv,))
 
 
-def _reset(results: Results, _: Wanted) -> Report:
+def _reset(results: Results, _: SuiteRequest) -> SuiteReport:
     results.reset()
-    return Report("all results are gone; the table is empty", files=(results.csv,))
+    return SuiteReport("all results are gone; the table is empty", files=(results.csv,))
 
 
-def _clean(results: Results, _: Wanted) -> Report:
+def _clean(results: Results, _: SuiteRequest) -> SuiteReport:
     removed = results.clean()
-    return Report(f"removed: {', '.join(str(path) for path in removed)}" if removed else "there was nothing to remove")
+    return SuiteReport(
+        f"removed: {', '.join(str(path) for path in removed)}" if removed else "there was nothing to remove"
+    )
 
 
-def _plots(results: Results, _: Wanted) -> Report:
-    return Report("", files=tuple(pictures.draw(results)))
+def _plots(results: Results, _: SuiteRequest) -> SuiteReport:
+    return SuiteReport("", files=tuple(plots.draw(results)))
 
 
-ACTIONS: Mapping[str, Callable[[Results, Wanted], Report]] = {
+ACTIONS: Mapping[str, Callable[[Results, SuiteRequest], SuiteReport]] = {
     "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
 }  # fmt: skip
 SHARE_ALONE = 0.5  # of the time, for each technique alone: what the others try stands on it

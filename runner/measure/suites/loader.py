@@ -7,9 +7,11 @@ from itertools import product
 from typing import NamedTuple
 
 from runner.base.errors import ConfigError, Problem
-from runner.measure.contest import (
-    Contest,
-    Place,
+from runner.measure.compare import Variant, VariantResult
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import (
+    MeasuringPlace,
+    SuiteComparison,
     contest,
     kept,
     place_of,
@@ -19,8 +21,6 @@ from runner.measure.contest import (
     waits,
     whole_numbers,
 )
-from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import Cell, Measured
 
 # workers: worker processes, as 0,2,4, and thread for dataloader=thread (without a cache one worker); auto: by the cores
 # prefetch: batches that each of them reads ahead
@@ -29,7 +29,7 @@ from runner.measure.trial import Cell, Measured
 OPTIONS: dict[str, str] = {"workers": "auto", "prefetch": "2,4", "pin": "auto", "cache": "none,memory,device"}
 
 
-class Reader(NamedTuple):
+class LoaderVariant(NamedTuple):
     """A loader: workers, or `thread`; batches that each reads ahead, 0 where nobody does; page-locked; cache."""
 
     workers: int | str
@@ -52,7 +52,7 @@ class Reader(NamedTuple):
         return ("dataloader=default", f"dataloader.num_workers={self.workers}", *ahead, *rest)
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Return the loaders, the fastest first, and which one to take.
 
     Raises ConfigError for values that no loader has.
@@ -64,7 +64,7 @@ def run(wanted: Wanted) -> Report:
             reads(wanted.options)
     with place_of(wanted) as place:
         readers, skipped = _readers(wanted.options, place)
-        cells = [Cell(AS_IT_IS), *(Cell(str(reader), reader.overrides) for reader in readers)]
+        cells = [Variant(AS_IT_IS), *(Variant(str(reader), reader.overrides) for reader in readers)]
         found = contest(place, cells, wanted)
     by_name = {str(reader): reader for reader in readers} | {AS_IT_IS: _reader_of(place)}
     return kept(wanted, "loader", _report(place, found, by_name, skipped), found.trials)
@@ -83,32 +83,32 @@ def _pins(options: Mapping[str, str]) -> tuple[bool, ...]:
     return tuple(word == "true" for word in some_of(options, "pin", ("false", "true")))
 
 
-def _reader_of(place: Place) -> Reader:
+def _reader_of(place: MeasuringPlace) -> LoaderVariant:
     """Return the loader of the settings as they are."""
     options = place.plan.choices["dataloader"].options
     workers = options.get("num_workers", THREAD)
     ahead = options.get("depth", options.get("prefetch_factor", 0))
-    return _effective(Reader(workers, int(ahead), options["pin_memory"] is True, options["cache"]))
+    return _effective(LoaderVariant(workers, int(ahead), options["pin_memory"] is True, options["cache"]))
 
 
-def _effective(reader: Reader) -> Reader:
+def _effective(reader: LoaderVariant) -> LoaderVariant:
     """Return the loader that it is: a thread reads only what is kept, and who reads when asked reads nothing ahead."""
     if reader.workers == THREAD and reader.cache == "none":
         return reader._replace(workers=1)
     return reader._replace(prefetch=reader.prefetch if reader.workers else 0)
 
 
-def _readers(options: Mapping[str, str], place: Place) -> tuple[list[Reader], dict[str, str]]:
+def _readers(options: Mapping[str, str], place: MeasuringPlace) -> tuple[list[LoaderVariant], dict[str, str]]:
     """Return the loaders to measure beside the one of the settings, and those that cannot be, with why."""
     has_gpu = str(place.plan.device).startswith("cuda")
     cores = place.inventory.cpu.logical_cores
     workers = _some_workers(cores) if options["workers"] == "auto" else _workers(options)
     pins = ((False, True) if has_gpu else (False,)) if options["pin"] == "auto" else _pins(options)
     caches = some_of(options, "cache", CACHES)
-    readers: dict[Reader, None] = {}
+    readers: dict[LoaderVariant, None] = {}
     skipped: dict[str, str] = {}
     for each in product(workers, whole_numbers(options, "prefetch"), pins, caches):
-        reader = _effective(Reader(*each))
+        reader = _effective(LoaderVariant(*each))
         why = next(why_not(reader, has_gpu=has_gpu), "")
         if why:
             skipped[str(reader)] = why
@@ -118,7 +118,7 @@ def _readers(options: Mapping[str, str], place: Place) -> tuple[list[Reader], di
     return list(readers), skipped
 
 
-def why_not(reader: Reader, *, has_gpu: bool) -> Iterator[str]:
+def why_not(reader: LoaderVariant, *, has_gpu: bool) -> Iterator[str]:
     """Yield why a loader cannot be, or is another one by another name."""
     if reader.pin and not has_gpu:
         yield "there is no GPU to copy to from page-locked memory"
@@ -136,7 +136,9 @@ def _some_workers(cores: int) -> tuple[int | str, ...]:
     return (0, THREAD, *numbers)
 
 
-def _report(place: Place, found: Contest, readers: Mapping[str, Reader], skipped: dict[str, str]) -> Report:
+def _report(
+    place: MeasuringPlace, found: SuiteComparison, readers: Mapping[str, LoaderVariant], skipped: dict[str, str]
+) -> SuiteReport:
     trials, best = found.trials, found.best
     measured = sorted((cell for cell in trials.cells if cell.blocks_ms), key=lambda cell: cell.median_ms)
     columns = (
@@ -156,16 +158,16 @@ def _report(place: Place, found: Contest, readers: Mapping[str, Reader], skipped
             else f"; data is waited for {100 * left:.0f} % instead of {100 * now:.0f} %"
         )
         headline = f"{' '.join(best.cell.overrides)} makes updates faster: {found.gain}{after}"
-    return Report(
+    return SuiteReport(
         headline,
-        (Table("loaders, the fastest first", columns, rows),),
+        (SuiteTable("loaders, the fastest first", columns, rows),),
         [*place.notes, *trials.notes],
         skipped | skipped_of(trials),
         {"recommended": list(best.cell.overrides) if best else [], "is_clear": best is not None},
     )
 
 
-def _row(found: Contest, cell: Measured, reader: Reader) -> Sequence[Value]:
+def _row(found: SuiteComparison, cell: VariantResult, reader: LoaderVariant) -> Sequence[Value]:
     ratio = None if cell is found.trials.baseline else found.trials.ratio(cell)
     share, seconds = waits(cell), sum(cell.parts_s.values())
     return (

@@ -27,27 +27,27 @@ from runner.base.host import ROOT, affinity
 from runner.base.picture import png
 from runner.base.schema import did_you_mean
 from runner.base.subprocesses import in_subprocess
-from runner.base.words import first_line
+from runner.base.text import first_line
 from runner.doctor import arithmetic
-from runner.doctor.arithmetic import Format, Work
-from runner.doctor.findings import Context
+from runner.doctor.arithmetic import FormatUnderTest, OperationUnderTest
+from runner.doctor.findings import CheckContext
 from runner.doctor.storage import nearest
 from runner.durable import files
-from runner.measure.contest import kept
-from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import RESTLESS, Arena, Cell, Limits, Measured
+from runner.measure.compare import RESTLESS, CompareLimits, Comparison, Variant, VariantResult
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import kept
 from runner.plan.inventory import Device, Inventory, take_inventory
 
 if TYPE_CHECKING:
     import torch
 
-    from runner.measure.roofline import Point, Roofs
+    from runner.measure.roofline import RooflinePoint, Roofs
 
 # Its own words, and what they are when nobody says: rounds of each cell at most, and MiB of the file that is written.
 OPTIONS = {"rounds": "7", "disk_mib": "64"}
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Measure the parts that are wanted, and draw the roofline; all that was measured is in `machine.json` too.
 
     Raises ConfigError for an unknown part or a number that is none.
@@ -57,12 +57,12 @@ def run(wanted: Wanted) -> Report:
     configuration = compose(wanted.request)
     inventory = in_subprocess(take_inventory)
     device = str(configuration.settings.device)
-    asked = Asked(inventory, device, rounds, configuration.settings.root, disk_mib * MIB)
-    found = Found(skipped=skipped_without_gpu(parts, inventory, device))
+    asked = MachineRequest(inventory, device, rounds, configuration.settings.root, disk_mib * MIB)
+    found = MachineResults(skipped=skipped_without_gpu(parts, inventory, device))
     for part in (part for part in parts if part in MEASURED):
         wanted.say(f"measures {part}")
         found.add(part, _apart(part, asked, SHARES[part] * wanted.budget_s))
-    peaks = Peaks(facts_of_profiles(wanted.request.config_dir))
+    peaks = DataSheetPeaks(facts_of_profiles(wanted.request.config_dir))
     tables, sources = _tables(found.rates, inventory, peaks)
     found.notes += sources
     headline, update = _summary(found.rates), dict[str, Any]()
@@ -80,7 +80,7 @@ def run(wanted: Wanted) -> Report:
         "rates": [_as_json(rate) for rate in found.rates],
         "update": update or None,
     }
-    return kept(wanted, "machine", Report(headline, tables, found.notes, found.skipped, data, written))
+    return kept(wanted, "machine", SuiteReport(headline, tables, found.notes, found.skipped, data, written))
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Asked:
+class MachineRequest:
     """What a part is to measure.
 
     device  auto: all there are; else only this one
@@ -146,13 +146,13 @@ class Asked:
     disk_bytes: int
 
     @property
-    def context(self) -> Context:
+    def context(self) -> CheckContext:
         """What the doctor calls it."""
-        return Context(self.root, self.root, self.device, self.inventory)
+        return CheckContext(self.root, self.root, self.device, self.inventory)
 
 
 @dataclass
-class Found:
+class MachineResults:
     """What was measured so far.
 
     skipped  what was not -> why
@@ -164,7 +164,7 @@ class Found:
     notes: list[str] = field(default_factory=list)
     threads: int | None = None
 
-    def add(self, part: str, other: Found) -> None:
+    def add(self, part: str, other: MachineResults) -> None:
         """Take in what a part has found."""
         self.rates += other.rates
         self.skipped |= other.skipped
@@ -218,10 +218,10 @@ def best(rates: Sequence[Rate]) -> list[Rate]:
 # ---------------------------------------------------------------- products of matrices
 
 
-def matmul(asked: Asked, seconds: float) -> Found:
+def matmul(asked: MachineRequest, seconds: float) -> MachineResults:
     import torch
 
-    work, found, turns = arithmetic.products(), Found(threads=torch.get_num_threads()), list[Turn]()
+    work, found, turns = arithmetic.products(), MachineResults(threads=torch.get_num_threads()), list[Turn]()
     context = asked.context
     for number in (number for device in context.devices for number in arithmetic.formats(device, asked.inventory)):
         if number.why_not:
@@ -240,7 +240,7 @@ def matmul(asked: Asked, seconds: float) -> Found:
     return found
 
 
-def product_seconds(number: Format, work: Work, size: int) -> float:
+def product_seconds(number: FormatUnderTest, work: OperationUnderTest, size: int) -> float:
     """Return the seconds of one product of that size."""
     import torch
 
@@ -250,7 +250,7 @@ def product_seconds(number: Format, work: Work, size: int) -> float:
         return arithmetic.seconds(functools.partial(work.call, one, other), device)
 
 
-def _sizes(number: Format, work: Work) -> list[int]:
+def _sizes(number: FormatUnderTest, work: OperationUnderTest) -> list[int]:
     """Return the sizes to try, the last few of those that a product of LONGEST_S and the memory allow."""
     free = number.device.free_bytes or number.device.memory_bytes
     sizes = [work.sizes[0]]
@@ -265,10 +265,10 @@ def _sizes(number: Format, work: Work) -> list[int]:
 # ---------------------------------------------------------------- memory and copies
 
 
-def copies(asked: Asked, seconds: float) -> Found:
+def copies(asked: MachineRequest, seconds: float) -> MachineResults:
     import torch
 
-    found, turns = Found(threads=torch.get_num_threads()), list[Turn]()
+    found, turns = MachineResults(threads=torch.get_num_threads()), list[Turn]()
     for device in asked.context.devices:
         if device.kind == "cuda":
             turns += _of_gpu(device)
@@ -347,12 +347,12 @@ def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
 # ---------------------------------------------------------------- disk
 
 
-def disk(asked: Asked, seconds: float) -> Found:
+def disk(asked: MachineRequest, seconds: float) -> MachineResults:
     folder = nearest(asked.root)
     free = shutil.disk_usage(folder).free
     if asked.disk_bytes > free / 2:  # others write there too
         much = f"a file of {asked.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
-        return Found(skipped={"disk": f"{much} that are free in {folder}; use disk_mib={OPTIONS['disk_mib']}"})
+        return MachineResults(skipped={"disk": f"{much} that are free in {folder}; use disk_mib={OPTIONS['disk_mib']}"})
     with _trial_folder(folder) as trial:
         file, data = trial / "data", [os.urandom(MIB)] * (asked.disk_bytes // MIB)  # no file system makes it smaller
         block = bytearray(MIB)
@@ -381,7 +381,7 @@ def disk(asked: Asked, seconds: float) -> Found:
         ]
         rates, failed = in_turns(turns, asked.rounds, seconds)
     notes = ["what the disk reads was written just before: the kernel was asked to forget it, and need not obey"]
-    return Found(rates, failed, notes if rates else [])
+    return MachineResults(rates, failed, notes if rates else [])
 
 
 @contextmanager
@@ -399,7 +399,7 @@ def _trial_folder(folder: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Peaks:
+class DataSheetPeaks:
     """What data sheets say of devices, as the hardware profiles have it.
 
     profiles  name -> facts
@@ -438,7 +438,9 @@ _FACTS: Mapping[tuple[str, str], tuple[str, float]] = {
 # ---------------------------------------------------------------- the update
 
 
-def _roofline(wanted: Wanted, configuration: Configuration, found: Found) -> tuple[str, dict[str, Any], list[Path]]:
+def _roofline(
+    wanted: SuiteRequest, configuration: Configuration, found: MachineResults
+) -> tuple[str, dict[str, Any], list[Path]]:
     """Measure an update, and draw it under the roofs of its device; return the sentence, the data and the picture."""
     from runner.measure.roofline import drawn, judged
 
@@ -473,32 +475,34 @@ def _roofline(wanted: Wanted, configuration: Configuration, found: Found) -> tup
     return judged(roofs, point) if has_flops else "", data, [picture]
 
 
-def measured_update(request: Request, seconds: float, found: Found, task: str) -> tuple[Point, dict[str, Any]]:
+def measured_update(
+    request: Request, seconds: float, found: MachineResults, task: str
+) -> tuple[RooflinePoint, dict[str, Any]]:
     """Return an update of one process as measured and counted, and what it is made of.
 
     Where the model is compiled, what is counted is the same update without that.
     """
     from runner.measure.counting import Count
-    from runner.measure.roofline import Point
+    from runner.measure.roofline import RooflinePoint
 
     alone = dataclasses.replace(request, overrides=merge_overrides(request.overrides, ("parallelism=single",)))
-    limits = Limits(budget_s=seconds)
-    with Arena(alone) as arena:
-        with arena.alone(Cell(task), limits) as (ask, measured):
+    limits = CompareLimits(budget_s=seconds)
+    with Comparison(alone) as arena:
+        with arena.alone(Variant(task), limits) as (ask, measured):
             took = _blocks(ask, measured, seconds)
             values = measured.opened["values"]
             is_compiled = values["compile"] != "off"
             told = None if is_compiled else ask({"do": "count"})
         if told is None:
-            with arena.alone(Cell("counted", ("compile=off",)), limits) as (ask, _):
+            with arena.alone(Variant("counted", ("compile=off",)), limits) as (ask, _):
                 told = ask({"do": "count"})
     rate = Rate("update", task, "update", 1, tuple(1 / each for each in took))
     if _spread(rate) > RESTLESS:
         found.notes.append(f"half of the blocks of updates lie {_spread(rate):.0%} apart: the machine is restless")
-    return Point(task, Count(**told), statistics.median(took), str(values["precision"])), measured.opened
+    return RooflinePoint(task, Count(**told), statistics.median(took), str(values["precision"])), measured.opened
 
 
-def _blocks(ask: Callable[[Mapping[str, Any]], dict[str, Any]], measured: Measured, seconds: float) -> list[float]:
+def _blocks(ask: Callable[[Mapping[str, Any]], dict[str, Any]], measured: VariantResult, seconds: float) -> list[float]:
     """Return the seconds of an update, block by block."""
     until, took = time.monotonic() + seconds, list[float]()
     order = {"do": "make", "updates": measured.updates, "unpaid": measured.unpaid}
@@ -524,7 +528,7 @@ def _name_of(device: str) -> str:
 # ---------------------------------------------------------------- what is said
 
 
-def _tables(rates: Sequence[Rate], inventory: Inventory, peaks: Peaks) -> tuple[list[Table], list[str]]:
+def _tables(rates: Sequence[Rate], inventory: Inventory, peaks: DataSheetPeaks) -> tuple[list[SuiteTable], list[str]]:
     """Return the tables, and as notes where their peaks are from."""
     devices = {device.torch_name: device for device in (*inventory.usable, inventory.cpu.device)}
     titles = {
@@ -545,7 +549,7 @@ def _tables(rates: Sequence[Rate], inventory: Inventory, peaks: Peaks) -> tuple[
             rows.append([rate.device, rate.name, size, *figures, len(rate.per_s), peak and peak / scale, of_peak])
         columns = ["folder" if part == "disk" else "device", what, "side" if part == "matmul" else "MiB"]
         columns += [unit, "low", "high", "rounds", f"peak, {unit}", "of peak, %"]
-        tables += [Table(title, columns, rows)] if rows else []
+        tables += [SuiteTable(title, columns, rows)] if rows else []
     return tables, [f"peak of {', '.join(names)}: {source}" for source, names in sources.items()]
 
 
@@ -607,18 +611,24 @@ def _number(options: Mapping[str, str], key: str) -> int:
     return int(text)
 
 
-def _apart(part: str, asked: Asked, seconds: float) -> Found:
+def _apart(part: str, asked: MachineRequest, seconds: float) -> MachineResults:
     """Return what a part finds in a process of its own; where that dies or cannot begin, the reason."""
     try:
         return in_subprocess(MEASURED[part], asked, seconds)
     except BrokenProcessPool:
-        return Found(skipped={part: "its process was killed: accel-run doctor tells which kernel or driver does that"})
+        return MachineResults(
+            skipped={part: "its process was killed: accel-run doctor tells which kernel or driver does that"}
+        )
     except AccelRunError as error:
-        return Found(skipped={part: first_line(str(error.problems[0]))})
+        return MachineResults(skipped={part: first_line(str(error.problems[0]))})
 
 
 MIB, GIB = 2**20, 2**30
-MEASURED: Mapping[str, Callable[[Asked, float], Found]] = {"matmul": matmul, "copies": copies, "disk": disk}
+MEASURED: Mapping[str, Callable[[MachineRequest, float], MachineResults]] = {
+    "matmul": matmul,
+    "copies": copies,
+    "disk": disk,
+}
 SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15, "roofline": 0.1}  # of the seconds; the rest is start-up
 LEAST_ROUNDS = 3  # however small the budget
 BLOCKS = 9  # of updates

@@ -17,13 +17,13 @@ from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.scratch import private_folder
 from runner.base.subprocesses import in_subprocess
-from runner.measure.advise import planned
-from runner.measure.contest import ROUNDS, kept, refuse_words, some_of, whole_numbers
-from runner.measure.ranks import Standing, ms_per_update, opened
+from runner.measure.advisor import planned
+from runner.measure.compare import LEAST_ROUNDS, QUIET, ROOM, UNTRIED
+from runner.measure.forked_ranks import StandingRanks, ms_per_update, opened
 from runner.measure.statistics import ONE_EACH, Ratio, paired
-from runner.measure.suite import Report, Table, Value, Wanted
-from runner.measure.trial import LEAST_ROUNDS, QUIET, ROOM, UNTRIED
-from runner.observe.memory import host_peak_gib
+from runner.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
+from runner.measure.suite_common import ROUNDS, kept, refuse_words, some_of, whole_numbers
+from runner.observe.peak_memory import host_peak_gib
 
 # forms: which are measured
 # ranks: how many there are
@@ -32,7 +32,7 @@ from runner.observe.memory import host_peak_gib
 OPTIONS: dict[str, str] = {"forms": "single,equal,shares,pipeline", "ranks": "2", "slow": "2", "updates": "20"}
 
 
-def run(wanted: Wanted) -> Report:
+def run(wanted: SuiteRequest) -> SuiteReport:
     """Return what an update takes in each form, on ranks of the CPU over gloo.
 
     All forms are there at once and take turns in an order that is drawn; every rank has as many threads as the single
@@ -123,7 +123,7 @@ class _Played:
     skipped  forms that cannot be -> why
     """
 
-    def __init__(self, wanted: Wanted, updates: int, threads: int, samples: int) -> None:
+    def __init__(self, wanted: SuiteRequest, updates: int, threads: int, samples: int) -> None:
         self.wanted, self.updates, self.threads, self.samples = wanted, updates, threads, samples
         self.blocks: dict[str, dict[int, float]] = {}
         self.skipped: dict[str, str] = {}
@@ -136,7 +136,7 @@ class _Played:
         until = began + self.wanted.budget_s
         self.blocks = {form.name: {} for form in forms}
         with ExitStack() as stack:
-            standing = dict[str, Standing]()
+            standing = dict[str, StandingRanks]()
             together = True
             for number, form in enumerate(forms):
                 if number > 1 and time.monotonic() - began > self.wanted.budget_s / 2:
@@ -171,11 +171,11 @@ class _Played:
                 if number + 1 >= ROUNDS[0] and self._are_narrow(forms):
                     return
 
-    def _started(self, stack: ExitStack, form: Form) -> Standing:
+    def _started(self, stack: ExitStack, form: Form) -> StandingRanks:
         """Return a form that has warmed up, with its slow rank and its shares at rest, and is stopped."""
         folder = stack.enter_context(private_folder())
         begin = _begin(self.wanted.request, form, self.threads, folder)
-        ranks = stack.enter_context(Standing(begin, form.ranks, self.threads, PATIENCE_S))
+        ranks = stack.enter_context(StandingRanks(begin, form.ranks, self.threads, PATIENCE_S))
         if form.slow > 1:
             if not self.sample_s:
                 self.sample_s = ranks.ask(PATIENCE_S, updates=self.updates) / 1e3 / (self.samples / form.ranks)
@@ -185,13 +185,13 @@ class _Played:
         ranks.pause()
         return ranks
 
-    def _turn(self, form: Form, ranks: Standing | None, number: int) -> None:
+    def _turn(self, form: Form, ranks: StandingRanks | None, number: int) -> None:
         with ExitStack() as stack:
             ranks = ranks or self._started(stack, form)
             self.blocks[form.name][number] = ranks.ask(PATIENCE_S, updates=self.updates)
             ranks.pause()
 
-    def _fit_together(self, first: Standing, forms: Sequence[Form]) -> bool:
+    def _fit_together(self, first: StandingRanks, forms: Sequence[Form]) -> bool:
         """Tell whether the memory holds the ranks of all forms, if each takes what the first one takes."""
         needed = ROOM * first.ask(PATIENCE_S, updates=0) * 2**30 * sum(form.ranks for form in forms[1:])
         first.pause()
@@ -269,7 +269,7 @@ def _report(
     found: Mapping[str, Mapping[int, float]],
     skipped: dict[str, str],
     notes: list[str],
-) -> Report:
+) -> SuiteReport:
     rows: list[tuple[Value, ...]] = []
     said: list[str] = []
     ratios: dict[str, Ratio] = {}
@@ -292,7 +292,7 @@ def _report(
         "blocks_ms": {name: dict(blocks) for name, blocks in found.items()},
         "ratios": {name: dataclasses.asdict(ratio) | {"verdict": ratio.verdict} for name, ratio in ratios.items()},
     }
-    return Report(headline, (Table(f"forms of parallelism, {task}", columns, rows),), notes, skipped, data)
+    return SuiteReport(headline, (SuiteTable(f"forms of parallelism, {task}", columns, rows),), notes, skipped, data)
 
 
 def _ratio(before: Mapping[int, float], after: Mapping[int, float]) -> Ratio | None:

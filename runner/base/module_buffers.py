@@ -1,0 +1,50 @@
+"""Run forward passes without changing the buffers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.bitwise import is_dense, same_bits
+
+
+@contextmanager
+def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the buffers of these modules (not of their children) on exit, whether changed in place or replaced.
+
+    Non-persistent buffers that serve as caches keep their new size: their module may have recorded
+    that size elsewhere.
+    """
+    kept = [
+        (module, key, buffer, buffer.clone())
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None and is_dense(buffer)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, key, buffer, before in kept:
+                _restore(module, key, buffer, before)
+
+
+def _restore(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> None:
+    now = module._buffers.get(key)
+    if now is not buffer:
+        if key in module._non_persistent_buffers_set and (now is None or now.shape != buffer.shape):
+            return
+        module._buffers[key] = buffer
+    if is_written(buffer) and not (
+        buffer.device.type == "cpu" and same_bits(buffer, before)
+    ):  # no synchronization with the GPU
+        buffer.copy_(before)
+
+
+def is_written(tensor: Tensor) -> bool:
+    """Return whether torch can write into the tensor in place: not if elements share memory, as after `expand`."""
+    shares_memory = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (shares_memory or tensor.is_inference())

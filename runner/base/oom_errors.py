@@ -1,0 +1,162 @@
+"""Detect out-of-memory errors: the requested size, and whether host or device memory was exhausted."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from runner.base.errors import DataError
+from runner.base.text import RemoteError, first_line, message_of
+
+Side = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class OomCause:
+    """An allocation that failed for lack of memory.
+
+    side          whose memory: the GPU's or the host's
+    text          the error message, in one line
+    wanted_bytes  size of the failed allocation, None if unknown
+    place         the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's own
+                  buffers: its communicator cannot be used again); BETWEEN outside of them
+    """
+
+    side: Side
+    text: str
+    wanted_bytes: int | None
+    place: str
+
+
+def shortage_of(error: BaseException) -> OomCause | None:
+    """Return the out-of-memory condition of an error or of its causes; None for other errors.
+
+    Only messages of torch's allocators, known libraries and the system count: a task's own may mean anything.
+    """
+    for kinds, message in _told(error):
+        side = _side(kinds, message)
+        if side is not None:
+            text = _of_sample(error) or first_line(message) or "MemoryError"
+            place = COMMUNICATION if "NCCL" in message else _place(error)
+            return OomCause(side, text, _wanted(message), place)
+    return None
+
+
+def halved(size: int) -> int | None:
+    """Return half of a micro-batch size, rounded up; None if it cannot be reduced."""
+    return -(-size // 2) if size > 1 else None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes: compilers wrap the errors of what they call."""
+    seen: list[BaseException] = []
+    while error not in seen:
+        seen.append(error)
+        yield error
+        inner = getattr(error, "inner_exception", None)  # torch._dynamo hides the cause here
+        context = None if error.__suppress_context__ else error.__context__
+        error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
+
+
+def _of_sample(error: BaseException) -> str:
+    """Return the sample that could not be read, empty if none."""
+    if isinstance(error, RemoteError):
+        return first_line(error.raised.message) if DataError.__name__ in error.raised.bases else ""
+    return error.problems[0].what if isinstance(error, DataError) else ""
+
+
+def _told(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
+    """Yield class names and messages of an error and its causes, also those raised in a data worker."""
+    for each in _chain(error):
+        told = each.raised if isinstance(each, RemoteError) else None
+        if told is None:  # by class: a task may define one with the same name as torch's
+            yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], message_of(each)
+        while told is not None:
+            yield told.bases, told.message
+            told = told.cause
+
+
+def _side(kinds: Sequence[str], text: str) -> Side | None:
+    if "torch.OutOfMemoryError" in kinds:
+        return "device"
+    if "MemoryError" in kinds or ("OSError" in kinds and text.startswith(_ENOMEM)):
+        return "host"
+    if "RuntimeError" in kinds and "shared memory" not in text:  # /dev/shm has a separate limit
+        if any(words in text for words in _OF_DEVICES):
+            return "device"
+        if any(words in text for words in _OF_HOSTS):
+            return "host"
+    return None
+
+
+def _wanted(text: str) -> int | None:
+    found = _ASKED.search(text)
+    return int(float(found[1].replace(",", "")) * _UNITS[found[2].lower()]) if found else None
+
+
+def _place(error: BaseException) -> str:
+    """Return the operation, from the innermost call that identifies it."""
+    trace, place = error.__traceback__, BETWEEN
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        call = f"{code.co_filename}:{code.co_name}"
+        if any(part in call for part in _WITH_PASSES):
+            place = "forward"
+        elif place != BETWEEN:
+            place = next((name for part, name in _PLACES if part in call), place)
+        trace = trace.tb_next
+    return place
+
+
+_KINDS = {
+    "torch.OutOfMemoryError": torch.OutOfMemoryError,
+    "MemoryError": MemoryError,
+    "OSError": OSError,
+    "RuntimeError": RuntimeError,
+}
+_ENOMEM = f"[Errno {errno.ENOMEM}]"
+_OF_DEVICES = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "Failed to CUDA calloc",  # NCCL, like the next ones
+    "Failed to CUDA host alloc",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+)
+_OF_HOSTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "Cannot allocate memory",  # system error message, e.g. from mmap
+    "std::bad_alloc",
+)
+_ASKED = re.compile(r"(?:ried to allocate|nable to allocate)\s+([\d.,]+)\s*(bytes|[KMGT]i?B)", re.IGNORECASE)
+_UNITS = {"bytes": 1} | {
+    f"{letter}{more}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for more in ("b", "ib")
+}
+BETWEEN = "between updates"
+COMMUNICATION = "communication"
+_WITH_PASSES = (
+    "runner/engine/loop.py:",
+    "runner/engine/phase_kinds.py:updates",
+    "runner/engine/evaluate.py:",
+    "runner/distributed/parallel.py:accumulate",
+    "runner/distributed/replicated.py:accumulate",
+)
+_PLACES = (
+    ("torch/_dynamo/convert_frame", "compiling"),
+    ("torch/_inductor/compile", "compiling"),
+    ("torch/autograd/graph", "backward"),
+    ("torch/optim/", "optimizer"),
+    ("runner/axes/dataloader", "reading"),
+    ("runner/axes/prefetch", "reading"),
+)

@@ -1,0 +1,560 @@
+"""Load balancing: measure each rank's time per update, and find the shares that minimize the slowest rank's time.
+
+A rank's own time for n samples is modeled as t = a + c n (seconds, without waiting for other ranks). The code
+uses only + - * / and square roots of Python floats, which all machines round alike, so ranks with the same
+times take the same decision without communication.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from statistics import median
+from typing import Any, NamedTuple
+
+from runner.base.errors import Problem
+from runner.base.shares import Caps, Shares, proportional, summed
+
+DROP_MARGIN = 0.02  # minimum relative gain of fewer ranks
+DROP_VERDICTS = 3  # consecutive decisions
+NEAR = 0.75  # minimum ratio of two sample counts that are nearly equal
+TRIAL_UPDATES = 5
+TRIAL_EVERY = 5  # blocks between two trials of fewer ranks that are not known to be faster
+CLEAR_GAIN = 0.10  # a smaller gain must be found twice in a row
+ERRORS = 2.5  # standard errors that a gain must exceed
+DRIFT = 0.05  # relative change of a rank's time that counts as a change of speed, if also above 3 standard errors
+PROBE_ROUNDS = 3  # repetitions of each probe split, so that the median tolerates one outlier
+KEPT = 10  # blocks stored per sample count
+KEPT_COUNTS = 8  # sample counts stored, the most recent ones
+MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
+MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, for normal noise
+LEAST_NOISE = 0.002  # relative; a few times that agree by chance are not exact
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """Linear time model of a rank: t = fixed_s + per_sample_s x samples, in seconds."""
+
+    fixed_s: float
+    per_sample_s: float
+
+    def seconds(self, samples: int) -> float:
+        return self.fixed_s + self.per_sample_s * samples
+
+
+def fit(points: Iterable[tuple[int, float]]) -> RankTiming:
+    """Fit a line to (samples, seconds): least relative squares of the medians per distinct sample count.
+
+    Fixed and per-sample time are never negative. With a single distinct count the fixed time is 0.
+    A median tolerates outliers in less than half of the times of its count.
+    """
+    return _regress([UpdateTiming(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
+
+
+def fastest(
+    total: int, lines: Sequence[RankTiming], caps: Caps | None = None, wait_s: float = 0.0, *, may_drop: bool = False
+) -> Shares:
+    """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
+
+    Each rank takes at least 1 and at most its cap. With `may_drop` a rank may take 0, and a single rank is chosen
+    if it is faster than several including the `wait_s` seconds of their communication. The last sample goes to the
+    rank that finishes it first; ties to the rank with fewer samples, then to the lower rank. The caps must sum to at
+    least `total`.
+    """
+    most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
+    least = 0 if may_drop else 1
+    assert len(lines) * least <= total <= sum(most), (total, caps)
+    assert min(most) >= least, caps
+    start = _filled_until(total, lines, most, least)
+    queue = [(line.seconds(n + 1), n, rank) for rank, (line, n) in enumerate(zip(lines, start, strict=True))]
+    queue = [entry for entry in queue if entry[1] < most[entry[2]]]
+    heapq.heapify(queue)
+    shares = list(start)
+    for _ in range(total - sum(shares)):
+        _, n, rank = heapq.heappop(queue)
+        shares[rank] = n + 1
+        if n + 1 < most[rank]:
+            heapq.heappush(queue, (lines[rank].seconds(n + 2), n + 1, rank))
+    if may_drop and sum(share > 0 for share in shares) > 1:
+        alone = _fastest_single(total, lines, most)
+        if alone is not None and lines[alone].seconds(total) <= slowest(lines, shares) + wait_s:
+            return tuple(total if rank == alone else 0 for rank in range(len(lines)))
+    return tuple(shares)
+
+
+def slowest(lines: Sequence[RankTiming], shares: Sequence[int]) -> float:
+    """Return the seconds of the slowest rank; ranks without samples take none."""
+    return max(line.seconds(share) if share else 0.0 for line, share in zip(lines, shares, strict=True))
+
+
+def best_alone(
+    total: int, lines: Sequence[RankTiming], caps: Caps | None = None, exchange_s: float = 0.0
+) -> tuple[Shares, float]:
+    """Return the fastest set of ranks and its seconds per update; several also need `exchange_s`."""
+    shares = fastest(total, lines, caps, exchange_s, may_drop=True)
+    ranks = tuple(rank for rank, share in enumerate(shares) if share)
+    return ranks, slowest(lines, shares) + (exchange_s if len(ranks) > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A change of shares from the next update on, with its reason.
+
+    shares  samples per rank; 0 for ranks to drop
+    old_s   predicted seconds per update before the change; measured ones with `drop`
+    new_s   predicted seconds per update after the change
+    reason  message for the user
+    drop    ranks to drop: an update is faster without them
+    """
+
+    shares: Shares
+    old_s: float
+    new_s: float
+    reason: str
+    drop: Shares = ()
+
+
+class UpdateTiming(NamedTuple):
+    """Times of one rank at one sample count: median, number, and relative standard deviation."""
+
+    samples: int
+    seconds: float
+    num: int
+    noise: float
+
+
+class TimingHistory(NamedTuple):
+    """One update: samples and busy seconds per rank, and seconds of the gradient exchange."""
+
+    samples: Shares
+    seconds: tuple[float, ...]
+    exchange_s: float
+
+
+class ShareSolution:
+    """Decide the shares of `total` samples from the measured times of each rank; any split gives the same update.
+
+    First, a few unequal splits are tried, so that each rank is timed at two sample counts. Then the shares are
+    optimized, again after every `every` updates. They change only if the predicted gain is above `threshold`,
+    significant given the noise, and large or found twice. After a change of a rank's speed its old times are
+    rescaled. If fewer ranks may be faster, they are tried, and reported once after several
+    consecutive confirmations.
+
+    caps      maximum samples per rank
+    start     initial shares; default: as equal as the caps allow
+    warm_up   first updates whose times are ignored
+    The caps must sum to at least `total`, each at least 1.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        world_size: int,
+        *,
+        caps: Caps | None = None,
+        start: Shares | None = None,
+        every: int = 20,
+        threshold: float = 0.03,
+        warm_up: int = 2,
+    ) -> None:
+        self.total, self.caps, self.every, self.threshold, self.warm_up = total, caps, every, threshold, warm_up
+        self.ranks = [_Rank() for _ in range(world_size)]
+        self.current = start or _must(proportional(total, [1] * world_size, caps))
+        assert len(self.current) == world_size, self.current
+        assert sum(self.current) == total, self.current
+        assert min(self.current) > 0, self.current
+        self._unseen = warm_up
+        self._known = False  # the lines have been fitted
+        splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current, caps)
+        self._trials: list[Shares] = splits * PROBE_ROUNDS
+        self._block: list[TimingHistory] = []
+        self._gained = False  # the last solution gained enough to change, but not immediately
+        self._verdicts = 0
+        self._until_trial = 0  # blocks until fewer ranks are tried again
+        self._said = False
+
+    @property
+    def shares(self) -> Shares:
+        """Samples per rank for the next update."""
+        return self.ahead(0)
+
+    @property
+    def lines(self) -> tuple[RankTiming, ...]:
+        """Fitted lines of the ranks; empty before the first solution."""
+        return tuple(rank.fitted.line for rank in self.ranks) if self._known else ()
+
+    def ahead(self, num: int) -> Shares:
+        """Return the samples per rank for the next `num` updates, as far as already decided."""
+        trial = num - self._unseen
+        return self._trials[trial] if 0 <= trial < len(self._trials) else self.current
+
+    def observe(
+        self, seconds: Sequence[float], samples: Sequence[int] | None = None, exchange_s: float = 0.0
+    ) -> Decision | None:
+        """Add the busy seconds of each rank in the last update; return the resulting change, if any.
+
+        samples     samples per rank, if not `shares`: a smaller window, or a split decided earlier
+        exchange_s  seconds of communication during which no rank waits for another
+        All ranks must pass the same values.
+        """
+        seen = TimingHistory(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
+        if len(self.ranks) == 1:
+            return None
+        if self._unseen:
+            self._unseen -= 1
+            return None
+        del self._trials[:1]
+        if all(isfinite(time) and time > 0 for time, n in zip(seen.seconds, seen.samples, strict=True) if n):
+            self._block.append(seen)
+        if self._trials or not self._is_due():
+            return None
+        block, self._block = self._block, []
+        return self._resolve(block) if self._known else self._solve(block)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for JSON; times of an incomplete block are omitted."""
+        return {
+            "total": self.total,
+            "current": list(self.current),
+            "known": self._known,
+            "ranks": [rank.state() for rank in self.ranks],
+            "gained": self._gained,
+            "verdicts": self._verdicts,
+            "until_trial": self._until_trial,
+            "said": self._said,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; start from scratch if it has another total, number of ranks or caps."""
+        current = tuple(state["current"])
+        fits = state["total"] == self.total and len(current) == len(self.ranks) and _within(current, self.caps)
+        if not fits or not state["known"]:
+            return
+        self.current, self._known = current, True
+        for rank, known in zip(self.ranks, state["ranks"], strict=True):
+            rank.load(known)
+        self._verdicts, self._until_trial = state["verdicts"], state["until_trial"]
+        self._gained, self._said = state["gained"], state["said"]
+        self._trials, self._block, self._unseen = [], [], self.warm_up
+
+    def _is_due(self) -> bool:
+        """Return whether the block is complete: all probes, or `every` updates."""
+        if self._known:
+            return len(self._block) >= self.every
+        return all(any(seen.samples[rank] for seen in self._block) for rank in range(len(self.ranks)))
+
+    def _solve(self, block: Sequence[TimingHistory]) -> Decision:
+        """Fit the lines for the first time and use the resulting shares, unless they gain too little."""
+        for number, rank in enumerate(self.ranks):
+            rank.add(_timings(block, number))
+        self._known = True
+        new = fastest(self.total, self.lines, self.caps)
+        old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
+        if new == self.current or new_s > old_s * (1 - self.threshold):
+            reason = f"the ranks are balanced: shares stay {_shares(self.current)}, {_ms(old_s)} ms an update"
+            return Decision(self.current, old_s, old_s, reason)
+        return self._change(new, old_s, new_s, _slow_rank(self.lines, self.total))
+
+    def _resolve(self, block: Sequence[TimingHistory]) -> Decision | None:
+        """Add a block of updates; change the shares if that gains, or report that fewer ranks would be faster."""
+        factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
+        fits = [rank.fitted for rank in self.ranks]
+        new = fastest(self.total, self.lines, self.caps)
+        old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
+        surely_old = max(each.seconds(n, -ERRORS) for each, n in zip(fits, self.current, strict=True))
+        surely_new = max(each.seconds(n, ERRORS) for each, n in zip(fits, new, strict=True))
+        gains = new_s < old_s * (1 - self.threshold) and surely_new < surely_old
+        before, self._gained = self._gained, gains
+        if gains and (before or new_s < old_s * (1 - CLEAR_GAIN)):
+            self._verdicts, self._gained = 0, False
+            return self._change(new, old_s, new_s, _changed(factors) or _slow_rank(self.lines, self.total))
+        return self._fewer(block)
+
+    def _change(self, new: Shares, old_s: float, new_s: float, why: str) -> Decision:
+        reason = f"{why}: shares {_shares(self.current)} -> {_shares(new)}, {_ms(old_s)} -> {_ms(new_s)} ms an update"
+        self.current = new
+        return Decision(new, old_s, new_s, reason)
+
+    def _fewer(self, block: Sequence[TimingHistory]) -> Decision | None:
+        """Report once which ranks to drop: faster in several consecutive trials."""
+        whole = [seen for seen in block if seen.samples == self.current]
+        if self._said or not whole:
+            return None
+        together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
+        more_s = max(0.0, together_s - slowest(self.lines, self.current))  # communication and noise
+        shares = fastest(self.total, self.lines, self.caps, more_s, may_drop=True)
+        kept = tuple(rank for rank, share in enumerate(shares) if share)
+        drop = tuple(rank for rank, share in enumerate(shares) if not share)
+        alone_s, at_most_s = (
+            max(self.ranks[rank].seconds(shares[rank], errors) for rank in kept) + more_s * (len(kept) > 1)
+            for errors in (0, 1)
+        )
+        faster = bool(drop) and alone_s * (1 + DROP_MARGIN) < together_s
+        surely = faster and at_most_s * (1 + DROP_MARGIN) < together_s
+        self._verdicts = self._verdicts + 1 if surely else 0
+        self._until_trial = max(0, self._until_trial - 1)
+        if self._verdicts >= DROP_VERDICTS:
+            self._said = True
+            return Decision(shares, together_s, alone_s, _faster_without(drop, kept, together_s, alone_s), drop)
+        candidate = shares if faster else self._perhaps_alone(together_s)
+        if candidate and (faster or not self._until_trial):
+            self._trials = [_nearly(candidate, self.lines, self.caps)] * TRIAL_UPDATES
+            self._until_trial = TRIAL_EVERY
+        return None
+
+    def _perhaps_alone(self, together_s: float) -> Shares:
+        """Return all samples for the one rank that may be faster alone; empty if there is none."""
+        best = {
+            rank: each.seconds(self.total, -ERRORS)
+            for rank, each in enumerate(self.ranks)
+            if self.caps is None or (cap := self.caps[rank]) is None or cap >= self.total
+        }
+        rank = min(best, key=lambda rank: (best[rank], rank), default=None)
+        if rank is None or best[rank] * (1 + DROP_MARGIN) >= together_s:
+            return ()
+        return tuple(self.total if other == rank else 0 for other in range(len(self.ranks)))
+
+
+def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> list[Shares]:
+    """Return splits within the caps, at least 1 sample per rank, in which each rank gets two counts if possible.
+
+    Every second rank gets half as much again and the others half, then the reverse. If samples are so few
+    that a rank's count does not change, an additional split favors it; at most 6 in total.
+    """
+    size = len(base)
+    more, less = [3 * share for share in base], list(base)
+    splits = [
+        _must(proportional(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps))
+        for up in (0, 1)
+    ]
+    for rank in range(size):
+        if len({split[rank] for split in splits}) == 1 and len(splits) < 6:
+            weights = [size * share if other == rank else share for other, share in enumerate(base)]
+            split = _must(proportional(total, weights, caps))
+            splits += [split] if split[rank] != splits[0][rank] else []
+    return splits
+
+
+class _Rank:
+    """Known timings of one rank: a few per sample count, newest last, and their noise."""
+
+    def __init__(self) -> None:
+        self._timings: dict[int, list[UpdateTiming]] = {}
+        self._noises: list[float] = []
+        self._noise = LEAST_NOISE
+        self.fitted = LineFit(RankTiming(0.0, 0.0), (0.0, 0.0, 0.0))
+
+    def add(self, timings: Sequence[UpdateTiming]) -> float:
+        """Add the timings of a block; return the factor by which the rank became slower, 1.0 for no change."""
+        factor = self._drift(timings) if self._timings and timings else 1.0
+        if factor != 1.0:
+            self._scale(factor)
+        for timing in timings:
+            self._timings[timing.samples] = [*self._timings.pop(timing.samples, []), timing][-KEPT:]
+        for count in list(self._timings)[:-KEPT_COUNTS]:
+            del self._timings[count]
+        self._noises = [*self._noises, *(timing.noise for timing in timings if timing.num > PROBE_ROUNDS)][-KEPT:]
+        self._fit()
+        return factor
+
+    def seconds(self, samples: int, errors: float) -> float:
+        """Return the expected seconds plus `errors` standard errors, from timings at similar sample counts if any.
+
+        A line cannot model a limit beyond which everything is slower, so measurements take precedence.
+        """
+        near = [count for count in self._timings if NEAR * samples <= count <= samples]
+        if not near:
+            return self.fitted.seconds(samples, errors)
+        tried = _merged(self._timings[max(near)])
+        longer = self.fitted.line.seconds(samples) / self.fitted.line.seconds(tried.samples)
+        return tried.seconds * longer * (1 + errors * MEDIAN_ERROR * self._noise / sqrt(tried.num))
+
+    def state(self) -> dict[str, Any]:
+        flat = [list(timing) for timings in self._timings.values() for timing in timings]
+        return {"timings": flat, "noises": self._noises}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._timings = {}
+        for samples, seconds, num, noise in state["timings"]:
+            self._timings.setdefault(samples, []).append(UpdateTiming(samples, seconds, num, noise))
+        self._noises = list(state["noises"])
+        self._fit()
+
+    def _fit(self) -> None:
+        merged = [_merged(timings) for timings in self._timings.values()]
+        self._noise = max(LEAST_NOISE, median(self._noises or [timing.noise for timing in merged]))
+        self.fitted = _regress(merged, self._noise)
+
+    def _drift(self, timings: Sequence[UpdateTiming]) -> float:
+        """Return measured over predicted time, or 1.0 if the difference is small or within noise."""
+        main = max(timings, key=lambda timing: timing.num)
+        predicted = self.fitted.line.seconds(main.samples)
+        factor = main.seconds / predicted
+        measured = main.seconds * MEDIAN_ERROR * max(main.noise, self._noise) / sqrt(main.num)
+        error = sqrt(measured**2 + self.fitted.error(main.samples) ** 2) / predicted
+        return factor if abs(factor - 1.0) > max(DRIFT, 3 * error) else 1.0
+
+    def _scale(self, factor: float) -> None:
+        """Rescale the timings to the new speed, with low confidence."""
+        for count, timings in self._timings.items():
+            old = _merged(timings)
+            self._timings[count] = [UpdateTiming(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
+
+
+class LineFit(NamedTuple):
+    """A line and its covariance matrix: variance of the fixed time, covariance, variance of the time per sample."""
+
+    line: RankTiming
+    covariance: tuple[float, float, float]
+
+    def error(self, samples: int) -> float:
+        """Return the standard error of the predicted seconds."""
+        fixed, both, per_sample = self.covariance
+        return sqrt(max(0.0, fixed + 2 * both * samples + per_sample * samples**2))
+
+    def seconds(self, samples: int, errors: float) -> float:
+        """Return the predicted seconds plus `errors` standard errors."""
+        return self.line.seconds(samples) + errors * self.error(samples)
+
+
+def _regress(timings: Sequence[UpdateTiming], noise: float = 0.0) -> LineFit:
+    """Fit the line by weighted least squares of relative errors; a negative coefficient is set to 0."""
+    weights = [timing.num / max(timing.seconds, 1e-12) ** 2 for timing in timings]
+    pairs = list(zip(weights, timings, strict=True))
+    w = sum(weights)
+    wn = sum(weight * timing.samples for weight, timing in pairs)
+    wnn = sum(weight * timing.samples**2 for weight, timing in pairs)
+    wt = sum(weight * timing.seconds for weight, timing in pairs)
+    wnt = sum(weight * timing.samples * timing.seconds for weight, timing in pairs)
+    mean = wn / w
+    spread = sum(weight * (timing.samples - mean) ** 2 for weight, timing in pairs)
+    variance = (MEDIAN_ERROR * noise) ** 2
+    if len(timings) > 1:
+        per_sample = sum(weight * (timing.samples - mean) * timing.seconds for weight, timing in pairs) / spread
+        fixed = wt / w - per_sample * mean
+        if per_sample < 0:
+            return LineFit(RankTiming(wt / w, 0.0), (variance / w, 0.0, 0.0))
+        if fixed >= 0:
+            covariance = (variance * wnn / (w * spread), -variance * mean / spread, variance / spread)
+            return LineFit(RankTiming(fixed, per_sample), covariance)
+    return LineFit(RankTiming(0.0, wnt / wnn), (0.0, 0.0, variance / wnn))
+
+
+def _timings(block: Sequence[TimingHistory], rank: int) -> list[UpdateTiming]:
+    """Return the timings of one rank in a block, one per sample count."""
+    points = _by_count((seen.samples[rank], seen.seconds[rank]) for seen in block)
+    middle = {count: median(times) for count, times in points.items() if count > 0}
+    timings = []
+    for count, center in middle.items():
+        times = points[count]
+        off = median(abs(time - center) for time in times) / center if center > 0 else 0.0
+        timings.append(UpdateTiming(count, center, len(times), MAD_TO_SIGMA * off))
+    return timings
+
+
+def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
+    counts: dict[int, list[float]] = {}
+    for samples, seconds in points:
+        counts.setdefault(samples, []).append(seconds)
+    return counts
+
+
+def _merged(timings: Sequence[UpdateTiming]) -> UpdateTiming:
+    """Merge timings of one sample count."""
+    num = sum(timing.num for timing in timings)
+    seconds = sum(timing.num * timing.seconds for timing in timings) / num
+    return UpdateTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
+
+
+def _filled_until(total: int, lines: Sequence[RankTiming], most: Sequence[int], least: int) -> list[int]:
+    """Return a lower bound of the optimal shares, with few samples left to assign: all that finishes by some time."""
+    low, high = 0.0, max(line.seconds(total) for line in lines)
+    best = [least] * len(lines)
+    for _ in range(64):
+        middle = (low + high) / 2
+        shares = [max(least, min(cap, _done_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
+        if sum(shares) <= total:
+            low, best = middle, shares
+        else:
+            high = middle
+    return best
+
+
+def _done_by(seconds: float, line: RankTiming, cap: int) -> int:
+    """Return how many samples, at most `cap`, the rank processes in `seconds`."""
+    if line.seconds(cap) <= seconds:
+        return cap
+    if line.fixed_s > seconds or line.per_sample_s <= 0:
+        return 0
+    num = min(cap, int((seconds - line.fixed_s) / line.per_sample_s))
+    return num - 1 if line.seconds(num) > seconds else num  # the division may round up
+
+
+def _fastest_single(total: int, lines: Sequence[RankTiming], most: Sequence[int]) -> int | None:
+    able = [rank for rank, cap in enumerate(most) if cap >= total]
+    return min(able, key=lambda rank: (lines[rank].seconds(total), rank), default=None)
+
+
+def _nearly(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> Shares:
+    """Return shares that nearly exclude some ranks: 1 sample for each of these."""
+    kept = [rank for rank, share in enumerate(shares) if share]
+    rest = sum(shares) - (len(shares) - len(kept))
+    parts = fastest(rest, [lines[rank] for rank in kept], None if caps is None else [caps[rank] for rank in kept])
+    given = dict(zip(kept, parts, strict=True))
+    return tuple(given.get(rank, 1) for rank in range(len(shares)))
+
+
+def _within(shares: Shares, caps: Caps | None) -> bool:
+    return caps is None or all(cap is None or share <= cap for share, cap in zip(shares, caps, strict=True))
+
+
+def _must(shares: Shares | Problem) -> Shares:
+    assert not isinstance(shares, Problem), shares
+    return shares
+
+
+def _slow_rank(lines: Sequence[RankTiming], total: int) -> str:
+    """Describe how the slowest rank compares with the fastest at equal shares."""
+    share = max(1, total // len(lines))
+    times = [line.seconds(share) for line in lines]
+    slow, fast = times.index(max(times)), times.index(min(times))
+    ratio = times[slow] / times[fast] if times[fast] > 0 else 1.0
+    if ratio < 1.05:
+        return "the ranks take about the same per sample"
+    than = "" if len(lines) == 2 else f" as rank {fast}"
+    return f"rank {slow} takes {ratio:.{1 if ratio >= 1.15 else 2}f} times as long{than} per sample"
+
+
+def _changed(factors: Sequence[float]) -> str:
+    """Describe the rank whose speed changed most; empty if none did."""
+    most = max(range(len(factors)), key=lambda rank: (max(factors[rank], 1 / factors[rank]), -rank))
+    factor = factors[most]
+    if factor == 1.0:
+        return ""
+    ratio = max(factor, 1 / factor)
+    digits = 1 if ratio >= 1.15 else 2
+    return f"rank {most} became {ratio:.{digits}f} times {'slower' if factor > 1 else 'faster'}"
+
+
+def _faster_without(drop: Shares, kept: Shares, together_s: float, alone_s: float) -> str:
+    def named(ranks: Shares) -> str:
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+    with_alone = " alone" if len(kept) == 1 else ""
+    verb = "takes" if len(kept) == 1 else "take"
+    costs = "costs more than it brings" if len(drop) == 1 else "cost more than they bring"
+    return (
+        f"{named(drop)} {costs}: {named(kept)}{with_alone} {verb} {_ms(alone_s)} ms an update, all together"
+        f" {_ms(together_s)} ms"
+    )
+
+
+def _shares(shares: Shares) -> str:
+    return summed(shares).replace(" + ", "+")
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = 1000 * seconds
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.1f}"

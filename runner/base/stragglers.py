@@ -1,0 +1,155 @@
+"""Detect stragglers: which rank delays the others, and in which part of the update."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # work of a rank; the rest of an update is waiting
+WAIT = "wait"
+
+Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of waiting; missing parts took 0
+
+WINDOW = 20  # updates per decision
+THRESHOLD = 0.10  # minimum lost fraction of an update
+LEAST_S = 0.001  # smaller losses are not reported
+OFTEN = 0.6  # minimum fraction of the updates with the same straggler
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A straggler, and the part of the update in which it exceeds the others most.
+
+    lost_s        seconds per update that the others wait for it
+    lost          the same as a fraction of the update, 0 to 1
+    own_s         seconds of the straggler in that part
+    others_s      median seconds of the other ranks in that part
+    num_samples   samples of the rank and of all, if it is slow only because it has more of them, else None
+    """
+
+    rank: int
+    part: str
+    lost_s: float
+    lost: float
+    own_s: float
+    others_s: float
+    num_samples: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        why = ""
+        if self.num_samples:
+            share, total = self.num_samples
+            why = f" (it has {share} of {total} samples and is not slower per sample)"
+        return (
+            f"rank {self.rank} holds the others up: its {self.part} takes {_ms(self.own_s)}, theirs"
+            f" {_ms(self.others_s)}; {100 * self.lost:.0f} % of each update is spent waiting for it{why}"
+        )
+
+
+def slow(
+    updates: Sequence[Update], samples: Sequence[int] | None = None, threshold: float = THRESHOLD
+) -> Straggler | None:
+    """Return the straggler in these updates, or None.
+
+    It is the rank with the longest busy time, if the others wait for it for more than `threshold` of an update.
+    Times are not divided by samples: shares are balanced so that all ranks finish together, and then a rank that is
+    slower per sample delays no other. `samples` per rank only tell a slow rank from one with too many samples.
+    All values are medians over the updates, so a single outlier has no effect. Time that all ranks wait
+    (communication) is not lost: only the waiting time beyond that of the slowest rank is.
+    """
+    if not updates or len(updates[0]) < 2:
+        return None
+    ranks = range(len(updates[0]))
+    busy = [[_busy(times) for times in update] for update in updates]
+    medians = [median(row[rank] for row in busy) for rank in ranks]
+    rank = max(ranks, key=lambda rank: (medians[rank], -rank))
+    others = [other for other in ranks if other != rank]
+    often = sum(row[rank] >= max(row) for row in busy) / len(busy)
+    exchange_s = [min(times.get(WAIT, 0.0) for times in update) for update in updates]
+    whole_s = median(max(row) + wait for row, wait in zip(busy, exchange_s, strict=True))
+    lost_s = min(
+        median(median(row[rank] - row[other] for other in others) for row in busy),
+        median(median(_waited(update, other, rank) for other in others) for update in updates),
+    )
+    if often < OFTEN or lost_s <= threshold * whole_s:
+        return None
+    own = {part: median(update[rank].get(part, 0.0) for update in updates) for part in PARTS}
+    theirs = {part: median(_seconds(updates, other, part) for other in others) for part in PARTS}
+    part = max(PARTS, key=lambda part: own[part] - theirs[part])
+    crowded = samples is not None and _only_has_more(updates, rank, others, part, samples)
+    num_samples = (samples[rank], sum(samples)) if samples is not None and crowded else None
+    return Straggler(rank, part, lost_s, lost_s / whole_s, own[part], theirs[part], num_samples)
+
+
+class StragglerDetector:
+    """Monitor the latest updates, and report a straggler and its part once per change.
+
+    It must be found in two consecutive windows: on a shared machine any rank is slow for a while.
+
+    window    updates per decision; fewer are noisier
+    warm_up   first updates to ignore: they include start-up work
+    """
+
+    def __init__(self, *, window: int = WINDOW, warm_up: int = 5, threshold: float = THRESHOLD) -> None:
+        self.window, self.threshold = window, threshold
+        self._unseen = warm_up
+        self._samples: tuple[int, ...] = ()
+        self._updates: deque[Update] = deque(maxlen=window)
+        self._suspected: Straggler | None = None
+        self.found: Straggler | None = None
+
+    def observe(self, update: Update, samples: Sequence[int]) -> Straggler | None:
+        """Add an update; return the straggler if it is new, else None; `found` always has it.
+
+        A change of shares resets the window; the smaller last update of an epoch is ignored.
+        """
+        if self._unseen:
+            self._unseen -= 1
+            return None
+        if sum(samples) < sum(self._samples):
+            return None
+        if tuple(samples) != self._samples:
+            self._samples = tuple(samples)
+            self._updates.clear()
+        self._updates.append(update)
+        if len(self._updates) < self.window:
+            return None
+        found = slow(tuple(self._updates), self._samples, self.threshold)
+        self._updates.clear()
+        if found and found.lost_s < LEAST_S:
+            found = None
+        suspected, self._suspected = self._suspected, found
+        if found and not (suspected and (found.rank, found.part) == (suspected.rank, suspected.part)):
+            return None  # the first time may be another process on the machine
+        before, self.found = self.found, found
+        is_known = found and before and (found.rank, found.part) == (before.rank, before.part)
+        return None if is_known else found
+
+
+def _busy(times: Mapping[str, float]) -> float:
+    return sum(times.get(part, 0.0) for part in PARTS)
+
+
+def _waited(update: Update, rank: int, slowest: int) -> float:
+    """Return how many seconds longer than the slowest rank a rank waited."""
+    return update[rank].get(WAIT, 0.0) - update[slowest].get(WAIT, 0.0)
+
+
+def _seconds(updates: Sequence[Update], rank: int, part: str) -> float:
+    return median(update[rank].get(part, 0.0) for update in updates)
+
+
+def _only_has_more(
+    updates: Sequence[Update], rank: int, others: Sequence[int], part: str, samples: Sequence[int]
+) -> bool:
+    """Return whether the rank has more samples than the others and is not slower per sample."""
+    per_sample = [_seconds(updates, other, part) / samples[other] for other in others if samples[other]]
+    if part == "optimizer" or not per_sample or samples[rank] <= median(samples[other] for other in others):
+        return False
+    return _seconds(updates, rank, part) / samples[rank] <= median(per_sample) * (1 + THRESHOLD)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"

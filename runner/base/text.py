@@ -1,0 +1,249 @@
+"""Format exceptions, lists and sizes as text that is safe to print, short, and picklable."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from runner.base.secret import redacted
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A picklable description of an exception.
+
+    kind     class name
+    bases    names of its base classes
+    message  its message; a placeholder in brackets if it has none
+    frames   from the outermost to the line that raised
+    cause    its cause or context
+    is_from  whether it was raised explicitly `from` its cause
+    parts    exceptions of an exception group
+    """
+
+    kind: str
+    bases: tuple[str, ...]
+    message: str
+    frames: tuple[SourceLine, ...] = ()
+    cause: Raised | None = None
+    is_from: bool = False
+    parts: tuple[Raised, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}".removesuffix(": ")
+
+
+class RemoteError(Exception):
+    """An exception of another process, described as text: its class may not exist here."""
+
+    def __init__(self, raised: Raised) -> None:
+        super().__init__(str(raised))
+        self.raised = raised
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteError, (self.raised,)
+
+
+def raised(error: BaseException, depth: int = 8) -> Raised:
+    """Describe an exception, with at most `depth` causes."""
+    if isinstance(error, RemoteError):
+        return error.raised
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return Raised(
+        type(error).__name__,
+        tuple(kind.__name__ for kind in type(error).__mro__),
+        message_of(error),
+        tuple(
+            SourceLine(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+            for frame in traceback.extract_tb(error.__traceback__)
+        ),
+        raised(before, depth - 1) if before is not None and depth else None,
+        error.__cause__ is not None,
+        tuple(raised(part, depth - 1) for part in parts) if depth else (),
+    )
+
+
+def message_of(error: BaseException) -> str:
+    """Return the exception's message, printable and at most a screen long, even if its __str__ raises."""
+    try:
+        text = str(error)
+    except Exception as second:
+        return f"(its __str__ raises {type(second).__name__})"
+    return on_a_screen(redacted(text))  # redact before shortening: part of a secret would not be recognized
+
+
+def words_of(error: BaseException) -> str:
+    """Return the class of the exception and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(message_of(error))}".removesuffix(": ")
+
+
+def first_line(text: str) -> str:
+    """Return the first non-empty line, or an empty string."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def on_a_screen(text: str) -> str:
+    """Return the text without control characters, in at most 12 lines of at most 400 characters."""
+    lines = printable(text).strip("\n").split("\n")
+    cut = [
+        line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ... ({len(line) - _WIDTH} more characters)" for line in lines
+    ]
+    more = [f"... ({len(lines) - _LINES} more lines)"] if len(lines) > _LINES else []
+    return "\n".join(cut[:_LINES] + more).rstrip()
+
+
+def printable(text: str) -> str:
+    """Return the text without terminal escapes, colors and characters that hide others."""
+    plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
+    return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], sides: str = "", gives_way: Sequence[str] = (), columns: int = 0
+) -> list[str]:
+    """Format rows of cells, header first, as the lines of a table.
+
+    sides      alignment of each column: < or >; default: all <
+    gives_way  names of columns in the order in which they are dropped on a narrow screen
+    columns    screen width; 0: unlimited
+    """
+    widths = {at: max(len(row[at]) for row in rows) for at in range(len(rows[0]))}
+    left_out: list[str] = []
+    for name in gives_way:
+        if not columns or sum(widths.values()) + 2 * (len(widths) - 1) <= columns:
+            break
+        del widths[list(rows[0]).index(name)]
+        left_out.append(name)
+    sides = sides or "<" * len(rows[0])
+    lines = ["  ".join(f"{row[at]:{sides[at]}{width}}" for at, width in widths.items()).rstrip() for row in rows]
+    return [*lines, f"(no room for {', '.join(left_out)})"] if left_out else lines
+
+
+def columns_of(stream: IO[str] | None = None) -> int:
+    """Return the width of the stream, by default standard output; 0 if it is no terminal."""
+    stream = sys.stdout if stream is None else stream
+    try:
+        # no stream: the parent process closed it
+        return os.get_terminal_size(stream.fileno()).columns if stream is not None and stream.isatty() else 0
+    except (OSError, ValueError):
+        return 0
+
+
+def for_terminal(text: str, stream: IO[str] | None = None) -> str:
+    """Wrap the lines of the text at word boundaries if the stream is a terminal too narrow for them.
+
+    stream  default: standard output
+    """
+    columns = columns_of(stream)
+    return wrapped(text, columns) if columns else text
+
+
+def help_page(text: str, stream: IO[str] | None = None) -> str:
+    """Wrap a help text for the width of the terminal, or for $COLUMNS if the stream is none.
+
+    stream  default: standard output
+    """
+    wanted = os.environ.get("COLUMNS", "")
+    columns = columns_of(stream) or (int(wanted) if wanted.isdecimal() else 0)
+    return reflowed(text, columns) if columns else text
+
+
+def reflowed(text: str, columns: int) -> str:
+    """Rewrap the lines of each paragraph and table cell to this width.
+
+    A paragraph consists of consecutive lines at the left margin; the last cell of a row continues at its column.
+    """
+    joined: list[str] = []
+    cell = 0  # column of the last cell of the row
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        before = joined[-1] if joined else ""
+        is_prose = bool(before) and before[0] != " " and line[:1] not in ("", " ") and not before.startswith("usage:")
+        if line.strip() and ((is_prose and not before.endswith(":")) or (cell and indent == cell and before)):
+            joined[-1] = f"{before} {line.strip()}"
+            continue
+        joined.append(line)
+        cell = max((found.end() for found in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
+    return "\n".join(part for line in joined for part in _parts(line, columns, 0 if line[:1].isupper() else 2))
+
+
+def wrapped(text: str, columns: int) -> str:
+    """Wrap the text to lines of this width; only longer words and commands are not broken.
+
+    Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
+    Commands are meant to be pasted: a terminal copies lines that it wraps itself as one.
+    """
+    return "\n".join(part for line in text.split("\n") for part in _parts(line, columns))
+
+
+def _parts(line: str, columns: int, hanging: int = 2) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    cells = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= columns // 2]
+    text = line.lstrip()
+    lead = len(line) - len(text)
+    parts = textwrap.wrap(
+        _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
+        subsequent_indent=" " * (cells[-1] if cells else lead + hanging),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+    return [part.replace("\0", " ") for part in parts] or [""]
+
+
+def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:
+    """Return the first items, and the number of the others."""
+    more = f" and {len(items) - shown} more" if len(items) > shown else ""
+    return separator.join(map(str, items[:shown])) + more
+
+
+def is_number(value: object) -> bool:
+    """Return whether the value can be formatted as a number; not an integer of 400 digits, nor True."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+def rate(items_per_s: float) -> str:
+    """Format items per second without an exponent, with at least three digits."""
+    return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
+
+
+def sized(size: float) -> str:
+    """Format bytes with at least three digits, in the largest unit of which they are at least a tenth.
+
+    All displayed sizes use this function, so that equal sizes look equal: 64 KiB, never 6.4e-05 GiB.
+    """
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        value = size / scale
+        if value >= 0.1:
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{size:.0f} B" if size else "0"
+
+
+def sized_gib(gib: float) -> str:
+    """Format an amount of GiB in a suitable unit."""
+    return sized(gib * 2**30)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
+
+
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # ECMA-48
+_COMMAND = re.compile(r"(?:(?<=  )|(?<=: )|^(?:\S+ {2,})?)accel-run \S+(?: (?:[-+./'\"]\S*|\S*=\S*))*")
+_LINES, _WIDTH = 12, 400

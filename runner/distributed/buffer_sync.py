@@ -1,0 +1,333 @@
+"""Synchronize buffers that training changes after every update, but never in an evaluation or a save.
+
+A rank sees only its own samples, so a buffer that a forward pass changes, such as a moving average, a codebook or a
+counter, diverges between ranks. Synchronizing only at checkpoints would make the result of training depend on when
+they are written. So buffers that changed in an update are synchronized at its end: running statistics of norms are
+averaged over the ranks, all others are broadcast from one rank, as in DistributedDataParallel.
+
+Nothing is sent while nothing changes. Ranks agree on what changed by flags attached to a message that they
+exchange anyway, because a collective which only some ranks join would deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.base.bitwise import as_bytes, is_dense, same_bits
+from runner.base.errors import TaskFault
+from runner.base.module_buffers import is_written
+from runner.base.text import shortened
+from runner.base.world import World
+
+
+class _Place(NamedTuple):
+    """The position of a buffer in the model and its properties.
+
+    is_statistic  running statistic of a norm, which each rank computes over its own micro-batches
+    is_saved      whether checkpoints include it
+    """
+
+    module: nn.Module
+    key: str
+    name: str
+    is_statistic: bool
+    is_saved: bool
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.module._buffers.get(self.key)
+
+
+class _Seen(NamedTuple):
+    """A recorded buffer: torch increments a version for each in-place change of a tensor."""
+
+    tensor: Tensor | None
+    version: int
+
+
+class BufferSync:
+    """Synchronize the buffers of a model that changed on any rank.
+
+    source   rank whose buffers are broadcast, except for running statistics of norms
+    others   modules to skip, because not every rank has them
+    modules  modules whose buffers are synchronized
+
+    Per update, call `begin_update`, run forward passes, all-reduce `flags` over the ranks, and call `apply`.
+    """
+
+    def __init__(
+        self, model: nn.Module, world: World, source: int = 0, others: Collection[nn.Module] = frozenset()
+    ) -> None:
+        self.model, self.world, self.source, self.others = model, world, source, others
+        self._is_first = True
+        self._before: list[Tensor | None] = []  # copies, during the first update
+        self._hidden: set[str] = set()  # buffers that change without a version increment
+        self._track(self._found())
+
+    def begin_phase(self) -> None:
+        """Start a phase, which may change other buffers than the previous one."""
+        self._is_first = True
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Synchronize on exit what changed inside, with a separate message."""
+        self.begin_update()
+        yield
+        self.apply(self.world.sum(self.flags()))
+
+    def begin_update(self) -> None:
+        """Start the forward passes of an update; before the first one every buffer is copied, to detect changes."""
+        if self._is_first:
+            self._look()
+            self._before = [_copied(place.tensor) for place in self._places]
+
+    def flags(self) -> Tensor:
+        """Return a change flag (0 or 1) per buffer of this rank, then one for buffers added, removed or resized."""
+        if self._is_first:
+            # A write through .data, by a norm's kernel or by compiled code increments no version: compare bits.
+            pairs = zip(self._places, self._before, strict=True)
+            self._hidden |= {place.name for place, before in pairs if not _same(place.tensor, before)}
+        return torch.tensor([*map(float, self._changed()), float(self._is_rebuilt())])
+
+    def apply(self, flags: Tensor) -> None:
+        """Synchronize what changed on any rank; `flags` are summed over the ranks.
+
+        Raises TaskFault, on every rank, if the buffers in checkpoints differ between ranks in names or shapes.
+        """
+        self._is_first, self._before = False, []  # not earlier: a discarded update detects fewer changes
+        told = flags.tolist()
+        if told[-1]:
+            self._rebuild()
+            told = self.world.sum(torch.tensor([*map(float, self._changed()), 0.0])).tolist()
+        places = [place for place, changed in zip(self._places, told, strict=False) if changed and _is_plain(place)]
+        if places:
+            with torch.no_grad():
+                _average([place for place in places if place.is_statistic], self.world)
+                _broadcast([place for place in places if not place.is_statistic], self.source, self.world)
+            self._look()
+
+    def check(self) -> None:
+        """Raise TaskFault, on every rank, if a buffer in checkpoints differs between ranks.
+
+        An evaluation or a save must not repair it: the result of training would then depend on when it runs.
+        """
+        places = [place for place in self._places if place.is_saved and _is_plain(place)]
+        different = torch.zeros(len(places))
+        for packed in _packed([place for place in places if place.tensor is not None], bytewise=True):
+            theirs = packed.flat.clone()
+            dist.broadcast(theirs, self.source)
+            if not torch.equal(theirs, packed.flat):
+                for place, mine, their in zip(packed.places, packed.split(), packed.split(theirs), strict=True):
+                    different[places.index(place)] = float(not torch.equal(mine, their))
+        # Changes by a task's begin_update since the last update are synchronized with the next one.
+        seen = {place.name for place, changed in zip(self._places, self._changed(), strict=True) if not changed}
+        different *= torch.tensor([float(place.name in seen) for place in places])
+        found = self.world.largest(different).tolist()
+        names = [place.name for place, is_different in zip(places, found, strict=True) if is_different]
+        if names:
+            raise TaskFault(
+                f"buffers differ between ranks, and torch did not see them change: {shortened(names)}",
+                fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
+            )
+
+    # ------------------------------------------------------------ detecting changes on this rank
+
+    def _found(self) -> list[_Place]:
+        return [place for place in _places(self.model) if place.module not in self.others]
+
+    def _track(self, places: Sequence[_Place]) -> None:
+        self._places = places
+        self.modules = [module for module in self.model.modules() if module not in self.others]
+        self._num_entries = self._count()
+        self._look()
+
+    def _look(self) -> None:
+        self._seen = [_seen(place.tensor) for place in self._places]
+
+    def _count(self) -> int:
+        return sum(len(module._buffers) for module in self.modules)
+
+    def _changed(self) -> list[bool]:
+        found = [
+            place.name in self._hidden or _is_another(place.tensor, seen)
+            for place, seen in zip(self._places, self._seen, strict=True)
+        ]
+        # torch increments the version of num_batches_tracked, but not of the running statistics beside it
+        norms = {
+            place.module for place, changed in zip(self._places, found, strict=True) if changed and place.is_statistic
+        }
+        return [changed or place.module in norms for place, changed in zip(self._places, found, strict=True)]
+
+    def _is_rebuilt(self) -> bool:
+        if self._count() != self._num_entries:
+            return True
+        pairs = zip(self._places, self._seen, strict=True)
+        return any(place.tensor is not seen.tensor and not _fits(place.tensor, seen.tensor) for place, seen in pairs)
+
+    def _rebuild(self) -> None:
+        """Track buffers with the same shape on all ranks; a non-persistent cache may differ between ranks."""
+        seen = {place.name: seen for place, seen in zip(self._places, self._seen, strict=True)}
+        places = {place.name: place for place in self._found()}
+        of_ranks = self.world.gather({name: _kind(place.tensor) for name, place in places.items()})
+        alike = [name for name, kind in of_ranks[0].items() if all(there.get(name) == kind for there in of_ranks)]
+        saved = [
+            name for there in self.world.gather([name for name in places if places[name].is_saved]) for name in there
+        ]
+        other = sorted(set(saved) - set(alike))
+        if other:
+            raise TaskFault(
+                f"buffers must have the same names, shapes and types on all ranks, unlike {shortened(other)}",
+                fix="give them their final shape when the model is built, or register them with persistent=False",
+            )
+        self._track([places[name] for name in alike])
+        self._seen = [seen.get(name, _Seen(None, -1)) for name in alike]
+
+
+def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) -> None:
+    """Raise TaskFault, on every rank, if the copies of these modules differ in buffers that checkpoints include.
+
+    Only the copy of the first rank is saved, so a resumed run would continue with other buffers.
+    """
+    if not copied:
+        return
+    places = [place for place in _places(model) if place.module in copied and place.is_saved and _is_plain(place)]
+    bits = {place.name: hashlib.sha256(as_bytes(_tensor(place)).cpu().numpy().data).hexdigest() for place in places}
+    found: dict[str, set[str]] = {}
+    for of_rank in world.gather(bits):
+        for name, digest in of_rank.items():
+            found.setdefault(name, set()).add(digest)
+    names = [name for name, digests in found.items() if len(digests) > 1]
+    if names:
+        raise TaskFault(
+            f"buffers differ between stages of the pipeline that share a module: {shortened(names)}",
+            fix="give each layer its own module, put layers that share it into one stage with parallelism.split, or"
+            " use parallelism=ddp",
+        )
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    return [
+        _Place(
+            module,
+            key,
+            f"{prefix}.{key}" if prefix else key,
+            isinstance(module, nn.modules.batchnorm._NormBase),
+            key not in module._non_persistent_buffers_set,
+        )
+        for prefix, module in model.named_modules()
+        for key in module._buffers
+    ]
+
+
+def _seen(tensor: Tensor | None) -> _Seen:
+    return _Seen(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
+
+
+def _is_another(tensor: Tensor | None, seen: _Seen) -> bool:
+    if tensor is not None and tensor.is_inference():
+        return True  # its changes increment no version
+    return tensor is not seen.tensor or (tensor is not None and tensor._version != seen.version)
+
+
+def _fits(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (one.shape, one.dtype) == (other.shape, other.dtype)
+
+
+def _kind(tensor: Tensor | None) -> list[Any] | None:
+    return None if tensor is None else [list(tensor.shape), str(tensor.dtype)]
+
+
+def _is_plain(place: _Place) -> bool:
+    return place.tensor is not None and is_dense(place.tensor)
+
+
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy on the host, because device memory may be full."""
+    return None if tensor is None or not is_dense(tensor) else tensor.detach().to("cpu", copy=True)
+
+
+def _same(tensor: Tensor | None, before: Tensor | None) -> bool:
+    if tensor is None or before is None or not is_dense(tensor):
+        return tensor is before or (tensor is not None and not is_dense(tensor))
+    return same_bits(tensor, before)
+
+
+# ---------------------------------------------------------------- communication
+
+
+class _Packed(NamedTuple):
+    """Buffers of one device, concatenated in a flat tensor."""
+
+    places: list[_Place]
+    flat: Tensor
+
+    def split(self, flat: Tensor | None = None) -> list[Tensor]:
+        """Return the slice of each buffer."""
+        flat = self.flat if flat is None else flat
+        sizes = []
+        for place in self.places:
+            assert place.tensor is not None
+            sizes.append(place.tensor.nbytes if flat.dtype == torch.uint8 else place.tensor.numel())
+        return list(torch.split(flat, sizes))
+
+
+def _packed(places: Sequence[_Place], dtype: torch.dtype = torch.uint8, *, bytewise: bool = False) -> list[_Packed]:
+    """Pack the buffers by device, as bytes or in one number format: few messages instead of many."""
+    found = []
+    devices = dict.fromkeys(place.tensor.device for place in places if place.tensor is not None)
+    for device in devices:
+        here = [place for place in places if place.tensor is not None and place.tensor.device == device]
+        rows = []
+        for place in here:
+            assert place.tensor is not None
+            rows.append(as_bytes(place.tensor) if bytewise else place.tensor.detach().reshape(-1))
+        found.append(_Packed(here, torch.cat(rows).to(dtype)))
+    return found
+
+
+def _average(places: Sequence[_Place], world: World) -> None:
+    """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
+    floats = [place for place in places if place.tensor is not None and place.tensor.is_floating_point()]
+    for packed in _packed(floats, world.widest):
+        dist.all_reduce(packed.flat)
+        packed.flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
+        _put(packed, packed.split())
+    for packed in _packed([place for place in places if place not in floats], torch.int64):
+        dist.all_reduce(packed.flat, dist.ReduceOp.MAX)
+        _put(packed, packed.split())
+
+
+def _broadcast(places: Sequence[_Place], source: int, world: World) -> None:
+    for packed in _packed(places, bytewise=True):
+        dist.broadcast(packed.flat, source)
+        if world.rank != source:
+            parts = packed.split()
+            # slices may start at any offset, but views of numbers must be aligned
+            _put(
+                packed,
+                [part.clone().view(_tensor(place).dtype) for place, part in zip(packed.places, parts, strict=True)],
+            )
+
+
+def _put(packed: _Packed, parts: Sequence[Tensor]) -> None:
+    for place, part in zip(packed.places, parts, strict=True):
+        buffer = _tensor(place)
+        value = part.view(buffer.shape)
+        if is_written(buffer):
+            buffer.copy_(value)
+        else:
+            place.module._buffers[place.key] = value.to(buffer.dtype).clone()
+
+
+def _tensor(place: _Place) -> Tensor:
+    assert place.tensor is not None
+    return place.tensor

@@ -1,0 +1,50 @@
+"""Run a dummy forward and backward pass so that ranks without data still join collectives inside the model.
+
+If ranks have unequal work, those with less repeat a micro-batch. Such a pass must change no gradient, count
+or statistic. Norms that are synchronized over ranks join it with a count of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.module_buffers import restored
+from runner.distributed.parallel import ForwardPasses
+
+
+class CollectiveCounter(nn.Module):
+    """A module with collectives in its passes, which can query whether the pass counts."""
+
+    counts = True
+
+
+@contextmanager
+def unnoticed(model: nn.Module) -> Iterator[None]:
+    """Leave the model's buffers unchanged by passes inside; synchronized norms use the other ranks' statistics only."""
+    modules = list(model.modules())
+    norms = [module for module in modules if isinstance(module, CollectiveCounter)]
+    for norm in norms:
+        norm.counts = False
+    try:
+        with restored(module for module in modules if not isinstance(module, CollectiveCounter)):
+            yield
+    finally:
+        for norm in norms:
+            norm.counts = True
+
+
+def pass_in_vain(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
+    """Run a dummy forward and backward pass with all its collectives; gradients and buffers are unchanged.
+
+    For models with plain tensor parameters: gradients are computed and dropped, so infinite ones do no harm.
+    """
+    with unnoticed(passes.model):
+        with passes.forward():
+            loss, _ = passes.loss(passes.model, batch)
+        trained: list[Tensor] = [weight for weight in parameters if weight.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)

@@ -1,0 +1,223 @@
+"""Assign layers to ranks consistently: cost of the layers, split, freeing of the others, shared parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.base import partition
+from runner.base.batch import map_tensors
+from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.host import device_bytes
+from runner.base.world import World
+from runner.distributed.fault_sync import caught, raise_of_any
+from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, measured, parameter_names, weighed
+
+Example = Callable[[], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """Constraints for placing layers; see Pipelined.
+
+    samples  per micro-batch, to scale costs measured on the example; None: as many as in the example
+    """
+
+    schedule: partition.Schedule = "1f1b"
+    num_microbatches: int | None = None
+    split: Sequence[int] | None = None
+    balance: partition.Balance = "memory"
+    chunks: int = 1
+    memory_bytes: Sequence[int] | None = None
+    bytes_per_parameter: float = ADAMW_BYTES
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Assignment of layers to stages; stage s is on rank s modulo the number of ranks.
+
+    devices  device of each stage
+    """
+
+    split: partition.Split
+    costs: Sequence[LayerCost]
+    devices: Sequence[partition.StageDevice]
+    bytes_per_parameter: float
+
+    def __str__(self) -> str:
+        return partition.table(
+            self.split,
+            [cost.name for cost in self.costs],
+            [f"{device.name}, {partition.mebibytes(device.memory_bytes)}" for device in self.devices],
+            [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
+            [cost.seconds for cost in self.costs],
+        )
+
+
+def placed(
+    world: World, model: nn.Module, layers: Sequence[nn.Module], wanted: PlacementRequest, example: Example | None
+) -> Placement:
+    """Return the placement, from layer costs on rank 0 and device memory of all ranks; the same on all ranks.
+
+    Raises ConfigError on all ranks if there is none.
+    """
+    costs: list[LayerCost] = []
+    raise_of_any(caught(lambda: costs.extend(_costs(world, model, layers, wanted, example))), world, WHERE)
+    mine = {
+        "memory": _memory_bytes(world, wanted),
+        "seconds": math.fsum(cost.seconds for cost in costs),
+        "device": str(world.device),
+        "costs": [vars(cost) for cost in costs],
+    }
+    of_ranks = world.gather(mine)
+    costs = [LayerCost(**cost) for cost in of_ranks[0]["costs"]]
+    devices = [
+        partition.StageDevice(
+            of_rank["memory"] // wanted.chunks,  # the stages of a rank share its device equally
+            _speed(of_ranks[0]["seconds"], of_rank["seconds"]),
+            f"rank {rank} ({of_rank['device']})",
+        )
+        for rank, of_rank in enumerate(of_ranks)
+    ] * wanted.chunks
+    return placement(costs, devices, wanted, world.world_size)
+
+
+def placement(
+    costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], wanted: PlacementRequest, world_size: int
+) -> Placement:
+    """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
+    given: dict[str, Any] = {
+        "costs": [cost.seconds for cost in costs],
+        "memory_bytes": [cost.state_bytes(wanted.bytes_per_parameter) for cost in costs],
+        "devices": devices,
+        "activation_bytes": [cost.activation_bytes for cost in costs],
+        "in_flight": partition.in_flight_of(wanted.schedule, world_size, wanted.num_microbatches, wanted.chunks),
+    }
+    if wanted.split is not None:
+        split = partition.given(wanted.split, **given)
+    else:
+        split = partition.split(**given, balance=wanted.balance)
+    if isinstance(split, Problem):
+        raise ConfigError(split)
+    return Placement(split, costs, devices, wanted.bytes_per_parameter)
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter shared by several stages; its first rank counts it in the norm."""
+
+    weight: nn.Parameter
+    group: Any
+    counts_here: bool
+
+    def add(self) -> None:
+        """All-reduce its gradient over its ranks, so that their updates stay equal."""
+        if self.weight.requires_grad:
+            if self.weight.grad is None:
+                self.weight.grad = torch.zeros_like(self.weight)
+            dist.all_reduce(self.weight.grad, group=self.group)
+
+
+def ties_of(world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split) -> list[Tie]:
+    """Return the parameters of this rank that other ranks share; collective, because it creates groups."""
+    holders: dict[str, set[int]] = {}
+    weights = dict(model.named_parameters())
+    for number, stage in enumerate(split.ranges):
+        for layer in stage:
+            for name in parameter_names(model, layers[layer]):
+                holders.setdefault(name, set()).add(number % world.world_size)
+    groups: dict[tuple[int, ...], Any] = {}
+    ties = []
+    for name in sorted(name for name, ranks in holders.items() if len(ranks) > 1):
+        ranks = tuple(sorted(holders[name]))
+        if ranks not in groups:
+            groups[ranks] = dist.new_group(list(ranks))
+        if world.rank in ranks:
+            ties.append(Tie(weights[name], groups[ranks], world.rank == ranks[0]))
+    return ties
+
+
+def modules_of_several(
+    world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split
+) -> list[nn.Module]:
+    """Return the modules that belong to layers of several ranks, in model order."""
+    holders: dict[nn.Module, set[int]] = {}
+    for number, stage in enumerate(split.ranges):
+        for layer in stage:
+            for module in layers[layer].modules():
+                holders.setdefault(module, set()).add(number % world.world_size)
+    return [module for module in model.modules() if len(holders.get(module, ())) > 1]
+
+
+def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raise if the layers do not cover the model's parameters, or if the model is compiled as a whole."""
+    inner = {weight for layer in layers for weight in layer.parameters()}
+    lost = [name for name, weight in model.named_parameters() if weight not in inner]
+    foreign = inner - set(model.parameters())
+    if lost or foreign:
+        what = f"miss {', '.join(lost[:3])}" if lost else f"have {len(foreign)} parameters that are not the model's"
+        raise TaskFault(
+            f"layers() must hold the parameters of the model, but {what}",
+            where=WHERE,
+            fix="return modules that share the model's parameters, and use all of them",
+        )
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        what = "the whole model cannot be compiled in a pipeline, which calls its layers"
+        raise ConfigError(Problem(what, "compile=default", "use compile=regional or compile=off"))
+
+
+def free(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], of_layers: set[nn.Module]) -> None:
+    """Replace parameters and buffers of other ranks' layers by meta tensors."""
+    ghosts: dict[Tensor, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight not in mine:
+                if weight not in ghosts:
+                    ghosts[weight] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+                module._parameters[name] = ghosts[weight]
+        if module in of_layers and module not in kept:
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to("meta")
+
+
+WHERE = "parallelism=pipeline"
+
+
+def _costs(
+    world: World, model: nn.Module, layers: Sequence[nn.Module], wanted: PlacementRequest, example: Example | None
+) -> list[LayerCost]:
+    """Measure the layers if possible, else estimate costs from their parameters."""
+    place = next(iter(model.parameters())).device
+    if example is None or place != world.device or len(layers) < world.world_size * wanted.chunks:
+        return weighed(model, layers)
+    try:
+        inputs = map_tensors(lambda tensor: tensor.to(place), tuple(example()))
+    except NotImplementedError:
+        return weighed(model, layers)
+    size = next((tensor.shape[0] for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()), 1)
+    scale = (wanted.samples or size) / max(1, size)
+    repeats = 3 if wanted.balance == "time" else 1
+    return measured(model, layers, inputs, scale=scale, repeats=repeats, synchronize=world.synchronize)
+
+
+def _memory_bytes(world: World, wanted: PlacementRequest) -> int:
+    if wanted.memory_bytes is not None:
+        if len(wanted.memory_bytes) != world.world_size:
+            what = f"must have one size for each of the {world.world_size} ranks, but has {len(wanted.memory_bytes)}"
+            raise ConfigError(Problem(what, "parallelism.memory_bytes"))
+        return wanted.memory_bytes[world.rank]
+    shared_by = 1 if world.device.type == "cuda" else world.num_local_ranks
+    return device_bytes(world.device) // shared_by
+
+
+def _speed(first: float, seconds: float) -> float:
+    """Return the speed relative to rank 0; differences up to 10 % are treated as noise."""
+    speed = first / seconds if seconds > 0 and first > 0 else 1.0
+    return 1.0 if 1 / 1.1 < speed < 1.1 else speed

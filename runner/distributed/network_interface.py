@@ -1,0 +1,52 @@
+"""Find the network interface that reaches the other ranks: gloo resolves the host name, often to the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+from ipaddress import ip_address
+
+import psutil  # type: ignore[import-untyped]
+
+from runner.base.rank_env import RankInfo
+
+
+def choose_interface(member: RankInfo) -> None:
+    """Set gloo's network interface to the one that reaches the other ranks, unless `GLOO_SOCKET_IFNAME` is set.
+
+    On a single machine that is the loopback, so that no port is open to others. Otherwise it is the interface towards
+    rank 0. Many systems resolve the host name to 127.0.0.1: gloo would listen there, and the others would wait.
+    """
+    name = interface_of(member)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def interface_of(member: RankInfo) -> str:
+    """Return the name of the interface, empty if the routes do not determine it."""
+    if member.num_local_ranks == member.world_size or member.store.startswith("file:"):
+        return _name_of("127.0.0.1")
+    host, _, port = member.store.partition("://")[2].rpartition(":")
+    address = _towards(host, int(port))
+    if not address or ip_address(address).is_loopback:  # rank 0 resolved its own name
+        address = _towards(_ELSEWHERE, int(port))
+    return _name_of(address)
+
+
+def _towards(host: str, port: int) -> str:
+    """Return this machine's address on the route to a host; sends nothing."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _name_of(address: str) -> str:
+    found = [name for name, rows in psutil.net_if_addrs().items() if any(row.address == address for row in rows)]
+    return found[0] if found else ""
+
+
+_ELSEWHERE = "192.0.2.1"  # reserved for documentation (RFC 5737): in no network, so it follows the default route

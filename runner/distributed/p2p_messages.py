@@ -1,0 +1,119 @@
+"""Point-to-point messages of tensors in nested tuples, lists and mappings, whose shapes the receiver does not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runner.base.errors import TaskFault
+from runner.base.world import World
+
+
+class SendFailed(NamedTuple):
+    """Sent instead of a value that could not be computed."""
+
+    text: str
+
+
+def send(value: Any, rank: int, device: torch.device) -> None:
+    """Send a value to a rank that calls `receive`."""
+    head, tensors = _packed(value)
+    dist.send(torch.tensor([len(head)]), rank)
+    dist.send(head, rank)
+    for tensor in tensors:
+        dist.send(_bytes(tensor.to(device)), rank)
+
+
+def receive(rank: int, device: torch.device) -> Any:
+    """Receive a value from a rank, with its tensors on `device`."""
+    size = torch.zeros(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    head = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(head, rank)
+    tensors, structure = _room(head, device)
+    for tensor in tensors:
+        dist.recv(_bytes(tensor), rank)
+    return _unpacked(structure, tensors)
+
+
+def broadcast(value: Any, source: int, world: World) -> Any:
+    """Return the value of rank `source` on all ranks; values of other ranks are ignored."""
+    head, tensors = _packed(value if world.rank == source else None)
+    size = torch.tensor([len(head)])
+    dist.broadcast(size, source)
+    head = head if world.rank == source else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(head, source)
+    if world.rank == source:
+        for tensor in tensors:
+            dist.broadcast(_bytes(tensor.to(world.device)), source)
+        return value
+    tensors, structure = _room(head, world.device)
+    for tensor in tensors:
+        dist.broadcast(_bytes(tensor), source)
+    return _unpacked(structure, tensors)
+
+
+def check(value: Any) -> None:
+    """Raise TaskFault if a value cannot be sent."""
+    _packed(value)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _packed(value: Any) -> tuple[Tensor, list[Tensor]]:
+    tensors: list[Tensor] = []
+    structure = _structure(value, tensors)
+    shapes = [[list(tensor.shape), name_of(tensor.dtype)] for tensor in tensors]
+    content = json.dumps([structure, shapes]).encode()
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8), tensors
+
+
+def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().contiguous())
+        return ["tensor", len(tensors) - 1]
+    if isinstance(value, SendFailed):
+        return ["failed", value.text]
+    if type(value) is tuple or type(value) is list:
+        return [type(value).__name__, [_structure(part, tensors) for part in value]]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return ["dict", {key: _structure(part, tensors) for key, part in value.items()}]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["plain", value]
+    raise TaskFault(
+        "the model's output must be tensors in tuples, lists and dicts to go from rank to rank,"
+        f" but there is a {type(value).__name__}",
+        where="parallelism=pipeline",
+    )
+
+
+def _room(head: Tensor, device: torch.device) -> tuple[list[Tensor], list[Any]]:
+    structure, shapes = json.loads(head.numpy().tobytes())
+    return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in shapes], structure
+
+
+def _unpacked(structure: list[Any], tensors: list[Tensor]) -> Any:
+    kind, content = structure
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "failed":
+        return SendFailed(content)
+    if kind == "dict":
+        return {key: _unpacked(part, tensors) for key, part in content.items()}
+    if kind == "plain":
+        return content
+    parts = [_unpacked(part, tensors) for part in content]
+    return tuple(parts) if kind == "tuple" else parts
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes, because not all dtypes can be sent."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,40 @@
+"""Recognize errors that are only a consequence of the loss of another rank."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from runner.base.errors import AccelRunError, Exit
+from runner.base.text import message_of
+
+
+def is_of_a_lost_rank(error: BaseException) -> bool:
+    """Return whether the root cause is the loss of another rank, however the error was wrapped."""
+    seen: list[BaseException] = []
+    while error not in seen:  # `raise error from error` is a cycle
+        seen.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+    text = message_of(error)
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"DistNetworkError", "DistStoreError"}:
+        return True
+    if isinstance(error, AccelRunError):
+        return error.exit_code == Exit.RANK_LOST
+    return bool(_PEER_IS_GONE.search(text)) and (
+        "DistError" in kinds or (isinstance(error, RuntimeError) and ("gloo" in text or _is_raised_by_torch(error)))
+    )
+
+
+def _is_raised_by_torch(error: BaseException) -> bool:
+    """Return whether torch.distributed raised it: a data worker may time out or lose its connection, too."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "/torch/distributed/" in frames[-1].filename
+
+
+# Messages of gloo, NCCL and the stores about a lost peer: torch 2.11 and 2.13.
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
+    r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",
+    re.IGNORECASE,
+)

@@ -1,0 +1,80 @@
+"""Which checkpoints belong to a run: its past names and its random identifier."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from runner.durable import files
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """The identity of a run, for matching its checkpoints.
+
+    names    past and present names; empty: unknown, any name matches
+    uid      identifier of the run; None: unknown, as in runs of earlier versions or with a damaged run.json
+    adopted  uids of other runs whose checkpoints the user has accepted for this one
+    """
+
+    names: frozenset[str] = frozenset()
+    uid: str | None = None
+    adopted: frozenset[str] = frozenset()
+
+    def has_other_name(self, manifest: Mapping[str, Any]) -> bool:
+        """Return whether the checkpoint names a run other than this one."""
+        name = manifest.get("run_id")
+        return bool(self.names) and name is not None and not (isinstance(name, str) and name in self.names)
+
+    def has_other_uid(self, manifest: Mapping[str, Any]) -> bool | None:
+        """Return whether the checkpoint has another uid than this run; None if either has none."""
+        uid = uid_of(manifest)
+        return None if uid is None or self.uid is None else uid != self.uid and uid not in self.adopted
+
+
+def owner_of(record: Mapping[str, Any], name: str) -> RunIdentity:
+    """Return the identity in the run.json `record` of a folder of this name. Any field may be damaged."""
+    known = [record.get("name"), *files.listed(record.get("names"))]
+    names = frozenset(each for each in known if isinstance(each, str))
+    adopted = (each.get("uid") for each in files.listed(record.get("adopted")) if isinstance(each, dict))
+    uid = record.get("uid")
+    return RunIdentity(
+        names | {name} if names else names, uid if is_uid(uid) else None, frozenset(filter(is_uid, adopted))
+    )
+
+
+def uid_of(manifest: Mapping[str, Any]) -> str | None:
+    """Return the uid of the run that wrote a checkpoint; None for earlier versions."""
+    uid = manifest.get("run_uid")
+    return uid if is_uid(uid) else None
+
+
+def new_uid() -> str:
+    """Return 32 hexadecimal digits, 24 of them random and 8 a checksum.
+
+    The checksum is needed because run.json has no hash: after a bit flip the run would have another identity, and all
+    its checkpoints would be refused. A damaged identifier is treated as unknown.
+    """
+    digits = secrets.token_hex(_NUM_RANDOM // 2)
+    return digits + _checksum(digits)
+
+
+def is_uid(value: object) -> TypeGuard[str]:
+    """Return whether the value is a valid uid."""
+    return (
+        isinstance(value, str)
+        and _UID.fullmatch(value) is not None
+        and _checksum(value[:_NUM_RANDOM]) == value[_NUM_RANDOM:]
+    )
+
+
+def _checksum(digits: str) -> str:
+    return f"{zlib.crc32(digits.encode()):08x}"
+
+
+_NUM_RANDOM = 24
+_UID = re.compile(r"[0-9a-f]{32}")

@@ -1,0 +1,129 @@
+"""The request that started a run, read from its files: to use, measure or resume the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from runner.base.configuration import Request, compose, merge_overrides
+from runner.base.errors import AccelRunError, DataError, SecurityRefusal
+from runner.base.text import shortened
+from runner.durable.directory import LAST, RunDirectory, is_sweep
+from runner.durable.files import read, read_object
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The settings that started a run.
+
+    folder  working directory of the command, to which relative paths refer; None if unknown
+    """
+
+    overrides: tuple[str, ...]
+    task_file: Path | None
+    config_dir: Path | None
+    folder: Path | None = None
+
+    def request(self, given: Request, without: Iterable[str] = ("run", "resume")) -> Request:
+        """Return the run's request without the settings of the keys `without`, overridden by `given`."""
+        kept = [word for word in self.overrides if word.partition("=")[0] not in without]
+        task_file, config_dir = given.task_file or self.task_file, given.config_dir or self.config_dir
+        words = merge_overrides(kept, given.overrides)
+        return replace(given, overrides=words, task_file=task_file, config_dir=config_dir)
+
+
+def find_run(request: Request, say: Callable[[str], None]) -> tuple[RunDirectory, Path]:
+    """Return the run that the request names, by default the last one, and the folder that was searched.
+
+    Only run= and output_root= are read: other settings can be checked only for that run's task.
+
+    say  called with the newer runs that `last` skipped
+    """
+    words = tuple(word for word in request.overrides if word.partition("=")[0] in ("run", "output_root"))
+    settings = compose(Request(words, None, request.config_dir)).settings
+    found = RunDirectory.find(settings.root, settings.run or LAST)
+    say_skipped(found, say)
+    return found, settings.root
+
+
+def say_skipped(found: RunDirectory, say: Callable[[str], None]) -> None:
+    """Report newer runs that `last` skipped because they have no update."""
+    if found.skipped:
+        runs = "newer runs" if len(found.skipped) > 1 else "a newer run"
+        say(f"last run: {found.name}; skipped {runs} without an update: {shortened(found.skipped)}")
+
+
+def origin_of(directory: RunDirectory, root: Path, given: Request) -> RunRequest:
+    """Return the settings that started a run.
+
+    root   folder whose runs are trusted
+    given  if it names a task file, that of the run is ignored
+    Raises DataError if neither run.json nor the files beside it have them, SecurityRefusal if an untrusted run
+    specifies which code to execute.
+    """
+    origin = _read(directory)
+    if given.task_file is None and origin.task_file is not None:
+        _refuse_foreign(origin.task_file, directory, root)
+    return origin
+
+
+def _read(directory: RunDirectory) -> RunRequest:
+    record = read_object(directory.run_json)
+    words, named = record.get("overrides"), [record.get(key) for key in ("task_file", "config_dir", "folder")]
+    if not _are_words(words) or not isinstance(record.get("task"), str) or not _are_paths(named):
+        words, planned = _words_in(directory.overrides), read_object(directory.plan)
+        named = [planned.get(key) for key in ("task_file", "config_dir", "folder")]
+        if not _are_words(words) or "task_file" not in planned or not _are_paths(named):
+            raise DataError(
+                f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
+                "plan.json too",
+                where=str(directory.shown),
+                fix="repeat its settings: accel-run train run=NAME ..., or accel-run advise task=NAME",
+            )
+    task_file, config_dir, folder = (Path(path) if path else None for path in named)
+    return RunRequest(tuple(words), task_file, config_dir, folder)
+
+
+def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
+    """Raise SecurityRefusal if an untrusted run specifies a Python file to execute."""
+    inside, folder = root.resolve(), directory.path.resolve().parent
+    # A link may lead out of an unpacked folder.
+    ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
+    if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
+        way.is_relative_to(place) for way in ways for place in (inside, root.absolute())
+    ):
+        return
+    raise SecurityRefusal(
+        f"this run was made with task file {task_file}; a run folder alone never decides which code runs",
+        where=str(directory.path),
+        fix=f"read that file; if you trust it, use --task {task_file}",
+    )
+
+
+def _words_in(file: Path) -> Any:
+    """Return the list in overrides.yaml, one JSON string per line; None if it cannot be read."""
+    try:
+        lines = read(file, at_most=1 << 20).decode().split("\n")
+        return [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")] if any(lines) else None
+    except (AccelRunError, ValueError, RecursionError):
+        return None
+
+
+def _are_words(found: object) -> TypeGuard[list[str]]:
+    return isinstance(found, list) and all(map(_is_typed, found))
+
+
+def _are_paths(found: Iterable[object]) -> TypeGuard[list[str | None]]:
+    return all(value is None or _is_typed(value) for value in found)
+
+
+def _is_typed(value: object) -> bool:
+    """Return whether the value is a string that a command line can hold."""
+    try:
+        return isinstance(value, str) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,317 @@
+"""Save checkpoints of a phase in the background: schedule, cost, remaining time and retention."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.durable import files
+from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer, path_of, states_before
+from runner.durable.tensors import HostBuffer
+from runner.engine.run_screen import Screen
+from runner.engine.save_policy import AT_RISK_S, SaveCost, SavePolicy
+
+
+@dataclass(frozen=True)
+class HeldBest:
+    """The best checkpoint so far, in host memory: writing it now would cost more than saving may.
+
+    number  of the checkpoint, and value of its metric
+    copy_s  seconds for which training waited for the copy
+    since   when it was taken, by `time.monotonic`
+    """
+
+    number: int
+    value: float
+    snapshot: Snapshot
+    room: HostBuffer
+    kept: Callable[[], Collection[Path]]
+    copy_s: float
+    since: float
+
+
+def bests_on_disk(start: Loaded, policy: SavePolicy) -> list[tuple[float, int]]:
+    """Return (value, number) of the best checkpoints beside `start`, best first, for the phase that resumes from it.
+
+    A best checkpoint that was held in memory may have been written after `start` was saved, which then does not know
+    it. So every older checkpoint of the phase is asked whether it was a best one. Values of another metric are ignored.
+    """
+    folder = start.path.parent
+    found = _own_bests(start.state, start.state, policy)
+    for number, state in states_before(start):
+        found |= {key: value for key, value in _own_bests(state, start.state, policy).items() if key == number}
+    there = [
+        (value, number)
+        for number, value in found.items()
+        if number == start.update or files.exists(path_of(folder, number))
+    ]
+    return sorted(there, reverse=policy.better == "max")[: policy.keep_best]
+
+
+def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], policy: SavePolicy) -> dict[int, float]:
+    """Return number -> value of the best checkpoints that a state names; none where they are of something else."""
+    values = files.mapped(state.get("values"))
+    wanted = {"checkpoint.best": policy.best, "checkpoint.best_is": policy.better}
+    if state.get("phase") != start.get("phase") or any(values.get(key, is_) != is_ for key, is_ in wanted.items()):
+        return {}
+    try:
+        return {int(number): float(value) for value, number in files.listed(state.get("bests"))}
+    except (TypeError, ValueError):  # of an older checkpoint, which nobody has checked
+        return {}
+
+
+class Saver:
+    """Pass snapshots to the writer, which writes them to disk during training.
+
+    toll     cost of saving, over all phases of the run
+    rooms    memory for two copies: the one that is being written, and the best one that is not written yet
+    on_disk  number of the newest checkpoint that is there already, None where there is none
+    bests    (metric, number) of the best checkpoints of the phase, best first; that of one that is not saved is not
+             among them
+
+    With `checkpoint.every=auto` a best checkpoint is written at once only where that fits the share of the time that
+    saves may take. Else it is held in memory, where a better one replaces it, until it fits, AT_RISK_S have passed, or
+    the phase ends.
+    """
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        writer: Writer | NoWriter,
+        toll: SaveCost,
+        rooms: tuple[HostBuffer, HostBuffer],
+        screen: Screen,
+        on_disk: int | None,
+        bests: Sequence[tuple[float, int]] = (),
+    ) -> None:
+        self.policy, self.writer, self.toll, self.rooms, self.screen = policy, writer, toll, rooms, screen
+        self.room = rooms[0]  # for the next copy
+        self.held: HeldBest | None = None
+        self._room_of_writer = rooms[1]
+        self._on_disk = on_disk
+        self.bests = list(bests)
+        self._bests_before = self.bests  # without the checkpoint that is being written
+        self._number: int | None = None  # of that checkpoint
+        self._is_writing = False  # a checkpoint, when the last update ended
+        self._told: set[str] = set()  # what is said once
+        self.adapt()
+
+    def prepare(self, nbytes: int, device: torch.device) -> None:
+        """Allocate memory for a copy of `nbytes` bytes before the first save is due."""
+        if self.policy.saves_on_the_way and isinstance(self.writer, Writer):
+            self.room.prepare(nbytes, device)
+
+    def is_best(self, value: float) -> bool:
+        """Return True if a checkpoint with this metric value would be among the best ones."""
+        bests = self._ranked(self.held.value, self.held.number) if self.held else self.bests
+        is_full = len(bests) >= self.policy.keep_best
+        return math.isfinite(value) and self.policy.is_better(value, bests[-1][0] if is_full else None)
+
+    def has_no_budget(self) -> bool:
+        """Return True if writing a best checkpoint now would exceed the cost limit, so it must be held in memory."""
+        return self.policy.is_auto and isinstance(self.writer, Writer) and not self.toll.has_budget()
+
+    def join(self, value: float, number: int) -> None:
+        """Add the checkpoint to the best ones, replacing the worst of them if the list is full."""
+        self.bests = self._ranked(value, number)
+
+    def _ranked(self, value: float, number: int) -> list[tuple[float, int]]:
+        ranked = sorted([*self.bests, (value, number)], reverse=self.policy.better == "max")
+        return ranked[: self.policy.keep_best]
+
+    def hold(
+        self, number: int, take: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]
+    ) -> None:
+        """Keep the snapshot returned by `take`, of one of the best checkpoints, in memory until it is written."""
+        if self.policy.keep_best > 1:  # else the new one takes its place
+            self.write_held()
+        began = time.perf_counter()
+        self._clear_room()
+        before = self.bests
+        self.join(value, number)  # the snapshot must know of itself; others, until it is written, must not
+        try:
+            snapshot = take()
+        finally:
+            self.bests = before
+        snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training goes on changing what it refers to
+        copy_s = time.perf_counter() - began
+        self.held = HeldBest(number, value, snapshot, self.room, kept, copy_s, time.monotonic())
+        self.toll.copied(copy_s)
+
+    def write_held(self) -> None:
+        """Start writing the best checkpoint held in memory, if any.
+
+        Raises StorageError if the last three saves failed.
+        """
+        held, self.held = self.held, None
+        if held is None:
+            return
+        began = time.perf_counter()
+        self.writer.wait()
+        self.count_written()
+        self._number, self._bests_before = held.number, self.bests
+        self.join(held.value, held.number)
+        self._room_of_writer = held.room
+        self.writer.submit(held.snapshot, best=held.kept())
+        self._is_writing = True
+        self.toll.held(held.copy_s + time.perf_counter() - began, known=held.copy_s)
+
+    def _drop_displaced(self) -> None:
+        """Discard the held checkpoint if it is no longer among the best."""
+        held = self.held
+        if held is not None and (held.value, held.number) not in self._ranked(held.value, held.number):
+            self.held = None
+
+    def _clear_room(self) -> None:
+        """Choose a buffer that neither the writer nor the held checkpoint uses.
+
+        Where both are taken, it is that of the held one, which this copy then replaces.
+        """
+        free = [room for room in self.rooms if self.writer.busy_s is None or room is not self._room_of_writer]
+        if self.held is not None:
+            free.sort(key=lambda room: self.held is not None and room is self.held.room)
+        self.room = free[0]
+        self.room.clear()
+        if self.held is not None and self.room is self.held.room:
+            self.held = None
+
+    def save(
+        self,
+        number: int,
+        take: Callable[[], Snapshot],
+        *,
+        value: float | None = None,
+        kept: Callable[[], Collection[Path]],
+        is_waited_for: bool,
+        anew: bool = False,
+    ) -> float:
+        """Start writing the snapshot returned by `take`; return the seconds that training was blocked.
+
+        value          of the metric, where it is saved for being among the best; if it fails, it is not among them
+        kept           checkpoints that are kept whatever their age; asked when it is known which are the best
+        is_waited_for  another update is to follow: what this took is part of what saves cost
+        anew           it takes the place of one of the same update
+        Raises StorageError if the last three saves failed, and what `take` raises.
+        """
+        began = time.perf_counter()
+        self.writer.wait()  # the buffer is in use until then
+        self.count_written()
+        waited = time.perf_counter() - began
+        if self.held is not None and self.held.number == number:  # this save is its own
+            value, self.held = self.held.value, None
+        self._clear_room()
+        self._number, self._bests_before = number, self.bests
+        if value is not None:
+            self.join(value, number)
+        try:
+            snapshot = take()
+        except BaseException:  # the held one is still the best
+            self.bests = self._bests_before
+            raise
+        if value is not None:
+            self._drop_displaced()
+        self._room_of_writer = self.room
+        self.writer.submit(snapshot, best=kept(), anew=anew)
+        self._is_writing = True
+        self.policy.saved()
+        held = time.perf_counter() - began
+        if is_waited_for:
+            self.toll.held(held)
+            if waited > max(_WAIT_S, 0.5 * held):
+                self._warn_once(
+                    "disk",
+                    "checkpoints are requested faster than the disk can write them: training waited"
+                    f" {waited:.1f} s at checkpoint {snapshot.update}; {self.policy.advice}",
+                )
+        return held
+
+    def is_late(self) -> bool:
+        """Return True if a save is due and the disk is ready: waiting for it would block training."""
+        if not self.policy.is_late():
+            return False
+        busy_s = self.writer.busy_s
+        if busy_s is None:
+            return True
+        self._warn_once(
+            "disk",
+            "checkpoints are requested faster than the disk can write them: the previous one has been written for"
+            f" {busy_s:.1f} s, and the next waits for it; {self.policy.advice}",
+        )
+        return False
+
+    def updated(self, seconds: float) -> None:
+        """Record the time of an update and, once a checkpoint is written, its cost."""
+        self.toll.updated(seconds, writing=self._is_writing)
+        self.count_written()
+        if self.held is not None and self.writer.busy_s is None:
+            is_at_risk = time.monotonic() - self.held.since >= AT_RISK_S
+            if is_at_risk or self.toll.has_budget():
+                self.write_held()
+
+    def count_written(self) -> None:
+        """After a write completes or fails, update the save schedule and the list of best checkpoints."""
+        if not self._is_writing or self.writer.busy_s is not None:
+            return
+        self._is_writing = False
+        is_saved = self.writer.acknowledged == self._number
+        if is_saved and self._number is not None:
+            self._on_disk = max(self._number, self._on_disk or 0)
+        else:
+            self.bests = self._bests_before
+        self.policy.ended(well=is_saved)
+        known = self.toll.last
+        self.toll.written(self.writer.last)
+        last, before = self.toll.last, self.policy.seconds
+        if last is None or last is known or self.writer.last is None:
+            return
+        self.adapt()
+        every = self.policy.seconds
+        if known is None or (before and every and not 0.9 < every / before < 1.1):
+            self.screen.event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
+
+    def remains(self) -> int | None:
+        """Wait for the writer; return the number of the newest checkpoint of the phase, or None."""
+        known = (self.writer.wait(), self._on_disk)
+        return max((number for number in known if number is not None), default=None)
+
+    def why_too_late(self, asked_at: float | None, num_saves: int = 1) -> str | None:
+        """Return why `num_saves` saves cannot finish before the kill deadline, or None if they can.
+
+        asked_at  time of the stop request, by `time.monotonic`; None if unknown
+        """
+        grace_s, one_s = self.policy.grace_s, self.toll.expected_s()
+        if grace_s is None or asked_at is None or one_s is None:
+            return None
+        save_s = num_saves * one_s
+        busy_s = self.writer.busy_s
+        before_s = 0.0 if busy_s is None else max(0.0, one_s - busy_s)
+        left_s = asked_at + grace_s - time.monotonic()
+        if before_s + save_s <= left_s:
+            return None
+        return (
+            f"not saved: a save takes {before_s + save_s:.1f} s, but of checkpoint.grace_s={grace_s:g}"
+            f" only {max(0.0, left_s):.1f} s are left"
+        )
+
+    def adapt(self) -> None:
+        """Set the save interval from the measured cost."""
+        last = self.toll.last
+        if last is not None:
+            problem = self.policy.adapt(self.toll.cost_s, last.write_s, self.toll.update_s)
+            if problem:
+                self._warn_once("cost", problem)
+
+    def _warn_once(self, about: str, text: str) -> None:
+        if about not in self._told:
+            self._told.add(about)
+            self.screen.warn(text)
+
+
+_WAIT_S = 0.1  # time that training may wait for the disk before a message is printed

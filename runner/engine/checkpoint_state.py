@@ -1,0 +1,193 @@
+"""Validate state.json of a checkpoint before restoring from it; a valid checksum does not guarantee its content."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from runner.base.errors import AccelRunError, DataError
+from runner.distributed.peer_loss import is_of_a_lost_rank
+from runner.durable.checkpoint import Loaded
+from runner.engine.save_policy import SaveTimes
+
+Holds = Callable[[Any], bool]
+
+
+def check_state(start: Loaded) -> Loaded:
+    """Return the checkpoint after validating every field of its state. Raises DataError for the first invalid one."""
+    state = start.state
+    wrong = next(_wrong(state, _STATE), None) or next(_wrong(state, _OPTIONAL, may_lack=True), None)
+    if wrong is None:
+        if state["phase"] not in state["records"]:
+            wrong = "records must have the phase of the checkpoint"
+        elif state["updates_before"] + state["phase_update"] != start.update:
+            wrong = "updates_before and phase_update must sum to the update of the checkpoint"
+        elif not _is_count(start.manifest.get("metrics_bytes")):
+            wrong = "the manifest's metrics_bytes must be a size"
+    if wrong is not None:
+        raise _not_ours(start, wrong)
+    return start
+
+
+@contextmanager
+def understood(start: Loaded) -> Iterator[None]:
+    """Convert exceptions from restoring state into DataError, because components do not validate their state."""
+    try:
+        yield
+    except (AccelRunError, torch.OutOfMemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError) as error:
+        if is_of_a_lost_rank(error):
+            raise
+        first = (str(error) or "no reason given").splitlines()[0][:200]
+        raise _not_ours(start, f"{type(error).__name__}: {first}") from error
+
+
+def _not_ours(start: Loaded, reason: str) -> DataError:
+    return DataError(
+        f"its state cannot be put back: {reason}",
+        where=str(start.path),
+        fix="it is whole but not what this program writes; take another checkpoint, or use resume=fresh",
+    )
+
+
+def _wrong(state: Mapping[str, Any], fields: Mapping[str, Holds], *, may_lack: bool = False) -> Iterator[str]:
+    for name, holds in fields.items():
+        if name not in state:
+            if not may_lack:
+                yield f"{name} is missing"
+        elif not holds(state[name]):
+            yield f"{name} is {type(state[name]).__name__} of a kind that it cannot be"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_update(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 10**10
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
+
+
+def _is_amount(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _or_none(holds: Holds) -> Holds:
+    return lambda value: value is None or holds(value)
+
+
+def _list_of(holds: Holds) -> Holds:
+    return lambda value: isinstance(value, list) and all(map(holds, value))
+
+
+def _mapping_of(holds: Holds) -> Holds:
+    return lambda value: isinstance(value, dict) and all(map(holds, value.values()))
+
+
+def _with(fields: Mapping[str, Holds]) -> Holds:
+    return lambda value: isinstance(value, dict) and next(_wrong(value, fields), None) is None
+
+
+def _is_best(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _is_number(value[0]) and _is_update(value[1])
+
+
+def _is_record(value: Any) -> bool:
+    return _with(_RECORD)(value) and next(_wrong(value, _OF_RECORD_OPTIONAL, may_lack=True), None) is None
+
+
+def _is_random(value: Any) -> bool:
+    """Tell whether these are the states of NumPy's and Python's generators; NumPy believes any position."""
+    if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in ("numpy", "python")):
+        return False
+    numpy, python = value["numpy"], value["python"]
+    return (
+        len(numpy) == 5 and numpy[0] == "MT19937" and _list_of(_is_word)(numpy[1]) and len(numpy[1]) == _MT_WORDS
+        and type(numpy[2]) is int and 0 <= numpy[2] <= _MT_WORDS and numpy[3] in (0, 1) and _is_number(numpy[4])
+        and len(python) == 3 and python[0] == 3 and _list_of(_is_word)(python[1]) and len(python[1]) == _MT_WORDS + 1
+        and python[1][-1] <= _MT_WORDS and _or_none(_is_number)(python[2])
+    )  # fmt: skip
+
+
+def _is_word(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 32
+
+
+_FIGURES = tuple(field.name for field in fields(SaveTimes))
+_MT_WORDS = 624  # of the state of a Mersenne Twister
+_RECORD: Mapping[str, Holds] = {
+    "kind": _is_text,
+    "updates": _is_update,
+    "total": _is_update,
+    "finished": _is_flag,
+    "seconds": _is_number,
+    "peak_host_gib": _is_number,
+    "peak_device_gib": _or_none(_is_number),
+    "metrics": _mapping_of(_or_none(_is_number)),
+}
+_OF_RECORD_OPTIONAL: Mapping[str, Holds] = {
+    "peak_reserved_gib": _or_none(_is_number),
+    "parts_s": _mapping_of(_is_number),
+}
+_STATE: Mapping[str, Holds] = {
+    "phase": _is_text,
+    "phase_update": _is_update,
+    "epoch": _is_number,
+    "updates_before": _is_update,
+    "total": _is_update,
+    "early_stopping": _with({"best": _or_none(_is_number), "num_bad": _is_update}),
+    "records": _mapping_of(_is_record),
+    "closed": _is_flag,
+    "kept": _list_of(_is_update),
+    "precision": _is_mapping,
+    "meter": _with(
+        {
+            "losses": _list_of(_is_number),
+            "items": _list_of(_is_number),
+            "items_seen": _is_number,
+            "update": _or_none(_is_update),
+            "lr": _or_none(_is_number),
+            "grad_norm": _or_none(_is_number),
+        }
+    ),
+    "random": _is_random,
+    "bests": _list_of(_is_best),
+    "evaluated_at": lambda value: value == -1 or _is_update(value),
+    "skipped_before": _is_update,
+    "metrics": _mapping_of(_or_none(_is_number)),
+    "values": _is_mapping,
+}
+_DATA = {"samples": _is_count, "hashes": _mapping_of(_is_text)}
+_CHANGE = {"phase": _is_text, "update": _is_update, "files": _list_of(_is_text), "samples": _list_of(_is_text)}
+_OPTIONAL: Mapping[str, Holds] = {
+    "data": _mapping_of(_with(_DATA)),
+    "code": _mapping_of(_is_text),
+    "changes": _list_of(_with(_CHANGE)),
+    "random_of_ranks": _list_of(_is_random),
+    "saving": _list_of(_with(dict.fromkeys(_FIGURES, _is_amount))),
+    "shares": _is_mapping,
+    "forward_state": _with({"frozen": _list_of(_is_text)}),
+    "optimizer": _with({"optimizer": _is_text, "numbers": _mapping_of(_is_number)}),
+    "schedule": _mapping_of(_or_none(_is_number)),
+}

@@ -1,0 +1,188 @@
+"""Validate the return values of task methods; errors name the method, the returned value and the fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.base.errors import TaskFault
+from runner.base.secret import redacted
+from runner.base.task import Prediction
+from runner.durable.directory import is_plain_path
+from runner.engine.error_diagnosis import place_of
+
+Number = Tensor | int | float  # a tensor has shape ()
+LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
+METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
+
+
+def checked_loss(answer: Any, loss: Callable[..., Any], source: Path, *, look: bool = False) -> tuple[Tensor, Number]:
+    """Return the loss sum, a tensor of shape (), and the item count.
+
+    look  also check the value of a tensor count; synchronizes with the device
+    Raises TaskFault for anything else, a negative count, or a sum without gradient while gradients are enabled.
+    """
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise _not_a_loss(answer, place_of(loss, source))
+    total, count = answer[0], _number(answer[1])
+    if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex() or count is None:
+        raise _not_a_loss(answer, place_of(loss, source))
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise TaskFault(
+            "loss must return a sum that has a gradient, but it has none",
+            where=place_of(loss, source),
+            fix="compute it from model(...), without detach, item or no_grad",
+        )
+    if not isinstance(count, Tensor) or (look and type(count) is Tensor and not count.is_meta):
+        must_count(count, "loss", loss, source)
+    return (total.reshape(()) if total.dim() else total), count
+
+
+def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> dict[str, tuple[Number, Number]]:
+    """Return the sum and count of each metric of a batch. Raises TaskFault for anything else."""
+    if not isinstance(found, Mapping):
+        what = f"evaluate must return a mapping of names to (sum, count), but returned {described(found)}"
+        raise TaskFault(what, where=place_of(evaluate, source), fix=METRIC_FIX)
+    metrics = {}
+    for name, pair in found.items():
+        if not isinstance(name, str) or not name:
+            what = f"evaluate must name its metrics with text, but one has the name {name!r}"
+            raise TaskFault(what, where=place_of(evaluate, source), fix=METRIC_FIX)
+        _must_be_public(name, evaluate, source)
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        total, count = (_number(pair[0]), _number(pair[1])) if is_pair else (None, None)
+        if total is None or count is None:
+            raise TaskFault(
+                f"evaluate must return (sum, count) for each metric, two numbers or tensors with one element, but"
+                f" {name} is {described(pair)}",
+                where=place_of(evaluate, source),
+                fix=_fix_of_pair(name, pair),
+            )
+        metrics[name] = (total, count)
+    return metrics
+
+
+def checked_figures(found: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
+    """Return the dictionary of numbers returned by `summarize` or `baselines`. Raises TaskFault for anything else."""
+    where, name_of = place_of(method, source), method.__name__
+    fix = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
+    if not isinstance(found, Mapping):
+        what = f"{name_of} must return a mapping of names to numbers, but returned {described(found)}"
+        raise TaskFault(what, where=where, fix=fix)
+    figures = {}
+    for name, value in found.items():
+        number = _number(value)
+        if not isinstance(name, str) or number is None:
+            what = f"{name_of} must return a mapping of names to numbers, but {name!r} is {described(value)}"
+            raise TaskFault(what, where=where, fix=fix)
+        _must_be_public(name, method, source)
+        figures[name] = float(number)
+    return figures
+
+
+def checked_prediction(found: Any, predict: Callable[..., Any], source: Path) -> Prediction:
+    """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files."""
+    where = place_of(predict, source)
+    fix = 'yield Prediction({"sample.txt": text}), from runner.base.task'
+    if not isinstance(found, Prediction):
+        raise TaskFault(f"predict must yield Prediction, but yielded {described(found)}", where=where, fix=fix)
+    tables: list[tuple[str, Any, tuple[type, ...], str]] = [
+        ("files", found.files, (str, bytes, np.ndarray), "text, bytes or a NumPy array"),
+        ("plots", found.plots, (bytes,), "bytes of a picture"),
+    ]
+    for part, held, kinds, of in tables:
+        if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
+            what = f"{part} of a Prediction must map names of files to {of}, but is {described(held)}"
+            raise TaskFault(what, where=where, fix=fix)
+        for name, content in held.items():
+            if not is_plain_path(name):
+                what = f"files of a Prediction are named with letters, digits, '.', '_' and '-', unlike {name!r}"
+                raise TaskFault(what, where=where, fix=fix)
+            _must_be_public(name, predict, source)
+            if not isinstance(content, kinds) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
+                what = f"{part} of a Prediction must hold {of}, but {name} is {described(content)}"
+                more = "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
+                raise TaskFault(what, where=where, fix=more)
+    text: Any = found.text
+    if not isinstance(text, str):
+        raise TaskFault(f"text of a Prediction must be text, but is {described(text)}", where=where, fix=fix)
+    items: Any = found.items
+    if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
+        what = f"items of a Prediction must be a number of items, 0 or more, but is {described(items)}"
+        raise TaskFault(what, where=where, fix="items=len(tokens)")
+    return found
+
+
+def must_count(count: Number, what: str, method: Callable[..., Any], source: Path) -> None:
+    """Raise TaskFault unless `count` is a number of items, 0 or more; a device tensor is synchronized."""
+    value = float(count)
+    if not (math.isfinite(value) and value >= 0):
+        raise TaskFault(
+            f"{what} must return a number of items that is 0 or more, but returned {value:g}",
+            where=place_of(method, source),
+            fix="return (the sum, the number of items): len(y), or mask.sum()",
+        )
+
+
+def described(answer: Any) -> str:
+    """Return a description of a value: shapes of tensors, types of anything else."""
+    if isinstance(answer, Tensor):
+        return f"a tensor of shape {tuple(answer.shape)}"
+    if isinstance(answer, np.ndarray):
+        return f"an array of {answer.dtype} and shape {answer.shape}"
+    if isinstance(answer, tuple | list) and len(answer) <= _FEW:
+        opening, closing = "()" if isinstance(answer, tuple) else "[]"
+        return f"{opening}{', '.join(described(item) for item in answer)}{closing}"
+    if isinstance(answer, int | float | None) or (isinstance(answer, str) and len(answer) < _SHORT):
+        return repr(answer)
+    return type(answer).__name__
+
+
+def _must_be_public(name: str, method: Callable[..., Any], source: Path) -> None:
+    """Raise TaskFault for a name that holds a secret: it is a key in checkpoints, which cannot be replaced there."""
+    shown = redacted(name)
+    if shown != name:
+        what = f"{method.__name__} returned a name that holds a secret: {shown}"
+        raise TaskFault(what, where=place_of(method, source), fix="name it without the secret")
+
+
+def _not_a_loss(answer: Any, where: str) -> TaskFault:
+    fix = LOSS_FIX
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor) and answer[0].numel() == 1:
+        fix = "return total, len(y), or the number of items as a tensor with one element: mask.sum()"
+    return TaskFault(
+        "loss must return (the sum over items as a scalar tensor, the number of items), but returned"
+        f" {described(answer)}",
+        where=where,
+        fix=fix,
+    )
+
+
+def _fix_of_pair(name: str, pair: Any) -> str:
+    if isinstance(pair, Tensor) or _number(pair) is not None:
+        return f'return {{"{name}": (the sum over the batch, len(y))}}'
+    if isinstance(pair, tuple | list) and any(isinstance(part, Tensor) and part.numel() != 1 for part in pair):
+        return f'add up what has several elements: {{"{name}": (values.sum(), mask.sum())}}'
+    return METRIC_FIX
+
+
+def _number(value: Any) -> Number | None:
+    """Return a real number as int, float or tensor of shape (), or None for anything else."""
+    if isinstance(value, Tensor):
+        is_one = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+        return value.detach().reshape(()) if is_one else None
+    if isinstance(value, bool | np.bool_):
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None
+
+
+_FEW, _SHORT = 4, 40

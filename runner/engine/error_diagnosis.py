@@ -1,0 +1,270 @@
+"""Translate an exception during a run into an error with cause and fix, or None for an internal error."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from runner.base.errors import (
+    AccelRunError,
+    DataError,
+    DataWorkerLost,
+    DeviceMemoryError,
+    DeviceMissing,
+    HostMemoryError,
+    RankLost,
+    StorageError,
+    SystemLimit,
+    TaskFault,
+)
+from runner.base.oom_errors import OomCause, shortage_of
+from runner.base.paths import PACKAGE
+from runner.base.task import Task
+from runner.base.text import Raised, SourceLine, first_line, raised
+from runner.distributed.peer_loss import is_of_a_lost_rank
+
+
+def explain(error: BaseException, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
+    """Return the user-facing error for `error`, raised while doing `what` with the task in `source`.
+
+    Exception messages are matched only if torch or the system wrote them; the text of a task's own exceptions is not.
+    """
+    shortage = shortage_of(error)
+    if isinstance(error, AccelRunError) and not (shortage is not None and isinstance(error, DataError)):
+        return error
+    told = raised(error)
+    if not isinstance(error, Exception) or _is_said_by_task(error, told, source):
+        return fault_of(error, source, what)
+    found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, told, what)
+    if found is None:
+        return fault_of(error, source, what) or _of_autograd(told, source, what) or _of_the_disk(error, what)
+    own = _own(told, source)
+    if own:  # the line that allocated
+        (problem,) = found.problems
+        found.problems = (replace(problem, fix=f"{problem.fix}\n{_line(own[-1])}"),)
+    return found
+
+
+def _is_said_by_task(error: Exception, told: Raised, source: Path) -> bool:
+    """Return True if a line of the task itself raised the exception, not a function that it called."""
+    is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(told.bases)
+    if is_known or not told.frames:
+        return False
+    return is_of_task(told.frames[-1].file, source) and told.frames[-1].text.startswith(("raise", "assert"))
+
+
+def _of_memory(shortage: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
+    """Return the error for out of memory, or None for other exceptions."""
+    if shortage is None:
+        return None
+    smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
+    if shortage.side == "device":
+        return DeviceMemoryError(
+            f"the GPU's memory is used up: {shortage.text}",
+            where=what,
+            fix=f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
+        )
+    return HostMemoryError(
+        f"the machine's memory is used up: {shortage.text}",
+        where=what,
+        fix=f"use {smaller}, or fewer dataloader.num_workers",
+    )
+
+
+def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError | None:
+    """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
+    text, lower = told.message, told.message.lower()
+    if is_of_a_lost_rank(error):
+        return RankLost(
+            f"another rank has gone, or does not answer: {first_line(text)}",
+            where=what,
+            fix="the rank that failed first says why; run the same command again",
+        )
+    if "AcceleratorError" in told.bases or "CUDA error" in text:
+        return DeviceMissing(
+            f"the device fails: {first_line(text)}",
+            where=what,
+            fix="see nvidia-smi and dmesg; run the same command again; device=cpu needs no GPU",
+        )
+    if "too many open files" in lower:
+        return SystemLimit(
+            f"too many files are open: {first_line(text)}",
+            where=what,
+            fix="raise the limit with ulimit -n, or use fewer dataloader.num_workers",
+        )
+    if _is_of_shared_memory(told, lower):
+        return SystemLimit(
+            "the shared memory through which data workers hand over batches is full",
+            where=what,
+            fix="make /dev/shm larger (docker: --shm-size=8g), or use dataloader.num_workers=0",
+        )
+    if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_of_processes(told)):
+        return SystemLimit(
+            f"the system gives no more threads or processes: {first_line(text)}",
+            where=what,
+            fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
+        )
+    if "DataLoader worker (pid" in text or _lost_a_process(told):  # torch's message
+        return DataWorkerLost(
+            f"a data worker died: {first_line(text) or told.kind}",
+            where=what,
+            fix="run the same command again; for want of memory? use fewer workers",
+        )
+    return None
+
+
+def _is_of_shared_memory(told: Raised, lower: str) -> bool:
+    """Return True if /dev/shm is full, for a batch or already for the locks of the queues."""
+    if "no space left on device" in lower and "OSError" in told.bases and _is_of_processes(told):
+        return True
+    return any(words in lower for words in _SHARED) or ("dataloader worker" in lower and "shared memory" in lower)
+
+
+def _lost_a_process(told: Raised) -> bool:
+    """Return True if a worker died while transferring a batch, as shown by the socket between the processes."""
+    is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(told.bases)
+    return is_broken and _is_of_processes(told)
+
+
+def _is_of_processes(told: Raised) -> bool:
+    return any("multiprocessing" in Path(frame.file).parts for frame in told.frames)
+
+
+def _of_autograd(told: Raised, source: Path, what: str) -> TaskFault | None:
+    """Return the error for an autograd graph that the task already freed, detected in the runner's backward pass."""
+    for words, found, fix in _OF_AUTOGRAD:
+        if told.kind == "RuntimeError" and words in told.message:
+            return TaskFault(found, where=f"{what}: {source}", fix=fix)
+    return None
+
+
+def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
+    """Return the error for a failed system call if no line of the task is in the traceback."""
+    if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
+        return None
+    where = f"{what}: {error.filename}" if error.filename else what
+    return StorageError(f"the system refuses: {error.strerror}", where=where, fix=_OF_THE_DISK[error.errno])
+
+
+def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
+    """Return the TaskFault for an exception that passed through the task's files, or None for any other.
+
+    Only task lines are shown, including those of its causes; error.json has the full traceback.
+    """
+    told = raised(error)
+    if isinstance(error, NotImplementedError) and told.frames[-1].file == inspect.getfile(Task):
+        return TaskFault(told.message, where=str(source), fix="an example: accel-run new my_task.py")
+    found = _first_of_task(told, source)
+    if found is None:
+        return None
+    own = _own(found, source)
+    return TaskFault(
+        f"{what} raised {found}",
+        where=f"{own[-1].file}:{own[-1].line}",
+        fix="\n".join([*_lines(found, source), *_of_our_name(error, source)]),
+    )
+
+
+def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
+    """Yield the fix for a task that imports its own package called runner, which conflicts with this package."""
+    top = __name__.partition(".")[0]
+    if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
+        return
+    for own in (folder / top for folder in source.parents):
+        if own.is_dir() and own != PACKAGE:
+            yield f"{own} has the name of accel-run's own package, which is found first: rename it, e.g. my_{top}"
+            return
+
+
+def _first_of_task(told: Raised, source: Path) -> Raised | None:
+    """Return the exception, or the first of its causes, that passed through the task's files."""
+    while not _own(told, source):
+        if told.cause is None or not told.is_from:  # raised while handling another exception, which may be internal
+            return None
+        told = told.cause
+    while told.kind == "RuntimeError" and told.cause is not None and told.cause.kind == "StopIteration":
+        told = told.cause  # Python wraps StopIteration when it leaves a generator
+    return told if _own(told, source) else None
+
+
+def _lines(told: Raised, source: Path) -> Iterator[str]:
+    """Yield the task lines that an exception passed through, then those of its parts and causes."""
+    shown: list[str] = []
+    for frame in _own(told, source):
+        text = _line(frame)
+        shown += [text] if text not in shown[-1:] else []
+    left_out = len(shown) - _LINES_SHOWN
+    yield from shown if left_out <= 0 else [*shown[:2], f"... ({left_out} more lines)", *shown[2 - _LINES_SHOWN :]]
+    for number, part in enumerate(told.parts, 1):
+        yield f"{number}. {part}"
+        yield from (f"   {line}" for line in _lines(part, source))
+    if told.cause is not None:
+        yield f"{'from' if told.is_from else 'while handling'} {told.cause}"
+        yield from (f"   {line}" for line in _lines(told.cause, source))
+
+
+def _line(frame: SourceLine) -> str:
+    return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {frame.text}"
+
+
+def _own(told: Raised, source: Path) -> list[SourceLine]:
+    return [frame for frame in told.frames if is_of_task(frame.file, source)]
+
+
+def place_of(function: object, source: Path) -> str:
+    """Return file:line of a function or class of the task, or the task's file if unknown."""
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"  # type: ignore[arg-type]
+    except (TypeError, OSError):
+        return str(source)
+
+
+def is_of_task(file: str, source: Path) -> bool:
+    """Return True if a file is in the task's folder and is neither part of accel-run nor an installed package."""
+    if file == str(source):
+        return True
+    inner = file.removeprefix(f"{source.parent}/")
+    ours = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
+    return inner != file and not ours and "site-packages/" not in inner
+
+
+_LINES_SHOWN = 12
+_SHARED = (  # torch's messages for a full /dev/shm
+    "unable to write to file </",
+    "unable to open shared memory object",
+    "unable to allocate shared memory",
+    "bus error",
+)
+_OF_AUTOGRAD = (  # torch's message, its meaning here, the fix
+    (
+        "backward through the graph a second time",
+        "the graph of this loss was already used by a backward pass",
+        (
+            "return a loss of this batch only: detach what the task keeps between batches (kept = kept.detach()),\n"
+            "and do not call backward(): the runner does"
+        ),
+    ),
+    (
+        "modified by an inplace operation",
+        "a tensor that the gradient needs was changed in place",
+        (
+            "use x = x + y instead of x += y, or change a copy: x.clone();\n"
+            "torch.autograd.set_detect_anomaly(True) in the task shows the line"
+        ),
+    ),
+)
+_OF_THE_DISK = {
+    errno.ENOSPC: "free some space there, then run the same command again: it resumes",
+    errno.EDQUOT: "free some space there, then run the same command again: it resumes",
+    errno.EROFS: "mount it so that it can be written, then run the same command again: it resumes",
+    errno.EACCES: "see who may read and write it; run the same command again",
+    errno.EPERM: "see who may read and write it; run the same command again",
+    errno.EIO: "see dmesg; run the same command again",
+    errno.ESTALE: "see that the network disk is there; run the same command again",
+    errno.EFBIG: "raise the limit with ulimit -f, then run the same command again: it resumes",
+}

@@ -1,0 +1,226 @@
+"""Export the model of a run to other formats and compare each export with the original."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.configuration import Request
+from runner.base.errors import AccelRunError, ConfigError, Exit, MissingPackage, Problem
+from runner.base.packages import require
+from runner.base.schema import did_you_mean
+from runner.base.task import Task
+from runner.durable.files import exists, remove, rename
+from runner.engine.evaluate import as_in_use
+from runner.engine.task_loading import explained
+from runner.engine.trained_run import Trained, open_trained
+from runner.observe.events import Console
+
+TOLERANCE = 1e-4  # largest output difference relative to the largest output; float32 kernels differ by less
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Difference between an exported model and the original, on inputs of two batch sizes.
+
+    largest_difference  of any output, divided by the largest output
+    """
+
+    file: str
+    bytes: int
+    batch_sizes: tuple[int, ...]
+    largest_difference: float
+
+    @property
+    def holds(self) -> bool:
+        """True if the difference is within rounding error."""
+        return self.largest_difference <= TOLERANCE
+
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[[Outputs], Outputs]
+
+
+def export(request: Request, formats: Sequence[str]) -> Exit:
+    """Write export/ in the run directory; a format that fails reports why, and the others are still written.
+
+    Raises ConfigError for an unknown format, or if no format could be written.
+    """
+    problems = [
+        Problem(f"must be one of {', '.join(FORMATS)}, but is {name}", "format", did_you_mean(name, FORMATS))
+        for name in formats
+        if name not in FORMATS
+    ]
+    if problems:
+        raise ConfigError(problems)
+    console = Console()
+    made: dict[str, Parity] = {}
+    refused: list[Problem] = []
+    with ExitStack() as stack:
+        trained = open_trained(request, console, stack)
+        task = trained.parts.task
+        if type(task).example is Task.example:
+            what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"
+            fix = "example(self) returns the arguments of one call of the model, for a batch of two"
+            raise ConfigError(Problem(what, fix=fix))
+        with explained(trained.parts.source, "example"):
+            inputs = task.example()
+        model = trained.parts.bare.cpu()
+        folder = trained.directory.inner("export")
+        # Third-party writers follow links, so they write into a private folder.
+        draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
+        with as_in_use(model, torch.device("cpu")), torch.no_grad():
+            for name in formats or FORMATS:
+                file = draft / f"model.{FORMATS[name].suffix}"
+                try:
+                    made[name] = _compared(model, inputs, file, FORMATS[name].write(model, inputs, file))
+                    rename(file, folder / file.name)
+                except MissingPackage as missing:
+                    refused.append(missing.problems[0])
+                except Exception as error:  # any exception type is possible
+                    if isinstance(error, AccelRunError):
+                        raise
+                    if exists(file):
+                        remove(file)
+                    what = f"cannot be made: {str(error).splitlines()[0]}"
+                    refused.append(
+                        Problem(what, f"format={name}", "use format=safetensors, which holds the weights alone")
+                    )
+    for problem in refused:
+        console.warning(str(problem))
+    if not made:
+        raise ConfigError(refused)
+    _leave_parity(trained, made)
+    shown = trained.directory.shown / folder.name
+    for name, parity in made.items():
+        verdict = "equal but for rounding" if parity.holds else "DIFFERENT"
+        console.info(
+            f"{name:<12} {shown / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
+            f" (largest difference {parity.largest_difference:.1e})"
+        )
+    wrong = [name for name, parity in made.items() if not parity.holds]
+    if wrong:
+        fix = "export those that agree: format=NAME; a model whose eval mode draws random numbers cannot be compared"
+        raise AccelRunError(f"the exported model gives other outputs: {', '.join(wrong)}", where=str(folder), fix=fix)
+    return Exit.DONE
+
+
+def _leave_parity(trained: Trained, made: Mapping[str, Parity]) -> None:
+    content: dict[str, Any] = {"checkpoint_update": trained.update, "tolerance": TOLERANCE}
+    content |= {name: asdict(parity) for name, parity in made.items()}
+    trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")
+
+
+def _compared(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
+    """Run both models on the example and on its first sample alone, which reveals a batch size fixed by tracing."""
+    largest, sizes = 0.0, (len(inputs[0]), 1)
+    for size in sizes:
+        given = tuple(value[:size] if value.dim() else value for value in inputs)
+        wanted, found = _flat(model(*given)), run(given)
+        if len(wanted) != len(found):
+            raise ValueError(f"gives {len(found)} outputs, the model {len(wanted)}")
+        largest = max(largest, *(_difference(one, other) for one, other in zip(wanted, found, strict=True)))
+    return Parity(file.name, file.stat().st_size, sizes, largest)
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference relative to the largest value, or infinity for non-numerical differences."""
+    if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
+        return math.inf
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else math.inf
+    one, other = one.double(), other.double()
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()) or not torch.equal(_kind(one[~finite]), _kind(other[~finite])):
+        return math.inf
+    if not bool(finite.any()):
+        return 0.0
+    return float((one - other)[finite].abs().max() / one[finite].abs().max().clamp(min=1e-6))
+
+
+def _kind(values: Tensor) -> Tensor:
+    """Return -1 for minus infinity, 0 for NaN and 1 for infinity."""
+    return values.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
+
+
+def _flat(output: Any) -> Outputs:
+    """Return the tensors of a model's output in order."""
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write only the weights; they are verified in a copy of the model."""
+    import copy
+
+    from safetensors.torch import load_model, save_model
+
+    save_model(model, str(file))
+    other = copy.deepcopy(model)
+    for value in other.state_dict().values():
+        value.zero_()
+    load_model(other, str(file))
+    return lambda given: _flat(other(*given))
+
+
+def _program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write a graph of torch operators that runs without the model's code (torch.export.load)."""
+    torch.export.save(_traced(model, inputs), str(file))
+    program = torch.export.load(str(file)).module()
+    return lambda given: _flat(program(*given))
+
+
+def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write an ONNX graph; it is compared as executed by onnxruntime."""
+    require("onnxscript", "onnx")
+    runtime = require("onnxruntime", "onnx")
+    for name in ("torch.onnx", "onnx_ir", "onnxscript"):  # silence verbose loggers
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(_traced(model, inputs), inputs, dynamo=True, verbose=False, external_data=False)
+    assert program is not None
+    program.save(str(file))
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(given: Outputs) -> Outputs:
+        fed = {name: value.numpy() for name, value in zip(names, given, strict=True)}
+        return tuple(torch.from_numpy(value) for value in session.run(None, fed))
+
+    return run
+
+
+def _traced(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
+    """Return the model as a graph with a dynamic batch size; fused attention is replaced, being kernel-specific."""
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.export.export(
+            model, inputs, dynamic_shapes=tuple({0: batch} if value.dim() else None for value in inputs)
+        )
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A file format: its file name suffix, and a writer that returns how to run the file."""
+
+    suffix: str
+    write: Callable[[nn.Module, Outputs, Path], Run]
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "safetensors": ExportFormat("safetensors", _safetensors),
+    "program": ExportFormat("pt2", _program),
+    "onnx": ExportFormat("onnx", _onnx),
+}

@@ -1,0 +1,205 @@
+"""Report an out-of-memory error: requested size, memory users, largest tensors and possible fixes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, nn
+
+from runner.base.accelerator import accelerator_of
+from runner.base.cgroup import memory_grant
+from runner.base.oom_errors import OomCause, halved
+from runner.base.text import sized
+from runner.observe.nvml import open_nvml
+from runner.plan.planner import Plan
+
+NUM_LARGEST = 25
+NUM_OTHERS = 5
+
+
+@dataclass(frozen=True)
+class MemoryHolder:
+    """Another process with memory on the GPU; bytes are None if the driver does not report them."""
+
+    pid: int
+    name: str
+    held_bytes: int | None
+
+    def __str__(self) -> str:
+        held = "an unknown amount" if self.held_bytes is None else sized(self.held_bytes)
+        return f"{self.name} (process {self.pid}) {held}"
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Who held what when memory ran out; bytes are None where nobody tells.
+
+    samples, shape  of the pass under way
+    held_bytes      by this process; in_tensors_bytes is the part of it that tensors of a GPU take
+    num_retries     how often torch's allocator had to give back what it had cached
+    """
+
+    shortage: OomCause
+    samples: int
+    shape: str
+    free_bytes: int | None
+    total_bytes: int | None
+    held_bytes: int | None
+    in_tensors_bytes: int | None = None
+    num_retries: int = 0
+    others: tuple[MemoryHolder, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the numbers in one line."""
+        wanted = self.shortage.wanted_bytes
+        words = [f"{sized(wanted)} more were wanted" if wanted is not None else self.shortage.text]
+        if self.samples:
+            words.append(f"for a pass of {self.samples} samples{f' {self.shape}' if self.shape else ''}")
+        if self.free_bytes is not None and self.total_bytes is not None:
+            words.append(f"with {sized(self.free_bytes)} free of {sized(self.total_bytes)}")
+        text = " ".join(words)
+        if self.held_bytes is not None:
+            inner = f", {sized(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
+            text += f"; this process holds {sized(self.held_bytes)}{inner}"
+        if self.others:
+            text += f"; others: {', '.join(map(str, self.others))}"
+        return text
+
+    @property
+    def is_fragmented(self) -> bool:
+        """True if memory cached but unused by this process would have been sufficient."""
+        if self.held_bytes is None or self.in_tensors_bytes is None or self.shortage.wanted_bytes is None:
+            return False
+        return self.held_bytes - self.in_tensors_bytes > self.shortage.wanted_bytes
+
+
+def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, shape: str) -> MemoryAccount:
+    """Return the current memory users. `uuid` identifies the GPU to the driver."""
+    accelerator = accelerator_of(device)
+    memory, held = accelerator.free_memory(), accelerator.held()
+    if shortage.side == "device" and memory is not None and held is not None:
+        retries = int(accelerator.statistics().get("num_alloc_retries", 0))
+        return MemoryAccount(shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _others(uuid))
+    machine = psutil.virtual_memory()
+    free, total = int(machine.available), int(machine.total)
+    grant = memory_grant()
+    if grant is not None and grant.amount < total:
+        total = int(grant.amount)
+        free = min(free, max(0, total - (grant.memory_bytes() or 0)))
+    return MemoryAccount(shortage, samples, shape, free, total, int(psutil.Process().memory_info().rss))
+
+
+def _others(uuid: str) -> tuple[MemoryHolder, ...]:
+    with open_nvml() as nvml:
+        gpu = nvml.find(uuid) if uuid else None
+        found = (nvml.processes(gpu) if gpu is not None else None) or ()
+    holders = []
+    for each in found:
+        if each.pid != os.getpid():
+            name = "a process"
+            with suppress(psutil.Error):
+                name = psutil.Process(each.pid).name()
+            holders.append(MemoryHolder(each.pid, name, each.used_bytes))
+    holders.sort(key=lambda holder: holder.held_bytes or 0, reverse=True)
+    return tuple(holders[:NUM_OTHERS])
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def hints(plan: Plan, found: MemoryAccount | None, samples: int) -> list[str]:
+    """Return settings to change, most effective and least costly first, each ready to type."""
+    is_device = found is None or found.shortage.side == "device"
+    choices = plan.choices
+    lines = []
+    if samples > 1:
+        lines.append(f"micro_batch_size={halved(samples)} (the update stays the same; on_oom=retry does so by itself)")
+    if is_device:
+        if found is not None and found.others:
+            lines.append(f"end what else is on this GPU: {', '.join(map(str, found.others))}")
+        if found is not None and found.is_fragmented and not choices["memory"].options.get("allocator"):
+            lines.append("memory.allocator=expandable_segments:True (free memory lies in pieces)")
+        if choices["precision"].name in ("fp32", "tf32") and "cuda" in plan.device:
+            lines.append("precision=auto (half of the memory for activations)")
+        if choices["memory"].name == "none":
+            lines.append(
+                "memory=checkpoint (activations are computed again in the backward pass, about a third slower)"
+            )
+        if choices["optimizer"].name in ("adamw", "adam"):
+            lines.append("optimizer=adamw8bit (a quarter of the memory of the optimizer's state)")
+        if choices["parallelism"].name != "fsdp":
+            lines.append("parallelism=fsdp (with several GPUs: each keeps a part of weights, gradients and state)")
+    else:
+        if found is not None and found.shortage.place == "reading":
+            lines.append("dataloader.bad_samples=skip (where it is one sample that asks for too much)")
+        if plan.num_workers:
+            loader = "" if "num_workers" in choices["dataloader"].options else "dataloader=default "
+            lines.append(f"{loader}dataloader.num_workers=0 (workers hold batches of their own)")
+        if choices["dataloader"].options.get("cache") not in (None, "none"):
+            lines.append("dataloader.cache=none")
+        if choices["memory"].name == "none" and plan.device == "cpu":
+            lines.append("memory=checkpoint (activations are computed again in the backward pass)")
+    lines.append("accel-run plan, with the words of this run, lists what would fit, by predicted memory and time")
+    return [*lines, "a smaller model"]
+
+
+# ---------------------------------------------------------------- what is largest
+
+
+def summary(
+    found: MemoryAccount, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> str:
+    """Return the full report: summary line, largest tensors by name, and torch's memory table of a GPU."""
+    rows = sorted(_tensors(model, optimizer), key=lambda row: row[0], reverse=True)
+    lines = [found.shortage.text, str(found), f"in {found.shortage.place}", ""]
+    lines += [f"{'bytes':>16}  {'where':<8} {'type':<10} {'shape':<24} what"]
+    for nbytes, tensor, name in rows[:NUM_LARGEST]:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        lines.append(f"{nbytes:>16,}  {tensor.device!s:<8} {dtype:<10} {tuple(tensor.shape)!s:<24} {name}")
+    rest = rows[NUM_LARGEST:]
+    if rest:
+        lines.append(f"{sum(row[0] for row in rest):>16,}  {len(rest)} more")
+    lines.append(f"{sum(row[0] for row in rows):>16,}  all that have a name, or that Python knows")
+    if table := accelerator_of(device).memory_table():
+        lines += ["", table]
+    return "\n".join(lines) + "\n"
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[int, Tensor, str]]:
+    """Yield (bytes, tensor, name), each storage once, named tensors first."""
+    seen: set[int] = set()
+    for tensor, name in (*_named(model, optimizer), *_unnamed()):
+        with suppress(Exception):  # one without memory, as on meta
+            storage = tensor.untyped_storage()
+            key = storage.data_ptr()
+            if key and key not in seen:
+                seen.add(key)
+                yield storage.nbytes(), tensor, name
+
+
+def _named(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, str]]:
+    names: dict[Tensor, str] = {}
+    for name, weight in model.named_parameters():
+        names[weight] = name
+        yield weight, name
+        if weight.grad is not None:
+            yield weight.grad, f"gradient of {name}"
+    yield from ((buffer, name) for name, buffer in model.named_buffers())
+    states: Mapping[Any, Mapping[str, Any]] = optimizer.state if optimizer is not None else {}
+    for weight, state in states.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield value, f"{key} of {names.get(weight, 'a parameter')}"
+
+
+def _unnamed() -> Iterator[tuple[Tensor, str]]:
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor):  # not isinstance: objects may do what they like when they are asked
+            yield one, "made on the way"

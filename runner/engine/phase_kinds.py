@@ -1,0 +1,352 @@
+"""Implement the kinds of training phases, gradient descent and statistics fits, behind one interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.axes.optimizer import (
+    OPTIMIZERS,
+    expected_state_bytes,
+    export_state,
+    import_state,
+    is_under,
+    prefixes,
+    state_bytes,
+)
+from runner.axes.scheduler import SCHEDULERS
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
+from runner.base.option_table import make
+from runner.base.order import Order
+from runner.base.schema import did_you_mean
+from runner.base.task import Fit, State
+from runner.distributed.parallel import Copy, dense_gradient
+from runner.durable.checkpoint import Loaded
+from runner.engine.assemble import Parts
+from runner.engine.error_diagnosis import place_of
+from runner.engine.loop import Around, Position, StepInfo, Training, train_updates
+from runner.engine.oom_retry import OomRetry, RetryPolicy
+from runner.engine.task_loading import CheckedLoss
+from runner.plan.planner import PhasePlan
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class PhaseKind:
+    """Base class of phase kinds, with no-op methods; `position` counts its updates.
+
+    total  updates until the phase is complete
+    own    parameters updated by this rank, by name
+    """
+
+    total: int
+    own: Mapping[str, nn.Parameter] = {}
+    is_of_use_on_the_way = True  # an evaluation before the last update is meaningful
+
+    @property
+    def attention(self) -> Mapping[tuple[str, str], int]:
+        """Return the attention kernels that `CheckedLoss` recorded in the first forward pass."""
+        return {}
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        """Run the remaining updates."""
+        raise NotImplementedError
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation."""
+
+    def close(self) -> Mapping[str, float]:
+        """Store the result in the model after the last update; return numbers to show."""
+        return {}
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        """Return the checkpoint state besides the model: copies of tensors by file, and JSON-serializable data."""
+        raise NotImplementedError
+
+    def load(self, start: Loaded) -> None:
+        """Restore what `state` returned."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Undo temporary changes to the model, such as hooks; keep its values."""
+
+    def said_first(self) -> list[str]:
+        """Return the lines to print at the start of the phase."""
+        return []
+
+    def missed(self) -> list[str]:
+        """Return the trainable parameters without gradient in the first update; call it once."""
+        return []
+
+    @property
+    def learned(self) -> Collection[str]:
+        """Names of the parameters that the phase changes, on any rank."""
+        return ()
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Return the optimizer state size in bytes: expected from the parameter dtype, and actual."""
+        return 0, 0
+
+
+class GradientPhase(PhaseKind):
+    """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
+
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+    ) -> None:
+        self.parts, self.position = parts, position
+        self.total = phase.updates or updates_of(phase.epochs or 1, order.updates_per_epoch)
+        # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
+        watch = parts.plan.choices["compile"].name == "off"
+        self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
+        self.loss = CheckedLoss(loss, parts.source, watch=watch)
+        self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained = _trained(parts.bare, phase)
+        for name, weight in parts.bare.named_parameters():
+            weight.requires_grad_(name in self.trained)
+        self.own = parts.parallel.owned(self.trained)
+        self.prefixes = phase.trains
+        self._reached: set[str] = set()
+        self._watches = [
+            weight.register_post_accumulate_grad_hook(self._arrived(name))  # type: ignore[no-untyped-call]
+            for name, weight in self.own.items()
+        ]
+        parts.parallel.begin(list(self.own.values()))
+        own = list(self.own.values())
+        optimizer = make(OPTIMIZERS, phase.optimizer.function, [*self.own.items()], **phase.optimizer.options)
+        around = Around()
+        if guide is not None:
+            alone = parts.world.world_size == 1
+            around = OomRetry(parts.bare, own, optimizer, parts.precision, parts.world.device, guide, is_alone=alone)
+        self.training = Training(
+            position=position,
+            model=parts.model,
+            loss=self.loss,
+            parameters=own,
+            optimizer=optimizer,
+            schedule=make(SCHEDULERS, phase.scheduler.function, self.total, **phase.scheduler.options),
+            precision=parts.precision,
+            parallel=parts.parallel,
+            per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
+            max_grad_norm=phase.max_grad_norm,
+            around=around,
+        )
+
+    @property
+    def attention(self) -> Mapping[tuple[str, str], int]:
+        return self.loss.attention
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        return train_updates(self.training, batches, self.total)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        schedule = self.training.schedule
+        if schedule.metric in metrics:
+            schedule.observe(metrics[schedule.metric], self.position.update)
+
+    def close(self) -> Mapping[str, float]:
+        """Raise NumericError if every update was skipped."""
+        if self.parts.precision.num_skipped() - self.position.skipped_before >= self.position.update > 0:
+            raise NumericError(
+                f"every update of phase {self.position.phase} was skipped: gradients overflowed float16,"
+                " nothing was learned",
+                where="precision=fp16",
+                fix="use precision.init_scale=1024, or precision=bf16 or fp32",
+            )
+        return {}
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        tensors, numbers = export_state(self.training.optimizer)
+        of_ranks = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
+        numbers["numbers"] = {
+            name: value
+            for there in of_ranks
+            for name, value in there.items()
+            if not self.trained.keys().isdisjoint(prefixes([name]))
+        }
+        whole = {"optimizer": self.parts.parallel.whole(tensors, copy)}
+        return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
+
+    def load(self, start: Loaded) -> None:
+        foreign = {name for name in self.trained if name not in self.own}
+
+        def mine(saved: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in saved.items() if foreign.isdisjoint(prefixes([key]))}
+
+        saved = start.state["optimizer"]
+        saved = {**saved, "numbers": mine(saved["numbers"])}
+        import_state(self.training.optimizer, mine(start.tensors("optimizer")), saved)
+        self.training.schedule.load(start.state["schedule"])
+
+    def release(self) -> None:
+        self._stop_watching()
+        self.parts.parallel.end()
+        for name, weight in self.parts.bare.named_parameters():
+            weight.requires_grad_(self._wanted_before[name])
+            weight.grad = None
+
+    def said_first(self) -> list[str]:
+        if self.prefixes is None:
+            return []
+        sizes = [
+            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if is_under(name, prefix)):,})"
+            for prefix in self.prefixes
+        ]
+        count = sum(weight.numel() for weight in self.trained.values())
+        total = sum(weight.numel() for weight in self.parts.bare.parameters())
+        return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
+
+    def missed(self) -> list[str]:
+        self._stop_watching()
+        return [name for name in self.own if name not in self._reached]
+
+    @property
+    def learned(self) -> Collection[str]:
+        return self.trained.keys()
+
+    def _arrived(self, name: str) -> Callable[[nn.Parameter], None]:
+        def arrived(weight: nn.Parameter) -> None:
+            self._reached.add(name)
+            dense_gradient(weight, name)
+
+        return arrived
+
+    def _stop_watching(self) -> None:
+        while self._watches:
+            self._watches.pop().remove()
+
+    def state_bytes(self) -> tuple[int, int]:
+        return expected_state_bytes(self.training.optimizer), state_bytes(self.training.optimizer)
+
+
+class StatisticsPhase(PhaseKind):
+    """Fit statistics: one gradient-free pass over the training data, with state that is accumulated and merged."""
+
+    is_of_use_on_the_way = False
+
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+    ) -> None:
+        self.parts, self.position, self.total = parts, position, order.updates_per_epoch
+        fit = parts.task.fits.get(phase.name)
+        if fit is None:
+            raise TaskFault(
+                f"phase {phase.name} is of kind fit, but the task's fits has {', '.join(parts.task.fits) or 'nothing'}",
+                where=str(parts.source),
+                fix=f'return {{"{phase.name}": MyFit()}} from the property fits',
+            )
+        self.fit = fit
+        self.gathered: State = {name: value.to(parts.world.device) for name, value in fit.start().items()}
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
+        watch = parallel.watch
+        is_dealt = world.world_size > 1 and parallel.splits_batch
+        while self.position.update < self.total:
+            watch.lap("hooks")
+            items: Tensor | int = 0
+            bad: tuple[tuple[int, str], ...] = ()
+            last = False
+            # Gather: ranks may run different numbers of batches, and `add` may call the model in any way.
+            with parallel.update_of_buffers(), parallel.gathered(model), torch.no_grad():
+                while not last:
+                    batch, last, skipped, counts, _ = next(batches)
+                    watch.lap("data")
+                    bad += skipped if is_dealt or world.is_first else ()
+                    if counts:
+                        with self.parts.precision.forward():
+                            added = self.fit.add(model, self.gathered, batch)
+                        self.gathered, count = _checked(added, self.fit, self.parts.source)
+                        items = items + count
+                    watch.lap("forward")
+            self.position.update += 1
+            of_all = world.sum(world.zeros() + items) if is_dealt else items
+            watch.lap("wait" if is_dealt else "forward")
+            watch.stop(self.position.update)
+            yield StepInfo(self.position.update, None, of_all, None, None, bad)
+
+    def close(self) -> Mapping[str, float]:
+        whole = self._merged()
+        with torch.no_grad(), self.parts.parallel.editable(self.parts.bare):
+            found = self.fit.finish(self.parts.bare, whole) or {}
+        try:
+            return {str(name): float(value) for name, value in found.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise TaskFault(
+                f"finish must return names with numbers, but returned {type(found).__name__}",
+                where=place_of(self.fit.finish, self.parts.source),
+                fix='return {"mean": float(mean)}, or nothing',
+            ) from error
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        return {"fit": self.parts.parallel.whole(self._merged(), copy)}, {}
+
+    def load(self, start: Loaded) -> None:
+        """Restore the gathered state on rank 0; other ranks start empty."""
+        if self.parts.world.is_first:
+            self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+
+    def _merged(self) -> State:
+        return self.parts.parallel.merged(self.fit.merge, self.gathered)
+
+
+KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position, RetryPolicy | None], PhaseKind]] = {
+    "train": GradientPhase,
+    "fit": StatisticsPhase,
+}
+
+
+def updates_of(epochs: float, updates_per_epoch: int) -> int:
+    """Return the smallest number of updates for `epochs`, evaluated as the decimal number that was written.
+
+    1.1 as a binary fraction is a little more than 1.1, and 100 updates times that would round up to 111.
+    """
+    return math.ceil(Fraction(repr(epochs)) * updates_per_epoch)
+
+
+def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
+    """Raise ConfigError before any phase starts if a phase trains parameters that the model lacks."""
+    for phase in phases:
+        if phase.kind == "train":
+            _trained(model, phase)
+
+
+def _checked(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
+    if (
+        isinstance(added, tuple)
+        and len(added) == 2
+        and isinstance(added[0], dict)
+        and isinstance(added[1], (int, Tensor))
+    ):
+        return added
+    raise TaskFault(
+        f"add must return (the state with this batch, the number of items), but returned {type(added).__name__}",
+        where=place_of(fit.add, source),
+        fix="return {**state, ...}, len(x)",
+    )
+
+
+def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
+    """Return the phase's parameters by name. Raises ConfigError for a prefix that matches none."""
+    wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if phase.trains is None:
+        return wanted
+    problems = [
+        Problem(
+            f"no parameter's name starts with {prefix}",
+            f"phase.{phase.name}.trains",
+            did_you_mean(prefix, prefixes([*wanted])),
+        )
+        for prefix in phase.trains
+        if not any(is_under(name, prefix) for name in wanted)
+    ]
+    if problems or not phase.trains:
+        raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
+    return {name: weight for name, weight in wanted.items() if any(is_under(name, prefix) for prefix in phase.trains)}

@@ -1,0 +1,105 @@
+"""Resume a run: compare its settings with the checkpoint and restore the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from runner.base.errors import IncompatibleResume, Problem
+from runner.base.text import shortened
+from runner.distributed.parallel import Parallel
+from runner.durable.checkpoint import Loaded
+
+# Keys that are the mathematics of the run: another value makes it another run.
+FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "trains")
+# Keys that change the mathematics from here on: they may, if the user says so by name.
+BY_NAME = (
+    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
+)  # fmt: skip
+ADDED = {"averaging": "none"}  # keys that older checkpoints lack, with what was done then
+MECHANICS = ("optimizer.kernel", "task_file", "phases")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Key whose value differs from the checkpoint."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def compare(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str], trained: int = 0
+) -> list[Difference]:
+    """Return the allowed differences. Raises IncompatibleResume listing all others.
+
+    trained  number of updates of the phase in the checkpoint
+    """
+    fine, problems = [], []
+    allowed = tuple(allowed)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) == now.get(key):
+            continue
+        difference = Difference(key, before.get(key), now.get(key))
+        what = f"was {difference.before} in the checkpoint, and is {difference.now} now"
+        sort = _sort_of(key)
+        if sort == "mechanics" or (sort == "by name" and (_under(key, allowed) or _under(_of_run(key), allowed))):
+            fine.append(difference)
+        elif sort == "by name":
+            fix = f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME"
+            if _of_run(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
+                fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
+            problems.append(Problem(what, key, fix))
+        else:
+            fix = "take the old value, or start anew with another run=NAME"
+            problems.append(Problem(f"{what}; this makes it another run", key, fix))
+    if problems:
+        error = IncompatibleResume(str(problems[0]))
+        error.problems = tuple(problems)
+        raise error
+    return fine
+
+
+def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None:
+    """Load the weights, strictly by name, shape and dtype. Raises IncompatibleResume."""
+    saved = checkpoint.tensors("model")
+    current = model.state_dict()
+    wrong = [f"{name} is missing" for name in current if name not in saved]
+    wrong += [f"{name} is not in the model" for name in saved if name not in current]
+    wrong += [
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, must be {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in current.items()
+        if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
+    ]
+    if wrong:
+        raise IncompatibleResume(
+            f"the checkpoint is of another model: {shortened(wrong, 3, '; ')}",
+            where=str(checkpoint.path),
+            fix="use the task options the run was trained with, or start anew with another run=NAME",
+        )
+    parallel.load(model, saved)
+
+
+def _of_run(key: str) -> str:
+    """Return the key without its phase prefix."""
+    return key.split(".", 2)[2] if key.startswith("phase.") else key
+
+
+def _sort_of(key: str) -> str:
+    key = _of_run(key)
+    if _under(key, MECHANICS):
+        return "mechanics"
+    if key == "optimizer" or _under(key, FIXED):  # its keys may differ by name, itself it may not
+        return "fixed"
+    return "by name" if _under(key, BY_NAME) else "mechanics"
+
+
+def _under(key: str, roots: Iterable[str]) -> bool:
+    return any(key == root or key.startswith(root + ".") for root in roots)

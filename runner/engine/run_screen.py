@@ -1,0 +1,133 @@
+"""Show a run on the terminal, and copy the output to console.log and events.jsonl."""
+
+from __future__ import annotations
+
+import math
+import socket
+import sys
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from runner.axes.attention import Attention
+from runner.base.json_numbers import metric_text
+from runner.base.order import Order
+from runner.durable.directory import RunDirectory
+from runner.observe.alerts import Alert
+from runner.observe.events import Console, Events, level_said
+from runner.observe.progress_display import ProgressDisplay, make_progress
+from runner.observe.run_summary import (
+    prints_only_ascii,
+)
+
+
+class Screen:
+    """Progress while a phase runs, words before and after it; a copy of the words in the run directory.
+
+    machine  `rank8`: rank 8 does not speak, but is the first of another machine, of which nobody else can tell
+    """
+
+    def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
+        self.directory = directory
+        self.speaks = speaks
+        self._level = level_said()
+        self.console = Console(directory.console, level=self._level, speaks=speaks)
+        of_machine = directory.path / f"events-{machine}.jsonl" if machine else None
+        self.events = Events(directory.events if speaks else of_machine)
+        self._of_machine = Console(level="warning") if machine and not speaks else self.console
+        self.progress = ProgressDisplay()
+        self.first_update_is_due = True
+        self.has_several = False  # phases, of which each is named where its bar is drawn
+        self._due = self.progress.due
+        self.ascii_only = prints_only_ascii(sys.stdout)
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        self.console.close()
+        self.events.close()
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.console.info(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.console.warning(text)
+        self.events.record("warning", text=text)
+
+    def warn_once(self, text: str) -> None:
+        """Print a warning unless the same text was printed before."""
+        self.console.warn_once(text)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append a row to events.jsonl; bad samples are also printed, once for all of them."""
+        self.events.record(kind, **fields)
+        if kind == "bad sample":
+            self.console.warn_once("unreadable samples are skipped; events.jsonl lists them")
+
+    def tell(self, notices: Iterable[Alert]) -> None:
+        """Print notices of the monitor and append them to events.jsonl."""
+        for notice in notices:
+            where = "" if self._of_machine is self.console else f"{socket.gethostname()}: "
+            self._of_machine.say(notice.level, where + notice.text)
+            self.events.record("machine", what=notice.kind, text=notice.text, **notice.facts)
+
+    def begin(self, phase: str, done: int, total: int, order: Order) -> None:
+        """Start the progress display of a phase."""
+        self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
+        epochs = total / order.updates_per_epoch
+        left = f"{total - done} of {total}" if done else str(total)
+        self.say(
+            f"{phase}: {left} updates, {order.num_samples:,} samples, batch {order.global_batch_size}"
+            f" ({epochs:.2g} epochs)"
+        )
+        is_terse = self._level not in ("debug", "info")
+        draws = self.speaks and (sys.stdout.isatty() or not is_terse)
+        self.progress = make_progress(sys.stdout if draws else None)
+        if is_terse and self.has_several:
+            self.progress.note(phase)
+        self.console.speak_through(self.progress.note if draws else None)
+        self.progress.start(total, done)
+        self._due = self.progress.due
+
+    def first_update(
+        self, update: int, seconds: float, attention: Attention, calls: Mapping[tuple[str, str], int]
+    ) -> None:
+        """Report the first update of this process and what only it could show."""
+        self.first_update_is_due = False
+        self.events.record("first update", update=update, unix_s=time.time(), seconds=seconds)
+        if calls:
+            ran = ", ".join(f"{number} x {kernel} ({kind})" for (kind, kernel), number in calls.items())
+            self.say(f"attention kernels used: {ran}")
+            if attention.kernels and not any(attention.name in kernel for _, kernel in calls):
+                self.warn(
+                    f"attention={attention.name} was requested but did not run"
+                    + (f": {attention.reason}" if attention.reason else "")
+                )
+        if seconds > SLOW_START_S:
+            self.say(f"the first update took {seconds:.1f} s, including one-time compilation and autotuning")
+
+    def due(self, update: int) -> bool:
+        """Return True if `draw` would update the display now."""
+        return self._due(update)
+
+    def draw(self, update: int, values: Mapping[str, float], monitor: str = "") -> None:
+        """Draw the progress with these values."""
+        self.progress.update(update, {key: value for key, value in values.items() if not math.isnan(value)}, monitor)
+
+    def evaluated(self, update: int, metrics: Mapping[str, float], empty: Collection[str] = ()) -> None:
+        """Print the metrics of an evaluation; `empty` names those that had no items."""
+        shown = (f"{name} {metric_text(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items())
+        self.say(f"update {update}: " + "  ".join(shown))
+
+    def end(self) -> None:
+        """End the progress display and release the terminal."""
+        self.progress.finish()
+        self.progress = ProgressDisplay()
+        self.console.speak_through(None)
+
+
+SLOW_START_S = 5.0

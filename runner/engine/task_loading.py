@@ -1,0 +1,133 @@
+"""Load a task: a built-in one by name, or the file named on the command line, and never any other code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner.axes.attention import observed_calls
+from runner.base.configuration import task_source
+from runner.base.errors import AccelRunError, TaskFault
+from runner.base.packages import check_installed
+from runner.base.paths import cache_folder
+from runner.base.task import Context, Task
+from runner.engine.contract_checks import Number, checked_loss
+from runner.engine.error_diagnosis import explain, place_of
+from runner.plan.planner import Plan
+
+
+def load_task(plan: Plan) -> Task:
+    """Build the task of the plan. Raises TaskFault, with the place in the task's file, if it raises."""
+    choice = plan.choices["task"]
+    file = Path(plan.task_file) if plan.task_file else None
+    source = task_source(choice.name, file)
+    module = _import(choice.name, file)
+    path = plan.settings.data.path
+    context = Context(
+        seed=plan.settings.seed,
+        data_path=Path(path).expanduser().absolute() if path else None,
+        cache=cache_folder(),
+    )
+    with explained(source, "build"):
+        task = module.build(*_before_the_star(module.build, context, source), **choice.options)
+    if not isinstance(task, Task):
+        what = f"build must return a runner.Task, but returned {type(task).__name__}"
+        fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
+        raise TaskFault(what, where=place_of(module.build, source), fix=fix)
+    if not isinstance(getattr(task, "model", None), nn.Module):
+        what = f"{type(task).__name__}.model must be a torch.nn.Module"
+        raise TaskFault(what, where=place_of(type(task), source), fix="self.model = ...")
+    return task
+
+
+def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
+    """Raise MissingPackage where a package that these phases, or "infer", import later is not installed."""
+    with explained(source, "packages"):
+        needed = {module: extra for use in uses for module, extra in task.packages.get(use, {}).items()}
+    for module, extra in needed.items():
+        check_installed(module, extra)
+
+
+def _before_the_star(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
+    """Return what the runner gives to build: nothing, or the context. Raises TaskFault for settings before the star."""
+    given = [one for one in inspect.signature(build).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    if len(given) > 1 or any(one.default is not one.empty for one in given):
+        what = f"the settings of build must stand after *, but {', '.join(one.name for one in given)} stand before it"
+        raise TaskFault(what, where=place_of(build, source), fix="def build(*, size: int = 64) -> Task:")
+    return (context,) if given else ()
+
+
+class explained:  # noqa: N801 - used as a statement: with explained(file, "loss"):
+    """Turn an exception from the task's code into a TaskFault that names the line in the task's file.
+
+    letting  exceptions that are an answer, and go on as they are
+    """
+
+    def __init__(self, source: Path, what: str, letting: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
+        self.source, self.what, self.letting = source, what, letting
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, (AccelRunError, self.letting)):
+            return
+        fault = explain(error, self.source, self.what, micro_batch_size=1)
+        if fault is not None:
+            raise fault from error
+
+
+class CheckedLoss:
+    """The task's loss, whose answers are checked against the contract, and whose first call is watched.
+
+    attention     kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
+    around_first  context for the first call
+    """
+
+    around_first: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __init__(self, loss: Callable[..., Any], source: Path, *, watch: bool) -> None:
+        self.loss, self.source, self.watch = loss, source, watch
+        self.checked = False
+        self.attention: dict[tuple[str, str], int] = {}
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Number]:
+        if self.checked:
+            return checked_loss(self.loss(model, batch), self.loss, self.source)
+        answers: list[Any] = []
+        with self.around_first():
+            if self.watch:
+                self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
+            else:
+                answers.append(self.loss(model, batch))
+        answer = checked_loss(answers[0], self.loss, self.source, look=True)
+        self.checked = True  # not before: a first call in which memory runs out is made again
+        return answer
+
+
+def _import(name: str, file: Path | None) -> ModuleType:
+    if file is None:
+        return importlib.import_module(f"runner.tasks.{name}.task")
+    # Registered under its own name, and found from its own folder, so that data workers can import it too.
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise TaskFault("is not a Python file", where=str(file), fix="its name must end with .py")
+    if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):
+        raise TaskFault(
+            f"has the name of a module in use, {file.stem}", where=str(file), fix=f"call it my_{file.stem}.py"
+        )
+    sys.path.insert(0, str(file.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    with explained(file, "the file"):
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,213 @@
+"""Train: run the phases of a run, resume where it stopped, and return how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, TaskFault
+from runner.base.json_numbers import nan_for_none
+from runner.base.schema import did_you_mean
+from runner.durable.checkpoint import Loaded
+from runner.durable.directory import RunDirectory
+from runner.engine.checkpoint_state import understood
+from runner.engine.error_diagnosis import explain
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.metrics import Metrics
+from runner.engine.phase import Phase, restore_random_state_of
+from runner.engine.phase_kinds import check_parameters
+from runner.engine.resumption import ADDED, compare, load_model
+from runner.engine.run import Outcome, PhaseRecord, TrainingRun
+from runner.engine.training_identity import changed_files, code_of
+from runner.plan.planner import PhasePlan, Plan
+
+
+def train(run: TrainingRun, start: Loaded | None) -> Outcome:
+    """Run every unfinished phase. `start` is the checkpoint to resume from.
+
+    Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
+    """
+    run.identifies = True
+    phases = phases_to_walk(run.plan, start, run.directory)
+    check_parameters(phases, run.parts.bare)
+    _check_names(run)
+    if run.parts.world.is_first:  # now: what is edited while the run trains is not what it trains with
+        run.code = code_of(run.parts.source)
+        run.edited = changed_files(start.state.get("code", run.code), run.code) if start else []
+    if start is not None:
+        with understood(start):
+            _take_over(run, start)
+        if not _goes_on(start, phases[0], run.directory, run.plan):
+            _begin_after(run, start)
+            start = None
+    for planned in phases:
+        if start is None:  # else the record goes on with the phase
+            run.records[planned.name] = PhaseRecord(planned.kind)
+        phase = _begun(run, planned, start)
+        start = None
+        try:
+            with phase:
+                stopped_by = phase.run()
+        except BaseException as error:  # here and not deeper: torch reports a dead worker wherever we happen to be
+            shown = phase.explained(error)
+            if isinstance(shown, AccelRunError):
+                shown.place = {**phase.place, **shown.place}
+            if shown is error:
+                raise
+            raise shown from error
+        saving = phase.hook(Checkpointing)
+        run.last_row, run.state_bytes = phase.hook(Metrics).meter.last_row or run.last_row, phase.work.state_bytes()
+        if stopped_by:
+            is_resumable = saving.remains is not None
+            return Outcome(stopped_by, phase.position.update, run.metrics, not saving.is_unsaved, is_resumable)
+        if not run.observers.profiler.only:
+            run.kept += [*(number for _, number in saving.saver.bests), phase.number]
+        run.updates_before += phase.position.update
+    return Outcome(None, phase.position.update, run.metrics)
+
+
+def _begun(run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> Phase:
+    """Return the phase, ready to run updates. Raises TaskFault if the task raises during construction."""
+    try:
+        return Phase(run, planned, start)
+    except Exception as error:
+        where = f"the beginning of phase {planned.name}"
+        shown = explain(error, run.parts.source, where, planned.batch.micro_batch_size)
+        if shown is None or shown is error:
+            raise
+        raise shown from error
+
+
+def _check_names(run: TrainingRun) -> None:
+    """Raise TaskFault if losses or fits name a phase that does not exist, because they would never be called."""
+    for kind, name_of, named in (
+        ("train", "losses", run.parts.task.losses),
+        ("fit", "fits", run.parts.task.fits),
+    ):
+        known = [phase.name for phase in run.plan.phases if phase.kind == kind]
+        for name in named:
+            if name not in known:
+                raise TaskFault(
+                    f"{name_of} has {name}, but the phases of kind {kind} are {', '.join(known) or 'none'}",
+                    where=str(run.parts.source),
+                    fix=did_you_mean(name, known) or "name it in PHASES",
+                )
+
+
+def _take_over(run: TrainingRun, start: Loaded) -> None:
+    """Restore from a checkpoint the state that belongs to the whole run."""
+    state = start.state
+    run.updates_before = state["updates_before"]
+    run.metrics = nan_for_none(state["metrics"])
+    run.records = {
+        name: PhaseRecord(**{**record, "metrics": nan_for_none(record["metrics"])})
+        for name, record in state["records"].items()
+    }
+    if start.path.parent == run.directory.checkpoints:  # else it is another run's, and this one has none yet
+        run.kept = [int(number) for number in state["kept"]]
+        run.changes = [dict(change) for change in state.get("changes", [])]
+        for name, record in run.records.items():
+            known = run.left.get(name)
+            if known is not None and known.updates == record.updates and (known.seconds or 0.0) > record.seconds:
+                record.seconds, record.parts_s = known.seconds or 0.0, dict(known.parts_s)
+
+
+def _begin_after(run: TrainingRun, start: Loaded) -> None:
+    """Load the model of a finished phase that is not rerun; the next phase starts from it."""
+    load_model(run.parts.bare, start, run.parts.parallel)
+    with understood(start):
+        run.parts.precision.load(start.state["precision"])
+        restore_random_state_of(run.parts.world, start, run.plan.settings.seed)
+    run.updates_before += int(start.state["phase_update"])
+    if start.path.parent == run.directory.checkpoints:
+        run.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
+
+
+def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:
+    """Return the phases to run: that of the checkpoint where it is selected, then the selected ones not yet finished.
+
+    What another run has finished counts for what a phase needs; phases that are named run anew in this one.
+    Raises IncompatibleResume where the phase of the checkpoint is neither selected nor finished, or nothing is left;
+    InputMissing where a phase needs another that is neither finished nor comes before it.
+    """
+    selected, names = list(plan.selected), [phase.name for phase in plan.phases]
+    finished: set[str] = set()
+    if start is not None:
+        current = start.state["phase"]
+        if current not in names:
+            raise IncompatibleResume(
+                f"the checkpoint is of phase {current}, which the task does not have",
+                where="phases",
+                fix="take the task the run was trained with, or start anew with another run=NAME",
+            )
+        finished = {name for name, record in start.state["records"].items() if record["finished"]}
+        is_selected = current in [phase.name for phase in selected]
+        if not is_selected and current not in finished:
+            made, total = start.state["phase_update"], start.state["total"]
+            raise IncompatibleResume(
+                f"phase {current} is not finished: {made} of {total} updates",
+                where="phases",
+                fix=f"use phases=[{current}]",
+            )
+        is_named_anew = _is_named_anew(plan, start, directory)
+        coming = [phase for phase in selected if is_named_anew or phase.name not in finished]
+        if is_selected and not (is_named_anew and current in finished):
+            coming = [phase for phase in selected if phase.name == current] + [
+                phase for phase in coming if phase.name != current
+            ]
+        if not coming:
+            raise IncompatibleResume(
+                f"{', '.join(phase.name for phase in selected)} of this run is finished already", where="phases",
+                fix="start anew with another run=NAME",
+            )  # fmt: skip
+        selected = coming
+    there = set(finished)
+    for phase in selected:
+        missing = [name for name in phase.needs if name not in there]
+        if missing:
+            wanted = _with_needs(plan, phase.name) - there
+            first = ",".join(name for name in names if name in wanted)
+            raise InputMissing(
+                f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
+                where="phases",
+                fix=f"use phases=[{first}], or resume=RUN that has finished it",
+            )
+        there.add(phase.name)
+    return selected
+
+
+def _with_needs(plan: Plan, name: str) -> set[str]:
+    """Return a phase and all phases that it depends on, transitively."""
+    phase = plan.phase(name)
+    assert phase is not None, "PHASES names only phases of its own"
+    return {name}.union(*(_with_needs(plan, other) for other in phase.needs))
+
+
+def _is_named_anew(plan: Plan, start: Loaded, directory: RunDirectory) -> bool:
+    """Tell whether the user names phases to be made in this run with the model of another."""
+    return plan.settings.phases is not None and start.path.parent != directory.checkpoints
+
+
+def _goes_on(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
+    """Return True if the first phase resumes from the checkpoint; otherwise it starts with the checkpoint's model."""
+    is_finished = start.state["records"][start.state["phase"]]["finished"]
+    return bool(start.state["phase"] == first.name) and not (is_finished and _is_named_anew(plan, start, directory))
+
+
+def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
+    """Say what differs from the checkpoint. Raises IncompatibleResume where it may not.
+
+    Of the keys of phases only those of the phase that goes on count: the others are over, or have not begun.
+    """
+    current = start.state["phase"]
+    goes_on = current if current in [phase.name for phase in plan.selected] else None
+    before, now = (
+        {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == goes_on}
+        for values in ({**ADDED, **start.state["values"]}, json.loads(json.dumps(plan.values())))
+    )
+    for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):
+        if difference.key not in _UNSAID:
+            say(f"differs from the checkpoint: {difference}")
+
+
+_UNSAID = ("run", "resume", "resume_allow", "output_root", "device")

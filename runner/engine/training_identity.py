@@ -1,0 +1,283 @@
+"""Record and compare the data sets and code of a run, which its settings do not identify.
+
+Settings that differ on resume are found by `engine/resumption.py`. They do not show that the file behind `data.path`
+has other samples, or that the task's file was edited.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runner.axes.dataloader import Fetcher, Loader
+from runner.base.batch import MicroBatch
+from runner.base.errors import IncompatibleResume, Problem
+from runner.base.order import Micro
+from runner.base.paths import PACKAGE, shipped
+from runner.base.sample_rng import drawing_apart
+from runner.base.text import shortened
+
+Hashes = dict[str, str]  # of samples by index, or of files by path
+
+
+def data_of(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
+    """Return, per split, the data set length and the hashes of its first, middle and last sample.
+
+    If a sample is slow to read, the others are skipped, because training waits for this.
+    """
+    wanted = {split: sorted({0, len(each) // 2, len(each) - 1}) for split, each in fetchers.items()}
+    found = _hashes(fetchers, wanted, loader)
+    return {split: {"samples": len(each), "hashes": found.get(split, {})} for split, each in fetchers.items()}
+
+
+def _hashes(
+    fetchers: Mapping[str, Fetcher], wanted: Mapping[str, Sequence[int]], loader: Loader
+) -> Mapping[str, Hashes]:
+    """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
+
+    Read by a worker where training reads in workers. A data set may open a file at its first sample: workers that are
+    forked afterwards would share its position, and an open file cannot be sent to those that are spawned.
+    """
+    reader = loader.alike(_Hashing(fetchers, wanted))
+    try:
+        found: Mapping[str, Hashes] = next(iter(reader.batches([Micro(0, [0], last=True)]))).batch
+        return found
+    except Exception:
+        return {}
+    finally:
+        with suppress(Exception):
+            reader.close()
+
+
+class _Hashing(Fetcher):
+    """Data set that returns the hashes of the wanted samples of each split for any key."""
+
+    def __init__(self, fetchers: Mapping[str, Fetcher], wanted: Mapping[str, Sequence[int]]) -> None:
+        first = next(iter(fetchers.values()))
+        super().__init__(first.dataset, first.collate, bad_samples="stop", model=first.model)
+        self.fetchers, self.wanted = fetchers, wanted
+
+    def __getitem__(self, key: Micro) -> MicroBatch:
+        return MicroBatch({split: self._of(split) for split in self.wanted}, key.last)
+
+    def _of(self, split: str) -> Hashes:
+        found: Hashes = {}
+        until = time.monotonic() + _LONG_S
+        for index in self.wanted[split]:
+            if (value := sample_hash(self.fetchers[split], index)) is not None:
+                found[str(index)] = value
+            if time.monotonic() > until:
+                break
+        return found
+
+
+def sample_hash(fetcher: Fetcher, index: int) -> str | None:
+    """Return the hash of a sample, read with seeded global generators; None for one that cannot be read."""
+    with drawing_apart(0, "content", index):
+        try:
+            if fetcher.set_epoch is not None:
+                fetcher.set_epoch(0)
+            digest = hashlib.blake2b(digest_size=16)
+            _add(digest, fetcher.dataset[index])
+            return digest.hexdigest()
+        except BaseException:  # a task may raise anything, including SystemExit
+            return None
+
+
+def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise IncompatibleResume if the length of a data set changed, because the sample order then differs."""
+    problems = [
+        Problem(
+            f"the data set of split {split} had {before[split]['samples']:,} samples, and has {found['samples']:,} now",
+            f'dataset("{split}")',
+            "use the data that the run was trained with, or start a new run with another run=NAME",
+        )
+        for split, found in now.items()
+        if split in before and before[split]["samples"] != found["samples"]
+    ]
+    if problems:
+        error = IncompatibleResume(str(problems[0]))
+        error.problems = tuple(problems)
+        raise error
+
+
+def changed_samples(
+    before: Mapping[str, Any], now: Mapping[str, Any], fetchers: Mapping[str, Fetcher], loader: Loader
+) -> list[str]:
+    """Return a description such as "train sample 50" for each sample whose content changed.
+
+    Samples that differ between two reads, as with their own random generator, are ignored.
+    """
+    known = {split: before.get(split, {}).get("hashes", {}) for split in now}
+    differing = {
+        split: [int(index) for index, value in found["hashes"].items() if known[split].get(index, value) != value]
+        for split, found in now.items()
+    }
+    again = _hashes(fetchers, differing, loader) if any(differing.values()) else {}
+    return [
+        f"{split} sample {index}"
+        for split, found in again.items()
+        for index, value in found.items()
+        if now[split]["hashes"][index] == value
+    ]
+
+
+def changed_files(before: Hashes, now: Hashes) -> list[str]:
+    """Return the task files that were edited, added or removed."""
+    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+
+
+def code_of(source: Path) -> Hashes:
+    """Return the hash of the task's file and of all local modules that it imports, by path relative to its folder.
+
+    Local is what is neither installed (site-packages), nor of Python itself, nor of accel-run. Modules are found by the
+    import statements in the files, which may run later. Those imported in other ways, such as by importlib, are found
+    below the task's folder if they are loaded by now.
+    """
+    found: Hashes = {}
+    left = [(source, _package_of(source)), *_loaded_below(source.parent)]
+    while left and len(found) < _MOST_FILES:
+        file, package = left.pop(0)
+        name = os.path.relpath(file, source.parent)
+        if name in found:
+            continue
+        try:
+            content = file.read_bytes()
+            tree = ast.parse(content)
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            continue
+        found[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+        for imported in _imports(tree, package):
+            other, its_package = _found(imported)
+            if other is not None and _is_local(other):
+                left.append((other, its_package))
+    return found
+
+
+def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
+    """Return file and package of loaded local modules in this folder, sorted by name."""
+    found = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        file = Path(name) if isinstance(name, str) else None
+        if file is not None and file.is_relative_to(folder) and _is_local(file):
+            found[file] = getattr(module, "__package__", None) or ""
+    return sorted(found.items())
+
+
+def described(files: Sequence[str], samples: Sequence[str]) -> str:
+    """Describe the changes in one line."""
+    parts = [f"code: {shortened(files)}"] if files else []
+    parts += [f"data: {shortened(samples)}"] if samples else []
+    return "; ".join(parts)
+
+
+def _package_of(source: Path) -> str:
+    places = (str(source), os.path.realpath(source))
+    module = next((each for each in list(sys.modules.values()) if getattr(each, "__file__", None) in places), None)
+    return getattr(module, "__package__", None) or ""
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield the fully qualified names that a file's import statements may refer to, including parent packages."""
+    parents = package.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            full = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            full = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in full:
+            parts = name.split(".")
+            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+def _found(name: str) -> tuple[Path | None, str]:
+    """Return the file and the package of a module, or (None, "") if it does not exist.
+
+    Modules are located without importing them.
+    """
+    if name in sys.modules:
+        file, package = getattr(sys.modules[name], "__file__", None), getattr(sys.modules[name], "__package__", None)
+        return (Path(file), package or "") if isinstance(file, str) else (None, "")
+    spec = _spec(name)
+    return (Path(spec.origin), spec.parent or "") if spec and spec.has_location and spec.origin else (None, "")
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    above, _, _ = name.rpartition(".")
+    if not above:
+        return PathFinder.find_spec(name)
+    if above in sys.modules:
+        folders = getattr(sys.modules[above], "__path__", None)
+    else:
+        spec = _spec(above)
+        folders = spec.submodule_search_locations if spec else None
+    return PathFinder.find_spec(name, folders) if folders else None
+
+
+def _is_local(file: Path) -> bool:
+    if file.suffix != ".py":
+        return False
+    if file.is_relative_to(shipped("tasks")):
+        return True
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return False
+    return not any(file.is_relative_to(folder) for folder in (PACKAGE, *_OF_PYTHON))
+
+
+def _add(digest: Any, value: Any) -> None:
+    """Add a sample to a hash: by content for known types, otherwise by type."""
+    digest.update(f"{type(value).__name__};".encode())
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        _add_bytes(digest, plain.reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        _add_bytes(digest, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    elif isinstance(value, (bool, int, float, complex, str, bytes, np.generic, type(None))):
+        digest.update(repr(value).encode(errors="surrogateescape"))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _add(digest, key)
+            _add(digest, item)
+    elif isinstance(value, (list, tuple, np.ndarray)):
+        digest.update(str(len(value)).encode())
+        for item in value:
+            _add(digest, item)
+    elif hasattr(value, "tobytes"):  # a picture of PIL
+        _add_bytes(digest, np.frombuffer(value.tobytes(), np.uint8))
+    elif hasattr(value, "__dict__"):  # a dataclass
+        _add(digest, vars(value))
+
+
+def _add_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
+    """Add bytes to a hash; above several megabytes, add evenly spaced blocks only."""
+    if len(content) <= _BLOCK * _NUM_BLOCKS:
+        digest.update(content)
+        return
+    for start in np.linspace(0, len(content) - _BLOCK, _NUM_BLOCKS, dtype=np.int64):
+        digest.update(content[start : start + _BLOCK])
+
+
+_LONG_S = 0.25  # time limit for reading samples before the first update
+_MOST_FILES = 200  # a library developed beside the task, such as a checkout of torch, has thousands
+_BLOCK, _NUM_BLOCKS = 1 << 16, 64
+_OF_PYTHON = tuple({Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -1,0 +1,31 @@
+"""Tensors are compared by their bits, whatever their type and however they lie in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.bitwise import as_bytes, same_bits
+
+NUMBERS = torch.arange(12.0).view(3, 4)
+KINDS = {
+    "empty": torch.zeros(0),
+    "scalar": torch.tensor(3),
+    "bool": NUMBERS > 3,
+    "bfloat16": NUMBERS.bfloat16(),
+    "complex": torch.complex(NUMBERS, -NUMBERS),
+    "conjugated": torch.complex(NUMBERS, -NUMBERS).conj(),
+    "negated": torch.complex(NUMBERS, NUMBERS)[0].conj().imag,
+    "transposed": NUMBERS.T,
+    "expanded": NUMBERS[:1].expand(3, -1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bits_of_a_view_are_those_of_a_copy_of_its_numbers(kind: str) -> None:
+    view: Tensor = KINDS[kind]
+    copy = torch.empty(view.shape, dtype=view.dtype).copy_(view)
+    assert same_bits(view, copy)
+    assert as_bytes(view).numel() == view.nbytes
+    assert not view.numel() or not same_bits(view, torch.empty_like(copy).copy_(view == 0))

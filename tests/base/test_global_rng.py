@@ -1,0 +1,101 @@
+"""The global generators of torch, NumPy, Python and the device are saved, restored and seeded together."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner.base.global_rng import random_state, restore_random_state, seed_everything
+
+CPU = torch.device("cpu")
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.randn(3).tolist(),
+    "numpy": lambda: np.random.standard_normal(3).tolist(),  # an odd count leaves a second normal number for later
+    "python": lambda: [random.gauss(0, 1), random.random()],
+}
+
+
+def drawn() -> dict[str, Any]:
+    return {name: draw() for name, draw in DRAWS.items()}
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    tensors, rest = random_state(CPU)
+    yield
+    restore_random_state(tensors, rest, CPU)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_generator_continues_where_it_was(name: str) -> None:
+    seed_everything(5)
+    drawn()
+    tensors, rest = random_state(CPU)
+    rest = json.loads(json.dumps(rest))
+    expected = drawn()
+    drawn()
+    restore_random_state(tensors, rest, CPU)
+    assert DRAWS[name]() == expected[name]
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 7, 2**63 - 1])
+def test_each_generator_follows_the_seed(name: str, seed: int) -> None:
+    seed_everything(seed)
+    first = DRAWS[name]()
+    assert DRAWS[name]() != first
+    seed_everything(seed)
+    assert DRAWS[name]() == first
+    seed_everything(seed ^ 1)
+    assert DRAWS[name]() != first
+
+
+def test_the_sequence_of_a_seed_is_the_one_of_torch() -> None:
+    seed_everything(7)
+    drawn = torch.randn(3)
+    torch.manual_seed(7)
+    assert torch.equal(torch.randn(3), drawn)
+
+
+@pytest.mark.parametrize("is_available", [False, True])
+def test_the_generators_of_gpus_are_seeded_where_there_are_any(
+    is_available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    seed_everything(7)
+    assert seeds == [7] * is_available
+
+
+def test_the_generator_of_the_device_is_saved_and_restored_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the device that the run uses, where there are several."""
+    states = {"cuda:0": torch.tensor([10]), "cuda:1": torch.tensor([11])}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state}))
+    device = torch.device("cuda:1")
+    tensors, rest = random_state(device)
+    states["cuda:1"] = torch.tensor([99])
+    restore_random_state(tensors, rest, device)
+    assert {name: int(state) for name, state in states.items()} == {"cuda:0": 10, "cuda:1": 11}
+
+
+def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only one of them has is left alone."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([1]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: calls.append(given))
+    cuda = torch.device("cuda:0")
+    for saved_on, resumed_on in ((cuda, CPU), (CPU, cuda)):
+        seed_everything(3)
+        state = random_state(saved_on)
+        expected = drawn()
+        restore_random_state(*state, resumed_on)
+        assert drawn() == expected
+    assert calls == []

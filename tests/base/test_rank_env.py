@@ -1,0 +1,168 @@
+"""What torchrun and srun say of a process: which rank it is, or that it is none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from runner.base.errors import ConfigError, Exit
+from runner.base.rank_env import RankInfo, hosts_of, member_of, tasks_of
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+# As slurm 22.05 sets them for `srun -N2 --ntasks-per-node=2` in a batch script.
+SRUN = {
+    "SLURM_JOB_ID": "60007",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+
+
+def without(environment: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in names}
+
+
+def test_without_variables_a_process_is_no_rank() -> None:
+    assert member_of({}) is None
+    assert member_of({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "HOME": "/root"}) is None
+
+
+def test_torchrun_says_everything() -> None:
+    assert member_of(TORCHRUN) == RankInfo(3, 1, 4, 2, "tcp://node-a:29500", 2)
+
+
+def test_torchrun_of_one_process_is_a_rank_so_that_it_can_grow_again() -> None:
+    alone = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    assert member_of(alone) == RankInfo(0, 0, 1, 1, "tcp://node-a:29500", 2)
+
+
+def test_srun_says_everything_and_the_port_follows_from_the_job() -> None:
+    assert member_of(SRUN) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 0)
+
+
+def test_a_requeued_job_is_another_attempt() -> None:
+    assert member_of({**SRUN, "SLURM_RESTART_COUNT": "3"}) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 3)
+
+
+def test_an_address_and_a_port_given_by_hand_hold() -> None:
+    member = member_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"})
+    assert member is not None
+    assert member.store == "tcp://10.0.0.1:29501"
+
+
+def test_what_is_said_of_the_step_goes_before_what_is_said_of_the_job() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "n2"}
+    assert member_of({**SRUN, **step, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == RankInfo(
+        1, 1, 2, 2, "tcp://n2:20007", 0
+    )
+
+
+def test_the_last_machine_may_have_fewer_tasks() -> None:
+    uneven = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[1-4]"}
+    last = member_of({**SRUN, **uneven, "SLURM_PROCID": "6", "SLURM_NODEID": "3"})
+    assert last == RankInfo(6, 0, 7, 1, "tcp://n1:20007", 0)
+
+
+def test_the_tasks_of_a_machine_are_found_in_older_variables_too() -> None:
+    old = without(SRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    assert member_of(old) == member_of(SRUN)
+    asked = {**without(old, "SLURM_TASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE": "2"}
+    assert member_of(asked) == member_of(SRUN)
+
+
+def test_the_shell_of_a_batch_script_is_no_rank() -> None:
+    assert member_of(without(SRUN, "SLURM_STEP_ID")) is None
+    assert member_of({**SRUN, "SLURM_STEP_ID": "4294967291"}) is None, "SLURM_BATCH_SCRIPT"
+    assert member_of({**SRUN, "SLURM_STEP_ID": "4294967290"}) is None, "SLURM_INTERACTIVE_STEP"
+    assert member_of({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4"}) is None, "the shell of salloc"
+
+
+def test_a_step_of_one_task_is_alone() -> None:
+    one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    assert member_of({**SRUN, **one}) is None
+
+
+def test_torchrun_started_by_srun_is_torchrun() -> None:
+    assert member_of({**SRUN, **TORCHRUN}) == member_of(TORCHRUN)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wheres"),
+    [
+        ({**TORCHRUN, "RANK": "4"}, ["RANK"]),
+        ({**TORCHRUN, "RANK": "-1"}, ["RANK"]),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK"]),
+        ({**TORCHRUN, "WORLD_SIZE": "many"}, ["WORLD_SIZE"]),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, ["WORLD_SIZE"]),
+        ({**TORCHRUN, "RANK": "x", "MASTER_PORT": "99999"}, ["RANK", "MASTER_PORT"]),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, ["LOCAL_WORLD_SIZE"]),
+        ({"RANK": "0"}, ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"]),
+        ({**SRUN, "SLURM_PROCID": "4"}, ["SLURM_PROCID"]),
+        ({**SRUN, "SLURM_LOCALID": "2"}, ["SLURM_LOCALID"]),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, ["SLURM_STEP_TASKS_PER_NODE"]),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE"]),
+        ({**SRUN, "SLURM_STEP_NODELIST": "n[1-"}, ["SLURM_STEP_NODELIST"]),
+        (
+            {**SRUN, "SLURM_STEP_NUM_TASKS": "4x", "SLURM_RESTART_COUNT": "no"},
+            ["SLURM_STEP_NUM_TASKS", "SLURM_RESTART_COUNT"],
+        ),
+    ],
+)
+def test_contradictions_are_all_named(environment: dict[str, str], wheres: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        member_of(environment)
+    assert caught.value.exit_code == Exit.CONFIG
+    found = [problem.where for problem in caught.value.problems]
+    assert found == wheres
+    assert caught.value.problems[-1].fix
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-2,5]", ["n1", "n2", "n5"]),
+        ("gpu[08-11]", ["gpu08", "gpu09", "gpu10", "gpu11"]),
+        ("a-1.b,rack[1-2]n[3,4],z", ["a-1.b", "rack1n3", "rack1n4", "rack2n3", "rack2n4", "z"]),
+        ("n[1-2]-ib", ["n1-ib", "n2-ib"]),
+    ],
+)
+def test_a_list_of_machines_is_read_as_slurm_writes_it(nodelist: str, hosts: list[str]) -> None:
+    assert hosts_of(nodelist) == hosts
+
+
+@pytest.mark.parametrize("nodelist", ["", "n[1-2", "n]", "n[]", "n[a-b]", "a b", "n[1,]", "a,,b", "$(id)"])
+def test_what_is_no_list_of_machines_is_refused(nodelist: str) -> None:
+    with pytest.raises(ValueError):
+        hosts_of(nodelist)
+
+
+def test_tasks_per_node_are_read_as_slurm_writes_them() -> None:
+    assert tasks_of("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_of("4") == [4]
+    for wrong in ("", "2(x)", "2x3", "2,,1"):
+        with pytest.raises(ValueError):
+            tasks_of(wrong)
+
+
+def test_nobody_waits_for_torch_to_know_its_rank() -> None:
+    code = "import sys; from runner.base.rank_env import member_of; member_of({'RANK': '0'})"
+    code = f"import sys\ntry: {code}\nexcept Exception as error: sys.exit(10 + ('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 10

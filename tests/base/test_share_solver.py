@@ -1,0 +1,408 @@
+"""Laws of speed: the solution is the best there is, is found from noisy times, and is left alone once found."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.base.errors import Problem
+from runner.base.share_solver import (
+    Decision,
+    RankTiming,
+    ShareSolution,
+    best_alone,
+    fastest,
+    fit,
+    probe_splits,
+    slowest,
+)
+from runner.base.shares import proportional
+
+lines_of_ranks = st.lists(
+    st.builds(RankTiming, st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0])),
+    min_size=1,
+    max_size=3,
+)
+
+
+# ---------------------------------------------------------------- the line
+
+
+@given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
+def test_exact_times_give_the_line_back(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
+    line = fit([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
+    for n in counts:
+        assert line.seconds(n) == pytest.approx(fixed_s + per_sample_s * n, rel=1e-6)
+
+
+def test_one_sample_count_gives_a_time_per_sample() -> None:
+    assert fit([(8, 2.0), (8, 4.0), (8, 100.0)]) == RankTiming(0.0, 0.5)
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e3)), min_size=1, max_size=20))
+def test_neither_part_is_ever_negative(points: list[tuple[int, float]]) -> None:
+    line = fit(points)
+    assert line.fixed_s >= 0
+    assert line.per_sample_s >= 0
+    assert line.seconds(1) > 0
+
+
+def test_outliers_do_not_move_the_line() -> None:
+    clean = [(n, 0.002 + 0.001 * n) for n in (8, 16, 24) for _ in range(5)]
+    loud = [(n, 40 * seconds) if index % 5 < 2 else (n, seconds) for index, (n, seconds) in enumerate(clean)]
+    line = fit(loud)
+    assert line.fixed_s == pytest.approx(0.002)
+    assert line.per_sample_s == pytest.approx(0.001)
+
+
+# ---------------------------------------------------------------- the fastest shares
+
+
+def every_split(
+    total: int, lines: Sequence[RankTiming], caps: Sequence[int | None], least: int
+) -> list[tuple[int, ...]]:
+    ranges = [range(least, (total if cap is None else min(cap, total)) + 1) for cap in caps]
+    return [split for split in product(*ranges) if sum(split) == total]
+
+
+@settings(max_examples=300)
+@given(lines_of_ranks, st.integers(1, 9), st.booleans(), st.sampled_from([0.0, 0.5, 4.0]), st.data())
+def test_no_other_split_is_faster(
+    lines: list[RankTiming], total: int, may_drop: bool, wait_s: float, data: st.DataObject
+) -> None:
+    cap = st.none() | st.integers(1, 9)
+    caps = data.draw(st.lists(cap, min_size=len(lines), max_size=len(lines)))
+    splits = every_split(total, lines, caps, 0 if may_drop else 1)
+    if not splits:
+        return
+    shares = fastest(total, lines, caps, wait_s, may_drop=may_drop)
+    assert shares in splits
+
+    def cost(split: tuple[int, ...]) -> float:
+        return slowest(lines, split) + (wait_s if may_drop and sum(n > 0 for n in split) > 1 else 0.0)
+
+    assert cost(shares) == min(cost(split) for split in splits)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.builds(RankTiming, st.floats(0, 0.1), st.floats(1e-6, 0.01)), min_size=2, max_size=16),
+    st.integers(16, 5000),
+)
+def test_moving_a_sample_never_helps_however_many_there_are(lines: list[RankTiming], total: int) -> None:
+    shares = fastest(total, lines)
+    assert sum(shares) == total
+    assert min(shares) >= 1
+    slow = max(range(len(lines)), key=lambda rank: lines[rank].seconds(shares[rank]))
+    if shares[slow] > 1:
+        for rank, line in enumerate(lines):
+            assert rank == slow or line.seconds(shares[rank] + 1) >= lines[slow].seconds(shares[slow])
+
+
+def test_ties_go_to_the_rank_with_fewer_samples_then_to_the_lower() -> None:
+    assert fastest(7, [RankTiming(0.0, 1.0)] * 3) == (3, 2, 2)
+    assert fastest(7, [RankTiming(1.0, 0.0)] * 3) == (3, 2, 2)
+    assert fastest(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)]) == (24, 8)
+    assert fastest(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)], (20, None)) == (20, 12)
+
+
+def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
+    lines = [RankTiming(0.0, 1.0), RankTiming(1000.0, 1.0)]
+    assert fastest(8, lines) == (7, 1)
+    assert fastest(8, lines, may_drop=True) == (8, 0)
+    assert fastest(8, lines, (7, None), may_drop=True) == (7, 1)
+
+
+def test_fewer_ranks_are_best_where_the_exchange_costs_more_than_they_bring() -> None:
+    equal = [RankTiming(0.0, 1.0)] * 2
+    assert best_alone(8, equal, exchange_s=3.0) == ((0, 1), 7.0)
+    assert best_alone(8, equal, exchange_s=5.0) == ((0,), 8.0)
+    assert best_alone(8, equal, (4, None), exchange_s=5.0) == ((1,), 8.0)
+    assert best_alone(8, equal, (4, 4), exchange_s=5.0) == ((0, 1), 9.0)
+    assert best_alone(8, [*equal, RankTiming(9.0, 1.0)], exchange_s=1.0) == ((0, 1), 5.0)
+
+
+# ---------------------------------------------------------------- probing
+
+
+@given(st.integers(2, 8), st.integers(2, 300), st.data())
+def test_probes_stay_inside_the_caps_and_leave_nobody_out(size: int, total: int, data: st.DataObject) -> None:
+    caps = data.draw(st.lists(st.none() | st.integers(1, 300), min_size=size, max_size=size))
+    base = proportional(total, [1] * size, caps)
+    if total < size or isinstance(base, Problem):
+        return
+    splits = probe_splits(total, base, caps)
+    assert 2 <= len(splits) <= 6
+    for split in splits:
+        assert sum(split) == total
+        assert all(n >= 1 and (cap is None or n <= cap) for n, cap in zip(split, caps, strict=True))
+
+
+@given(st.integers(2, 8), st.integers(0, 300))
+def test_each_rank_is_seen_with_two_counts_within_6_updates(size: int, more: int) -> None:
+    balance = ShareSolution(2 * size + more, size, warm_up=0)
+    seen = [balance.ahead(num) for num in range(6)]
+    assert all(len({split[rank] for split in seen}) >= 2 for rank in range(size))
+
+
+def test_what_lies_ahead_is_what_will_be_dealt() -> None:
+    balance = ShareSolution(32, 2, warm_up=2)
+    ahead = [balance.ahead(num) for num in range(8)]
+    assert ahead[:2] == [(16, 16)] * 2
+    dealt = []
+    for _ in range(8):
+        dealt.append(balance.shares)
+        balance.observe((1.0, 1.0))
+    assert dealt == ahead
+
+
+# ---------------------------------------------------------------- simulated ranks
+
+
+class Ranks:
+    """Ranks of known speed whose times are noisy, in rare cases threefold."""
+
+    def __init__(self, lines: Sequence[RankTiming], noise: float = 0.0, seed: int = 0, outliers: float = 0.01) -> None:
+        self.lines, self.noise, self.outliers = list(lines), noise, outliers if noise else 0.0
+        self.rng = random.Random(seed)
+
+    def take(self, shares: Sequence[int]) -> list[float]:
+        return [self._noisy(line.seconds(n)) for line, n in zip(self.lines, shares, strict=True)]
+
+    def _noisy(self, seconds: float) -> float:
+        factor = max(0.2, self.rng.gauss(1, self.noise)) if self.noise else 1.0
+        return seconds * factor * (3 if self.rng.random() < self.outliers else 1)
+
+    def over_best(self, shares: Sequence[int]) -> float:
+        """Return how much longer an update takes than with the best shares; 1.0 is best."""
+        return slowest(self.lines, shares) / slowest(self.lines, fastest(sum(shares), self.lines))
+
+
+def run(balance: ShareSolution, ranks: Ranks, updates: int, exchange_s: float = 0.0) -> list[Decision]:
+    decisions = []
+    for _ in range(updates):
+        if decision := balance.observe(ranks.take(balance.shares), exchange_s=exchange_s):
+            decisions.append(decision)
+    return decisions
+
+
+@pytest.mark.parametrize(("slower", "gain"), [(2, 1.4), (3, 1.9)])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
+def test_a_slower_rank_costs_what_it_must(slower: int, gain: float, noise: float) -> None:
+    """Within 5 % of the optimum; equal shares take (1 + k) / 2 of it where a rank is k times slower: 1.5 and 2."""
+    for seed in range(5):
+        ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
+        balance = ShareSolution(96, 2)
+        run(balance, ranks, 200)
+        assert ranks.over_best(balance.shares) <= 1.05
+        assert slowest(ranks.lines, (48, 48)) / slowest(ranks.lines, balance.shares) >= gain
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [RankTiming(0.001, 0.001), RankTiming(0.001, 0.0015), RankTiming(0.001, 0.003)],
+        [RankTiming(0.01, 0.001), RankTiming(0.01, 0.003)],
+        [RankTiming(0.001, 0.001 * (1 + rank % 3)) for rank in range(8)],
+    ],
+)
+def test_more_ranks_and_large_fixed_times_come_within_5_percent(lines: list[RankTiming]) -> None:
+    for seed in range(5):
+        ranks = Ranks(lines, 0.05, seed)
+        balance = ShareSolution(128, len(lines))
+        run(balance, ranks, 200)
+        assert ranks.over_best(balance.shares) <= 1.05
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
+@pytest.mark.parametrize("slower", [1, 3])
+def test_noise_changes_the_shares_at_most_once_in_500_updates(noise: float, slower: int) -> None:
+    for seed in range(10):
+        ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0005 * slower, 0.001 * slower)], noise, seed)
+        balance = ShareSolution(64, 2)
+        run(balance, ranks, 100)
+        assert len(run(balance, ranks, 500)) <= 1
+
+
+def test_a_gain_below_the_threshold_changes_nothing() -> None:
+    ranks = Ranks([RankTiming(0.0, 0.001), RankTiming(0.0, 0.00104)])
+    assert fastest(200, ranks.lines) == (102, 98)
+    assert {each.shares for each in run(ShareSolution(200, 2), ranks, 100)} == {(100, 100)}
+    assert {each.shares for each in run(ShareSolution(200, 2, threshold=0.005), ranks, 100)} == {(102, 98)}
+
+
+def test_a_gain_that_may_be_noise_changes_nothing() -> None:
+    """With 8 ranks and 20 % noise some pair of ranks always looks unequal by more than the threshold."""
+    changes = 0
+    for seed in range(5):
+        ranks = Ranks([RankTiming(0.0005, 0.001)] * 8, 0.20, seed)
+        balance = ShareSolution(512, 8)
+        run(balance, ranks, 200)
+        changes += len(run(balance, ranks, 500))
+    assert changes <= 5
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
+def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
+    fast, slow = RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)
+    for seed in range(10):
+        ranks = Ranks([fast, slow], noise, seed)
+        balance = ShareSolution(64, 2, every=20)
+        run(balance, ranks, 207 + seed)
+        ranks.lines.reverse()
+        assert ranks.over_best(balance.shares) > 2
+        decisions = run(balance, ranks, 3 * balance.every)
+        assert "became" in decisions[0].reason
+        assert ranks.over_best(balance.shares) <= 1.10
+
+
+def test_a_fixed_time_that_appears_is_followed_too() -> None:
+    ranks = Ranks([RankTiming(0.0005, 0.001)] * 2, 0.05)
+    balance = ShareSolution(128, 2)
+    run(balance, ranks, 200)
+    ranks.lines[0] = RankTiming(0.02, 0.001)
+    run(balance, ranks, 3 * balance.every)
+    assert ranks.over_best(balance.shares) <= 1.10
+
+
+def test_late_splits_and_ragged_windows_do_not_mislead() -> None:
+    """Batches made ahead: what is dealt now was decided two updates before; every 7th window is ragged."""
+    ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
+    balance = ShareSolution(64, 2)
+    queue = [balance.ahead(0), balance.ahead(1)]
+    for number in range(200):
+        queue.append(balance.ahead(2))
+        shares = queue.pop(0)
+        taken = proportional(5, shares) if number % 7 == 6 else shares
+        assert not isinstance(taken, Problem)
+        balance.observe(ranks.take(taken), taken)
+    assert ranks.over_best(balance.shares) <= 1.05
+
+
+def test_times_that_are_no_times_are_left_out() -> None:
+    ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)])
+    balance = ShareSolution(64, 2)
+    for number in range(200):
+        bad = {5: [float("nan"), 1.0], 6: [0.0, 1.0], 40: [float("inf"), 0.0]}
+        balance.observe(bad.get(number, ranks.take(balance.shares)))
+    assert ranks.over_best(balance.shares) == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------- fewer ranks
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
+@pytest.mark.parametrize(
+    ("lines", "exchange_s", "drop"),
+    [
+        ([RankTiming(0.001, 0.001), RankTiming(0.001, 0.008)], 0.005, (1,)),
+        ([RankTiming(0.03, 0.001), RankTiming(0.001, 0.001)], 0.006, (0,)),
+        ([RankTiming(0.001, 0.001), RankTiming(0.001, 0.001), RankTiming(0.03, 0.005)], 0.004, (2,)),
+        ([RankTiming(0.001, 0.001), RankTiming(0.001, 0.001)], 0.002, ()),
+        ([RankTiming(0.001, 0.001), RankTiming(0.001, 0.003)], 0.002, ()),
+    ],
+)
+def test_never_slower_than_the_best_ranks_by_more_than_2_percent_after_the_verdict(
+    lines: list[RankTiming], exchange_s: float, drop: tuple[int, ...], noise: float
+) -> None:
+    for seed in range(5):
+        ranks = Ranks(lines, noise, seed)
+        balance = ShareSolution(32, len(lines))
+        verdicts = [decision for decision in run(balance, ranks, 400, exchange_s) if decision.drop]
+        assert [verdict.drop for verdict in verdicts] == ([drop] if drop else [])
+        shares = verdicts[0].shares if verdicts else balance.shares
+        several = sum(n > 0 for n in shares) > 1
+        best_single = min(line.seconds(32) for line in lines)
+        assert slowest(lines, shares) + (exchange_s if several else 0.0) <= 1.02 * best_single
+
+
+def test_fewer_ranks_are_tried_out_before_the_verdict() -> None:
+    """A rank that is slow with many samples, as one that runs out of fast memory, is not left alone."""
+
+    class Cliff(Ranks):
+        def take(self, shares: Sequence[int]) -> list[float]:
+            return [2 * time if n > 24 else time for time, n in zip(super().take(shares), shares, strict=True)]
+
+    lines = [RankTiming(0.001, 0.001), RankTiming(0.001, 0.001)]
+    assert [each.drop for each in run(ShareSolution(32, 2), Ranks(lines), 300, exchange_s=0.025) if each.drop] == [(1,)]
+    assert not any(each.drop for each in run(ShareSolution(32, 2), Cliff(lines), 300, exchange_s=0.025))
+
+
+def test_a_rank_that_does_not_hold_all_is_never_left_alone() -> None:
+    ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.001)])
+    assert not any(each.drop for each in run(ShareSolution(32, 2, caps=(31, 31)), ranks, 300, exchange_s=1.0))
+    verdicts = [each for each in run(ShareSolution(32, 2, caps=(31, None)), ranks, 300, exchange_s=1.0) if each.drop]
+    assert [each.drop for each in verdicts] == [(0,)]
+
+
+# ---------------------------------------------------------------- what is said, and what is kept
+
+
+def test_a_decision_says_why_and_what_it_brings() -> None:
+    decision = run(ShareSolution(32, 2), Ranks([RankTiming(0.0, 0.0004), RankTiming(0.0, 0.0012)]), 8)[0]
+    assert decision.shares == (24, 8)
+    assert decision.old_s == pytest.approx(0.0192)
+    assert decision.new_s == pytest.approx(0.0096)
+    for part in ("rank 1", "3.0 times", "16+16 -> 24+8", "19.2 -> 9.6 ms"):
+        assert part in decision.reason
+    stays = run(ShareSolution(32, 2), Ranks([RankTiming(0.0, 0.0004)] * 2), 8)[0]
+    assert stays.shares == (16, 16)
+    for part in ("16+16", "6.4 ms"):
+        assert part in stays.reason
+
+
+def test_a_verdict_says_what_the_others_take_alone() -> None:
+    ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.008)])
+    verdict = run(ShareSolution(32, 2), ranks, 100, exchange_s=0.010)[-1]
+    assert (verdict.drop, verdict.shares) == ((1,), (32, 0))
+    assert re.findall(r"rank \d|[\d.]+ ms", verdict.reason) == ["rank 1", "rank 0", "33.0 ms", "40.0 ms"]
+
+
+def test_all_ranks_decide_the_same_from_the_same_times() -> None:
+    first, second = ShareSolution(64, 3), ShareSolution(64, 3)
+    ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.002), RankTiming(0.001, 0.003)], 0.10)
+    for _ in range(300):
+        assert first.shares == second.shares
+        seconds = ranks.take(first.shares)
+        assert first.observe(seconds) == second.observe(seconds)
+
+
+def test_what_is_known_goes_on_from_a_checkpoint() -> None:
+    ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
+    balance = ShareSolution(64, 2)
+    run(balance, ranks, 110)
+    state = json.loads(json.dumps(balance.state(), allow_nan=False))
+    again = ShareSolution(64, 2)
+    again.load(state)
+    assert all(again.ahead(num) == balance.current for num in range(10)), "it does not probe again"
+    assert (again.shares, again.lines) == (balance.shares, balance.lines)
+    assert json.loads(json.dumps(again.state())) == state
+    ranks.lines.reverse()
+    run(again, ranks, 62)
+    assert ranks.over_best(again.shares) <= 1.10
+
+
+@pytest.mark.parametrize("other", [ShareSolution(65, 2), ShareSolution(64, 3), ShareSolution(64, 2, caps=(40, 40))])
+def test_what_was_known_of_another_division_is_not_used(other: ShareSolution) -> None:
+    balance = ShareSolution(64, 2)
+    run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
+    assert balance.shares == (48, 16)
+    before = other.state()
+    other.load(balance.state())
+    assert other.state() == before
+    fresh = ShareSolution(64, 2)
+    fresh.load(ShareSolution(64, 2).state())
+    assert fresh.ahead(2) != fresh.current, "nothing was known yet, so it probes"
+
+
+def test_one_rank_has_nothing_to_balance() -> None:
+    balance = ShareSolution(32, 1)
+    assert run(balance, Ranks([RankTiming(0.0, 0.001)]), 100) == []
+    assert balance.shares == (32,)

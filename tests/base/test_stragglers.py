@@ -1,0 +1,168 @@
+"""Laws of naming the slow rank: an injected delay is named, noise is not, and balanced ranks are left in peace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from runner.base.stragglers import PARTS, Straggler, StragglerDetector, slow
+
+Times = list[dict[str, float]]
+
+USUAL = {"data": 0.002, "transfer": 0.001, "forward": 0.010, "backward": 0.020, "optimizer": 0.003}
+EXCHANGE_S = 0.004
+
+
+def update(
+    rng: random.Random, parts: Sequence[dict[str, float]], noise: float = 0.10, exchange_s: float = EXCHANGE_S
+) -> Times:
+    """Return one update: every part of every rank with noise, and the waiting that follows from it."""
+    ranks = [{part: max(0.0, rng.gauss(1, noise)) * seconds for part, seconds in each.items()} for each in parts]
+    busy = [sum(times.values()) for times in ranks]
+    exchange_s *= rng.gauss(1, noise)
+    return [{**times, "wait": max(busy) - own + exchange_s} for times, own in zip(ranks, busy, strict=True)]
+
+
+def updates(seed: int, parts: Sequence[dict[str, float]], num: int = 20, noise: float = 0.10) -> list[Times]:
+    rng = random.Random(seed)
+    return [update(rng, parts, noise) for _ in range(num)]
+
+
+def delayed(world_size: int, rank: int, part: str, seconds: float) -> list[dict[str, float]]:
+    return [{**USUAL, part: USUAL[part] + seconds * (other == rank)} for other in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("part", PARTS)
+def test_an_injected_rank_and_part_are_named_in_95_of_100_trials(world_size: int, part: str) -> None:
+    named = 0
+    for seed in range(100):
+        rank = seed % world_size
+        found = slow(updates(seed, delayed(world_size, rank, part, 0.010)))
+        named += found is not None and (found.rank, found.part) == (rank, part)
+    assert named >= 95
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_nobody_is_named_in_99_of_100_trials_without_injection(world_size: int) -> None:
+    quiet = sum(slow(updates(seed, [USUAL] * world_size)) is None for seed in range(100))
+    assert quiet >= 99
+
+
+def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
+    found = slow(updates(0, delayed(2, 1, "backward", 0.020), noise=0.0))
+    assert found is not None
+    assert found.lost_s == pytest.approx(0.020)
+    assert found.lost == pytest.approx(0.020 / (sum(USUAL.values()) + 0.020 + EXCHANGE_S))
+    for part in ("rank 1", "backward", "40 ms", "20 ms", "33 %"):
+        assert part in str(found)
+
+
+def test_ranks_that_are_balanced_are_left_in_peace() -> None:
+    """Rank 1 is 3 times slower per sample and has a third of the samples: nobody waits."""
+    assert slow(updates(0, [USUAL, USUAL], noise=0.0), (24, 8)) is None
+
+
+def test_a_long_part_that_keeps_nobody_waiting_is_not_named() -> None:
+    """Rank 0 reads long and computes less: all are done at once."""
+    parts = [{**USUAL, "data": 0.012, "backward": 0.010}, USUAL]
+    assert slow(updates(0, parts, noise=0.0)) is None
+
+
+def test_a_small_loss_is_not_worth_a_word() -> None:
+    assert slow(updates(0, delayed(2, 1, "data", 0.003), noise=0.0)) is None
+    assert slow(updates(0, delayed(2, 1, "data", 0.006), noise=0.0)) is not None
+
+
+def test_an_update_in_which_all_wait_for_the_exchange_names_nobody() -> None:
+    rng = random.Random(0)
+    assert slow([update(rng, [USUAL] * 2, 0.0, exchange_s=0.5) for _ in range(20)]) is None
+
+
+def test_a_busy_rank_for_which_nobody_waits_is_not_named() -> None:
+    """What the others do meanwhile is their own matter, if they do not wait."""
+    rng = random.Random(0)
+    window = [update(rng, delayed(2, 1, "optimizer", 0.020), 0.0, exchange_s=0.050) for _ in range(20)]
+    for each in window:
+        each[0]["wait"] = each[1]["wait"]
+    assert slow(window) is None
+
+
+def test_a_single_hiccup_names_nobody_and_hides_nobody() -> None:
+    quiet = updates(0, [USUAL] * 2, num=19, noise=0.02)
+    loud = updates(0, delayed(2, 1, "data", 0.020), num=19, noise=0.02)
+    hiccup = updates(0, delayed(2, 0, "data", 5.0), num=1)
+    assert slow(quiet + hiccup) is None
+    found = slow(loud + hiccup)
+    assert found is not None
+    assert (found.rank, found.part) == (1, "data")
+
+
+def test_ranks_that_are_slow_in_turn_are_not_named() -> None:
+    window = [updates(n, delayed(3, n % 3, "forward", 0.020), num=1, noise=0.0)[0] for n in range(21)]
+    assert slow(window) is None
+
+
+def test_a_rank_that_is_slow_about_as_often_as_another_is_not_named() -> None:
+    one, other = (updates(0, delayed(2, rank, "forward", 0.020), num=12, noise=0.0) for rank in (0, 1))
+    assert slow(one[:11] + other[:9]) is None
+    assert slow(one[:12] + other[:8]) is not None
+
+
+def test_a_rank_that_only_has_more_samples_is_said_to_have_more() -> None:
+    parts = [{**USUAL, "forward": 0.030, "backward": 0.060}, USUAL]
+    found = slow(updates(0, parts, noise=0.0), (24, 8))
+    assert found is not None
+    assert found.num_samples == (24, 32)
+    assert "24 of 32" in str(found)
+    equal_shares = slow(updates(0, parts, noise=0.0), (16, 16))
+    assert equal_shares is not None
+    assert equal_shares.num_samples is None
+
+
+def test_one_rank_alone_and_no_updates_have_nobody_to_name() -> None:
+    assert slow(updates(0, [USUAL])) is None
+    assert slow([]) is None
+
+
+# ---------------------------------------------------------------- over time
+
+
+def heard(watch: StragglerDetector, window: list[Times], samples: tuple[int, ...] = (16, 16)) -> list[Straggler]:
+    return [found for each in window if (found := watch.observe(each, samples))]
+
+
+def test_the_first_updates_are_not_looked_at() -> None:
+    start = updates(0, delayed(2, 1, "forward", 3.0), num=5)
+    assert heard(StragglerDetector(window=5, warm_up=5), start + updates(1, [USUAL] * 2, num=5, noise=0.01)) == []
+    assert heard(StragglerDetector(window=5, warm_up=0), start) == []
+    assert len(heard(StragglerDetector(window=5, warm_up=0), start * 2)) == 1
+
+
+def test_what_costs_less_than_a_millisecond_is_not_worth_a_word() -> None:
+    tiny = [{part: seconds / 100 for part, seconds in times.items()} for times in delayed(2, 1, "forward", 0.020)]
+    assert heard(StragglerDetector(warm_up=0), updates(0, tiny, num=80)) == []
+
+
+def test_a_rank_is_named_once_until_it_is_another_or_it_was_over() -> None:
+    watch = StragglerDetector(warm_up=0)
+    rank_1 = updates(0, delayed(2, 1, "data", 0.020), num=60)
+    rank_0 = updates(1, delayed(2, 0, "backward", 0.020), num=40)
+    quiet = updates(2, [USUAL] * 2, num=20)
+    assert [(found.rank, found.part) for found in heard(watch, rank_1)] == [(1, "data")]
+    assert [(found.rank, found.part) for found in heard(watch, rank_0)] == [(0, "backward")]
+    assert heard(watch, quiet) == []
+    assert watch.found is None
+    assert [found.rank for found in heard(watch, rank_0)] == [0]
+
+
+def test_ragged_windows_are_left_out_and_new_shares_begin_a_new_window() -> None:
+    watch = StragglerDetector(window=10, warm_up=0)
+    window = updates(0, delayed(2, 1, "data", 0.020), num=20)
+    assert heard(watch, window[:5]) == []
+    assert heard(watch, updates(0, delayed(2, 0, "data", 0.5), num=30), (3, 2)) == []
+    assert [found.rank for found in heard(watch, window[5:])] == [1]
+    fresh = StragglerDetector(window=10, warm_up=0)
+    assert heard(fresh, window[:9]) + heard(fresh, window[:9], (20, 12)) == []

@@ -1,0 +1,121 @@
+"""Words with several values: which values they stand for, and what is answered where they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from runner.base.configuration import Request
+from runner.base.errors import ConfigError, Problem
+from runner.base.sweep_syntax import MAX_TRIALS, SearchSpace, composed, expand_sweep, read_space
+
+
+@cache
+def problems(*words: str, search: bool = False) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as raised:
+        (read_space if search else expand_sweep)(Request(words))
+    return raised.value.problems
+
+
+def told(lines: list[str], *, search: bool = False) -> str:
+    """Return each line of words with its problems below it."""
+    found = [(words, problems(*words.split(), search=search)) for words in lines]
+    return "\n\n".join("\n  ".join([words, *(str(problem) for problem in each)]) for words, each in found)
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("optimizer=glob(adam*)", "adam adamw adamw8bit"),
+        ("optimizer=glob(*,exclude=adam*)", "sgd"),
+        ("updates=range(10,31,10)", "10 20 30"),
+        ("updates=range(3,0,-1)", "3 2 1"),
+        ("optimizer.lr=range(0,0.5,0.25)", "0.0 0.25"),
+        ("optimizer.betas=[0.9,0.99],[0.8,0.9]", "[0.9,0.99] [0.8,0.9]"),
+    ],
+)
+def test_a_word_stands_for_its_values_in_order(word: str, values: str) -> None:
+    found = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word,)))]
+    assert found == values.split()
+
+
+SWEEPS = [
+    "seed=1,2 seed=4",
+    "seed=1,",
+    "seed=choice()",
+    "seed=1,1",
+    "seed=range(4,1)",
+    "seed=range(0,inf)",
+    "seed=range(0,9,0)",
+    "seed=range(0,9999999999)",
+    "seed=range(1,3),7",
+    "seed=range(99) updates=range(1,99)",
+    "optimizer=glob(x*)",
+    "data.path=glob(*)",
+    "seed=interval(1,3)",
+    "run=a,b",
+    "seed=1,2 resume=fresh",
+]
+
+
+def test_a_sweep_that_cannot_be_is_answered_with_what_to_say(screen: Callable[..., None]) -> None:
+    screen(told(SWEEPS))
+
+
+@pytest.mark.parametrize("words", SWEEPS)
+def test_a_sweep_that_cannot_be_has_one_problem_with_its_key(words: str) -> None:
+    (found,) = problems(*words.split())
+    assert found.where.partition("=")[0] in {word.partition("=")[0] for word in words.split()}
+
+
+def test_as_many_trials_as_a_sweep_may_have_are_had() -> None:
+    assert len(expand_sweep(Request((f"seed=range({MAX_TRIALS})",)))) == MAX_TRIALS
+
+
+@pytest.mark.parametrize(
+    ("word", "axis"),
+    [
+        ("optimizer.lr=log(1e-4,1e-2)", SearchSpace("optimizer.lr", (), 1e-4, 1e-2, is_log=True)),
+        ("optimizer.lr=tag(log, interval(1e-4, 1e-2))", SearchSpace("optimizer.lr", (), 1e-4, 1e-2, is_log=True)),
+        ("optimizer.weight_decay=interval(0,1)", SearchSpace("optimizer.weight_decay", (), 0.0, 1.0)),
+        ("global_batch_size=interval(8,64)", SearchSpace("global_batch_size", (), 8.0, 64.0, is_whole=True)),
+        ("updates=int(log(10,100))", SearchSpace("updates", (), 10.0, 100.0, is_log=True, is_whole=True)),
+        ("updates=range(10,101,20)", SearchSpace("updates", (), 10.0, 90.0, 20.0, is_whole=True)),
+        ("optimizer=adamw,sgd", SearchSpace("optimizer", ("optimizer=adamw", "optimizer=sgd"))),
+        ("updates=range(1,2)", SearchSpace("updates", ("updates=1",))),
+    ],
+)
+def test_a_range_of_a_search_is_what_hydra_calls_it_and_whole_where_its_key_is(word: str, axis: SearchSpace) -> None:
+    fixed, found = read_space(Request(("seed=3", word)))
+    assert fixed.overrides == ("seed=3",)
+    assert found == (axis,)
+
+
+SEARCHES = [
+    "seed=1",
+    "optimizer.lr=log(0,1)",
+    "optimizer.lr=interval(2,1)",
+    "optimizer.lr=interval(0,inf)",
+    "optimizer.lr=interval(-1,1)",
+    "precision=fp32,bf17",
+    "optimizer.lr=log(1e-4,1e-2) optimizer.lr=0.1",
+]
+
+
+def test_a_search_that_cannot_be_is_answered_with_what_to_say(screen: Callable[..., None]) -> None:
+    screen(told(SEARCHES, search=True))
+
+
+def test_an_unknown_key_is_said_once_with_its_near_name() -> None:
+    (found,) = problems("optimizer.lrr=log(1e-4,1e-2)", search=True)
+    assert found.where == "optimizer.lrr=0.0001"
+    assert found.fix.endswith(" optimizer.lr?")
+
+
+def test_what_all_combinations_share_is_composed_as_each_of_them_alone() -> None:
+    requests = expand_sweep(Request(("optimizer=adamw,sgd", "seed=1,2", "hardware=t4")))
+    together, alone = composed(requests), [composed([request])[0] for request in requests]
+    assert [each.flat() for each in together] == [each.flat() for each in alone]
+    assert [each.sources for each in together] == [each.sources for each in alone]

@@ -1,0 +1,119 @@
+"""Lines that are broken for a terminal lose no word, break none, and stay within its columns."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import termios
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib import import_module
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.text import aligned, for_terminal, reflowed, sized, sized_gib, wrapped
+from runner.cli import overview, print_problems
+from runner.commands import COMMANDS
+from runner.observe.events import Console
+from runner.observe.progress_display import Bar
+
+TABLE = """\
+GPU or CPU?        here    rule of thumb                                   says
+samples            4,096   at least 1,000 samples, else the GPU waits      a GPU
+
+  fine       kernel launches 12 an update, expected fewer than a hundred of them
+  command     accel-run train --task /home/a-name/a-folder/with/a/long/name/that/goes/on/and/on/my_task.py updates=2"""
+COMMAND = TABLE.splitlines()[-1]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 90])
+def test_a_line_is_broken_between_words_only(columns: int) -> None:
+    lines = wrapped(TABLE, columns).split("\n")
+    assert " ".join(lines).split() == TABLE.split()
+    assert all(len(line) <= columns or line == COMMAND for line in lines)
+    assert COMMAND in lines
+
+
+def test_a_command_to_be_pasted_stays_whole_and_what_is_said_of_it_does_not() -> None:
+    command, meaning = (
+        "accel-run train --task ./my_task.py optimizer.lr=0.1",
+        "a task of your own, made by accel-run new",
+    )
+    first, *more = wrapped(f"  {command}   {meaning}", 40).split("\n")
+    assert first == f"  {command}"
+    assert " ".join(" ".join(more).split()) == meaning
+    command, meaning = "accel-run COMMAND --help", "tells more of it"
+    assert wrapped(f"{command} {meaning}", 20).endswith(f"--help\n  {meaning}")
+
+
+def test_columns_of_a_table_give_way_in_their_order_and_are_named() -> None:
+    rows = [("run", "task", "size"), ("first", "gpt", "9 MiB"), ("second", "nmt", "10 MiB")]
+    assert aligned(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
+    assert aligned(rows, "<<>", ("size", "task"), 20) == aligned(rows, "<<>")
+    *narrow, note = aligned(rows, "<<>", ("size", "task"), 19)
+    assert narrow == ["run     task", "first   gpt", "second  nmt"]
+    assert "size" in note
+    assert aligned(rows, "<<>", ("size", "task"), 8)[0] == "run"
+
+
+def test_what_a_terminal_is_told_fits_it_and_a_pipe_gets_it_whole() -> None:
+    """So is every word of a run, above the bar and without it, and every error."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 40))
+    text = "device      cpu: CPU (AMD EPYC, 1 core), for there is no GPU here"
+    what, fix = "is a key that nobody knows", "did you mean seed=1?"
+    with os.fdopen(theirs, "w") as terminal, redirect_stdout(terminal), redirect_stderr(terminal):
+        broken = ["device      cpu: CPU (AMD EPYC, 1 core),", "            for there is no GPU here"]
+        assert for_terminal(text, terminal).split("\n") == broken
+        assert for_terminal(text, io.StringIO()) == text
+        Bar(terminal).note(text)
+        Console().info(text)
+        Console().error(text)
+        print_problems(ConfigError(Problem(what, "sed=1", fix)))
+    told = b""
+    with suppress(OSError):  # the terminal is gone
+        while part := os.read(ours, 4096):
+            told += part
+    os.close(ours)
+    lines = told.decode().replace("\r", "").splitlines()
+    assert lines[:4] == broken * 2
+    assert " ".join(" ".join(lines[-3:]).split()) == f"accel-run: sed=1: {what} {fix}"
+    assert lines[-1] == f"{11 * ' '}{fix}"
+    assert max(map(len, lines)) <= 40
+
+
+HELPS = [overview(), *(import_module(f"runner.commands.{module}").HELP for module, _ in COMMANDS.values())]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 160, 220])
+@pytest.mark.parametrize("text", HELPS, ids=lambda text: " ".join(text.split()[1:4]))
+def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None:
+    shown = reflowed(text, columns)
+    assert shown.split() == text.split()
+    lines = shown.split("\n")
+    for line in lines:
+        assert len(line) <= columns or "accel-run " in line or max(map(len, line.split())) > columns // 2
+    for line, below in pairwise(lines):  # a paragraph at the left edge has no line that ends early
+        if line[:1].isupper() and below[:1].strip() and not line.startswith("usage") and not line.endswith(":"):
+            assert len(line) + 1 + len(below.split()[0]) > columns or "accel-run" in line + below
+
+
+@given(st.integers(0, 2**50))
+def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> None:
+    shown = sized(size)
+    if size == 0:
+        assert shown == "0"
+        return
+    number, unit = shown.split()
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+    assert "e" not in number
+    assert float(number.replace(",", "")) * units[unit] == pytest.approx(size, rel=0.006, abs=0.5)
+    assert sized_gib(size / 2**30) == shown
+
+
+def test_small_amounts_have_small_units() -> None:
+    assert [sized_gib(gib) for gib in (6.4e-05, 0.0005, 0.25, 2.0)] == ["67.1 KiB", "0.512 MiB", "0.25 GiB", "2 GiB"]

@@ -1,0 +1,189 @@
+"""Laws of the checks of GPUs: what NVML and torch say is joined by UUID, and nothing is said of what is not told."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from runner.observe.machine_sample import numbers_are_the_hosts
+from tests.nvml_stub import DRIVER, GIB, PAIR, SLICED, T4, NvmlStub, State, gpu
+
+# Makes checks that do not compute, under GPUs that torch is said to see in the order of SEES.
+EXAMINE = """
+import json, os, pathlib
+from runner.doctor import gpu_checks
+from runner.doctor.findings import CheckContext
+from runner.plan.inventory import Cpu, Device, Inventory
+
+if "CONTAINER" in os.environ:
+    gpu_checks.numbers_are_the_hosts = lambda: False
+sees = json.loads(os.environ.get("SEES", "[]"))
+devices = tuple(Device("cuda", index, name, uuid, 8 * 2**30) for index, (name, uuid) in enumerate(sees))
+inventory = Inventory(devices, Cpu("a CPU", 1, 1, 2**30), "2.13.0", os.environ.get("BUILT"), 91002)
+context = CheckContext(pathlib.Path("outputs"), pathlib.Path("."), inventory=inventory)
+checks = {"driver": gpu_checks.driver, "processes": gpu_checks.processes, "numbering": gpu_checks.numbering}
+found = {name: [finding.to_json() for finding in check(context)] for name, check in checks.items()}
+found["versions"] = [finding.to_json() for finding in gpu_checks.versions(CheckContext(
+    context.root, context.scratch, inventory=Inventory((), inventory.cpu, "2.13.0", os.environ.get("BUILT"), 91002)))]
+print(json.dumps(found))
+"""
+Told = dict[str, list[dict[str, Any]]]
+
+
+def told(stub: NvmlStub, state: State | None, **variables: str) -> Told:
+    answer: Told = stub.run(EXAMINE, state, **variables)
+    return answer
+
+
+def states(findings: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(each["subject"], each["state"]) for each in findings]
+
+
+def test_a_gpu_tells_how_it_is_and_a_busy_one_works_at_its_power_limit(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
+    found = told(nvml_stub, T4)["driver"]
+
+    assert [each["state"] for each in found] == ["ok", "ok"]
+    screen("\n".join(each["seen"] for each in found))
+
+
+@pytest.mark.parametrize(("bits", "words"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
+def test_a_gpu_that_something_slows_is_told_with_what_to_check(nvml_stub: NvmlStub, bits: int, words: str) -> None:
+    t4 = told(nvml_stub, T4 | {"0.throttle": bits})["driver"][1]
+
+    assert (t4["state"], words in t4["fix"]) == ("warn", True)
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(nvml_stub: NvmlStub) -> None:
+    bare = DRIVER | {"count": 1} | gpu(0, name="Quiet", uuid="GPU-1", memory_total=GIB)
+    _, quiet = told(nvml_stub, bare)["driver"]
+
+    assert (quiet["state"], quiet["seen"]) == ("ok", "Quiet")
+
+
+def test_memory_that_could_not_be_corrected_fails(nvml_stub: NvmlStub) -> None:
+    assert told(nvml_stub, T4 | {"0.ecc_uncorrected": 0})["driver"][1]["state"] == "ok"
+    t4 = told(nvml_stub, T4 | {"0.ecc_uncorrected": 3})["driver"][1]
+    assert t4["state"] == "FAIL"
+    assert re.search(r"\b3 errors\b", t4["seen"])
+
+
+def test_others_on_a_gpu_are_named_the_largest_first_and_their_memory_only_where_it_is_told(
+    nvml_stub: NvmlStub,
+) -> None:
+    crowd = ",".join(f"{4_000_000 + number}:{number * GIB}" for number in range(1, 11))
+    (t4,) = told(nvml_stub, T4)["processes"]
+    (crowded,) = told(nvml_stub, T4 | {"0.processes": crowd})["processes"]
+    (silent,) = told(nvml_stub, {key: value for key, value in T4.items() if key != "0.processes"})["processes"]
+
+    assert (t4["state"], t4["figures"]) == ("warn", {"processes": 2})
+    assert t4["seen"].startswith("process 4242")
+    assert t4["seen"].endswith("unknown memory")
+    *largest, others = crowded["seen"].split("; ")
+    assert largest == [f"process {4_000_000 + number}, {number}.0 GiB" for number in (10, 9, 8, 7)]
+    assert others == "and 6 more"
+    assert silent["state"] == "skip"
+
+
+def test_nobody_listed_is_not_nobody_there(nvml_stub: NvmlStub) -> None:
+    def alone(**values: object) -> dict[str, Any]:
+        state = {key: value for key, value in T4.items() if key not in ("0.memory_used", "0.util")}
+        (found,) = told(nvml_stub, state | gpu(0, processes="", **values))["processes"]
+        return found
+
+    idle, full, busy = (
+        alone(memory_used=100 * 2**20, util=0), alone(memory_used=8 * GIB, util=0), alone(memory_used=0, util=85)
+    )  # fmt: skip
+    assert [each["state"] for each in (idle, full, busy)] == ["ok", "warn", "warn"]
+    assert full["seen"].startswith("8.0 GiB ")
+    assert "85 % busy" in busy["seen"]
+    bare = {key: value for key, value in T4.items() if "memory" not in key and key != "0.util"}
+    assert told(nvml_stub, bare | {"0.processes": ""})["processes"][0]["state"] == "skip"
+
+
+def test_a_process_is_named_only_where_its_number_is_known_to_be_its_own(nvml_stub: NvmlStub) -> None:
+    state = T4 | {"0.processes": f"{os.getpid()}:{GIB}"}
+    (inside,) = told(nvml_stub, state, CONTAINER="1")["processes"]
+    (outside,) = told(nvml_stub, state)["processes"]
+
+    assert inside["seen"] == f"process {os.getpid()}, 1.0 GiB"
+    assert numbers_are_the_hosts() == (psutil.Process().name() in outside["seen"])
+
+
+def test_numbers_that_differ_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
+    slow, fast = (PAIR["0.name"], PAIR["0.uuid"]), (PAIR["1.name"], PAIR["1.uuid"])
+    turned = told(nvml_stub, PAIR, SEES=json.dumps([fast, slow]))["numbering"]
+    same = told(nvml_stub, PAIR, SEES=json.dumps([slow, fast]))["numbering"]
+
+    assert states(turned) == [("cuda:0", "warn"), ("cuda:1", "warn")]
+    assert re.match(rf"cuda:0 .* is GPU 1 .*{PAIR['1.uuid']}$", turned[0]["seen"])
+    assert turned[0]["fix"].split() == ["export", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
+    assert states(same) == [("", "ok")]
+    by_bus = told(nvml_stub, PAIR, SEES=json.dumps([fast, slow]), CUDA_DEVICE_ORDER="PCI_BUS_ID")["numbering"]
+    assert "CUDA_VISIBLE_DEVICES=" in by_bus[0]["fix"]
+
+
+def test_an_entry_of_cuda_visible_devices_that_names_no_gpu_is_told(nvml_stub: NvmlStub) -> None:
+    for wanted in ("1,7", "GPU-9999", "0,0"):
+        *_, last = told(nvml_stub, PAIR, CUDA_VISIBLE_DEVICES=wanted)["numbering"]
+        assert last["state"] == "warn"
+        assert wanted in last["seen"]
+
+
+@pytest.mark.parametrize(
+    ("built", "state", "words"),
+    [
+        ("13.0", "ok", "supports up to 13.0"),
+        ("12.8", "ok", ""),
+        ("13.1", "warn", "(PTX)"),
+        ("14.0", "FAIL", "supports CUDA 14.0"),
+    ],
+)
+def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built: str, state: str, words: str) -> None:
+    cuda, cudnn = told(nvml_stub, T4, BUILT=built)["versions"]
+
+    assert cuda["state"] == state
+    assert words in cuda["seen"] + cuda["fix"] + cuda["why"]
+    assert "http" not in cuda["fix"]
+    assert (cudnn["state"], cudnn["seen"]) == ("ok", "9.10.2 (of torch 2.13.0)")
+
+
+def test_a_machine_without_a_gpu_has_nothing_to_mend(nvml_stub: NvmlStub) -> None:
+    for findings in told(nvml_stub, None).values():
+        assert {each["state"] for each in findings} == {"skip"}
+
+
+@pytest.mark.parametrize(("error", "words"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
+def test_a_driver_that_is_there_and_does_not_answer_fails(nvml_stub: NvmlStub, error: int, words: str) -> None:
+    (driver,) = told(nvml_stub, DRIVER | {"err.init": error})["driver"]
+
+    assert driver["state"] == "FAIL"
+    assert words in driver["seen"]
+    assert "modprobe" in driver["fix"]
+
+
+def test_a_gpu_that_fell_off_the_bus_fails_and_the_other_is_told(nvml_stub: NvmlStub) -> None:
+    driver, lost, other = told(nvml_stub, PAIR | {"0.err.uuid": 15})["driver"]
+
+    assert (driver["state"], lost["state"], other["state"]) == ("ok", "FAIL", "ok")
+    assert lost["seen"].startswith("GPU 0 ")
+    assert other["subject"] == "GPU 1"
+
+
+def test_an_only_gpu_that_fell_off_the_bus_needs_no_other_driver(nvml_stub: NvmlStub) -> None:
+    (lost,) = told(nvml_stub, T4 | {"0.err.all": 15})["driver"][-1:]
+
+    assert (lost["state"], "modprobe" in lost["fix"]) == ("FAIL", False)
+    assert lost["seen"].startswith("GPU 0 ")
+
+
+def test_instances_of_a_gpu_are_asked_who_computes_on_them(nvml_stub: NvmlStub) -> None:
+    subjects = [each["subject"] for each in told(nvml_stub, SLICED)["processes"]]
+    assert subjects == ["GPU 0", SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]]

@@ -1,0 +1,245 @@
+"""Laws of a check's process: whatever becomes of it is a finding that names it, the others go on, nothing stays."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.process_tree import adopting_orphans, children
+from runner.doctor.examine import Examination
+from runner.doctor.findings import CheckContext, CheckResult, DoctorCheck, failed, ok, skip, warn
+
+SUBJECTS = ("one", "two", "three")
+LIMIT_S = 10.0
+HERE = "doctor/test_isolated_check.py"
+
+
+class Clock:
+    """Seconds that pass only when a check hangs in its second subject, so that no check is late on a busy machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def watch(self, name: str, subject: str, took_s: float) -> None:
+        """What an examination calls while it waits for a check."""
+        if name.startswith("hang") and subject == "two":
+            self.now += LIMIT_S
+
+
+def check(function: Callable[[CheckContext], Iterator[CheckResult]]) -> DoctorCheck:
+    return DoctorCheck(function, "something", "because", LIMIT_S)
+
+
+def found(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResult]]) -> dict[str, list[CheckResult]]:
+    """Run these checks and return what each found; after them nothing is left that was not there before."""
+    before, clock = children(), Clock()
+    checks = {name: check(function) for name, function in functions.items()}
+    examination = Examination(checks, "auto", folder / "outputs", checks=checks, clock=clock)
+    findings = list(examination.findings(clock.watch))
+    assert children() <= before
+    assert list(folder.iterdir()) == []
+    return {name: [finding for finding in findings if finding.check == name] for name in checks}
+
+
+def breaking(end: Callable[[], object]) -> Callable[[CheckContext], Iterator[CheckResult]]:
+    """Return a check of three things, the second of which ends this way."""
+
+    def function(context: CheckContext) -> Iterator[CheckResult]:
+        for subject in context.each(SUBJECTS, str):
+            if subject == "two":
+                end()
+            yield ok(subject, "fine", size=1.0)
+
+    return function
+
+
+def fine(context: CheckContext) -> Iterator[CheckResult]:
+    yield ok("", "fine")
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def refuse() -> None:
+    raise ConfigError(Problem("needs a compiler", "compile", "apt install g++"))
+
+
+def hang() -> None:
+    while True:
+        signal.pause()
+
+
+def with_a_child() -> None:
+    """Leave a process behind in a session of its own, and one that hears nothing, and crash."""
+    for words in (["sleep", "600"], ["sh", "-c", "trap '' TERM INT; sleep 600"]):
+        subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
+    crash()
+
+
+ENDS: dict[str, tuple[Callable[[], object], str]] = {
+    "raises": (lambda: {}["key"], "KeyError: 'key', at doctor/test_isolated_check.py:"),
+    "refuses": (refuse, "compile: needs a compiler"),
+    "leaves": (lambda: sys.exit(3), "SystemExit: 3"),
+    "leaves at once": (lambda: os._exit(3), "left with exit code 3"),
+    "leaves without a word": (lambda: os._exit(0), "left with exit code 0"),
+    "crashes": (crash, "crashed (SIGSEGV), at"),
+    "aborts": (os.abort, "crashed (SIGABRT), at doctor/test_isolated_check.py:"),
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed from outside: for want of memory?"),
+    "is stopped by a signal": (lambda: os.kill(os.getpid(), signal.SIGTERM), "crashed (SIGTERM)"),
+    "leaves processes": (with_a_child, "crashed (SIGSEGV), at"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_before_its_time_is_a_finding_and_the_rest_is_tried(name: str, tmp_path: Path) -> None:
+    end, words = ENDS[name]
+    one, two, three = found(tmp_path, broken=breaking(end), after=fine)["broken"]
+
+    assert [(each.subject, each.state) for each in (one, two, three)] == [
+        ("one", "ok"),
+        ("two", "FAIL"),
+        ("three", "ok"),
+    ]
+    assert words in two.seen
+    assert two.fix
+    assert two.why == "because"
+
+
+def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None:
+    told = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
+
+    assert [each.state for each in told["after"]] == ["ok"]
+
+
+def test_a_hang_names_what_was_tried_how_long_and_the_line(tmp_path: Path) -> None:
+    """By the real clock: the process writes its stack half a second before its time is up."""
+    checks = {"hangs": DoctorCheck(breaking(hang), "something", "because", limit_s=3.0)}
+    one, two = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
+
+    assert (one.state, two.state, two.subject) == ("ok", "FAIL", "two")
+    assert re.search(r"\b3 s\b", two.seen)
+    assert re.search(rf" {HERE}:\d+ \(hang\)$", two.seen)
+
+
+def test_a_check_is_late_when_its_limit_has_passed_and_not_before(tmp_path: Path) -> None:
+    took = []
+
+    class Slow(Clock):
+        def watch(self, name: str, subject: str, took_s: float) -> None:
+            took.append(took_s)
+            self.now += LIMIT_S / 4
+
+    clock = Slow()
+    checks = {"hangs": check(breaking(hang))}
+    findings = list(Examination(checks, "auto", tmp_path, checks=checks, clock=clock).findings(clock.watch))
+    assert [each.state for each in findings] == ["ok", "FAIL"]
+    assert took == [0.0, LIMIT_S / 4, LIMIT_S / 2, 3 * LIMIT_S / 4]
+
+
+def test_a_process_that_hears_no_signal_is_ended_all_the_same(tmp_path: Path) -> None:
+    def deaf() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        hang()
+
+    assert found(tmp_path, hangs=breaking(deaf))["hangs"][1].state == "FAIL"
+
+
+def test_what_a_crash_printed_last_is_told(tmp_path: Path) -> None:
+    def complain() -> None:
+        os.write(2, b"CUDA error: device-side assert\nterminate called\n")
+        os.abort()
+
+    seen = found(tmp_path, broken=breaking(complain))["broken"][1].seen
+    assert "(SIGABRT): terminate called" in seen
+    assert f" {HERE}:" in seen
+
+
+def test_nothing_that_a_check_prints_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def prints(context: CheckContext) -> Iterator[CheckResult]:
+        print("out")
+        os.write(2, b"err")
+        yield ok("", f"reads {sys.stdin.read()!r}" if False else "fine")
+
+    found(tmp_path, chatty=prints)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_finding_has_its_check_its_reason_and_its_time(tmp_path: Path) -> None:
+    def slow(context: CheckContext) -> Iterator[CheckResult]:
+        yield ok("one", "fine")
+        context.clock.now += 0.25  # type: ignore[attr-defined]
+        yield CheckResult("warn", "two", "odd", "mend it", "for another reason")
+
+    one, two = found(tmp_path, slow=slow)["slow"]
+    assert (one.why, two.why) == ("because", "for another reason")
+    assert (one.took_s, two.took_s) == (0.0, 0.25)
+
+
+def test_a_finding_survives_json() -> None:
+    for finding in (ok("a", "b", rate=1.5), warn("", "x", "y"), failed("ü", "\x1b", "z", "w", {"n": 1}), skip("", "q")):
+        assert CheckResult.from_json(finding.to_json()) == finding
+
+
+def test_where_no_process_can_be_started_that_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_to_fork() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse_to_fork)
+    (finding,) = found(tmp_path, any=fine)["any"]
+    assert finding.state == "FAIL"
+    assert "Resource temporarily unavailable" in finding.seen
+
+
+def test_a_check_that_needs_torch_is_left_out_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    checks = {
+        "torch": check(breaking(crash)),
+        "matmul": DoctorCheck(fine, "products", "because", needs="torch"),
+        "disk": check(fine),
+    }
+    findings = list(Examination(["matmul", "disk"], "auto", tmp_path, checks=checks).findings(lambda *_: None))
+
+    assert [each.check for each in findings if each.state == "FAIL"] == ["torch"]
+    assert [each.state for each in findings if each.check == "matmul"] == ["skip"]
+    assert [each.state for each in findings if each.check == "disk"] == ["ok"]
+
+
+def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) -> None:
+    from runner.doctor.software import torch
+
+    def devices(context: CheckContext) -> Iterator[CheckResult]:
+        yield from (ok(device.torch_name, "fine") for device in context.devices)
+
+    checks = {
+        "torch": check(torch),  # type: ignore[arg-type]
+        "gpus": DoctorCheck(breaking(crash), "gpus", "because", needs="torch"),
+        "matmul": DoctorCheck(devices, "products", "because", needs="gpus"),
+    }
+    findings = list(Examination(["matmul"], "auto", tmp_path, checks=checks).findings(lambda *_: None))
+    assert [(each.subject, each.state) for each in findings if each.check == "matmul"] == [("cpu", "ok")]
+
+
+def test_a_process_that_is_given_up_half_way_is_gone(tmp_path: Path) -> None:
+    checks = {"hangs": check(breaking(hang))}
+    before = children()
+    with adopting_orphans():
+        findings = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
+        next(findings)
+        assert any(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in children() - before)
+        findings.close()  # type: ignore[attr-defined]
+    assert children() <= before

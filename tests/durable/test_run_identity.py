@@ -1,0 +1,102 @@
+"""A checkpoint belongs to the run that has written it, wherever both have been moved to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import DataError, IncompatibleResume
+from runner.durable import checkpoint
+from runner.durable.checkpoint import Loaded, load_newest, path_of, recover, save, verify
+from runner.durable.directory import RunDirectory
+from runner.durable.run_identity import RunIdentity, is_uid, new_uid, owner_of
+from tests.durable.test_checkpoint import snapshot
+
+MINE, OTHERS = (
+    "6dd94ac0ffcca0ce3a530174dfec9b81",
+    "5d9677014f13f3579791c3923b7cc493",
+)  # the same in each process of the tests
+RUN = RunIdentity(frozenset({"mine"}), MINE)
+
+
+def saved(folder: Path, update: int, **facts: Any) -> Loaded:
+    return checkpoint.load(save(folder, dataclasses.replace(snapshot(update), facts=facts)))
+
+
+def test_two_uids_differ_and_no_change_of_one_digit_makes_another() -> None:
+    uid = new_uid()
+    assert new_uid() != uid
+    assert is_uid(uid)
+    for place, digit in enumerate(uid):
+        for bit in range(8):
+            flipped = chr(ord(digit) ^ 1 << bit)
+            assert not is_uid(uid[:place] + flipped + uid[place + 1 :])
+
+
+@pytest.mark.parametrize("value", [None, 7, 1e99, [], [MINE], {}, "", MINE[:-1], MINE + "0", MINE.upper(), "\ud800"])
+def test_what_is_not_a_uid_is_none(tmp_path: Path, value: Any) -> None:
+    assert not is_uid(value)
+    record = {"name": "mine", "names": value, "uid": value, "adopted": [value, {"uid": value}, {"uid": OTHERS}]}
+    assert owner_of(record, "mine").uid is None
+    assert owner_of(record, "mine").adopted == {OTHERS}
+    assert owner_of({"adopted": value}, "mine") == RunIdentity()
+    loaded = saved(tmp_path, 1, run_id="mine", run_uid=value)
+    assert verify(loaded.path, RUN) == [], "as of an earlier version"
+
+
+def test_the_owner_of_a_run_directory_is_in_its_run_json(tmp_path: Path) -> None:
+    directory = RunDirectory.join(tmp_path / "renamed")
+    assert directory.owner == RunIdentity()
+    directory.path.mkdir()
+    directory.write("run.json", json.dumps({"name": "mine", "names": ["first", "mine"], "uid": MINE}))
+    assert directory.owner == RunIdentity(frozenset({"first", "mine", "renamed"}), MINE)
+
+
+@pytest.mark.parametrize("name", ["mine", "renamed"])
+def test_the_uid_decides_and_not_the_name(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, 1, run_id=name, run_uid=MINE)
+    assert recover(tmp_path, RUN).checkpoint is not None
+
+
+@pytest.mark.parametrize(
+    "run", [RunIdentity(), RunIdentity(frozenset({"mine"})), RunIdentity(RUN.names, MINE, frozenset({OTHERS}))]
+)
+def test_another_uid_is_accepted_where_that_of_the_run_is_not_known_or_it_was_adopted(
+    tmp_path: Path, run: RunIdentity
+) -> None:
+    saved(tmp_path, 1, run_id="mine", run_uid=OTHERS)
+    assert recover(tmp_path, run).checkpoint is not None
+
+
+def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_stays(tmp_path: Path) -> None:
+    saved(tmp_path, 1, run_id="mine", run_uid=MINE)
+    saved(tmp_path, 2, run_id="mine", run_uid=OTHERS)
+    for _ in range(2):
+        with pytest.raises(IncompatibleResume, match="another run with the same name"):
+            recover(tmp_path, RUN)
+    assert verify(path_of(tmp_path, 2), RUN)
+    mine = load_newest(tmp_path, RUN)
+    assert mine is not None
+    assert mine.update == 1
+    found = recover(tmp_path, RUN, allows_others=True).checkpoint
+    assert found is not None
+    assert found.update == 2
+
+
+def test_a_checkpoint_of_a_run_with_another_name_is_moved_aside(tmp_path: Path) -> None:
+    saved(tmp_path, 1, run_id="mine", run_uid=MINE)
+    for update, facts in ((2, {"run_uid": OTHERS}), (3, {}), (4, {"run_uid": None})):
+        saved(tmp_path, update, run_id="other", **facts)
+    for update, run_id in ((5, []), (6, {}), (7, 7)):
+        saved(tmp_path, update, run_id=run_id)
+    found = recover(tmp_path, RUN)
+    assert found.checkpoint is not None
+    assert found.checkpoint.update == 1
+    assert len(list(tmp_path.glob("foreign-*"))) == 6
+    save(tmp_path / "only", dataclasses.replace(snapshot(2), facts={"run_id": "other", "run_uid": OTHERS}))
+    with pytest.raises(DataError):
+        recover(tmp_path / "only", RUN)

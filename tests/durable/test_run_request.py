@@ -1,0 +1,78 @@
+"""What a run was made with is told by its own files, or by none: never guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request
+from runner.base.errors import DataError, SecurityRefusal
+from runner.durable.directory import RunDirectory
+from runner.durable.run_request import RunRequest, origin_of
+
+WORDS = '- "task=classification"\n- "log_every=3"\n'
+PLAN = '{"task_file": "/where/task.py", "config_dir": "/where/conf"}'
+TRUSTED = Request(task_file=Path("/where/task.py"))
+
+
+def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
+    """Return a run directory with these files."""
+    folder.mkdir(exist_ok=True)
+    for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
+        (folder / name).write_text(text)
+    return RunDirectory.join(folder)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "",
+        "{}",
+        "[1]",
+        '{"task": "gpt"',
+        '{"task": "gpt", "overrides": 3}',
+        '{"task": "gpt", "overrides": ["a=\\u0000"]}',
+        '{"task": "gpt", "overrides": [], "task_file": "/a\\u0000.py"}',
+        '{"task": "gpt", "overrides": [], "folder": "/\\ud800"}',
+    ],
+)
+def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
+    whole = origin_of(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
+    assert whole == RunRequest(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
+    for words, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
+        with pytest.raises(DataError, match="does not tell how it was made"):
+            origin_of(left_by(tmp_path / "less", record, words, plan), tmp_path, TRUSTED)
+
+
+def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
+    made = left_by(tmp_path / "run", "", "[]\n", '{"task_file": null}')
+    assert origin_of(made, tmp_path, Request()) == RunRequest((), None, None)
+
+
+def test_what_is_given_is_put_over_what_the_run_was_made_with() -> None:
+    origin = RunRequest(("optimizer=sgd", "optimizer.lr=1", "run=first", "resume=fresh"), Path("/a.py"), None)
+    given = Request(("seed=1", "optimizer=adamw"), None, Path("/conf"), ("budget_s",))
+    asked = origin.request(given)
+    assert asked == Request(("seed=1", "optimizer=adamw"), Path("/a.py"), Path("/conf"), ("budget_s",))
+
+
+def test_a_folder_from_elsewhere_does_not_say_which_code_is_run(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'
+    (tmp_path / "outputs").mkdir()
+    run = left_by(tmp_path / "outputs" / "first", record)
+    assert origin_of(run, tmp_path / "outputs", Request()) == RunRequest((), task, None, tmp_path)
+    with pytest.raises(SecurityRefusal, match="never decides which code runs"):
+        origin_of(run, tmp_path / "elsewhere", Request())
+    inner = left_by(run.path / "first-1", record)
+    with pytest.raises(SecurityRefusal, match="never decides which code runs"):
+        origin_of(inner, tmp_path / "outputs", Request())
+    (run.path / "sweep.json").touch()
+    assert origin_of(inner, tmp_path / "outputs", Request()).task_file == task, (
+        "a trial of a sweep of ours is a run of ours"
+    )
+    (run.path / "away").symlink_to(left_by(tmp_path / "away", record).path)
+    with pytest.raises(SecurityRefusal, match="never decides which code runs"):
+        origin_of(RunDirectory.join(run.path / "away"), tmp_path / "outputs", Request())
+    assert origin_of(run, tmp_path / "elsewhere", Request(task_file=task)).folder == tmp_path

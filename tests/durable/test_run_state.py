@@ -1,0 +1,60 @@
+"""How a run stands is told from its record, and from whether its process is still there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from runner.base.process_identity import birth_of
+from runner.durable.run_state import standing
+
+HOST = socket.gethostname()
+
+
+def running(pid: int, **other: Any) -> dict[str, Any]:
+    return {"state": "running", "host": HOST, "pid": pid, "birth": birth_of(pid), "name": "mine", **other}
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        ("done", "finished"), ("submitted", "submitted"), ("preempted", "preempted"),
+        ("interrupted", "interrupted"), ("failed", "failed"), ("strange", "unknown"),
+    ],
+)  # fmt: skip
+def test_a_run_that_has_ended_stands_as_it_said(state: str, word: str) -> None:
+    """Whether a process of that number is there is not asked: it is another one, or none."""
+    for pid in (os.getpid(), 2**22 + 1):
+        found = standing({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
+        assert (found.word, found.exit_code) == (word, 3)
+
+
+def test_a_run_is_running_while_its_process_is_there_and_killed_afterwards() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        record = running(process.pid)
+        by_clock = {**record, "birth": None, "started": datetime.now(UTC).isoformat()}
+        assert standing(record).word == standing(by_clock).word == "running"
+        process.communicate()
+    assert standing(record).word == standing(by_clock).word == "killed"
+
+
+def test_a_number_that_another_process_has_got_is_not_the_run() -> None:
+    assert standing(running(os.getpid(), birth="another")).word == "killed"
+    assert standing(running(os.getpid(), birth=None, started="2001-01-01T00:00:00+00:00")).word == "killed"
+
+
+def test_of_a_run_on_another_machine_nobody_can_tell_that_it_was_killed() -> None:
+    found = standing(running(os.getpid(), host="another", birth="another"))
+    assert found.word == "running"
+    assert "another" in found.sentence
+
+
+@pytest.mark.parametrize("record", [{}, {"state": "running"}, {"state": "running", "pid": "x"}, {"state": 3}])
+def test_a_damaged_record_is_no_error(record: dict[str, Any]) -> None:
+    assert standing(record).word in ("unknown", "killed")

@@ -1,0 +1,66 @@
+"""What a resumed phase knows of its checkpoints: the best ones, the newest one, and what saving costs."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from runner.durable.checkpoint import NoWriter, Saved
+from runner.durable.tensors import HostBuffer
+from runner.engine.checkpoint_saver import Saver
+from runner.engine.save_policy import SaveCost, SavePolicy, default
+
+SCREEN = cast(Any, SimpleNamespace(warn=lambda text: None, event=lambda kind, **facts: None))
+
+
+def saver(policy: SavePolicy, toll: SaveCost | None = None, **known: Any) -> Saver:
+    return Saver(
+        policy, NoWriter(), toll or SaveCost(), (HostBuffer(), HostBuffer()), SCREEN, **{"on_disk": None, **known}
+    )
+
+
+@pytest.mark.parametrize(("best_is", "sign"), [("min", 1), ("max", -1)])
+def test_the_best_of_a_resumed_phase_are_those_of_its_checkpoint(best_is: Any, sign: int) -> None:
+    found = saver(default(best_is=best_is, keep_best=2), bests=[(sign * 1.0, 4), (sign * 3.0, 2)])
+    assert not found.is_best(sign * 3.0)
+    assert not found.is_best(math.nan)
+    assert not found.is_best(sign * -math.inf)
+    assert found.is_best(sign * 2.0)
+    found.join(sign * 2.0, 6)
+    assert found.bests == [(sign * 1.0, 4), (sign * 2.0, 6)]
+    assert not found.is_best(sign * 2.5)
+
+
+def test_as_many_are_the_best_as_are_kept() -> None:
+    found = saver(default(keep_best=3))
+    for number, value in enumerate([5.0, 9.0, 7.0, 9.5, 1.0], start=1):
+        is_best = found.is_best(value)
+        assert is_best == (number != 4)
+        if is_best:
+            found.join(value, number)
+    assert found.bests == [(1.0, 5), (5.0, 1), (7.0, 3)]
+
+
+def test_the_newest_checkpoint_of_a_resumed_phase_is_the_one_it_began_with() -> None:
+    assert saver(default(), on_disk=12).remains() == 12
+    assert saver(default()).remains() is None
+
+
+def test_the_interval_of_a_resumed_run_follows_from_what_saves_cost_before() -> None:
+    toll = SaveCost()
+    for _ in range(10):
+        toll.updated(0.5, writing=False)
+    for seconds in (1.0, 3.0, 2.0):
+        toll.held(seconds)
+        toll.written(Saved(Path("update-1"), 1, 100, seconds, seconds))
+    resumed = SaveCost()
+    resumed.load(json.loads(json.dumps(toll.state())))
+    assert resumed.last == toll.last
+    policy = default(every="auto")
+    saver(policy, resumed)
+    assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saving may take 1 % of the time

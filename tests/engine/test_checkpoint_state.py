@@ -1,0 +1,82 @@
+"""The state of a checkpoint is believed only where each field is what this program writes, and all of them agree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from runner.base.errors import DataError
+from runner.durable.checkpoint import Loaded, load, newest_valid
+from runner.engine.checkpoint_state import check_state
+from tests.engine.test_saving_of_runs import opened
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A checkpoint of a run that was stopped after three updates."""
+    folder = tmp_path_factory.mktemp("run")
+    with opened(folder, "updates=3", "checkpoint.every=1") as phase:
+        phase.run()
+    path = newest_valid(folder / "small" / "checkpoints")
+    assert path is not None
+    return load(path)
+
+
+def changed(start: Loaded, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Loaded:
+    state, manifest = copy.deepcopy(start.state), copy.deepcopy(start.manifest)
+    change(state, manifest)
+    return replace(start, state=state, manifest=manifest)
+
+
+def test_what_this_program_wrote_is_believed(start: Loaded) -> None:
+    assert check_state(start) is start
+
+
+def test_a_field_that_is_missing_or_of_another_type_is_refused(start: Loaded) -> None:
+    needed = ["phase", "phase_update", "records", "updates_before", "early_stopping", "precision", "meter", "random"]
+    for name in needed:
+        with pytest.raises(DataError, match=name):
+            check_state(changed(start, lambda state, _, name=name: state.pop(name)))
+        with pytest.raises(DataError, match=name):
+            check_state(changed(start, lambda state, _, name=name: state.update({name: None})))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state, _: state.update(phase="another"), "records"),
+        (lambda state, _: state.update(phase_update=state["phase_update"] + 1), "sum"),
+        (lambda state, _: state.update(updates_before=1), "sum"),
+        (lambda _, manifest: manifest.update(metrics_bytes=-1), "metrics_bytes"),
+        (lambda _, manifest: manifest.pop("metrics_bytes"), "metrics_bytes"),
+    ],
+)
+def test_fields_that_do_not_agree_are_refused(start: Loaded, change: Callable[..., Any], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        check_state(changed(start, change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda random: random["numpy"][1].pop(),
+        lambda random: random["numpy"][1].append(0),
+        lambda random: random["numpy"].__setitem__(2, 625),
+        lambda random: random["numpy"].__setitem__(2, -1),
+        lambda random: random["numpy"].__setitem__(0, "PCG64"),
+        lambda random: random["numpy"][1].__setitem__(0, 1 << 32),
+        lambda random: random["python"][1].pop(),
+        lambda random: random["python"][1].__setitem__(-1, 625),
+        lambda random: random["python"].__setitem__(0, 2),
+        lambda random: random.pop("python"),
+    ],
+)
+def test_states_of_generators_that_would_read_beyond_their_words_are_refused(
+    start: Loaded, change: Callable[..., Any]
+) -> None:
+    with pytest.raises(DataError, match="random"):
+        check_state(changed(start, lambda state, _: change(state["random"])))

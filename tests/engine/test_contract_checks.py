@@ -1,0 +1,328 @@
+"""What a task returns wrongly is its fault: the error names the method, what it returned and the fix."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.precision import fp32
+from runner.base.errors import Exit, TaskFault
+from runner.base.json_numbers import NOT_MEASURED
+from runner.base.task import Prediction, Task
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.engine import infer
+from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
+from runner.engine.run import Observers
+from runner.engine.task_loading import CheckedLoss
+from tests.distributed.ranks import run_ranks
+from tests.forkserver import ForkServer
+
+WORLD = World(torch.device("cpu"))
+HERE = Path(__file__)
+one = torch.ones(())
+three = torch.ones(3)
+
+
+class Wrong(Task):
+    """Returns what a test says, from its loss with a gradient."""
+
+    def __init__(self, **returns: Callable[[Tensor], Any]) -> None:
+        self.model = nn.Linear(1, 1)
+        self.returns = returns
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Any:
+        return self.returns["loss"](model(batch).square())
+
+    def evaluate(self, model: nn.Module, batch: Tensor) -> Any:
+        return self.returns["evaluate"](batch)
+
+    def summarize(self, metrics: Any) -> Any:
+        return self.returns.get("summarize", lambda _: metrics)(metrics)
+
+    def predict(self, model: nn.Module, generator: torch.Generator, /) -> Any:
+        return self.returns["predict"](one)
+
+
+def loss_of(task: Task) -> Any:
+    return CheckedLoss(task.loss, HERE, watch=False)(task.model, torch.ones(4, 1))
+
+
+def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_size: int = 2) -> EvaluationResult:
+    samples = [torch.tensor(float(number)) for number in range(num_samples)]
+    loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
+    found = evaluate(
+        task, task.model, loader, lambda batches: batches, fp32(world, task.model), Parallel(world),
+        list(range(num_samples)), Sizes(batch_size), 0, HERE,
+    )  # fmt: skip
+    assert found is not None
+    return found
+
+
+def predictions_of(task: Task) -> list[Prediction]:
+    parts: Any = SimpleNamespace(
+        task=task, source=HERE, world=WORLD, bare=task.model, model=task.model, precision=fp32(WORLD, task.model)
+    )
+    plan: Any = SimpleNamespace(inference={"seed": 0})
+    return list(infer.predictions_of(plan, parts))
+
+
+LOSSES: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda x: None,
+    "a sum alone": lambda x: x.sum(),
+    "a number": lambda x: 3.5,
+    "text": lambda x: "loss",
+    "a mapping": lambda x: {"loss": x.sum()},
+    "a list": lambda x: [x.sum(), 4],
+    "three": lambda x: (x.sum(), 4, 4),
+    "one": lambda x: (x.sum(),),
+    "no reduction": lambda x: (x, 4),
+    "a sum that is a number": lambda x: (float(x.sum().detach()), 4),
+    "a sum without gradient": lambda x: (x.sum().detach(), 4),
+    "a complex sum": lambda x: (x.sum() * 1j, 4),
+    "no count": lambda x: (x.sum(), None),
+    "a count that is text": lambda x: (x.sum(), "4"),
+    "a count of each sample": lambda x: (x.sum(), three),
+    "a count that is a flag": lambda x: (x.sum(), True),
+    "a negative count": lambda x: (x.sum(), -4),
+    "a negative count in a tensor": lambda x: (x.sum(), torch.tensor(-4)),
+    "a count that is no number": lambda x: (x.sum(), math.nan),
+    "an infinite count": lambda x: (x.sum(), torch.tensor(math.inf)),
+}
+METRICS: dict[str, Callable[[Tensor], Any]] = {
+    "nothing": lambda x: None,
+    "a tensor": lambda x: one,
+    "text": lambda x: "accuracy",
+    "a pair": lambda x: (one, 4),
+    "a list": lambda x: [("accuracy", (one, 4))],
+    "a metric that is a tensor": lambda x: {"accuracy": one},
+    "a metric that is a number": lambda x: {"accuracy": 0.5},
+    "a metric that is two letters": lambda x: {"accuracy": "ab"},
+    "a metric of three": lambda x: {"accuracy": (one, 4, 4)},
+    "a sum of each sample": lambda x: {"accuracy": (three, 3)},
+    "a count of each sample": lambda x: {"accuracy": (one, three)},
+    "a sum that is missing": lambda x: {"accuracy": (None, 4)},
+    "a sum of flags": lambda x: {"accuracy": (torch.tensor(True), 4)},
+    "a name that is a number": lambda x: {1: (one, 4)},
+    "no name": lambda x: {"": (one, 4)},
+    "a negative count": lambda x: {"accuracy": (one, -1)},
+    "a negative count in a tensor": lambda x: {"accuracy": (one, torch.tensor(-1))},
+}
+SUMMARIES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda metrics: None,
+    "a metric that is text": lambda metrics: {"accuracy": "high"},
+    "a metric of each sample": lambda metrics: {"accuracy": three},
+}
+PREDICTIONS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda _: None,
+    "a prediction that is not yielded": lambda _: Prediction({"a.txt": "a"}),
+    "text": lambda _: "answer",
+    "a mapping": lambda _: {"a.txt": "a"},
+    "text in a list": lambda _: ["answer"],
+    "a tensor in a file": lambda _: [Prediction({"a": one})],  # type: ignore[dict-item]
+    "a number in a file": lambda _: [Prediction({"a": 3})],  # type: ignore[dict-item]
+    "objects in a file": lambda _: [Prediction({"a": np.array([{}])})],
+    "no files": lambda _: [Prediction("a.txt")],  # type: ignore[arg-type]
+    "a file elsewhere": lambda _: [Prediction({"../a.txt": "a"})],
+    "a name with a space": lambda _: [Prediction({"my answer.txt": "a"})],
+    "a text that is a number": lambda _: [Prediction({"a": "a"}, text=3)],  # type: ignore[arg-type]
+    "items that are negative": lambda _: [Prediction({"a": "a"}, items=-1)],
+    "items in a tensor": lambda _: [Prediction({"a": "a"}, items=one)],  # type: ignore[arg-type]
+    "a plot that is a path": lambda _: [Prediction({"a": "a"}, plots={"a.png": "a.png"})],  # type: ignore[dict-item]
+}
+TABLES: dict[str, tuple[dict[str, Callable[[Any], Any]], Callable[[Task], Any]]] = {
+    "loss": (LOSSES, loss_of),
+    "evaluate": (METRICS, metrics_of),
+    "summarize": (SUMMARIES, metrics_of),
+    "predict": (PREDICTIONS, predictions_of),
+}
+CASES = [(method, name) for method, (table, _) in TABLES.items() for name in table]
+
+
+@pytest.mark.parametrize(("method", "name"), CASES, ids=[" returns ".join(case) for case in CASES])
+def test_a_wrong_return_is_a_fault_of_the_task_with_the_method_and_the_fix(method: str, name: str) -> None:
+    table, use = TABLES[method]
+    right = {"evaluate": lambda x: {"accuracy": (x.sum(), len(x))}}
+    with pytest.raises(TaskFault) as found:
+        use(Wrong(**{**right, method: table[name]}))
+    (problem,) = found.value.problems
+    assert found.value.exit_code == Exit.SOFTWARE
+    assert method in problem.what or "Prediction" in problem.what
+    assert problem.fix
+    line = getattr(Wrong, method).__code__.co_firstlineno
+    assert problem.where == f"{__file__}:{line}"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda x: (x.sum(), 4),
+        lambda x: (x.sum().reshape(1), torch.tensor([4])),
+        lambda x: (x.sum(), np.int64(4)),
+        lambda x: (x.sum(), 2.5),
+        lambda x: (x.sum(), 0),
+        lambda x: (x.sum(), torch.tensor(2.5, requires_grad=True)),
+    ],
+)
+def test_a_sum_and_a_count_of_one_element_are_taken(answer: Callable[[Tensor], Any]) -> None:
+    total, count = loss_of(Wrong(loss=answer))
+    assert total.shape == ()
+    assert total.requires_grad
+    assert not (isinstance(count, Tensor) and (count.shape or count.requires_grad))
+
+
+def test_predictions_that_are_right_are_taken() -> None:
+    right = [Prediction({"a/b.txt": "a", "c": b"c", "d": np.zeros(2)}, text="a", items=0, plots={"e.png": b""})]
+    assert predictions_of(Wrong(predict=lambda _: right)) == right
+    assert predictions_of(Wrong(predict=lambda _: iter(right))) == right
+
+
+# ---------------------------------------------------------------- a metric without items
+
+
+def test_a_metric_without_items_is_no_number_and_is_named() -> None:
+    answer = {"rare": (torch.tensor(0.0), 0), "odd": (torch.tensor(math.nan), 0), "often": (one, 2)}
+    found = metrics_of(Wrong(evaluate=lambda x: answer))
+    assert math.isnan(found.metrics["rare"])
+    assert set(found.empty) == {"rare", "odd"}
+    assert found.known() == {"often": 0.5}
+
+
+def test_a_metric_whose_sum_is_no_number_was_measured() -> None:
+    found = metrics_of(Wrong(evaluate=lambda x: {"loss": (torch.tensor(math.nan), 2)}))
+    assert math.isnan(found.known()["loss"])
+
+
+def test_a_metric_without_items_stays_so_beside_one_that_is_no_number() -> None:
+    answer = {"loss": (torch.tensor(math.nan), 2), "rare": (torch.tensor(0.0), 0)}
+    found = metrics_of(Wrong(evaluate=lambda x: answer))
+    assert found.empty == ("rare",)
+    assert set(found.known()) == {"loss"}
+
+
+def test_a_tracker_gets_what_the_file_has() -> None:
+    """Rows that are sent again after a stop come from the file."""
+    written: list[str] = []
+    logged: list[Any] = []
+    metrics = SimpleNamespace(write=written.append, flush=lambda: None)
+    there: Any = SimpleNamespace(metrics=metrics, tracker=SimpleNamespace(log=logged.append))
+    Observers.write(there, {"update": 2, "val/rare": math.nan, "val/loss": 0.5})
+    assert logged == [{"update": 2, "val/rare": None, "val/loss": 0.5}] == [json.loads(each) for each in written]
+
+
+def test_items_of_one_rank_are_enough() -> None:
+    def rank(world: World) -> list[Any]:
+        count = 2 * world.rank
+        found = metrics_of(Wrong(evaluate=lambda x: {"rare": (torch.tensor(float(count)) / 4, count)}), world)
+        return [found.metrics, list(found.empty)]
+
+    assert run_ranks(rank, 2) == [[{"rare": 0.25}, []]] * 2
+
+
+# ---------------------------------------------------------------- the whole program
+
+TASK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from runner import Task
+from runner.base.task import Prediction
+
+SETTINGS = {"updates": 6, "global_batch_size": 8, "evaluate.every": 2, "checkpoint.best": "val/rare",
+            "checkpoint.every": 2, "early_stopping.patience": 1, "early_stopping.metric": "val/rare"}
+
+def build(*, wrong: str = "", sparse: bool = False) -> Task:
+    return Mine(wrong, sparse)
+
+class Mine(Task):
+    def __init__(self, wrong, sparse):
+        self.wrong, self.evaluated = wrong, 0
+        self.model = nn.Sequential(nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, 2))
+    def dataset(self, split):
+        return [(number % 5, number % 2) for number in range(16)]
+    def loss(self, model, batch):
+        x, y = batch
+        if self.wrong == "loss": return F.cross_entropy(model(x), y), len(y)
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y)
+    def evaluate(self, model, batch):
+        if self.wrong == "evaluate": return torch.zeros(())
+        return {"rare": (torch.tensor(0.0), 0), "loss": self.loss(model, batch)}
+    def baselines(self):
+        return None if self.wrong == "baselines" else {"rare": 0.5}
+    def predict(self, model, generator, *, samples: int = 1):
+        return 3 if self.wrong == "predict" else [Prediction({"a.txt": "a"})]
+"""
+ON_CPU = "--task mine.py run=mine device=cpu monitor=off dataloader.num_workers=0"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("train task.wrong=loss", 'reduction="sum"'),
+        ("train task.wrong=evaluate", "evaluate"),
+        ("train task.wrong=baselines", "baselines"),
+        ("train task.sparse=true", "sparse=False"),
+        ("both task.wrong=predict updates=1", "predict"),
+    ],
+)
+def test_no_mistake_of_a_task_is_called_a_fault_of_ours(
+    words: str, named: str, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    ended = server.run(f"{words} {ON_CPU}", tmp_path)
+    assert ended.code == 70
+    assert named in ended.err
+    assert "of accel-run" not in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_metric_without_items_is_shown_in_the_same_words_everywhere(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK.replace('"rare"', '"rare_loss"').replace(', "loss": self.loss(', "} or {("))
+    shown = {words: server.run(words, tmp_path) for words in (f"train {ON_CPU}", "runs", "status mine", "report mine")}
+    assert server.run(f"train {ON_CPU} run=other".replace("run=mine ", ""), tmp_path).code == 0
+    shown["compared"] = server.run("report mine other out=compared.html", tmp_path)
+    assert {ended.code for ended in shown.values()} == {0}
+    texts = {words: ended.out for words, ended in shown.items() if not words.startswith(("report", "compared"))}
+    texts |= {
+        page.name: page.read_text() for page in (tmp_path / "outputs/mine/report.html", tmp_path / "compared.html")
+    }
+    for where, text in texts.items():
+        words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
+        assert f"rare_loss {NOT_MEASURED}" in words, where
+        assert not {"nan", "None", "null"} & set(re.findall(r"\w+", words.partition("Configuration")[0])), where
+    told = json.loads(server.run("runs --json", tmp_path).out)
+    assert [row["metrics"] for row in told] == [{"val/rare_loss": None}] * 2
+
+
+def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    for words in ("", "updates=8 resume_allow=[updates]"):  # it is read from the checkpoint, too
+        ended = server.run(f"train {ON_CPU} {words}", tmp_path)
+        assert ended.code == 0, ended.err
+    run = tmp_path / "outputs" / "mine"
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = [json.loads(path.read_text(), parse_constant=refused) for path in run.rglob("*.json")]
+    assert found
+    rows = [json.loads(row, parse_constant=refused) for row in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {row["val/rare"] for row in rows if "val/rare" in row} == {None}
+    record = json.loads((run / "run.json").read_text())
+    assert record["metrics"]["val/rare"] is None
+    assert record["update"] == 8  # early stopping has not counted it either
+    states = [json.loads(path.read_text()) for path in run.glob("checkpoints/*/state.json")]
+    assert states
+    assert all(state["bests"] == [] for state in states)

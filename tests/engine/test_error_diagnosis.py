@@ -1,0 +1,67 @@
+"""What an exception in the middle of a run is taken for."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError, TaskFault
+from runner.engine.error_diagnosis import explain
+
+
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_a_lost_worker() -> None:
+    ours, theirs = multiprocessing.connection.Pipe()
+    theirs.close()
+    with pytest.raises(EOFError) as caught:
+        ours.recv()
+    assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), DataWorkerLost)
+
+
+def test_a_connection_of_somebody_else_is_not() -> None:
+    with pytest.raises(ConnectionResetError) as caught:
+        raise ConnectionResetError
+    assert explain(caught.value, Path("mine.py"), "update 3", 4) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (torch.AcceleratorError("CUDA error: out of memory"), DeviceMemoryError),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), DeviceMemoryError),
+        (OSError(12, "Cannot allocate memory"), HostMemoryError),
+    ],
+)
+def test_memory_that_runs_out_is_no_broken_device(error: Exception, wanted: type[AccelRunError]) -> None:
+    assert isinstance(explain(error, Path("mine.py"), "update 3", 4), wanted)
+
+
+def test_a_sample_that_there_is_no_memory_for_is_named() -> None:
+    error = DataError("sample 7 cannot be read: MemoryError")
+    error.__cause__ = MemoryError()
+    found = explain(error, Path("mine.py"), "update 3", 4)
+    assert isinstance(found, HostMemoryError)
+    assert "sample 7" in str(found)
+
+
+def _graph_used_twice() -> None:
+    loss = torch.ones(2, requires_grad=True).exp().sum()
+    loss.backward()
+    loss.backward()
+
+
+def _tensor_changed_in_place() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    result = weight.exp()
+    result += 1
+    result.sum().backward()
+
+
+@pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place])
+def test_a_graph_that_the_task_has_used_up_is_a_fault_of_the_task(mistake: Callable[[], None]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        mistake()
+    assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)

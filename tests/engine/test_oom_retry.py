@@ -1,0 +1,235 @@
+"""What passes may change is put back, or named where that cannot be; healthy updates notice nothing of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from runner.axes.precision import NotFinite, Precision
+from runner.base.errors import DataError
+from runner.base.oom_errors import OomCause, shortage_of
+from runner.base.text import RemoteError, raised
+from runner.base.world import World
+from runner.engine.oom_retry import UpdateSnapshot
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """A weight and a buffer that nothing changes, a batch norm, and whatever a test adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(200.0))
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("constant", torch.arange(4.0))
+
+
+def begun(
+    change: Callable[[Model], object], *, update: int, since: int = 0, model: Model | None = None
+) -> UpdateSnapshot:
+    """Return the beginning of an update (from 0), whose passes have made `change`, as those since `since` have."""
+    model = model or Model()
+    found = UpdateSnapshot(model, CPU)
+    for number in range(update + 1):
+        found.keep()
+        if number >= since:
+            change(model)
+        if number < update:
+            found.passed()
+            with torch.no_grad():
+                model.weight -= 0.5  # the step of the optimizer
+            found.learn()
+    return found
+
+
+def replace(model: Model) -> None:
+    model.constant = model.constant + 1
+
+
+def grow(model: Model) -> None:
+    model.constant = torch.zeros(len(model.constant) + 1)
+
+
+def add_one(model: Model) -> None:
+    if not hasattr(model, "late"):
+        model.register_buffer("late", torch.zeros(2))
+    model.late.add_(1)
+
+
+def drop(model: Model) -> None:
+    model.constant = None
+
+
+def through_data(model: Model) -> None:
+    model.weight.data.mul_(0.9)
+
+
+def through_new_data(model: Model) -> None:
+    model.weight.data = model.weight.data * 0.9
+
+
+CHANGES: dict[str, Callable[[Model], object]] = {
+    "nothing": lambda _: None,
+    "statistics that torch does not count": lambda model: model.norm(torch.randn(4, 3)),
+    "a buffer in place": lambda model: model.constant.add_(1),
+    "a buffer that is replaced": replace,
+    "a buffer with NaN": lambda model: model.constant.fill_(float("nan")),
+    "generators": lambda _: (torch.rand(1), np.random.random(), random.random()),
+}
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("update", [0, 1, 3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_passes_change_is_put_back(name: str, update: int) -> None:
+    model = Model()
+    found = begun(CHANGES[name], update=update, model=model)
+    found.put_back()  # the change of this update
+    before, drawn = bits(model), (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
+    found.keep()
+    CHANGES[name](model)
+    assert found.put_back() == ""
+    assert bits(model) == before
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]
+
+
+@pytest.mark.parametrize(
+    ("change", "update", "since", "said"),
+    [
+        (lambda model: model.constant.add_(1), 2, 2, "a parameter, or a buffer that the first update did not change"),
+        (replace, 2, 2, "a buffer, which the first update did not replace"),
+        (grow, 2, 0, "a buffer that grew"),
+        (add_one, 0, 0, "a buffer that was not there"),
+        (add_one, 2, 2, "a buffer that was not there"),
+        (lambda model: nn.init.zeros_(model.weight), 2, 0, "a parameter, or a buffer that the first update did not"),
+        (through_data, 0, 0, "a parameter that passes change"),
+        (through_data, 2, 0, "a parameter that passes change"),
+        (through_new_data, 2, 0, "a parameter that passes change"),
+        (lambda _: np.random.random(), 2, 2, "numpy's random generator"),
+        (lambda _: random.random(), 2, 2, "Python's random generator"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_put_back_is_named(
+    change: Callable[[Model], object], update: int, since: int, said: str
+) -> None:
+    """Weights that a momentum encoder moves through `.data` too: torch counts no change there."""
+    assert begun(change, update=update, since=since).put_back().startswith(said)
+
+
+@pytest.mark.parametrize("change", [replace, grow, add_one, drop, through_data, lambda _: None])
+@pytest.mark.parametrize("since", [0, 1, 2])
+def test_a_healthy_update_notices_nothing(change: Callable[[Model], object], since: int) -> None:
+    begun(change, update=4, since=since)
+
+
+@pytest.fixture
+def odd() -> Model:
+    """A model whose buffers can hardly be copied."""
+    model = Model()
+    with torch.inference_mode():
+        model.register_buffer("of_inference", torch.ones(3))
+    model.register_buffer("sparse", torch.eye(4).to_sparse())
+    model.register_buffer("rows", torch.eye(4).to_sparse_csr())
+    model.register_buffer("expanded", torch.zeros(1).expand(5))
+    model.register_buffer("empty", torch.zeros(0))
+    model.register_buffer("small", torch.ones(2).to(torch.float8_e4m3fn))
+    model.register_buffer("absent", None)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("update", [0, 2])
+def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
+    found = begun(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
+    assert found.put_back() == ""
+
+
+def test_what_was_not_finite_before_is_still_found_when_the_update_after_it_is_discarded() -> None:
+    """On a GPU the numbers of an update are looked at in the one after it."""
+    precision = Precision(World(CPU))
+    precision.checks_at_once = False
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(1)
+    precision.step(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
+    precision.discard()  # memory ran out in the next one
+    with pytest.raises(NotFinite):
+        precision.step(optimizer, torch.tensor(1.0), torch.tensor(1.0))
+
+
+def test_of_a_step_that_failed_no_number_is_left() -> None:
+    precision = Precision(World(CPU))
+    precision.checks_at_once = False
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.step = lambda: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        precision.step(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
+    precision.discard()
+    assert precision.num_skipped() == 0
+
+
+def in_a_worker(error: BaseException) -> RemoteError:
+    return RemoteError(raised(error))
+
+
+def of_a_sample(cause: BaseException) -> DataError:
+    error = DataError(f"sample 7 cannot be read: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def of_numpy(nbytes: int) -> BaseException:
+    """Return what numpy raises for an array that is larger than the address space."""
+    with pytest.raises(MemoryError) as caught:
+        np.empty(nbytes, dtype=np.uint8)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ("device", 2 << 30)),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be reported"), ("device", None)),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ("device", None)),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), ("device", None)),
+        (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled cuda error (run with NCCL_DEBUG=INFO)"
+                      "\nLast error:\nCuda failure 2 'out of memory'"), ("device", None)),
+        (RuntimeError("NCCL error in: NCCLUtils.hpp:268\nLast error:\nFailed to CUDA calloc async 4 bytes"),
+         ("device", None)),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8192 bytes"),
+         ("host", 8192)),
+        (MemoryError(), ("host", None)),
+        (of_numpy(8 << 46), ("host", 8 << 46)),
+        (OSError(12, "Cannot allocate memory"), ("host", None)),
+        (of_a_sample(MemoryError()), ("host", None)),
+        (in_a_worker(MemoryError()), ("host", None)),
+        (in_a_worker(of_a_sample(OSError(12, "Cannot allocate memory"))), ("host", None)),
+        (RuntimeError("my cache is out of memory"), None),
+        (RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)"), None),
+        (OSError(28, "No space left on device"), None),
+        (in_a_worker(ValueError("CUDA error: out of memory")), None),
+        (of_a_sample(ValueError("Unable to allocate a seat")), None),
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
+)  # fmt: skip
+def test_who_says_that_memory_is_missing(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
+    found = shortage_of(error)
+    assert (found and (found.side, found.wanted_bytes)) == wanted
+
+
+@pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
+def test_the_sample_that_asked_for_too_much_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
+    found = shortage_of(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
+    assert isinstance(found, OomCause)
+    assert "sample 7" in found.text
+    assert "of 7 EiB" in found.text

@@ -1,0 +1,103 @@
+"""What may differ from the checkpoint of a run that resumes, and that its model fits by name, shape and type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import IncompatibleResume
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.durable import checkpoint
+from runner.durable.checkpoint import Loaded, Snapshot
+from runner.engine.resumption import compare, load_model
+
+PARALLEL = Parallel(World(torch.device("cpu")))
+BEFORE = {
+    "seed": 1, "task": "gpt", "task.size": "tiny", "optimizer": "adamw", "optimizer.lr": 0.1,
+    "optimizer.kernel": "fused",
+    "phase.body.updates": 7, "phase.body.trains": ["5"], "precision": "fp32", "dataloader.num_workers": 2,
+}  # fmt: skip
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def saved(tensors: dict[str, Tensor], folder: Path) -> Loaded:
+    path = checkpoint.save(folder, Snapshot(3, {"model": tensors}, {}, {}))
+    return checkpoint.load(path)
+
+
+def changed(**new: Any) -> dict[str, Tensor]:
+    return {**{name: tensor + 1 for name, tensor in model().state_dict().items()}, **new}
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {other: tensor for other, tensor in changed().items() if other != name}
+
+
+def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    given, found = changed(), model()
+    load_model(found, saved(given, tmp_path), PARALLEL)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in found.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (lambda: without("0.weight"), "0.weight"),
+        (lambda: without("1.running_mean"), "1.running_mean"),
+        (lambda: changed(**{"2.weight": torch.zeros(4)}), "2.weight"),
+        (lambda: changed(**{"0.bias": torch.zeros(5)}), "0.bias"),
+        (lambda: changed(**{"0.bias": torch.zeros(1)}), "0.bias"),  # would broadcast
+        (lambda: changed(**{"0.bias": torch.zeros(4, dtype=torch.float64)}), "0.bias"),  # would be rounded
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_and_stays_as_it_is(
+    given: Callable[[], dict[str, Tensor]], name: str, tmp_path: Path
+) -> None:
+    found = model()
+    before = {key: tensor.clone() for key, tensor in found.state_dict().items()}
+    with pytest.raises(IncompatibleResume, match=name):
+        load_model(found, saved(given(), tmp_path), PARALLEL)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in found.state_dict().items())
+
+
+@pytest.mark.parametrize("key", ["optimizer.kernel", "dataloader.num_workers"])
+def test_mechanics_may_differ(key: str) -> None:
+    (difference,) = compare(BEFORE, BEFORE | {key: "other"}, ())
+    assert (difference.key, difference.before, difference.now) == (key, BEFORE[key], "other")
+    assert compare(BEFORE, BEFORE, ()) == []
+
+
+@pytest.mark.parametrize("key", ["optimizer.lr", "phase.body.updates", "precision"])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_changes_the_mathematics_from_here_on_must_be_named(key: str, is_gone: bool) -> None:
+    now = {other: value for other, value in BEFORE.items() if other != key} | ({} if is_gone else {key: 9})
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(BEFORE, now, ["epochs", f"{key}s"])
+    assert [problem.where for problem in caught.value.problems] == [key]
+    short = key.removeprefix("phase.body.")
+    for allowed in (key, short, short.partition(".")[0]):
+        assert [difference.key for difference in compare(BEFORE, now, [allowed])] == [key]
+
+
+@pytest.mark.parametrize("key", ["seed", "task", "task.size", "optimizer", "phase.body.trains"])
+def test_what_makes_it_another_run_is_refused_even_if_it_is_named(key: str) -> None:
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(BEFORE, BEFORE | {key: "other"}, [key, key.partition(".")[0]])
+    assert [problem.where for problem in caught.value.problems] == [key]
+
+
+def test_all_that_may_not_differ_is_named_at_once() -> None:
+    now = BEFORE | {"seed": 2, "precision": "bf16", "optimizer.lr": 1.0, "dataloader.num_workers": 0}
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(BEFORE, now, ["optimizer.lr"])
+    assert sorted(problem.where for problem in caught.value.problems) == ["precision", "seed"]

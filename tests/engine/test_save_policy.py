@@ -1,0 +1,230 @@
+"""Laws of saving: when a checkpoint is due, how that is written, and which one is better."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.schema import fault
+from runner.base.values import Every
+from runner.durable.checkpoint import Saved
+from runner.engine import save_policy
+from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy, default, off, parse_every
+
+
+@pytest.mark.parametrize(
+    ("every", "parsed"),
+    [
+        (200, (200.0, "updates")),
+        ("200updates", (200.0, "updates")),
+        ("1update", (1.0, "updates")),
+        ("007 updates", (7.0, "updates")),
+        ("2epochs", (2.0, "epochs")),
+        ("1epoch", (1.0, "epochs")),
+        ("10min", (10.0, "min")),
+        ("0.5min", (0.5, "min")),
+        (".5 min", (0.5, "min")),
+        ("10.0minutes", (10.0, "min")),
+        ("1 minute", (1.0, "min")),
+    ],
+)
+def test_a_time_to_save_means_what_it_says(every: int | str, parsed: tuple[float, str]) -> None:
+    assert parse_every(every) == parsed
+
+
+@given(st.from_regex(r"[0-9. ]{0,6}(updates?|epochs?|min(utes?)?)", fullmatch=True))
+def test_all_that_the_schema_lets_through_is_understood(text: str) -> None:
+    if fault(Every, text) is None:
+        number, unit = parse_every(text)
+        assert number > 0
+        assert unit in ("updates", "epochs", "min")
+        assert unit == "min" or number == int(number)
+
+
+@pytest.mark.parametrize(
+    ("policy", "updates_per_epoch", "due"),
+    [
+        (default(every=4), 5, [4, 8, 12]),
+        (default(every="4updates"), 5, [4, 8, 12]),
+        (default(every="1epoch"), 5, [5, 10]),
+        (default(every="2epochs"), 5, [10]),
+        (default(every="1epoch"), 1, list(range(1, 13))),
+        (default(every=100), 5, []),
+        (default(every="10min"), 5, []),
+        (default(), 5, []),
+        (off(), 5, []),
+    ],
+)
+def test_which_updates_are_saved(policy: SavePolicy, updates_per_epoch: int, due: list[int]) -> None:
+    assert [update for update in range(1, 13) if policy.due(update, updates_per_epoch)] == due
+
+
+@pytest.mark.parametrize(("every", "seconds"), [("10min", 600.0), ("0.5min", 30.0), ("auto", 60.0)])
+def test_minutes_are_counted_from_the_last_save(every: Any, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
+    policy = default(every=every)
+    policy.saved()
+    now += seconds - 0.1
+    assert not policy.is_late()
+    now += 0.1
+    assert policy.is_late()
+    assert policy.is_late(), "due until it is saved"
+    policy.saved()
+    assert not policy.is_late()
+    now += seconds
+    assert policy.is_late()
+
+
+@pytest.mark.parametrize("every", [100, "2epochs", "10min"])
+def test_a_save_that_failed_comes_again_after_a_minute_once(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
+    policy = default(every=every)
+    for _ in range(2):
+        policy.saved()
+        policy.ended(well=False)
+        now += 59.0
+        assert not policy.is_late()
+        now += 1.0
+        assert policy.is_late()
+        policy.saved()
+        policy.ended(well=False)
+        now += 90.0
+        assert not policy.is_late(), "three in a row end the run: a disk that is away for minutes must not"
+        policy.saved()
+        policy.ended(well=True)
+        now += 90.0
+        assert not policy.is_late()
+    without = off()
+    without.ended(well=False)
+    now += 90.0
+    assert not without.is_late()
+
+
+@pytest.mark.parametrize(
+    ("better", "value", "best", "is_better"),
+    [
+        ("min", 1.0, None, True), ("min", 1.0, 2.0, True), ("min", 2.0, 2.0, False), ("min", 3.0, 2.0, False),
+        ("max", 1.0, None, True), ("max", 3.0, 2.0, True), ("max", 2.0, 2.0, False), ("max", 1.0, 2.0, False),
+        ("min", math.nan, 2.0, False), ("max", math.nan, 2.0, False),
+    ],
+)  # fmt: skip
+def test_better_is_strictly_better(better: Any, value: float, best: float | None, is_better: bool) -> None:
+    assert default(best_is=better).is_better(value, best) == is_better
+    assert off(best_is=better).is_better(value, best) == is_better
+
+
+def test_what_is_kept_is_what_was_said() -> None:
+    assert (default(keep=7, best=None).keep, default(keep=7, best=None).best) == (7, None)
+    assert (off(keep=7, best="val/x").keep, off(keep=7, best="val/x").best) == (7, "val/x")
+    assert {"default": default, "off": off} == CHECKPOINTS
+
+
+# What saves cost, and how often they are made because of it
+
+
+def saved(write_s: float = 2.0, total_s: float = 2.5) -> Saved:
+    return Saved(Path("update-0000000001"), 1, 1_200_000_000, write_s, total_s)
+
+
+def after(toll: SaveCost, held_s: float, during: list[float], written: Saved) -> None:
+    """A save was made that held training, and during which updates took so long."""
+    toll.held(held_s)
+    for seconds in during:
+        toll.updated(seconds, writing=True)
+    toll.written(written)
+
+
+def test_a_save_costs_what_it_holds_and_what_it_slows_down() -> None:
+    toll = SaveCost()
+    for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them was disturbed by something else
+        toll.updated(seconds, writing=False)
+    assert toll.expected_s() is None
+    after(toll, 0.3, [0.7, 0.6, 0.5], saved())
+    assert toll.last is not None
+    assert toll.last.held_s == 0.3
+    assert toll.last.slowed_s == pytest.approx(0.3)
+    assert toll.cost_s == pytest.approx(0.6)
+    assert toll.expected_s() == pytest.approx(2.3)
+    after(toll, 0.1, [0.4], saved(1.0))
+    assert toll.last.slowed_s == 0.0, "never less than nothing"
+    assert (toll.num_saves, toll.held_s, toll.slowed_s) == (2, pytest.approx(0.4), pytest.approx(0.3))
+    assert toll.expected_s() == pytest.approx(2.3), "the slowest of the last three"
+
+
+def test_a_save_that_failed_counts_for_nothing() -> None:
+    toll, good = SaveCost(), saved()
+    toll.updated(0.5, writing=False)
+    for written in (None, good, good):
+        toll.held(0.1)
+        toll.updated(5.0, writing=True)
+        toll.written(written)
+    assert toll.slowed_s == pytest.approx(4.5)
+    assert len(toll.state()) == 1
+
+
+def test_a_resumed_run_knows_how_long_a_save_takes() -> None:
+    toll, resumed = SaveCost(), SaveCost()
+    toll.updated(0.5, writing=False)
+    for seconds in (3.0, 1.0, 2.0, 1.5):
+        after(toll, 0.25, [0.5], saved(seconds))
+    resumed.load(toll.state())
+    assert resumed.expected_s() == toll.expected_s() == 2.25
+    assert resumed.cost_s == toll.cost_s
+    resumed.load([])
+    assert resumed.expected_s() is None
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "write_s", "update_s", "seconds", "said"),
+    [
+        (0.0, 0.0, 0.0, 60.0, ""),
+        (0.5, 2.0, 0.1, 60.0, ""),
+        (0.84, 2.0, 0.1, 84.0, ""),
+        (5.0, 20.0, 1.0, 500.0, ""),
+        (5.7, 20.0, 10.0, 570.0, ""),
+        (12.0, 50.0, 10.0, 540.0, "a save costs 12.0 s of training: every 540 s, .* 2.2% of the time, more than 1%"),
+        (1.0, 700.0, 10.0, 60.0, "a save takes 700 s to be on disk: more than 10 min of work are at risk"),
+    ],
+)
+def test_the_time_between_saves_follows_from_their_cost(
+    cost_s: float, write_s: float, update_s: float, seconds: float, said: str
+) -> None:
+    policy = default()
+    text = policy.adapt(cost_s, write_s, update_s)
+    assert policy.seconds == pytest.approx(seconds)
+    assert re.match(f"{said}$", text)
+    if "at risk" not in text or text.startswith("a save costs"):
+        assert policy.seconds is not None
+        assert policy.seconds + write_s + update_s <= 600 + 1e-9, "at most 10 minutes of work at risk"
+
+
+@pytest.mark.parametrize("every", [200, "10min", "2epochs"])
+def test_what_the_user_says_is_not_adapted(every: Any) -> None:
+    policy = default(every=every)
+    before = policy.seconds
+    assert policy.adapt(100.0, 100.0, 1.0) == ""
+    assert policy.seconds == before
+
+
+def test_nobody_is_told_to_say_what_holds_already() -> None:
+    """Where a disk is too slow."""
+    assert "checkpoint.every=auto" in default(every=1).advice
+    for policy in (default(), default(best=None)):
+        assert "checkpoint.every=auto" not in policy.advice
+
+
+def test_the_rule_can_be_read() -> None:
+    assert re.findall(r"\d+%|\d+ min", str(default())) == ["1%", "10 min"]
+    assert str(default(every="2.5min")) == "every 2.5 min"
+    assert str(default(every=1, best=None)) == "every 1 update"
+    assert str(default(every="3epochs", best=None)) == "every 3 epochs"
+    assert "every" not in str(off())

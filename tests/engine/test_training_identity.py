@@ -1,0 +1,150 @@
+"""Samples are hashed where training reads them, and the hash follows from their content alone."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner.axes.dataloader import Fetcher, Loader, WorkerLoader
+from runner.engine.training_identity import changed_files, changed_samples, code_of, data_of
+
+
+class Opening:
+    """Opens its file at the first sample, as data sets do which must not share it with other workers."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.opened = path, -1
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.opened < 0:
+            self.opened = os.open(self.path, os.O_RDONLY)
+        return torch.tensor(list(os.pread(self.opened, 1, index)))
+
+
+class Failing:
+    def __init__(self, how: Any) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.how(index))
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: str
+
+
+def fetcher_of(dataset: Any, split: str = "train") -> Fetcher:
+    return Fetcher(dataset, torch.utils.data.default_collate, bad_samples="stop", split=split)
+
+
+def workers(fetcher: Fetcher, start_method: str) -> WorkerLoader:
+    return WorkerLoader(fetcher, num_workers=2, pin_memory=False, prefetch_factor=2, start_method=start_method)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_hashing_leaves_nothing_open_that_workers_would_share(tmp_path: Path, start_method: str) -> None:
+    (tmp_path / "data").write_bytes(bytes(range(9)))
+    opening = Opening(tmp_path / "data")
+    fetchers = {"train": fetcher_of(opening), "val": fetcher_of([1, 2, 3], "val")}
+    found = data_of(fetchers, workers(fetchers["train"], start_method))
+    assert opening.opened < 0
+    here = data_of(fetchers, Loader(fetchers["train"]))
+    os.close(opening.opened)
+    assert found == here, "the hash does not depend on who reads"
+    assert {split: sorted(each["hashes"]) for split, each in found.items()} == {
+        "train": ["0", "4", "8"],
+        "val": ["0", "1", "2"],
+    }
+
+
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_samples_that_cannot_be_read_have_no_hash(is_apart: bool) -> None:
+    fetcher = fetcher_of(Failing(lambda index: 1 // (index - 2)))
+    loader = workers(fetcher, "fork") if is_apart else Loader(fetcher)
+    assert sorted(data_of({"train": fetcher}, loader)["train"]["hashes"]) == ["0", "4"]
+
+
+def test_a_worker_that_dies_is_left_to_training() -> None:
+    fetcher = fetcher_of(Failing(lambda index: os._exit(3)))
+    assert data_of({"train": fetcher}, workers(fetcher, "fork")) == {"train": {"samples": 5, "hashes": {}}}
+
+
+@pytest.mark.parametrize(
+    ("sample", "other"),
+    [
+        (torch.tensor([1.0, torch.nan]), torch.tensor([torch.nan, 1.0])),
+        (torch.tensor(2.0), torch.tensor(3.0)),
+        (torch.tensor([2.0], dtype=torch.bfloat16), torch.tensor([3.0], dtype=torch.bfloat16)),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j])),
+        (torch.arange(6).view(2, 3).T, torch.arange(6).view(3, 2)),
+        (torch.tensor([True]), torch.tensor([False])),
+        (np.zeros(2, np.float32), np.zeros(2, np.int32)),
+        (np.array("2020-01-01", "datetime64[D]"), np.array("2020-01-02", "datetime64[D]")),
+        ({"a": "x"}, {"a": "y"}),
+        (("a", 1), ("a", 2)),
+        (Pair(torch.ones(2), "x"), Pair(torch.ones(2), "y")),
+        (SimpleNamespace(tobytes=lambda: b"1"), SimpleNamespace(tobytes=lambda: b"2")),
+    ],
+)
+def test_another_content_is_noticed_and_the_same_one_is_not(sample: Any, other: Any) -> None:
+    fetchers, changed = {"train": fetcher_of([sample])}, {"train": fetcher_of([other])}
+    loader = Loader(fetchers["train"])
+    before = data_of(fetchers, loader)
+    assert before["train"]["hashes"]
+    assert changed_samples(before, data_of(fetchers, loader), fetchers, loader) == []
+    assert changed_samples(before, data_of(changed, loader), changed, loader) == ["train sample 0"]
+
+
+def test_modules_that_are_imported_later_belong_to_the_code_and_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "mine.py": "def loss():\n    import parts_of_mine.late\n    from torch import nowhere\n    import not_there.at",
+        "parts_of_mine/__init__.py": "raise RuntimeError",
+        "parts_of_mine/late.py": "from . import more\nfrom .more import VALUE",
+        "parts_of_mine/more.py": "import mine",
+        "parts_of_mine/unused.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert set(code_of(tmp_path / "mine.py")) == {*files} - {"parts_of_mine/unused.py"}
+
+
+def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_by_name.py").write_text("import importlib\nimportlib.import_module('part' + '_by_name')")
+    (tmp_path / "part_by_name.py").write_text("import deep_by_name")
+    (tmp_path / "deep_by_name.py").write_text("VALUE = 1")
+    (tmp_path / "unused_by_name.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with monkeypatch.context() as patch:
+        for name in ("mine_by_name", "part_by_name", "deep_by_name"):
+            patch.setitem(sys.modules, name, sys)  # so that it is removed at the end
+            del sys.modules[name]
+        importlib.import_module("mine_by_name")
+        _check_by_name(tmp_path)
+
+
+def _check_by_name(folder: Path) -> None:
+    before = code_of(folder / "mine_by_name.py")
+    assert set(before) == {"mine_by_name.py", "part_by_name.py", "deep_by_name.py"}
+    (folder / "part_by_name.py").write_text("import deep_by_name  # edited")
+    assert changed_files(before, code_of(folder / "mine_by_name.py")) == ["part_by_name.py"]

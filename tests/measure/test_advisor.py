@@ -1,0 +1,505 @@
+"""Laws of advice: only what was tried and is faster is advised; what is applied composes and has its effect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import ConfigError, Problem
+from runner.cli import main
+from runner.commands.advise import run, screen
+from runner.durable.directory import RunDirectory
+from runner.engine.evidence import Evidence, PhaseEvidence
+from runner.engine.session import Job
+from runner.measure.advisor import Advice, AdviceInputs, Tried, as_json, checks, filled, outcome, profile_of
+from runner.measure.compare import CompareLimits, ComparisonResult, Numerics, Variant, VariantResult
+from runner.measure.criteria import criteria, rule_of_thumb
+from runner.measure.facts import Facts, monitored
+from runner.measure.hardware_profile import write_profile
+from runner.measure.hint import hint, worth_a_line
+from runner.measure.rules import Candidate, RuleFinding
+from runner.measure.statistics import Ratio
+from runner.plan.inventory import Cpu, take_inventory
+from runner.plan.planner import make_plan
+from tests.forkserver import ForkServer
+
+PLANTED = Path(__file__).parent / "planted"
+CPU = Cpu("a processor", 2, 2, 2**33)
+
+
+def tried(rule: str, words: str, gain: float, *, width: float = 0.02, differ: bool = False) -> Tried:
+    numerics = Numerics(0.5 if differ else 0.0, 0.0, 0.0, tolerance=0.001)
+    return Tried(rule, Candidate(tuple(words.split())), Ratio(gain, gain - width, gain + width, 12), numerics)
+
+
+def advice(*trials: Tried, together: Tried | None = None, findings: tuple[RuleFinding, ...] = ()) -> Advice:
+    facts = Facts(Evidence(), {}, CPU)
+    seen = tuple(RuleFinding(each.rule, f"{each.rule}: 40 % of the time") for each in trials)
+    rows = criteria(facts)
+    return Advice(
+        "gpt", "a processor", 31.2, (*seen, *findings), tuple(sorted(trials, key=lambda each: -each.gain)), together,
+        tuple(rows), rule_of_thumb(rows), "not measured: there is no GPU here", (), facts,
+    )  # fmt: skip
+
+
+def first_of(found: Advice) -> str:
+    return found.entries[0].finding.rule
+
+
+WORKERS = tried("data wait", "dataloader.num_workers=2", 1.34)
+MORE_WORKERS = tried("data wait", "dataloader.num_workers=1", 1.2)
+THREADS = tried("too many threads", "backend.threads=1", 1.1)
+NOTHING = tried("precision", "precision=bf16", 1.0)
+WRONG = tried("tiny micro-batches", "micro_batch_size=8", 3.0, differ=True)
+
+
+def test_only_what_is_clearly_faster_and_computes_the_same_is_advised() -> None:
+    found = advice(WORKERS, MORE_WORKERS, THREADS, NOTHING, WRONG)
+
+    assert found.advised == [WORKERS, THREADS]
+    assert first_of(found) == "data wait"
+
+
+def test_what_could_not_be_tried_is_not_advised() -> None:
+    assert not replace(WORKERS, ratio=None, why_not="out of memory").is_advised
+
+
+def test_all_together_is_applied_only_where_it_was_tried_and_is_better() -> None:
+    both = tried("together", "dataloader.num_workers=2 backend.threads=1", 1.5)
+
+    assert advice(WORKERS, THREADS, together=both).to_apply == both
+    assert advice(WORKERS, THREADS, together=replace(both, ratio=Ratio(1.2, 1.1, 1.3, 9))).to_apply == WORKERS
+    assert advice(NOTHING).to_apply is None
+
+
+def test_a_line_that_workers_hide_comes_after_them_with_what_is_left_of_it() -> None:
+    line = RuleFinding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=1.6)
+
+    assert [(entry.finding.rule, entry.gain) for entry in advice(WORKERS, findings=(line,)).entries] == [
+        ("data wait", 1.34),
+        ("slow transform", pytest.approx(1.6 / 1.34)),
+    ]
+
+
+def test_a_line_that_workers_hide_little_of_comes_before_them_with_all_it_is_worth() -> None:
+    line = RuleFinding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=4.0)
+
+    assert [(entry.finding.rule, entry.gain) for entry in advice(WORKERS, findings=(line,)).entries] == [
+        ("slow transform", 4.0),
+        ("data wait", 1.34),
+    ]
+
+
+def test_advice_is_one_list_by_gain_whether_tried_or_for_the_user_to_do(shown: Callable[..., None]) -> None:
+    large = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.73)
+    small = RuleFinding("slow hooks", "11 % of the time", by_hand="look at begin_update", at_most=1.05)
+    unknown = RuleFinding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
+    found = advice(THREADS, NOTHING, findings=(unknown, small, large))
+
+    shown("\n".join(screen(found)))
+    told = json.loads(json.dumps(as_json(found)))["advice"]
+    assert [each["rule"] for each in told] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
+    assert [each["gain"] for each in told] == [1.73, 1.1, 1.05, None]
+    assert [each["tried"] and each["tried"]["low"] for each in told] == [None, pytest.approx(1.08), None, None]
+
+
+def test_where_no_setting_helps_what_is_for_the_user_to_do_is_still_said(shown: Callable[..., None]) -> None:
+    waits = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.5)
+
+    shown("\n".join(screen(advice(NOTHING, findings=(waits,)))), name="by hand")
+    shown("\n".join(screen(advice(NOTHING))), name="nothing")
+
+
+def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised(shown: Callable[..., None]) -> None:
+    lines = "\n".join(screen(advice(WORKERS, NOTHING, WRONG)))
+    shown(lines)
+    assert lines.isascii()
+
+
+def test_advice_is_json() -> None:
+    found = json.loads(json.dumps(as_json(advice(WORKERS, NOTHING))))
+
+    assert [each["what"] for each in found["advice"]] == ["dataloader.num_workers=2"]
+    assert [(each["advised"], each["speedup"]) for each in found["tried"]] == [(True, 1.34), (False, 1.0)]
+
+
+# ---------------------------------------------------------------- what is known
+
+NOW = Evidence(parts_s={"data": 1.0, "forward": 3.0}, updates=40, micro_batch_size=8)
+RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_size=4, num_threads=2)
+
+
+def test_the_parts_of_updates_are_taken_whole_or_not_at_all() -> None:
+    assert filled(RUN, NOW) == RUN
+    for unmade in (replace(RUN, updates=0), replace(RUN, updates=None), replace(RUN, parts_s={})):
+        assert filled(unmade, NOW) == replace(NOW, num_threads=2)
+
+
+def test_of_several_phases_the_one_that_is_measured_counts() -> None:
+    phases = (PhaseEvidence("first", "train"), PhaseEvidence("second", "train"))
+
+    assert filled(replace(RUN, phases=phases), NOW) == replace(NOW, num_threads=2)
+    assert filled(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s
+
+
+def test_a_run_that_failed_does_not_tell_how_long_the_training_is() -> None:
+    assert filled(replace(RUN, epochs=0.4), replace(NOW, epochs=50.0)).epochs == 0.4
+    assert filled(replace(RUN, epochs=0.4, unfinished=True), replace(NOW, epochs=50.0)).epochs == 50.0
+
+
+def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough(
+    shown: Callable[..., None],
+) -> None:
+    short = replace(WORKERS, later_s=4.0, pays_at=900, updates=100)
+    long = replace(short, updates=5000)
+
+    assert not advice(short).advised
+    assert advice(long).advised == [long]
+    shown("\n".join(screen(advice(short))), name="short")
+    shown("\n".join(screen(advice(long))), name="long")
+
+
+def measured(
+    name: str, block_ms: float, *, updates: int = 20, every: int | None = 100, start_s: float = 1.0
+) -> VariantResult:
+    return VariantResult(
+        Variant(name),
+        dict.fromkeys(range(6), block_ms),
+        start_s=start_s,
+        updates=updates,
+        opened={"periods": {"checkpoint": every, "log": 10}, "updates": 400},
+    )
+
+
+def test_what_blocks_are_too_short_to_hold_is_not_judged_by_them() -> None:
+    """A trial that never saw a save cannot contradict the run that spent a third of its time on them."""
+    saves = Candidate(("checkpoint.every=auto",))
+    found = ComparisonResult([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
+    seen = ComparisonResult(
+        [measured("as it is", 30.0, updates=200), measured(saves.name, 20.0, every=None)], "interleaved"
+    )
+
+    blind = outcome(found, "checkpoints too often", saves, 1.41)
+
+    assert blind.ratio is None
+    assert "20 updates" in blind.why_not
+    assert "+41 %" in blind.why_not
+    assert outcome(seen, "checkpoints too often", saves, 1.41).is_advised
+
+
+def test_a_later_beginning_is_paid_by_what_updates_gain() -> None:
+    cache = Candidate(("dataloader.cache=memory",))
+    found = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
+
+    tried = outcome(found, "data wait", cache)
+
+    assert tried.later_s == pytest.approx(5.0)
+    assert tried.pays_at == 500
+    assert not tried.is_advised, "the training has 400 updates"
+
+
+# ---------------------------------------------------------------- the table of criteria
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "side"),
+    [([4, 200, 64, 64], 200, 64), ([4, 64, 64, 24], 24, 64), ([2, 3, 32, 48], 3, 32), ([2, 9, 9, 9, 4], 4, 9)],
+)
+def test_channels_are_found_before_the_sides_and_behind_them(shape: list[int], channels: int, side: int) -> None:
+    rows = {row.name: row.value for row in criteria(Facts(Evidence(), {}, CPU, probe={"input_shape": shape}))}
+
+    assert (rows["channels"], rows["pixels of a side"]) == (channels, side)
+
+
+def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -> None:
+    small = Facts(
+        Evidence(num_samples=80, global_batch_size=4, epochs=20.0),
+        {},
+        CPU,
+        probe={"input_shape": [4, 200, 64, 64], "loss_terms": 1},
+    )
+
+    rows = {row.name: (row.value, row.verdict) for row in criteria(small)}
+
+    assert rows["training samples"] == (80, "CPU")
+    assert rows["samples per update"] == (4, "CPU")
+    assert rows["channels"] == (200.0, "GPU")
+    assert rows["pixels of a side"] == (64.0, "CPU")
+    assert rows["epochs"] == (20.0, "GPU")
+    assert [found for name, found in rows.items() if "loss" in name] == [(1, "either")]
+    assert rows["parameters"] == (None, "not known")
+    thumb = rule_of_thumb(criteria(small))
+    assert thumb.startswith("CPU ")
+    assert re.findall(r"\d+", thumb) == ["80", "200", "4", "16"]
+    assert rule_of_thumb(criteria(Facts(Evidence(), {}, CPU))) == ""
+
+
+def test_checks_compare_with_the_expected_range_and_leave_open_what_was_not_read() -> None:
+    given = Facts(
+        Evidence(
+            device="cuda:0", device_peak_reserved_gib=12.0, device_total_gib=16.0, parts_s={"data": 3.0, "rest": 7.0}
+        ),
+        {"precision": "fp32", "dataloader.num_workers": 0},
+        CPU,
+        monitor={"gpu0/util": 85.0},
+    )
+
+    assert {check.name: check.fine for check in checks(given)} == {
+        "GPU utilisation": True, "GPU memory": True, "autocast": False, "waiting for data": False,
+        "data workers": False,
+    }  # fmt: skip
+    blind = {check.name: check.fine for check in checks(replace(given, monitor={}))}
+    assert blind["GPU utilisation"] is None
+
+
+def test_what_the_monitor_saw_is_read_back(tmp_path: Path) -> None:
+    whole = {"metrics": {"gpu0/util": {"mean": 40.0, "min": 0.0}}, "slowed": {"gpu0": {"thermal": 0.3}}}
+    (tmp_path / "monitor.json").write_text(json.dumps({"whole": whole}))
+
+    assert monitored(tmp_path) == ({"gpu0/util": 40.0}, {"thermal": 0.3})
+    assert monitored(tmp_path / "nowhere") == ({}, {})
+
+
+# ---------------------------------------------------------------- the profile
+
+
+def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    chosen = tried("together", "precision=bf16 dataloader.num_workers=2 micro_batch_size=8 checkpoint.every=10min", 1.5)
+    request = Request(("task=gpt", "precision=fp32", "seed=3"))
+
+    file, command = write_profile(profile_of(advice(WORKERS, together=chosen), chosen), request, "mine")
+
+    assert file == tmp_path / "conf" / "hardware" / "mine.yaml"
+    assert command.split() == ["accel-run", "train", "--config-dir", "conf", "task=gpt", "seed=3", "+hardware=mine"]
+    composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
+    assert (composed["precision"], composed["dataloader.num_workers"]) == ("bf16", 2)
+    assert (composed["micro_batch_size"], composed["checkpoint.every"]) == (8, "10min")
+    text = file.read_text()
+    assert "+50 % [48, 52], 12 blocks in turns" in text
+    assert "data wait: 40 % " in text
+
+
+def test_a_profile_keeps_what_the_one_before_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    write_profile(profile_of(advice(WORKERS), WORKERS), Request(("hardware=t4",)), "mine")
+
+    composed = compose(Request(("hardware=mine",), config_dir=tmp_path / "conf")).flat()
+    assert (composed["precision"], composed["attention"], composed["dataloader.num_workers"]) == (
+        "fp16",
+        "efficient",
+        2,
+    )
+
+
+def test_a_file_of_somebody_else_is_left_alone_and_one_of_ours_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, _ = write_profile(profile_of(advice(WORKERS), WORKERS), Request(), "mine")
+    write_profile(profile_of(advice(THREADS), THREADS), Request(), "mine")
+    assert "backend" in file.read_text()
+    file.write_text("# @package _global_\n")
+
+    with pytest.raises(ConfigError, match="must be a new name"):
+        write_profile(profile_of(advice(WORKERS), WORKERS), Request(), "mine")
+
+    assert file.read_text() == "# @package _global_\n"
+
+
+def test_a_profile_that_would_have_no_effect_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "task.py"
+    task.write_text("def build(*, a: int = 1):\n    pass\n")
+    chosen = tried("too long", "epochs=2", 1.3)  # `updates` of the command line takes it back
+
+    with pytest.raises(ConfigError, match="something else sets it"):
+        write_profile(profile_of(advice(chosen), chosen), Request(("updates=3",), task), "mine")
+
+    assert not (tmp_path / "conf" / "hardware" / "mine.yaml").exists()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ("budget_s=0", 78, "must be a number of seconds above 0"),
+        ("budget_s=soon", 78, "must be a number of seconds above 0"),
+        ("apply=perhaps", 78, "must be true or false"),
+        ("apply", 78, "use apply=true"),
+        ("task=gpt apply=true profile=../x", 78, "profile=../x"),
+        ("task=gpt apply=true profile=mine --config-dir /dev/null", 78, "no folder in which you may write"),
+        ("run=nowhere", 66, "there is no run 'nowhere'"),
+        ("", 66, "there is no run in outputs yet"),
+        ("task=gtp", 78, "gpt"),
+    ],
+)
+def test_slips_are_answered_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    code: int,
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["advise", *words.split()]) == code
+    assert told in capsys.readouterr().err
+
+
+def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
+    """Return a run directory with these files."""
+    folder.mkdir(exist_ok=True)
+    for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
+        (folder / name).write_text(text)
+    return RunDirectory.join(folder)
+
+
+def test_what_a_failed_run_measured_is_used_with_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[AdviceInputs] = []
+
+    def noted(_request: Request, known: AdviceInputs, *_: object) -> Advice:
+        seen.append(known)
+        return advice(WORKERS)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advisor.advise", noted)
+    (tmp_path / "outputs").mkdir()
+    content = {"task": "gpt", "overrides": [], "evidence": replace(RUN, unfinished=True).to_json()}
+    left_by(tmp_path / "outputs" / "first", json.dumps(content))
+
+    assert run(["run=first"]) == 0
+
+    assert "note: run first " in capsys.readouterr().out
+    assert seen[0].evidence is not None
+    assert seen[0].evidence.updates == RUN.updates
+
+
+def test_what_takes_milliseconds_is_no_reason_for_a_hint() -> None:
+    def with_parts(scale: float) -> Facts:
+        parts = {"data": 9.0 * scale, "forward": 1.0 * scale}
+        values = {"dataloader": "default", "dataloader.num_workers": 0}
+        return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
+
+    assert [finding.rule for finding in worth_a_line(with_parts(1.0))] == ["data wait"]
+    assert worth_a_line(with_parts(0.01)) == []
+
+
+def test_the_hint_is_on_the_run_that_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run may be newer by then, and the settings may have changed since."""
+    monkeypatch.chdir(tmp_path)
+    job = job_of("run=mine", "output_root=there")
+    parts = {"data": 9.0, "forward": 1.0}
+    values = {"dataloader": "default", "dataloader.num_workers": 0}
+    asked: list[Path] = []
+
+    def facts_there(folder: Path) -> Facts:
+        asked.append(folder)
+        return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
+
+    monkeypatch.setattr("runner.measure.hint.facts_of", facts_there)
+
+    assert hint(job).split()[-4:] == ["accel-run", "advise", "run=mine", "output_root=there"]
+    assert [folder.absolute() for folder in asked] == [tmp_path / "there" / "mine"]
+
+
+def job_of(*words: str) -> Job:
+    """Return what these words would train."""
+    configuration, inventory = compose(Request(words)), take_inventory()
+    return Job(configuration.request, configuration, make_plan(configuration, inventory), inventory, "mine")
+
+
+def test_what_was_measured_is_shown_although_the_profile_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError(Problem("must be a new name", "profile=mine"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advisor.advise", lambda *_: advice(WORKERS))
+    monkeypatch.setattr("runner.measure.hardware_profile.write_profile", refuse)
+    for flags in ([], ["--json"]):
+        with pytest.raises(ConfigError, match="must be a new name"):
+            run(["task=gpt", "apply=true", "profile=mine", *flags])
+        assert "dataloader.num_workers=2" in capsys.readouterr().out
+
+
+def test_a_planted_wait_is_found_tried_and_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6)))
+    task = str(PLANTED / "far_away.py")
+    words = ["--task", task, "task.pass_ms=4", "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
+
+    assert run([*words, "budget_s=40", "apply=true", "profile=mine", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["advice"][0]["rule"] == "data wait"
+    best = next(each for each in found["tried"] if each["advised"])
+    assert best["rule"] == "data wait"
+    assert best["speedup"] > 1.1
+    assert best["numerics_differ"] is False
+    assert (tmp_path / "conf" / "hardware" / "mine.yaml").is_file()
+    assert not (tmp_path / "outputs").exists()
+    assert main(["plan", "--task", task, "--config-dir", "conf", "+hardware=mine"]) == 0
+
+
+def test_advice_that_has_no_time_for_trials_ends_and_says_what_it_would_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert run(["--task", str(PLANTED / "far_away.py"), "dataloader.num_workers=0", "budget_s=1", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["tried"]
+    assert all(re.search(r"\bbudget_s=1 .*\bbudget_s=\d\d", each["why_not"]) for each in found["tried"])
+    assert not any(each["tried"] for each in found["advice"])
+
+
+def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = str(PLANTED / "layers.py")
+    words = ["updates=10", "task.pass_ms=1", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
+    assert server.run(["train", "--task", task, "run=first", *words], tmp_path).code == 0
+    left = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6)))
+
+    assert run(["run=last", "budget_s=40", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    assert found["advice"][0]["rule"] == "tiny micro-batches"
+    assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=16"]
+    assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == left
+
+
+def test_a_run_that_waits_points_to_advice_and_a_good_one_does_not(server: ForkServer, tmp_path: Path) -> None:
+    words = ["updates=60", "backend.threads=1", "checkpoint=off", "run=first"]
+    slow = server.run(["train", "--task", str(PLANTED / "far_away.py"), *words], tmp_path)
+    assert slow.code == 0, slow.err
+    last = slow.out.strip().splitlines()[-2:]
+    assert last[1].split()[-3:] == ["accel-run", "advise", "run=first"]
+
+    good = server.run(
+        ["train", "--task", str(PLANTED / "layers.py"), "task.width=512", *words[:-1], "run=second"], tmp_path
+    )
+
+    assert "accel-run advise" not in good.out

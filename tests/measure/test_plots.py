@@ -1,0 +1,451 @@
+"""Laws of the pictures of results: what is drawn is what was measured, and all of it can be read."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import struct
+from collections.abc import Callable, Iterator
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.base.errors import InputMissing
+from runner.measure import results as module
+from runner.measure.plots import BASELINE, HUE, PUBLISHED, Published, draw, figures, png_of
+from runner.measure.results import PICTURES, Results
+
+matplotlib = pytest.importorskip("matplotlib")
+FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
+
+INVENTORY = {
+    "torch_version": "2.13.0",
+    "cpu": {"name": "a processor"},
+    "devices": [],
+}
+COLUMNS = {
+    BASELINE: [100.0, 101.0, 99.0, 100.0],
+    "bf16": [51.0, 50.0, 49.0, 50.0],
+    "compile": [9000.0, 40.0, 41.0],
+    "8bit": [110.0, 111.0],
+}
+RATIOS = {"bf16": (2.0, 1.9, 2.2), "compile": (2.5, 2.4, 2.6), "8bit": (0.9, 0.85, 0.95)}
+LONG = "a technique with all that it sets: precision=bf16, compile=max-autotune, attention=flash, number"
+
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "hardware", lambda: {"inventory": INVENTORY})
+
+
+def fact(middle: float, low: float, high: float, **more: Any) -> dict[str, Any]:
+    return {"ratio": {"middle": middle, "low": low, "high": high, "num": 10}, "device_name": "a card", **more}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Results:
+    made = Results(tmp_path, "nmt-")
+    made.put(COLUMNS, {name: fact(*RATIOS.get(name, (1.0, 0.9, 1.1)), task="nmt") for name in COLUMNS})
+    return made
+
+
+@pytest.fixture
+def crowd(tmp_path: Path) -> Results:
+    """Twenty techniques with long names, columns of different lengths and steps in which all were compiled."""
+    made = Results(tmp_path, "crowd-")
+    names = [BASELINE, *(f"{LONG} {number}" if number % 2 else f"t{number}" for number in range(19))]
+    columns = {name: [1e4, *[100.0 / (1 + number)] * (10 + 7 * number)] for number, name in enumerate(names)}
+    made.put(columns, {name: fact(1.0 + number, 0.9 + number, 1.3 + number) for number, name in enumerate(names)})
+    return made
+
+
+@pytest.fixture
+def sessions(results: Results) -> Results:
+    """A table in which one technique was measured again later, with a baseline of that time."""
+    facts = {"bf16": fact(1.2, 1.1, 1.3, task="nmt"), BASELINE: {"task": "nmt", "mode": BASELINE}}
+    results.put({BASELINE: [60.0] * 4, "bf16": [50.0] * 4}, facts, is_main=False)
+    return results
+
+
+def size_of(picture: bytes) -> tuple[int, int]:
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert picture[-8:-4] == b"IEND"
+    width, height = struct.unpack(">II", picture[16:24])
+    return width, height
+
+
+def bars(axes: Any) -> list[tuple[float, float]]:
+    """Return (middle of the row, length) of each bar, from the top."""
+    found = [(patch.get_y() + patch.get_height() / 2, patch.get_width()) for patch in axes.patches]
+    return sorted(found)
+
+
+def whiskers(axes: Any) -> dict[float, tuple[float, float]]:
+    """Return row -> interval."""
+    segments = [segment for found in axes.collections for segment in found.get_segments()]
+    return {float(a[1]): (float(a[0]), float(b[0])) for a, b in segments}
+
+
+def labels(axes: Any) -> list[str]:
+    return [label.get_text() for label in axes.get_yticklabels()]
+
+
+def values(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def notes(axes: Any) -> str:
+    return " ".join(axes.get_title(loc="left").split())
+
+
+def legend_of(figure: Any) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_each_picture_lies_beside_the_results(results: Results) -> None:
+    drawn = draw(results)
+
+    assert drawn == [results.folder / f"nmt-{name}" for name in PICTURES]
+    for path in drawn:
+        width, height = size_of(path.read_bytes())
+        assert 800 < width < 2000
+        assert 300 < height < 2000
+
+
+def test_what_others_report_is_drawn_for_their_task_only(results: Results) -> None:
+    assert "published.png" in figures(results)
+    results.put(COLUMNS, {name: fact(1.0, 0.9, 1.1, task="gpt") for name in COLUMNS})
+    assert "published.png" not in figures(results)
+
+
+def test_a_picture_names_the_task_of_its_data_or_none(results: Results) -> None:
+    for figure in figures(results).values():
+        assert "task nmt" in notes(figure.axes[0])
+    results.json.unlink()
+    drawn = figures(results)
+    assert "published.png" not in drawn
+    for figure in drawn.values():
+        assert "task" not in notes(figure.axes[0])
+
+
+def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> None:
+    draw(results)
+    results.json.unlink()
+    draw(results)
+
+    assert not results.file("published.png").exists()
+
+
+def test_without_results_it_is_said_what_makes_them(tmp_path: Path) -> None:
+    empty = Results(tmp_path)
+    with pytest.raises(InputMissing, match="run the techniques first"):
+        draw(empty)
+    empty.init()
+    with pytest.raises(InputMissing, match="accel-run benchmark"):
+        draw(empty)
+
+
+def test_one_technique_without_a_baseline_has_no_bars(tmp_path: Path) -> None:
+    alone = Results(tmp_path)
+    alone.put({"bf16": [3.0]}, {})
+
+    assert [path.name for path in draw(alone)] == ["steps.png", "heatmap.png"]
+
+
+# ---------------------------------------------------------------- lines
+
+
+def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Results) -> None:
+    figure = figures(results)["steps.png"]
+    (axes,) = figure.axes
+
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines if line.get_linestyle() != "None"]
+
+    assert drawn == [(list(range(1, len(column) + 1)), column) for column in COLUMNS.values()]
+    assert axes.get_ylabel().endswith("(ms)")
+
+
+def test_the_legend_goes_from_slow_to_fast_and_says_medians_and_lengths(results: Results) -> None:
+    assert legend_of(figures(results)["steps.png"]) == [
+        "8bit  110 ms, 2 steps", "baseline  100 ms, 4 steps", "bf16  50 ms, 4 steps", "compile  41 ms, 3 steps",
+    ]  # fmt: skip
+
+
+def test_a_step_that_was_compiled_is_beyond_the_scale_and_said(results: Results) -> None:
+    (axes,) = figures(results)["steps.png"].axes
+    bottom, top = axes.get_ylim()
+
+    assert bottom == 0
+    assert 111 < top < 200
+    assert "compile step 1: 9,000 ms" in notes(axes)
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "^"] == [[1]]
+
+
+def test_a_scale_that_shows_all_says_nothing(tmp_path: Path) -> None:
+    even = Results(tmp_path)
+    even.put({BASELINE: [10.0, 12.0], "bf16": [5.0, 15.0]}, {})
+
+    (axes,) = figures(even)["steps.png"].axes
+
+    assert "beyond" not in notes(axes)
+    assert axes.get_ylim()[1] > 15
+
+
+def test_lines_of_twenty_techniques_look_different(crowd: Results) -> None:
+    (axes,) = figures(crowd)["steps.png"].axes
+    lines = [line for line in axes.lines if line.get_linestyle() != "None"]
+
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 20
+
+
+def test_long_names_are_told_apart(crowd: Results) -> None:
+    drawn = figures(crowd)
+
+    for name in ("heatmap.png", "speedup.png"):
+        assert len(set(labels(drawn[name].axes[0]))) == 20
+    words = [text.rpartition("\n")[0] or text for text in legend_of(drawn["steps.png"])]
+    assert len(set(words)) == 20
+
+
+# ---------------------------------------------------------------- heat map
+
+
+def test_cells_are_the_steps_and_missing_ones_are_empty(results: Results) -> None:
+    axes, bar = figures(results)["heatmap.png"].axes
+    cells = axes.collections[0].get_array().reshape(len(COLUMNS), -1)
+
+    for row, column in zip(cells, COLUMNS.values(), strict=True):
+        assert row.compressed().tolist() == column
+    assert labels(axes) == list(COLUMNS)
+    assert bar.get_ylabel().endswith("(ms)")
+    assert "hatched: " in notes(axes)
+    assert "compile step 1: 9,000 ms" in notes(axes)
+    assert axes.collections[0].get_clim()[1] == 111
+
+
+def test_many_steps_make_blocks_and_lose_none(tmp_path: Path) -> None:
+    long = Results(tmp_path)
+    column = [10.0 + step % 7 for step in range(333)]
+    long.put({BASELINE: column}, {})
+
+    axes, _ = figures(long)["heatmap.png"].axes
+    mesh = axes.collections[0]
+    edges = mesh.get_coordinates()[0, :, 0]
+
+    assert edges[0] == 0.5
+    assert edges[-1] == 333.5
+    assert mesh.get_array().size == len(edges) - 1 <= 50
+    for cell, (begin, end) in zip(mesh.get_array().ravel(), pairwise(edges), strict=True):
+        assert cell == statistics.median_low(column[int(begin) : int(end)])
+    assert "median of 7" in axes.get_xlabel()
+
+
+def test_the_colors_are_one_hue_that_gets_darker() -> None:
+    colors = matplotlib.colormaps[HUE](np.linspace(0, 1, 64))[:, :3]
+    light = colors @ [0.2126, 0.7152, 0.0722]
+    hues = matplotlib.colors.rgb_to_hsv(colors)[:, 0]
+
+    assert (np.diff(light) < 0).all()
+    assert np.ptp(hues) < 0.1
+
+
+def test_noise_of_a_percent_is_no_contrast(tmp_path: Path) -> None:
+    even = Results(tmp_path)
+    even.put({BASELINE: [100.0, 101.0]}, {})
+
+    low, high = figures(even)["heatmap.png"].axes[0].collections[0].get_clim()
+
+    assert (101 - 100) / (high - low) < 0.15
+
+
+# ---------------------------------------------------------------- ratios
+
+
+def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> None:
+    (axes,) = figures(results)["speedup.png"].axes
+
+    assert labels(axes) == ["compile", "bf16", BASELINE, "8bit"]
+    assert bars(axes) == [pytest.approx(row) for row in ((0, 2.5), (1, 2.0), (2, 1.0), (3, 0.9))]
+    assert whiskers(axes) == {
+        0.0: pytest.approx((2.4, 2.6)), 1.0: pytest.approx((1.9, 2.2)), 3.0: pytest.approx((0.85, 0.95)),
+    }  # fmt: skip
+    assert values(axes) == ["2.50 [2.40, 2.60]", "2.00 [1.90, 2.20]", "1.00", "0.90 [0.85, 0.95]"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1], "the first is on top"
+    assert "95% interval" in notes(axes)
+
+
+def test_colors_tell_what_can_be_said(results: Results, screen: Callable[..., None]) -> None:
+    results.put(
+        {"nothing": [100.0], "wrong": [10.0], "short": [50.0], "bare": [50.0]},
+        {
+            "nothing": fact(1.02, 0.98, 1.06), "wrong": fact(9.0, 8.0, 10.0, is_wrong=True),
+            "short": fact(2.0, 0.0, math.inf),
+        },
+        session=1,
+    )  # fmt: skip
+    figure = figures(results)["speedup.png"]
+    (axes,) = figure.axes
+    colors = dict(zip(labels(axes), (patch.get_facecolor() for patch in axes.patches), strict=True))
+    hatched = [name for name, patch in zip(labels(axes), axes.patches, strict=True) if patch.get_hatch()]
+
+    kinds = [{"bf16", "compile", "wrong"}, {"8bit"}, {"nothing"}, {"short", "bare"}, {BASELINE}]
+    assert [{name for name in colors if colors[name] == colors[next(iter(kind))]} for kind in kinds] == kinds
+    assert hatched == ["wrong"]
+    screen("\n".join(legend_of(figure)))
+
+
+def test_without_facts_the_bars_are_ratios_of_medians(results: Results) -> None:
+    results.json.unlink()
+
+    (axes,) = figures(results)["speedup.png"].axes
+
+    found = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
+    assert found == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
+    assert not whiskers(axes)
+    assert "2.00 (no interval)" in values(axes)
+
+
+def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
+    results.put({"few": [50.0]}, {"few": fact(2.0, 0.01, 400.0)})
+
+    (axes,) = figures(results)["speedup.png"].axes
+
+    assert axes.get_xlim()[1] < 5
+    assert "2.00 [0.01, 400.00]" in values(axes)
+
+
+# ---------------------------------------------------------------- beside what others report
+
+
+def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp_path: Path) -> None:
+    made = Results(tmp_path)
+    made.put({BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}, {})
+
+    drawn = figures(made)
+
+    (axes,) = drawn["steps.png"].axes
+    assert axes.get_yscale() == "log"
+    low, high = axes.get_ylim()
+    assert low < 60
+    assert high > 1100
+    norm = drawn["heatmap.png"].axes[0].collections[0].norm
+    assert norm(110.0) - norm(60.0) > 0.2, "told apart, though the darkest is 1100"
+
+
+def test_others_and_ours_stand_side_by_side_each_against_its_own_baseline(
+    results: Results, screen: Callable[..., None]
+) -> None:
+    results.put(
+        {"up to compile": [30.0]},
+        {"up to compile": fact(3.0, 2.9, 3.1, mode="cumulative", members=["bf16", "compile"])},
+    )
+    figure = figures(results)["published.png"]
+    (axes,) = figure.axes
+    theirs = PUBLISHED["nmt"].times_ms
+
+    lengths = [length for _, length in bars(axes)]
+    assert labels(axes) == list(theirs)
+    assert lengths == pytest.approx(
+        [1, 1, 472.9 / 373.9, 472.9 / 250.8, 2.0, 472.9 / 199.8, 3.0, 472.9 / 163.1, 472.9 / 159.7, 472.9 / 162.3, 0.9]
+    )
+    assert whiskers(axes)[3.2] == pytest.approx((2.9, 3.1)), "on top of the others, as theirs is"
+    assert values(axes).count("not measured here") == 3
+    assert "RTX 3050 Ti" in notes(axes)
+    assert "a card, torch 2.13.0" in notes(axes)
+    assert PUBLISHED["nmt"].source in notes(axes)
+    screen("\n".join(legend_of(figure)))
+
+
+def test_another_report_can_be_given(results: Results) -> None:
+    other = Published({BASELINE: 10.0, "bf16": 4.0}, "another card", "another page")
+
+    (axes,) = figures(results, other)["published.png"].axes
+
+    assert [length for _, length in bars(axes)] == pytest.approx([1, 1, 2.5, 2.0])
+    assert "another card" in notes(axes)
+    assert "another page" in notes(axes)
+
+
+# ---------------------------------------------------------------- all of it can be read
+
+
+def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each text that is shown, with the place it takes."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    out_of_view = {
+        label
+        for axes in figure.axes
+        for axis in (axes.xaxis, axes.yaxis)
+        for tick in axis.get_major_ticks()
+        for label in (tick.label1, tick.label2)
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    }
+    for text in figure.findobj(matplotlib.text.Text):
+        if text.get_visible() and text.get_text().strip() and text not in out_of_view:
+            yield text.get_text(), text.get_window_extent(renderer)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
+def test_no_text_lies_on_another_or_leaves_the_picture(request: pytest.FixtureRequest, which: str, name: str) -> None:
+    of = figures(request.getfixturevalue(which))
+    if name not in of:
+        pytest.skip("nothing to draw")
+    size_of(png_of(of[name]))
+
+    found = list(boxes(of[name]))
+
+    frame = of[name].bbox
+    for text, box in found:
+        assert frame.x0 - 1 <= box.x0 <= box.x1 <= frame.x1 + 1, text
+        assert frame.y0 - 1 <= box.y0 <= box.y1 <= frame.y1 + 1, text
+    for (first, a), (second, b) in combinations(found, 2):
+        width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert width < 1 or height < 1, f"{first!r} lies on {second!r}"
+
+
+def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
+    odd = Results(tmp_path)
+    names = ["_hidden", "$x$", "a_b^c", "日本", "back\\slash", "%s {0}", "x" * 200]
+    odd.put({BASELINE: [9.0], **{name: [3.0] for name in names}}, {})
+
+    drawn = figures(odd)
+
+    assert len(legend_of(drawn["steps.png"])) == len(names) + 1
+    for figure in drawn.values():
+        size_of(png_of(figure))
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from([BASELINE, "a", "b", "up to b"]), st.lists(st.floats(1e-6, 1e9), max_size=70), min_size=1
+    ),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=2)
+            | st.dictionaries(st.sampled_from(["middle", "low", "high", "num", "inventory", "cpu", "devices"]), inner)
+        ),
+    ),
+)
+def test_any_times_and_any_facts_can_be_drawn(tmp_path: Path, columns: dict[str, list[float]], odd: Any) -> None:
+    results = Results(tmp_path)
+    results.reset()
+    keys = ("ratio", "members", "is_wrong", "device_name")
+    results.put(columns, {name: {"mode": "cumulative", **dict.fromkeys(keys, odd)} for name in columns})
+    if not any(columns.values()):
+        with pytest.raises(InputMissing):
+            figures(results)
+        return
+
+    for figure in figures(results).values():
+        assert figure.axes

@@ -1,0 +1,711 @@
+"""Laws of tuning: the best is found within the budget, proven in fresh rounds, and the mathematics is not touched."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.base.configuration import Request, compose
+from runner.base.errors import AccelRunError
+from runner.commands.tune import run, screen
+from runner.engine.evidence import Evidence
+from runner.measure import tuner as tuning
+from runner.measure.advisor import Tried
+from runner.measure.compare import NO_TIME, UNTRIED, CompareLimits, Comparison, ComparisonResult, Variant, VariantResult
+from runner.measure.facts import Facts
+from runner.measure.hardware_profile import write_profile
+from runner.measure.rules import Candidate
+from runner.measure.statistics import Ratio
+from runner.measure.tuner import (
+    AS_IT_IS,
+    AXES,
+    PROOF,
+    TuneAxis,
+    TuneCandidate,
+    Tuned,
+    TuneResult,
+    TuneTarget,
+    Words,
+    as_json,
+    is_mechanics,
+    profile_of,
+    search,
+)
+from runner.measure.variant_process import TrainingVariant as Live
+from runner.plan.inventory import GIB, Cpu, Device, Inventory
+from runner.plan.planner import make_plan
+
+PLANTED = Path(__file__).parent / "planted"
+CPU = Cpu("a processor", 4, 8, 16 * GIB, flags=("avx512_bf16",))
+A100 = Device("cuda", 0, "NVIDIA A100-SXM4-80GB", "GPU-0", 80 * GIB, capability=(8, 0))
+T4 = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
+BASE_MS, BLOCK_S, LOOK_EVERY = 20.0, 0.4, 20
+
+
+@dataclass
+class FakeArena:
+    """Cells of known speeds on a clock of its own, which spends its time as the real one does.
+
+    ms       milliseconds of an update with these words
+    noise    standard deviation of the logarithm of a block
+    fails    word -> why its cell does not live
+    wrong    words whose losses are others
+    """
+
+    ms: Callable[[Words], float]
+    noise: float = 0.0
+    opening_s: float = 1.0
+    fails: Mapping[str, str] = field(default_factory=dict)
+    wrong: Sequence[str] = ()
+    seed: int = 0
+    updates: int = 10**6
+    now: float = 0.0
+    calls: list[list[Variant]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+
+    def clock(self) -> float:
+        return self.now
+
+    def measure(self, cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        self.calls.append(list(cells))
+        deadline, trials = self.now + limits.budget_s, ComparisonResult([], "interleaved")
+        for cell in cells:
+            opened = {"values": {}, "periods": {}, "updates": self.updates}
+            measured = VariantResult(cell, start_s=self.opening_s, opened=opened)
+            trials.cells.append(measured)
+            if deadline - self.now < limits.budget_s / 2 + self.opening_s and len(trials.cells) > 2:
+                measured.why_not, trials.needs_s = UNTRIED, 2 * self.opening_s * len(cells)
+                continue
+            self.now += self.opening_s
+            measured.why_not = next((self.fails[word] for word in cell.overrides if word in self.fails), "")
+            loss = 2.0 if set(cell.overrides) & set(self.wrong) else 1.0
+            measured.report = {"losses": [loss] * 8, "grad_norms": [loss]}
+            if measured.why_not and cell is cells[0]:
+                raise AccelRunError(measured.why_not)
+        least, most = limits.rounds
+        for number in range(most):
+            for measured in trials.cells:
+                if not measured.why_not:
+                    self.now += BLOCK_S
+                    measured.blocks_ms[number] = self.ms(measured.cell.overrides) * self._noisy()
+            is_enough = number + 1 >= least and (number + 1 - least) % LOOK_EVERY == 0 and _are_narrow(trials)
+            if is_enough or (number + 1 >= 3 and self.now > deadline):
+                break
+        return trials
+
+    def _noisy(self) -> float:
+        return float(2.718281828 ** self.random.gauss(0.0, self.noise))
+
+
+def _are_narrow(trials: ComparisonResult) -> bool:
+    ratios = [trials.ratio(measured) for measured in trials.cells[1:]]
+    return all(ratio is None or ratio.is_narrow for ratio in ratios)
+
+
+def speeds(**factors: float) -> Callable[[Words], float]:
+    """Return the milliseconds of words, each of which takes so many times as long."""
+
+    def ms(words: Words) -> float:
+        found = BASE_MS
+        for word in words:
+            found *= factors.get(word.replace("=", "_"), 1.0)
+        return found
+
+    return ms
+
+
+def axis(name: str, *values: str, alone: bool = False) -> TuneAxis:
+    candidates = tuple(Candidate((f"{name}={value}",)) for value in values)
+    return TuneAxis(name, lambda _: TuneCandidate(candidates), alone=alone)
+
+
+THREE = [axis("a", "1", "2", "3", "4", "5"), axis("b", "1", "2"), axis("c", "1")]
+
+
+def searched(arena: FakeArena, axes: Sequence[TuneAxis], budget_s: float = 600.0) -> TuneResult:
+    return search(axes, arena.measure, budget_s, arena.opening_s, lambda _: None, arena.clock)
+
+
+def test_the_best_of_every_axis_is_found() -> None:
+    arena = FakeArena(speeds(a_2=0.9, a_4=0.7, a_5=0.8, b_1=1.5, b_2=0.95, c_1=1.2))
+
+    found = searched(arena, THREE)
+
+    assert found.words == ("a=4", "b=2")
+    assert found.proof is not None
+    assert found.proof.ratio is not None
+    assert found.proof.ratio.middle == pytest.approx(1 / (0.7 * 0.95))
+    assert [each.candidate.name for each in found.adopted] == ["a=4", "b=2"]
+    assert {each.candidate.name for each in found.tried} == {"a=1", "a=2", "a=3", "a=4", "a=5", "b=1", "b=2", "c=1"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=5, max_size=5),
+    st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2),
+    st.floats(0.5, 2.0),
+)
+def test_without_noise_what_is_found_is_the_best_to_within_what_matters(
+    of_a: list[float], of_b: list[float], of_c: float
+) -> None:
+    named = {f"a_{n}": value for n, value in enumerate(of_a, 1)} | {f"b_{n}": value for n, value in enumerate(of_b, 1)}
+    ms = speeds(**named, c_1=of_c)
+
+    found = searched(FakeArena(ms), THREE)
+
+    best = BASE_MS * min(1.0, *of_a) * min(1.0, *of_b) * min(1.0, of_c)
+    assert ms(found.words) <= best * 1.011**3
+    assert ms(found.words) <= BASE_MS
+
+
+def test_on_a_noisy_machine_nothing_slower_is_ever_found_and_what_helps_almost_always() -> None:
+    helps, none = speeds(a_3=0.75, b_1=1.05), speeds(a_1=1.02, a_2=1.01, b_1=1.1)
+    found_it = 0
+    for seed in range(8):
+        found = searched(FakeArena(helps, noise=0.08, seed=seed), THREE)
+        assert helps(found.words) <= BASE_MS
+        found_it += "a=3" in found.words
+        assert none(searched(FakeArena(none, noise=0.08, seed=seed), THREE).words) <= BASE_MS
+    assert found_it >= 7
+
+
+def test_what_helps_alone_and_harms_beside_the_best_is_not_taken() -> None:
+    def ms(words: Words) -> float:
+        alone = {"a=1": 0.7, "b=1": 0.8}
+        both = {"a=1", "b=1"} <= set(words)
+        return BASE_MS * (1.3 if both else min([1.0, *(alone.get(word, 1.0) for word in words)]))
+
+    assert searched(FakeArena(ms), [axis("a", "1"), axis("b", "1")]).words == ("a=1",)
+
+
+def test_what_looked_better_only_while_it_was_chosen_is_not_in_the_profile() -> None:
+    arena = FakeArena(lambda _: BASE_MS)
+    arena.ms = lambda words: BASE_MS * (0.5 if words and len(arena.calls) < 2 else 1.0)
+
+    found = searched(arena, [axis("a", "1")])
+
+    assert [each.candidate.name for each in found.adopted] == ["a=1"]
+    assert found.proof is not None
+    assert found.words == ()
+    assert "no clear change" in found.proof.reason
+
+
+def test_the_proof_is_made_of_rounds_of_its_own_against_the_settings_as_they_are() -> None:
+    arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
+
+    searched(arena, THREE)
+
+    assert [(cell.name, cell.overrides) for cell in arena.calls[-1]] == [(AS_IT_IS, ()), ("a=4 b=2", ("a=4", "b=2"))]
+
+
+def test_each_rung_has_half_of_the_candidates_and_the_best_that_is_known() -> None:
+    arena = FakeArena(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
+
+    searched(arena, THREE)
+
+    assert [len(cells) - 1 for cells in arena.calls[:3]] == [5, 2, 1]
+    assert [cells[0].overrides for cells in arena.calls] == [(), (), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
+
+
+def test_what_fails_or_computes_something_else_is_dropped_with_its_reason() -> None:
+    arena = FakeArena(
+        speeds(a_1=0.2, a_2=0.3, a_3=0.9), fails={"a=1": "CUDA out of memory", "c=1": "ended with 9"}, wrong=["a=2"]
+    )
+
+    found = searched(arena, THREE)
+
+    reasons = {each.candidate.name: each.reason for each in found.tried}
+    assert found.words == ("a=3",)
+    assert (reasons["a=1"], reasons["c=1"]) == tuple(arena.fails.values())
+    assert "computes something else" in reasons["a=2"]
+
+
+def test_what_takes_longer_to_begin_than_it_saves_is_not_taken() -> None:
+    """A compiled model of a short training."""
+    arena = FakeArena(speeds(a_1=0.5), updates=100)
+    measure = arena.measure
+
+    def slow_to_begin(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        trials = measure(cells, limits)
+        for cell in trials.cells[1:]:
+            cell.start_s += 30.0
+        return trials
+
+    arena.measure = slow_to_begin  # type: ignore[method-assign]
+    found = searched(arena, [axis("a", "1")])
+
+    assert found.words == ()
+    assert "100 updates" in found.tried[0].reason
+
+
+@pytest.mark.parametrize("opening_s", [0.1, 2.0, 10.0])
+@pytest.mark.parametrize("budget_s", [1.0, 20.0, 100.0, 600.0])
+def test_the_budget_is_kept_and_what_would_be_enough_is_said(budget_s: float, opening_s: float) -> None:
+    many = [axis(name, *map(str, range(7))) for name in "abcdefgh"]
+    arena = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
+
+    found = searched(arena, many, budget_s)
+
+    one_turn_more = 3 * 8 * BLOCK_S  # three rounds are made in any case
+    assert arena.now <= budget_s + one_turn_more
+    untried = [each for each in found.tried if each.why_not == UNTRIED]
+    assert bool(untried) == (found.needs_s > budget_s)
+    if untried and budget_s == 600.0:
+        enough = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
+        assert not [each for each in searched(enough, many, found.needs_s).tried if each.why_not == UNTRIED]
+
+
+def test_time_that_is_left_over_goes_to_what_was_not_tried() -> None:
+    """What is kept for the proof is left where there is nothing to be proven, and is enough for the last axis."""
+    many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
+    arena = FakeArena(speeds(h_0=0.6))
+
+    found = searched(arena, many, budget_s=70.0)
+
+    assert found.words == ("h=0",)
+    assert arena.now <= 70.0
+    assert not [each for each in found.tried if each.is_untried]
+    assert found.needs_s == 0.0
+    assert len({each.candidate.name for each in found.tried}) == len(found.tried) == 14
+
+
+def test_a_candidate_for_which_there_is_never_time_ends_the_search() -> None:
+    arena = FakeArena(speeds(), fails={"a=1": f"{NO_TIME}: not ready after 9 s"})
+
+    found = searched(arena, [axis("a", "1"), axis("b", "1")])
+
+    assert [each.candidate.name for each in found.tried if each.is_untried] == ["a=1"]
+    assert len(arena.calls) <= 4
+
+
+def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
+    """Proof is what decides, and not how often its rival was beaten."""
+    arena = FakeArena(speeds(a_3=0.5))
+    measure = arena.measure
+
+    def long(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        trials = measure(cells, limits)
+        arena.now += 0.9 * limits.budget_s if len(cells) > 2 else 0.0
+        return trials
+
+    arena.measure = long  # type: ignore[method-assign]
+    found = searched(arena, [axis("a", "1", "2", "3")], budget_s=40.0)
+
+    assert found.words == ("a=3",)
+
+
+def test_an_error_of_the_best_known_ends_nothing() -> None:
+    arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
+    measure, killed = arena.measure, "its process was killed"
+
+    def once(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        if cells[-1].name.startswith("b"):
+            raise AccelRunError(killed, fix="see to it")
+        return measure(cells, limits)
+
+    arena.measure = once  # type: ignore[method-assign]
+    found = searched(arena, THREE)
+
+    assert found.words == ("a=4",)
+    assert {each.candidate.name: each.why_not for each in found.tried}["b=1"].startswith(killed)
+
+
+def test_cells_that_may_fill_the_memory_are_never_alive_together() -> None:
+    arena, together = FakeArena(speeds(a_1=0.5)), []
+    measure = arena.measure
+
+    def watched(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        together.append(limits.together)
+        return measure(cells, limits)
+
+    arena.measure = watched  # type: ignore[method-assign]
+    searched(arena, [axis("b", "1"), axis("a", "1", alone=True)])
+
+    assert together == [True, False, False]
+
+
+# ---------------------------------------------------------------- what can be tried here
+
+
+def place(*words: str, gpu: Device | None = None, task_file: Path | None = None, **evidence: object) -> TuneTarget:
+    request = Request(words, task_file)
+    inventory = Inventory((gpu,) if gpu else (), CPU)
+    plan = make_plan(compose(request), inventory)
+    known = {
+        "device": plan.device, "num_threads": 8, "num_samples": 1000, "epochs": 3.0, "updates": 100,
+        "global_batch_size": plan.batch.global_batch_size, "micro_batch_size": plan.batch.micro_batch_size,
+        "accumulation_steps": plan.batch.accumulation_steps, "parts_s": {"data": 1.0, "forward": 1.0},
+    }  # fmt: skip
+    probe = {"same_when_read_again": True, "sample_bytes": 100.0, "changes_with_epoch": False}
+    facts = Facts(Evidence(**(known | evidence)), plan.values(), CPU, inventory.usable, gpu, probe)  # type: ignore[arg-type]
+    return TuneTarget(request, compose(request), inventory, facts, "train", attends=True)
+
+
+def offered(there: TuneTarget, words: Words = ()) -> dict[str, TuneCandidate]:
+    return {name: there.offers(name)(words) for name in AXES}
+
+
+@pytest.mark.parametrize("gpu", [None, A100])
+def test_no_candidate_changes_the_mathematics(gpu: Device | None) -> None:
+    there = place("task=gpt", gpu=gpu)
+    before = there.values(())
+
+    offers = offered(there)
+
+    for name, offer in offers.items():
+        for candidate in offer.candidates:
+            after = there.values(candidate.overrides)
+            changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+            assert changed, candidate.name
+            assert all(map(is_mechanics, changed)), (name, candidate.name, changed)
+    for axis_here in ("kept samples", "readers", "precision", "micro-batch", "optimizer kernels", "compile"):
+        assert offers[axis_here].candidates, axis_here
+    assert bool(offers["threads"].candidates) == (gpu is None)
+    assert bool(offers["copies"].candidates) == (gpu is not None)
+
+
+def test_what_is_mathematics() -> None:
+    kept = (
+        "global_batch_size", "optimizer", "optimizer.lr", "phase.train.optimizer.lr", "epochs", "updates", "seed",
+        "task.size", "dataloader.drop_last", "dataloader.bad_samples", "max_grad_norm", "scheduler", "parallelism",
+        "evaluate.every", "device",
+    )  # fmt: skip
+    assert not any(map(is_mechanics, kept))
+    assert all(map(is_mechanics, ("precision", "compile.dynamic", "phase.train.micro_batch_size", "optimizer.kernel")))
+
+
+def test_what_this_machine_cannot_do_is_left_with_the_reason() -> None:
+    on_t4, on_cpu = offered(place("task=gpt", gpu=T4)), offered(place("task=gpt"))
+
+    assert "precision=fp32" in [each.name for each in on_t4["precision"].candidates]
+    assert "capability 8.0" in on_t4["precision"].left["precision=tf32"]
+    assert "capability 8.0" in on_t4["attention"].left["attention=flash"]
+    assert [each.name for each in on_cpu["precision"].candidates] == ["precision=bf16"]
+    assert "GPUs only" in on_cpu["attention"].left["attention=cudnn"]
+    assert "no GPU" in on_cpu["copies"].left["copies"]
+
+
+def test_what_was_said_on_the_command_line_stays() -> None:
+    there = place("task=gpt", "precision=fp32", "dataloader.num_workers=0", "compile=off", gpu=A100)
+
+    offers = offered(there)
+
+    for name in ("precision", "readers", "compile"):
+        assert not offers[name].candidates, name
+        assert all("command line" in why for why in offers[name].left.values())
+
+
+PHASES = """
+SETTINGS = {"global_batch_size": 16, "micro_batch_size": 4, "phase.second.micro_batch_size": 8}
+PHASES = {"first": {}, "second": {}}
+
+def build(*, a: int = 1):
+    pass
+"""
+
+
+def test_what_a_task_sets_is_searched_and_the_profile_has_its_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a phase with a size of its own: the sizes of the others stay."""
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "two.py"
+    task.write_text(PHASES)
+    of_file = replace(
+        place(task_file=task, global_batch_size=16, micro_batch_size=8, accumulation_steps=2), phase="second"
+    )
+    for there, wanted in (
+        (place("task=gpt", "task.size=124m", "global_batch_size=16"), "micro_batch_size=4"),
+        (of_file, "phase.second.micro_batch_size=16"),
+    ):
+        (best,) = [each for each in there.offers("micro-batch")(()).candidates if each.name == wanted]
+
+        write_profile(profile_of(tuned(tried(PROOF, best.name, 1.5))), there.request, "mine")
+
+        request = replace(
+            there.request, overrides=(*there.request.overrides, "+hardware=mine"), config_dir=tmp_path / "conf"
+        )
+        plain, found = compose(there.request).flat(), compose(request).flat()
+        key, _, value = wanted.partition("=")
+        assert {key for key in found if plain.get(key) != found[key]} == {"hardware", key}
+        assert found[key] == int(value)
+
+
+def test_a_pass_of_another_size_is_not_tried_where_norms_look_at_it() -> None:
+    there = place("task=gpt")
+    with_norms = replace(there, facts=replace(there.facts, probe={**there.facts.probe, "has_batch_norm": True}))
+
+    assert "batch norms" in with_norms.offers("micro-batch")(()).left["micro-batch"]
+
+
+def test_passes_divide_an_update() -> None:
+    there = place("task=gpt", "global_batch_size=24", gpu=A100)
+
+    sizes = [int(each.name.partition("=")[2]) for each in there.offers("micro-batch")(()).candidates]
+
+    assert set(sizes) == {12, 6, 3, 1}
+
+
+def test_samples_that_differ_when_read_again_are_not_kept() -> None:
+    there = place("task=gpt")
+    for change in ({"same_when_read_again": False}, {"changes_with_epoch": True}, {"sample_bytes": 1e12}):
+        other = replace(there, facts=replace(there.facts, probe={**there.facts.probe, **change}))
+        assert not other.offers("kept samples")(()).candidates, change
+
+
+def test_who_reads_follows_from_what_was_found_before() -> None:
+    there = place("task=gpt")
+
+    assert "samples are kept" in there.offers("readers")(("dataloader.cache=memory",)).left["readers"]
+    assert there.offers("read ahead")(()).left == {"read ahead": "nobody reads ahead"} or (
+        "dataloader.depth" not in str(there.offers("read ahead")(()))
+    )
+    more = there.offers("read ahead")(("dataloader=thread",)).candidates
+    assert [each.name for each in more] == ["dataloader.depth=4", "dataloader.depth=8"]
+
+
+def test_a_thread_without_a_cache_is_no_reader_beside_one_worker() -> None:
+    there = place("task=gpt")
+    names = {each.name for each in there.offers("readers")(()).candidates}
+    assert "dataloader.num_workers=1" in names
+    assert "dataloader=thread" not in names
+
+    threaded = {each.name for each in there.offers("readers")(("dataloader=thread",)).candidates}
+    workers = {each.split()[-1] for each in threaded if each.startswith("dataloader=default ")}
+    assert "dataloader.num_workers=2" in workers
+    assert "dataloader.num_workers=1" not in workers
+
+
+# ---------------------------------------------------------------- the profile
+
+
+def tried(name: str, words: str, gain: float, width: float = 0.02) -> Tried:
+    return Tried(name, Candidate(tuple(words.split())), Ratio(gain, gain - width, gain + width, 12))
+
+
+WORKERS = tried("readers", "dataloader.num_workers=2", 1.3)
+FORMAT = tried("precision", "precision=bf16", 1.2)
+SLOWER = tried("compile", "compile=default", 0.5)
+BOTH = tried(PROOF, "dataloader.num_workers=2 precision=bf16", 1.5)
+
+
+def tuned(proof: Tried | None) -> Tuned:
+    adopted = (WORKERS, FORMAT) if proof else ()
+    found = TuneResult((WORKERS, FORMAT, SLOWER), {"tf32": "no GPU"}, adopted, proof)
+    return Tuned("gpt", "a processor", "train", 31.2, found)
+
+
+def test_a_profile_composes_and_holds_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    file, command = write_profile(profile_of(tuned(BOTH)), Request(("task=gpt", "seed=3")), "mine")
+
+    assert command.split() == ["accel-run", "train", "--config-dir", "conf", "task=gpt", "seed=3", "+hardware=mine"]
+    plain = compose(Request(("task=gpt",))).flat()
+    composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
+    changed = {key: value for key, value in composed.items() if plain.get(key) != value}
+    assert changed == {"dataloader.num_workers": 2, "precision": "bf16", "precision.keep_fp32": [], "hardware": "mine"}
+    text = file.read_text()
+    for words in ("accel-run tune on 20", "a processor", "+50 % [48, 52], 12 blocks", "compile=default: worse: -50 %"):
+        assert words in text
+
+
+def test_where_the_proof_fails_the_profile_holds_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plain = compose(Request(("task=gpt",))).flat()
+    for proof in (None, replace(BOTH, ratio=Ratio(1.1, 0.9, 1.3, 12))):
+        file, _ = write_profile(profile_of(tuned(proof)), Request(("task=gpt",)), "mine")
+
+        composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
+        assert composed == plain | {"hardware": "mine"}
+        assert "# No setting: " in file.read_text()
+        assert "profile is empty" in "\n".join(screen(tuned(proof)))
+
+
+def test_a_profile_that_was_in_use_goes_on_in_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_profile(profile_of(tuned(BOTH)), Request(), "first")
+    thread = tried(PROOF, "dataloader=thread backend.threads=1", 1.5)
+    before = Request(("+hardware=first",), config_dir=tmp_path / "conf")
+
+    write_profile(profile_of(tuned(thread)), before, "second")
+
+    found = compose(Request(("+hardware=second",), config_dir=tmp_path / "conf")).flat()
+    assert (found["precision"], found["dataloader"], found["backend.threads"]) == ("bf16", "thread", 1)
+
+
+def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_stays(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shown: Callable[..., None],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, _ = write_profile(profile_of(tuned(BOTH)), Request(), "good")
+    before = file.read_bytes()
+    late = Tried("threads", Candidate(("backend.threads=1",)), None, why_not=UNTRIED)
+    nothing = replace(tuned(None), found=TuneResult((late,), needs_s=60.0))
+    monkeypatch.setattr(tuning, "tune", lambda *_: nothing)
+
+    assert run(["profile=good"]) == 0
+
+    out = capsys.readouterr().out
+    assert file.read_bytes() == before
+    shown(out)
+
+
+def test_what_was_found_is_json_and_ascii() -> None:
+    found = json.loads(json.dumps(as_json(tuned(BOTH))))
+
+    assert found["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
+    assert found["proof"]["speedup"] == 1.5
+    assert as_json(tuned(None))["settings"] == []
+    assert "\n".join(screen(tuned(BOTH))).isascii()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("budget_s=0", "must be a number of seconds above 0"),
+        ("budget_s=soon", "must be a number of seconds above 0"),
+        ("task=gtp", "gpt"),
+        ("profile=../x", "profile=../x"),
+        ("profile=theirs", "must be a new name"),
+        ("nonsense=1", "unknown key"),
+        ("profile=mine --config-dir /dev/null", "is not a folder"),
+    ],
+)
+def test_slips_are_answered_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, told: str
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.measure.tuner.tune", measured)
+    (tmp_path / "conf" / "hardware").mkdir(parents=True)
+    (tmp_path / "conf" / "hardware" / "theirs.yaml").write_text("# @package _global_\n")
+
+    with pytest.raises(AccelRunError, match=told):
+        run(words.split())
+
+
+@pytest.mark.parametrize(
+    ("task", "axes", "words", "wins"),
+    [
+        # without time of its own a pass would be made hundreds of times in a block once nothing is waited for
+        ("far_away.py", ["readers"], ["micro_batch_size=16", "task.pass_ms=4"], "dataloader."),
+        ("small_passes.py", ["micro-batch", "optimizer kernels"], [], "micro_batch_size="),
+    ],
+)
+def test_what_is_planted_is_tuned_away_and_nothing_else_is_changed(
+    task: str,
+    axes: Sequence[str],
+    words: Sequence[str],
+    wins: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With short blocks and one candidate of an axis: what is planted is far above the noise, and rounds end early.
+
+    The task itself says how small its passes are, which the profile takes back. The kernel of its one small layer is
+    less than a hundredth of an update.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tuning, "AXES", {name: AXES[name] for name in axes})
+    monkeypatch.setattr(tuning, "MOST", 1)
+    monkeypatch.setattr(tuning, "PROVING", (6, 8))
+    monkeypatch.setattr(tuning, "CompareLimits", partial(CompareLimits, block_s=0.1))
+    quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # else blocks are long enough for rows and saves
+    said = ["device=cpu", *quiet, *words]
+
+    assert run(["--task", str(PLANTED / task), *said, "budget_s=240", "profile=mine", "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)
+    plain, tuned_to = (
+        compose(Request((*said, *more), PLANTED / task, folder)).flat()
+        for more, folder in (((), None), (("+hardware=mine",), tmp_path / "conf"))
+    )
+    changed = [f"{key}={value}" for key, value in tuned_to.items() if plain.get(key) != value and key != "hardware"]
+    assert found["settings"], found
+    assert all(word.startswith(wins) for word in (*found["settings"], *changed)), found
+    assert changed
+    assert found["proof"]["low"] > 1.0
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_time_that_passes_between_two_looks_at_the_clock_takes_no_candidate_away() -> None:
+    """An axis of one candidate has just the time that this needs."""
+    arena = FakeArena(speeds(a_1=0.5), opening_s=2.0)
+    looks = count()
+
+    found = search(
+        [axis("a", "1"), *(axis(name, "1") for name in "bcdefghi")], arena.measure, 60.0, arena.opening_s,
+        lambda _: None, lambda: arena.now + 1e-4 * next(looks),
+    )  # fmt: skip
+
+    assert found.words == ("a=1",)
+
+
+# ---------------------------------------------------------------- what it takes to begin
+
+
+def test_the_first_evaluation_is_looked_at_in_every_trial() -> None:
+    arena, seen = FakeArena(speeds(a_1=0.5)), list[CompareLimits]()
+
+    def measure(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        seen.append(limits)
+        return arena.measure(cells, limits)
+
+    found = search([axis("a", "1")], measure, 600.0, arena.opening_s, lambda _: None, arena.clock)
+
+    assert found.words == ("a=1",)
+    assert len(seen) == 2
+    assert all(limits.first_evaluation for limits in seen)
+
+
+def test_a_model_that_is_compiled_again_for_evaluations_begins_later_by_that() -> None:
+    settings_ = ("updates=100", "global_batch_size=24", "device=cpu", "backend.threads=1")
+    limits = CompareLimits(budget_s=60, rounds=(1, 1), block_s=0.02, first_evaluation=True)
+    with Comparison(Request(settings_, Path(__file__).parent / "task_of_sizes.py")) as arena:
+        words = ("compile=default", "compile.backend=eager", "task.first_ms=50")
+        found = arena.measure([Variant(AS_IT_IS), Variant("compiled", words)], limits, lambda _: None)
+
+    before, compiled = found.cells
+    assert (before.evaluation_s, compiled.why_not) == (0.0, "")
+    assert compiled.evaluation_s > 0.05
+    assert compiled.opening_s > compiled.start_s + compiled.evaluation_s
+
+
+def test_every_size_of_a_batch_that_is_evaluated_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 samples in batches of 24: the last one has 16. What is new takes 50 ms."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the cell sets it
+    words = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]
+    words.append("task.first_ms=50")
+    with ExitStack() as stack:
+        cell = Live(stack)
+        task = str(Path(__file__).parent / "task_of_sizes.py")
+        cell.begin(words, task, None, str(tmp_path / "compiled"), None, evaluates=False)
+        more_s = cell.evaluate()["more_s"]
+        sizes = cell.run.parts.task.evaluated  # type: ignore[attr-defined]
+
+    assert sizes == [24, 16] * 2
+    assert more_s > 0.05

@@ -1,0 +1,113 @@
+"""Laws of what is said of the machine: each thing once, in words with what to do, and nothing from missing data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from runner.observe.alerts import IN_A_ROW, Alert, AlertMonitor
+from runner.observe.machine_sample import GpuUser
+from runner.observe.nvml import Gpu, GpuEvent, Nvml, slowed_by
+from runner.observe.samples import Readings
+from runner.observe.xid import XIDS, explain
+
+T4 = Gpu(0, "GPU-a", "Tesla T4")
+HOT: Readings = {"gpu0/throttle_reasons": 64, "gpu0/temperature_c": 95.4, "gpu0/clock_mhz": 300.0, "gpu0/power_w": 31.0}
+
+
+def watchful(*gpus: Gpu) -> AlertMonitor:
+    return AlertMonitor(Nvml(), gpus or (T4,))
+
+
+def looked(watch: AlertMonitor, readings: Readings, times: int = 1) -> list[Alert]:
+    return [notice for _ in range(times) for notice in watch.look(readings, {}, ())]
+
+
+def test_a_slowed_gpu_is_said_once_with_what_was_measured(screen: Callable[..., None]) -> None:
+    (notice,) = looked(watchful(), HOT, times=20)
+
+    screen(notice.text)
+    assert (notice.kind, notice.level) == ("slowed", "warning")
+    assert notice.facts["reason"] == "hardware temperature limit"
+
+
+def test_a_busy_gpu_at_its_power_limit_is_no_reason_to_warn(screen: Callable[..., None]) -> None:
+    (notice,) = looked(watchful(), {"gpu0/throttle_reasons": 4}, times=IN_A_ROW)
+
+    assert notice.level == "info"
+    screen(notice.text)
+
+
+def test_a_moment_is_not_worth_a_word() -> None:
+    watch = watchful()
+
+    assert not looked(watch, HOT, times=IN_A_ROW - 1)
+    assert not looked(watch, {"gpu0/throttle_reasons": 0})
+    assert not looked(watch, HOT, times=IN_A_ROW - 1)
+    assert looked(watch, HOT)
+
+
+def test_idling_and_silence_are_not_slowness() -> None:
+    assert not looked(watchful(), {"gpu0/throttle_reasons": 1 + 2 + 256}, times=9)
+    assert not looked(watchful(), {}, times=9)
+    assert slowed_by(None) == ()
+
+
+def test_memory_errors_are_said_when_they_become_more(screen: Callable[..., None]) -> None:
+    watch = watchful()
+
+    assert not looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 0}), "those of before are not this run's"
+    (bad,) = looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 1})
+    screen(bad.text)
+    assert bad.level == "warning"
+    (good,) = looked(watch, {"gpu0/ecc_corrected": 9, "gpu0/ecc_uncorrected": 1})
+    assert (good.level, good.facts["number"]) == ("info", 2)
+
+
+def test_an_xid_is_explained_and_said_once() -> None:
+    watch = watchful()
+    told = [notice for _ in range(3) for notice in watch.look({}, {}, [GpuEvent(T4, "xid", 79)])]
+
+    assert [notice.text for notice in told] == [f"gpu0 (Tesla T4): XID 79, {XIDS[79].meaning}; {XIDS[79].advice}"]
+    assert told[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
+
+
+def test_an_xid_of_a_gpu_is_that_of_its_instances_too() -> None:
+    cut = Gpu(3, "MIG-a", "slice")
+    (notice,) = watchful(cut).look({}, {}, [GpuEvent(Gpu(3, "GPU-c", "whole"), "xid", 31)])
+
+    assert notice.text.startswith("gpu0 (slice): XID 31, ")
+    assert not watchful(cut).look({}, {}, [GpuEvent(Gpu(4, "GPU-d", "other"), "xid", 31)])
+
+
+@pytest.mark.parametrize("number", [*XIDS, 999])
+def test_every_xid_has_a_meaning_and_something_to_do(number: int) -> None:
+    known = explain(number)
+
+    assert len(known.meaning.split()) > 2
+    assert len(known.advice.split()) > 2
+
+
+def test_others_on_a_gpu_are_named_once_the_biggest_first(screen: Callable[..., None]) -> None:
+    users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
+    users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
+    watch = watchful()
+    told = [notice for _ in range(3) for notice in watch.look({}, {0: users}, ())]
+
+    assert len(told) == 1
+    screen(told[0].text)
+    assert told[0].facts["pids"] == [5, 4, 3, 2, 1]
+
+
+def test_nobody_is_accused_whose_run_is_not_known() -> None:
+    assert not watchful().look({}, {0: [GpuUser(5, "", "", None, is_ours=None)]}, ())
+
+
+def test_what_a_user_may_not_read_is_said_once(screen: Callable[..., None]) -> None:
+    nvml = Nvml()
+    nvml.denied[T4] = {"power_w", "energy_j"}
+    watch = AlertMonitor(nvml, [T4])
+    (notice,) = looked(watch, {}, times=5)
+
+    screen(notice.text)

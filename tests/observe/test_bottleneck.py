@@ -1,0 +1,114 @@
+"""What limited a run is said with its numbers, and only where the numbers show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.stopwatch import BETWEEN, PARTS
+from runner.observe.bottleneck import KINDS, MEANINGS, limited_by, mostly, table
+
+ALL = ("starting", "first_update", *PARTS, *BETWEEN, "closing")
+
+
+def test_every_part_is_of_one_kind_and_every_kind_has_its_words() -> None:
+    assert sorted(part for parts in KINDS.values() for part in parts) == sorted(ALL)
+    assert KINDS.keys() == MEANINGS.keys()
+
+
+@pytest.mark.parametrize(
+    ("parts_s", "says"),
+    [
+        (
+            {"forward": 3.0, "backward": 6.0, "data": 0.5},
+            "compute: 90% of the time (9.0 of 10.0 s) was spent computing (forward 30%, backward 60%)",
+        ),
+        (
+            {"forward": 3.0, "backward": 4.0, "wait": 3.0},
+            (
+                "compute: 70% of the time (7.0 of 10.0 s) was spent computing (forward 30%, backward 40%)"
+                "; besides, other ranks 30%"
+            ),
+        ),
+        (
+            {"forward": 2.0, "data": 8.0},
+            "data: 80% of the time (8.0 of 10.0 s) was spent waiting for the next batch; besides, compute 20%",
+        ),
+        ({"forward": 0.5}, "the rest: 95% of the time (9.5 of 10.0 s) was not accounted for"),
+        (
+            {"forward": 4.0, "data": 3.5, "evaluation": 2.0, "hooks": 0.5},
+            "nothing alone: compute 40%, data 35%, evaluation 20%",
+        ),
+        (
+            {"starting": 2.0, "forward": 3.0, "data": 5.0},
+            (
+                "data: 62% of the time after start-up (5.0 of 8.0 s) was spent waiting for the next batch"
+                "; besides, compute 38%; start-up took 2.0 s"
+            ),
+        ),
+        (
+            {"first_update": 2.0, "forward": 3.9, "data": 3.1, "saving": 1.0},
+            "nothing alone after start-up: compute 49%, data 39%, saving 12%; start-up took 2.0 s",
+        ),
+        ({}, "unknown: the time was not measured"),
+    ],
+)
+def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: str) -> None:
+    assert limited_by(parts_s, 10.0) == says
+    assert limited_by(parts_s, 0.0) == limited_by({}, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ("transfer", "transfer"), ("wait", "other ranks"), ("saving", "saving"), ("drawing", "logging"),
+        ("first_update", "start-up"), ("evaluation", "evaluation"), ("hooks", "hooks"), ("closing", "the end"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_work_can_be_the_limit(part: str, kind: str) -> None:
+    says = limited_by({part: 6.0, "forward": 4.0}, 10.0)
+    assert says.startswith(f"{kind}: 60% ")
+    assert " (6.0 of 10.0 s) " in says
+    assert MEANINGS[kind] in says
+    assert says.endswith(" compute 40%")
+
+
+@pytest.mark.parametrize(
+    ("parts_s", "busy", "ends"),
+    [
+        ({"forward": 9.5}, {"gpu0": 93.4}, "; the GPU was busy 93% of the time"),
+        ({"forward": 9.5}, {"gpu0": 31.0}, "; the GPU was busy 31% of the time: it waits for the host's commands"),
+        ({"data": 9.5}, {"gpu0": 5.0}, "; the GPU was busy 5% of the time"),
+        ({"forward": 9.5}, {"gpu0": 93.0, "gpu1": 12.0}, "; gpu0, gpu1 were busy 93%, 12% of the time"),
+        ({"forward": 9.5}, {"gpu0": 9.0, "gpu1": 12.0},
+         "; gpu0, gpu1 were busy 9%, 12% of the time: they wait for the host's commands"),
+    ],
+)  # fmt: skip
+def test_how_busy_a_gpu_was_is_said_where_it_is_known(
+    parts_s: dict[str, float], busy: Mapping[str, float], ends: str
+) -> None:
+    assert limited_by(parts_s, 10.0, busy).endswith(ends)
+    assert "busy" not in limited_by(parts_s, 10.0)
+
+
+@given(st.dictionaries(st.sampled_from(ALL), st.floats(0.0, 100.0), min_size=1), st.floats(0.0, 50.0))
+def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float) -> None:
+    total_s = sum(parts_s.values()) + rest_s + 1.0
+    lines = table(parts_s, total_s, updates=3)
+    shares = [float(line.partition("%")[0].rpartition(" ")[2]) for line in lines]
+    assert sum(shares) == pytest.approx(100.0, abs=0.5 + 0.051 * len(lines)), "rounded, and without a rest below 0.5 %"
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_a_part_that_does_not_recur_is_not_told_by_update(screen: Callable[..., None]) -> None:
+    parts_s = {"starting": 2.0, "forward": 4.0, "evaluation": 4.0}
+    screen("\n".join(table(parts_s, 10.0, updates=8)))
+    assert table(parts_s, 10.0)[0] == "forward     40.0%       4.00 s"
+
+
+def test_a_phase_is_told_in_a_few_words(screen: Callable[..., None]) -> None:
+    screen(mostly({"forward": 5.0, "data": 3.0, "hooks": 0.5, "starting": 1.5}, 10.0))
+    assert mostly({}, 10.0) == ""

@@ -1,0 +1,178 @@
+"""Laws of what the figures mean: each rule speaks of what was measured, with the figures, and of nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from runner.observe.alerts import Alert
+from runner.observe.health_rules import MEMORY, RULES, SLOWED, UTILISATION, phases, table, verdicts
+from runner.observe.nvml import THROTTLE_REASONS
+from runner.observe.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
+
+
+def summary_of(
+    slowed: dict[str, dict[str, float]] | None = None, **metrics: float | tuple[float, float, float]
+) -> Summary:
+    """Return 60 s in which metrics such as gpu0_util had these values, or (lowest, mean, highest)."""
+    found = {}
+    for name, value in metrics.items():
+        low, mean, high = value if isinstance(value, tuple) else (value, value, value)
+        found[name.replace("_", "/", 1)] = Stat(mean, low, high, 60.0)
+    return Summary(SummaryPart(60.0, 60, found, {}, slowed or {}), {}, {"gpu0": SampledGpu("Tesla T4", "GPU-1")})
+
+
+def said(summary: Summary, *, of_run: bool = True) -> dict[str, str]:
+    return {verdict.subject: verdict.level for verdict in verdicts(summary, of_run=of_run)}
+
+
+@pytest.mark.parametrize(("mean", "level"), [(1, "low"), (79.9, "low"), (80, "good"), (100, "good")])
+def test_utilisation_is_good_from_80_to_100_percent(mean: float, level: str) -> None:
+    (verdict,) = verdicts(summary_of(gpu0_util=(0, mean, 100)))
+    assert (verdict.subject, verdict.level) == ("GPU 0 utilisation", level)
+    assert verdict.evidence == f"mean {mean:.0f} %, 0 to 100 %, over 60 s"
+
+
+@pytest.mark.parametrize(
+    ("used", "level"),
+    [(0.1, "low"), (4.9, "low"), (5, "good"), (7.9, "good"), (8.5, "note"), (9.0, "high"), (10, "high")],
+)
+def test_memory_is_good_from_50_to_80_percent_at_its_most(used: float, level: str) -> None:
+    summary = summary_of(gpu0_util=90, gpu0_memory_gib=(0, used / 2, used), gpu0_memory_total_gib=10.0)
+    assert said(summary)["GPU 0 memory"] == level
+
+
+@pytest.mark.parametrize("bands", [UTILISATION, MEMORY])
+def test_bands_leave_nothing_out_between_0_and_100(bands: tuple[object, ...]) -> None:
+    edges = [(band.low, band.high) for band in bands]  # type: ignore[attr-defined]
+    assert edges[0][0] == 0
+    assert edges[-1][1] > 100
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
+
+
+def test_nothing_is_said_of_what_was_not_read() -> None:
+    assert verdicts(Summary()) == []
+    assert verdicts(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
+    assert said(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
+    assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity nobody knows how full it is"
+    assert said(summary_of(cpu_percent=100.0)) == {}, "whether a GPU waits is not known"
+
+
+def test_an_idle_gpu_is_no_reason_for_advice() -> None:
+    summary = summary_of(gpu0_util=0.0, gpu0_memory_gib=0.1, gpu0_memory_total_gib=15.0, cpu_percent=99.0)
+    assert said(summary) == {"GPU 0 utilisation": "note"}
+
+
+@pytest.mark.parametrize("reason", THROTTLE_REASONS.values())
+def test_every_reason_that_holds_clocks_down_has_words_a_share_and_the_temperature(reason: str) -> None:
+    assert reason in SLOWED
+    (verdict,) = verdicts(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
+    assert verdict.subject == "GPU 0 clocks"
+    assert verdict.evidence.startswith(f"{reason}, 40 % ")
+    assert verdict.evidence.endswith(" 87 °C")
+    assert verdict.level == ("high" if "temperature" in reason or "hardware" in reason or "brake" in reason else "note")
+
+
+def test_clocks_that_were_not_held_down_are_not_mentioned() -> None:
+    assert said(summary_of({"gpu0": {"power limit": 0.0}}, gpu0_power_w=50)) == {}
+
+
+def test_another_process_beside_a_run_is_said_and_on_a_watched_machine_a_second_one() -> None:
+    one, two = (summary_of(gpu0_other_processes=count, gpu0_other_memory_gib=1.5) for count in (1, 2))
+    assert said(one) == said(two) == {"GPU 0 processes": "high"}
+    assert said(one, of_run=False) == {}
+    assert said(two, of_run=False) == {"GPU 0 processes": "high"}
+    assert re.findall(r"[\d.]+", verdicts(two)[0].evidence) == ["2", "1.5"]
+    assert said(summary_of(gpu0_other_processes=0)) == {}
+
+
+def test_ram_and_cpu_are_said_when_they_are_the_limit() -> None:
+    assert said(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
+    busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
+    assert said(busy)["CPU"] == "high"
+    assert "GPU 0 30 %" in next(verdict.evidence for verdict in verdicts(busy) if verdict.subject == "CPU")
+    assert "CPU" not in said(summary_of(cpu_percent=97, gpu0_util=95)), "the GPU does not wait"
+
+
+def test_memory_errors_are_those_of_the_watch_and_not_of_the_past() -> None:
+    assert said(summary_of(gpu0_ecc_uncorrected=(3, 3, 3))) == {}
+    assert said(summary_of(gpu0_ecc_uncorrected=(3, 4, 5)))["GPU 0 memory errors"] == "high"
+
+
+def of_gpu0(kind: str, says: str, **facts: object) -> Alert:
+    return Alert(kind, f"gpu0 (Tesla T4) {says}", "warning", {"device": "gpu0", "uuid": "GPU-1", **facts})
+
+
+def test_a_lost_gpu_comes_first_and_gets_no_advice_but_that() -> None:
+    summary = summary_of(
+        {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
+    )
+    why = "it has fallen off the bus"
+    found = verdicts(summary, [of_gpu0("lost", f"is lost: {why}")])
+    assert [verdict.subject for verdict in found] == ["GPU 0 lost", "RAM"]
+    assert (found[0].level, found[0].says) == ("high", why)
+    assert "GPU-1" in found[0].evidence
+
+
+def test_an_error_that_the_driver_reported_is_high_and_said_once() -> None:
+    what = "XID 48, a memory error; reset it"
+    xid = Alert("xid", f"gpu0 (Tesla T4): {what}", "warning", {"device": "gpu0"})
+    found = verdicts(summary_of(gpu0_util=90), [xid])
+    assert (found[0].subject, found[0].level) == ("GPU 0 error", "high")
+    assert found[0].says == what
+    ecc = of_gpu0("ecc", "had memory errors that could not be corrected", ecc="uncorrected")
+    assert said(summary_of()) == {}
+    assert [verdict.subject for verdict in verdicts(summary_of(), [ecc])] == ["GPU 0 memory errors"]
+    counted = verdicts(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
+    assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "the counter has said it"
+    corrected = of_gpu0("ecc", "had a memory error that was corrected", ecc="corrected")
+    assert verdicts(summary_of(), [corrected]) == []
+
+
+def test_nothing_is_said_of_gpus_that_a_run_on_the_cpu_does_not_use() -> None:
+    summary = summary_of(
+        gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, gpu0_other_processes=1, ram_percent=99
+    )
+    found = verdicts(summary, on_gpu=False)
+    assert [(verdict.level, verdict.subject) for verdict in found] == [("high", "RAM"), ("note", "GPUs")]
+    assert verdicts(summary_of(ram_percent=50), on_gpu=False) == []
+
+
+def test_what_to_change_comes_first_and_what_is_good_last() -> None:
+    summary = summary_of(
+        {"gpu0": {"power limit": 1.0}}, gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
+    )
+    assert [verdict.level for verdict in verdicts(summary)] == ["high", "low", "note", "good"]
+
+
+def test_every_rule_can_speak() -> None:
+    summary = summary_of(
+        {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99,
+        cpu_percent=99, gpu0_ecc_uncorrected=(0, 1, 2),
+    )  # fmt: skip
+    for rule in RULES:
+        assert list(rule(summary)), rule
+
+
+def test_the_table_has_lowest_mean_and_highest_of_what_was_read_and_no_other_line() -> None:
+    lines = table(summary_of(gpu0_util=(80, 85, 90), ram_percent=(1, 2, 3)))
+    assert [line.split() for line in lines] == [
+        ["lowest", "mean", "highest"],
+        ["GPU", "0", "Tesla", "T4"],
+        ["utilisation", "%", "80", "85", "90"],
+        ["RAM", "%", "1.0", "2.0", "3.0"],
+    ]
+    assert table(Summary()) == []
+
+
+def test_several_phases_have_a_line_each(screen: Callable[..., None]) -> None:
+    times = np.arange(6.0)
+    samples = MachineSamples(
+        times, np.ones(6), ("lora",) * 2 + ("router",) * 4, {"gpu0/util": times * 10, "cpu/percent": times}
+    )
+    screen("\n".join(phases(Summary.of(samples))))
+    assert phases(Summary.of(MachineSamples(times, np.ones(6), ("train",) * 6, {"cpu/percent": times}))) == []

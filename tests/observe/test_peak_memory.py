@@ -1,0 +1,29 @@
+"""How torch's allocator fares, from its own counters."""
+
+from __future__ import annotations
+
+from runner.observe.peak_memory import allocator_metrics, allocator_notes
+
+GIB = 2**30
+
+
+def test_rows_have_what_is_reserved_in_vain_and_how_often_it_was_tried_again() -> None:
+    stats = {
+        "allocated_bytes.all.current": 2 * GIB, "allocated_bytes.all.peak": 3 * GIB,
+        "reserved_bytes.all.current": 4 * GIB, "inactive_split_bytes.all.current": GIB,
+        "num_alloc_retries": 5, "num_ooms": 1,
+    }  # fmt: skip
+    found = allocator_metrics(stats)
+    assert found == {
+        "memory/allocated_gib": 2, "memory/reserved_gib": 4, "memory/peak_gib": 3, "memory/fragmentation": 0.25,
+        "memory/retries": 5, "memory/ooms": 1,
+    }  # fmt: skip
+    assert allocator_metrics({})["memory/fragmentation"] == 0, "nothing was taken yet"
+
+
+def test_the_end_of_a_run_tells_what_was_amiss_and_what_helps() -> None:
+    assert allocator_notes(None, None, None) == allocator_notes(0, 0.1, 4.0) == []
+    retried, fragmented = allocator_notes(3, 0.25, 4.0)
+    assert "3 times" in retried
+    assert "25% of the 4.00 GiB" in fragmented
+    assert "memory.allocator=expandable_segments:True" in fragmented

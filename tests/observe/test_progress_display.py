@@ -1,0 +1,288 @@
+"""Progress: exact lines for a pipe, a bar for a terminal, and next to nothing when neither is due."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from runner.observe.progress_display import Bar, ProgressDisplay, ProgressLines, make_progress
+
+MONITOR = "GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%"
+VALUES = {"train/loss": 2.345, "lr": 3e-4, "train/grad_norm": 1.25, "memory_gib": 8.21, "data_wait": 0.031}
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def terminal(columns: int = 140) -> Iterator[tuple[io.TextIOWrapper, Callable[[], str]]]:
+    """Yield a stream that is a terminal of this width, and what to call for what it was given."""
+    import fcntl
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    os.set_blocking(ours, False)
+    shown: list[bytes] = []
+
+    def seen() -> str:
+        while True:
+            try:
+                shown.append(os.read(ours, 65536))
+            except BlockingIOError:
+                return b"".join(shown).decode()
+
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        yield stream, seen
+    os.close(ours)
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def run_lines(total: int, done: int = 0, seconds_each: float = 2.0) -> str:
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, clock)
+    lines.start(total, done)
+    for update in range(done + 1, total + 1):
+        clock.now += seconds_each
+        lines.update(update, {"train/loss": 1.5, "lr": 1e-3, "gpu0/util": None})
+    lines.finish()
+    return stream.getvalue()
+
+
+def test_a_pipe_gets_plain_lines_at_1_and_10_then_every_30_seconds_and_at_the_last() -> None:
+    assert run_lines(40) == (
+        "update=1 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=78\n"
+        "update=10 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=60\n"
+        "update=25 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=30\n"
+        "update=40 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=0\n"
+    )
+
+
+def test_a_resumed_run_counts_its_first_lines_from_where_it_goes_on() -> None:
+    assert re.findall(r"^update=(\d+)", run_lines(1020, done=1000, seconds_each=0.1), re.M) == ["1001", "1010", "1020"]
+
+
+def test_a_line_says_nan_and_leaves_out_the_unknown() -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, Clock())
+    lines.start(1)
+    lines.update(1, {"train/loss": float("nan"), "lr": None}, MONITOR)
+    assert stream.getvalue() == f'update=1 total=1 train/loss=nan monitor="{MONITOR}"\n'
+
+
+def test_lines_are_chosen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert type(make_progress(io.StringIO())) is ProgressLines
+    with terminal() as (stream, _):
+        assert type(make_progress(stream)) is Bar
+        monkeypatch.setenv("TERM", "dumb")
+        assert type(make_progress(stream)) is ProgressLines
+
+
+def test_lines_reach_the_pipe_at_once() -> None:
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as stream, os.fdopen(ours, "rb", buffering=0) as reader:
+        lines = make_progress(stream)
+        lines.start(1)
+        lines.update(1, {})
+        assert reader.read(100).startswith(b"update=1 total=1 ")
+
+
+def test_the_bar_shows_every_figure_and_the_machine_below() -> None:
+    clock = Clock()
+    with terminal() as (stream, seen):
+        bar = Bar(stream, clock)
+        bar.start(1000)
+        clock.now += 10
+        bar.update(340, VALUES, MONITOR)
+        first, second = plain(seen()).splitlines()[-2:]
+        assert first == (
+            " 34% ████████░░░░░░░░░░░░░░░░   340/1000  34.0 it/s  loss 2.345  lr 3.00e-04  norm 1.25  mem 8.2GiB"
+            "  data 3%  ETA 0:19"
+        )
+        assert second == MONITOR
+        bar.finish()
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+def test_the_bar_begins_and_ends_at_the_same_columns_whatever_the_figures(columns: int) -> None:
+    clock, dice = Clock(), random.Random(1)
+    with terminal(columns) as (stream, seen):
+        bar = Bar(stream, clock)
+        bar.start(1000)
+        clock.now += 1
+        wide = {"train/loss": 0.00012345, "lr": 1e-4, "grad_norm": 0.0123, "memory_gib": 10.5, "data_wait": 1.0}
+        bar.update(1, wide)
+        clock.now += 90
+        bar.update(2, wide)  # slowest, and the longest to go
+        seen()
+        lengths, places = set(), set()
+        for update in [*range(3, 1000, 31), 1000]:
+            clock.now += 0.5 + dice.random()
+            shrunk = {name: value if dice.random() < 0.5 else round(value, 1) for name, value in wide.items()}
+            bar.update(update, shrunk)
+            frame = plain(seen()).splitlines()[-1]
+            lengths.add(sum(frame.count(block) for block in "█░"))
+            places.add(frame.find("/1000"))
+        assert len(lengths) == 1, lengths
+        assert len(places) == 1, places
+        bar.finish()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 10, 20, 40, 80, 200])
+def test_a_narrow_terminal_loses_figures_not_lines(columns: int) -> None:
+    clock = Clock()
+    with terminal(columns) as (stream, seen):
+        bar = Bar(stream, clock)
+        bar.start(1000)
+        before = len(seen())
+        for update in range(1, 6):
+            clock.now += 1
+            bar.update(update, VALUES, MONITOR)
+        drawn = seen()[before:]
+        frames = [plain(frame) for frame in re.split(r"\r\x1b\[2K\x1b\[1A\x1b\[2K", drawn)]
+        assert len(frames) == 5  # each frame erases exactly the two lines of the one before
+        assert all(len(line) <= columns for frame in frames for line in frame.splitlines())
+        if columns >= 40:
+            assert "5/1000" in frames[-1]
+        if columns >= 80:  # what tells less gives way to it
+            assert "░░░░" in frames[-1]
+        bar.finish()
+
+
+def test_the_bar_is_drawn_at_most_four_times_a_second_and_at_the_end() -> None:
+    clock = Clock()
+    with terminal() as (stream, seen):
+        bar = Bar(stream, clock)
+        bar.start(10_000)
+        due = []
+        for update in range(1, 10_001):
+            clock.now += 0.001
+            due.append(bar.due(update))
+            bar.update(update, {})
+        assert 39 <= sum(due) <= 42  # ten seconds
+        assert due[-1]
+        assert "100%" in plain(seen())
+        bar.finish()
+
+
+def test_a_note_stands_above_the_bar_once() -> None:
+    with terminal() as (stream, seen):
+        bar = make_progress(stream)
+        bar.start(3)
+        bar.update(1, {})
+        bar.note("[saved] checkpoint update-0000000001")
+        bar.update(3, {})
+        bar.finish()
+        text = plain(seen())
+    assert text.count("[saved] checkpoint update-0000000001") == 1
+    assert text.index("[saved]") < text.rindex("100%")
+
+
+def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with terminal() as (stream, seen):
+        bar = make_progress(stream)
+        bar.start(2)
+        bar.update(2, VALUES, MONITOR)
+        bar.finish()
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", seen())
+
+
+def test_the_cursor_is_never_hidden() -> None:
+    with terminal() as (stream, seen):
+        bar = make_progress(stream)
+        bar.start(2)
+        bar.update(1, VALUES)
+        assert "\x1b[?25l" not in seen()
+        bar.finish()
+
+
+def test_a_terminal_that_cannot_do_blocks_gets_ascii() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="ascii") as stream:
+        bar = make_progress(stream)
+        bar.start(2)
+        bar.update(2, {}, "GPU: 51 °C")
+        bar.finish()
+    text = plain(os.read(ours, 65536).decode("ascii"))
+    os.close(ours)
+    assert "100% ########################  2/2" in text
+    assert "GPU: 51 ? C" in text or "GPU: 51 ?C" in text
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_run() -> None:
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    bar = make_progress(stream)
+    bar.start(10)
+    os.close(ours)
+    for update in range(1, 11):
+        bar.update(update, VALUES, MONITOR)
+        bar.note("still here")
+    bar.finish()
+    lines = ProgressLines(stream)
+    lines.start(1)
+    lines.update(1, {})
+    with pytest.raises(OSError):
+        stream.close()
+
+
+def test_nothing_is_left_in_place_of_standard_output() -> None:
+    out, err = sys.stdout, sys.stderr
+    with terminal() as (stream, _):
+        for _phase in range(2):
+            bar = make_progress(stream)
+            bar.start(1)
+            bar.update(1, {})
+            bar.finish()
+    assert (sys.stdout, sys.stderr) == (out, err)
+
+
+def test_progress_for_silent_ranks_has_the_same_verbs() -> None:
+    silent = make_progress(None)
+    silent.start(3)
+    assert not silent.due(3)
+    silent.update(3, {"loss": 1.0})
+    silent.note("nobody hears")
+    silent.finish()
+
+
+@pytest.mark.parametrize("kind", ["bar", "lines"])
+def test_an_update_that_is_not_due_costs_under_two_microseconds(kind: str) -> None:
+    def cost_us(progress: ProgressDisplay) -> float:
+        began = time.perf_counter()
+        for update in range(101, 10_101):
+            progress.update(update, VALUES)
+        return (time.perf_counter() - began) / 10_000 * 1e6
+
+    with terminal() as (stream, _):
+        progress: ProgressDisplay = Bar(stream, Clock()) if kind == "bar" else ProgressLines(stream, time.monotonic)
+        if isinstance(progress, Bar):
+            progress._clock = time.monotonic
+        progress.start(1_000_000)
+        progress.update(1, VALUES)
+        # The best of some: other processes can only make it slower. A draw now and then is part of some of them.
+        assert min(cost_us(progress) for _ in range(7)) < 2.0
+        progress.finish()

@@ -1,0 +1,136 @@
+"""What the model of torch's allocator promises, whatever the sequence of allocations."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.plan.cuda_allocator import MIB, Allocator, replay
+
+ALLOCATORS = (
+    Allocator(),
+    Allocator(expandable=True),
+    Allocator(max_split=32 * MIB),
+    Allocator(divisions=4),
+    Allocator(segment=40 * MIB),
+)
+Steps = list[tuple[int, int]]
+SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 64 * MIB))
+STEPS = st.lists(st.tuples(st.integers(0, 12), SIZES), max_size=30)
+
+
+def events_of(steps: Steps) -> list[tuple[int, int]]:
+    """Return allocations, and ends of what is there."""
+    there: set[int] = set()
+    events = []
+    for block, size in steps:
+        if block in there:
+            there.remove(block)
+            events.append((block, 0))
+        else:
+            there.add(block)
+            events.append((block, size))
+    return events
+
+
+@given(STEPS, st.sampled_from(ALLOCATORS))
+@settings(max_examples=25, deadline=None)
+def test_no_byte_is_reserved_twice_and_none_is_handed_out_that_is_not_reserved(
+    steps: Steps, allocator: Allocator
+) -> None:
+    events = events_of(steps)
+    held = replay(events, allocator)
+    assert held.live <= held.allocated <= held.reserved
+    live: dict[int, int] = {}
+    most = 0
+    for block, size in events:
+        live[block] = size
+        most = max(most, sum(live.values()))
+    assert held.live == most
+    for stop in range(0, len(events), 7):
+        earlier = replay(events[:stop], allocator)
+        assert earlier.reserved <= held.reserved, "peaks only grow"
+        assert earlier.allocated <= held.allocated
+
+
+@given(STEPS, st.sampled_from([each for each in ALLOCATORS if each.max_split is None]))
+@settings(max_examples=20, deadline=None)
+def test_once_all_is_freed_whatever_was_there_finds_room_again(steps: Steps, allocator: Allocator) -> None:
+    """Free neighbors have become one block again, down to whole segments."""
+    events = events_of(steps)
+    freed = [*events, *((block, 0) for block in range(13))]
+    again = [
+        step for block, size in enumerate(size for _, size in events if size) for step in ((block, size), (block, 0))
+    ]
+    assert replay([*freed, *again], allocator).reserved == replay(events, allocator).reserved
+
+
+@given(STEPS, st.sampled_from(ALLOCATORS[:2]), st.integers(1, 400))
+@settings(max_examples=20, deadline=None)
+def test_a_limit_is_kept_and_is_refused_only_where_it_is_too_small(
+    steps: Steps, allocator: Allocator, limit_mib: int
+) -> None:
+    events = events_of(steps)
+    free, bound = replay(events, allocator), replay(events, allocator, limit_mib * MIB)
+    assert bound.reserved <= limit_mib * MIB
+    if free.reserved <= limit_mib * MIB:
+        assert bound == free, "a limit that is never reached changes nothing"
+    if bound.fits:
+        assert (bound.live, bound.allocated) == (free.live, free.allocated)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "allocated", "reserved"),
+    [
+        ([1], 512, 2 * MIB),
+        ([513, MIB], 1024 + MIB, 2 * MIB),
+        ([MIB] * 3, 3 * MIB, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([3 * MIB] * 6, 18 * MIB, 20 * MIB),
+        ([3 * MIB] * 7, 21 * MIB, 40 * MIB),
+        ([10 * MIB - 512], 10 * MIB - 512, 20 * MIB),
+        ([10 * MIB], 10 * MIB, 10 * MIB),
+        ([11 * MIB + 1], 12 * MIB, 12 * MIB),  # 1 MiB less 512 bytes is not worth a split
+        ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
+    ],
+)
+def test_segments_have_the_sizes_that_torch_asks_the_driver_for(
+    sizes: list[int], allocated: int, reserved: int
+) -> None:
+    held = replay(list(enumerate(sizes)))
+    assert (held.live, held.allocated, held.reserved) == (sum(sizes), allocated, reserved)
+
+
+def test_a_trace_followed_by_hand() -> None:
+    """30 MiB are freed and hold 12 and 15; the 3 that are left hold 2; 31 need a new segment, of 32."""
+    m = MIB
+    events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
+    held = replay(events)
+    assert held.reserved == (30 + 32) * m, "12 and 15 are neighbors, so together they hold 27"
+    assert held.allocated == (3 + 32 + 27) * m, "what is too small to be split off belongs to the block"
+    unsplit = replay(events, Allocator(max_split=20 * m))
+    assert unsplit.reserved == (30 + 12 + 16 + 20 + 32) * m, "30 is not split for 12, but 27 may have all of it"
+
+
+def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
+    m, expandable = MIB, Allocator(expandable=True)
+    assert replay([(0, 30 * m), (1, 30 * m)], expandable).reserved == 60 * m, "two pages, then one more for the rest"
+    assert replay([(0, 30 * m), (0, 0), (1, 50 * m)], expandable).reserved == 60 * m, "the free end is part of it"
+    assert replay([(0, 30 * m), (0, 0), (1, 50 * m)]).reserved == 80 * m
+
+
+def test_before_torch_gives_up_it_gives_back_what_it_has_cached() -> None:
+    m = MIB
+    events = [(0, 30 * m), (0, 0), (1, 40 * m)]
+    assert not replay(events, limit=39 * m).fits
+    held = replay(events, limit=50 * m)
+    assert (held.fits, held.retries, held.reserved) == (True, 1, 40 * m)
+
+
+def test_settings_are_read_as_they_are_written() -> None:
+    text = "expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[256:8,512:4,>:1]"
+    found = Allocator.of(text)
+    assert (found.expandable, found.max_split, found.divisions) == (True, 256 * MIB, 4)
+    assert found.rounded(5 * MIB + 1) == 6 * MIB, "steps of a quarter of 4 MiB"
+    assert Allocator.of(None) == Allocator()

@@ -1,0 +1,393 @@
+"""What fits a device: laws of the prediction, of the passes that follow from it, and of the words that tell it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import stat
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.base.configuration import Configuration, Request, compose
+from runner.base.text import sized
+from runner.plan.corrections import FILE, Correction, corrections, keep
+from runner.plan.cuda_allocator import Allocator
+from runner.plan.estimate import LAUNCH_S, DevicePeaks, peaks_of, update_seconds
+from runner.plan.inventory import Cpu, Device, Inventory
+from runner.plan.memory_fit import GIB, Demand, Needs, RankMemory, RankPart, biggest, may_fit, passes_of, predicted
+from runner.plan.memory_trace import Bytes, Layer, Traced
+from runner.plan.overhead import overhead_of
+from runner.plan.planner import Plan, make_plan, wants_needs
+from runner.plan.prediction_text import WIDTH, FittingChange, seconds_of, sheet, short
+from runner.plan.rank_devices import RankDevice
+
+MIB = 2**20
+T4 = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
+HERE = Inventory((T4,), Cpu("a processor", 8, 16, 64 * GIB))
+
+
+def traced(samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Traced:
+    """A trace by hand: weights, gradients, twice as much state, and activations in blocks of 64 MiB."""
+    quarter, each = int(model_gib * GIB / 4), int(sample_gib * GIB)
+    peak = Bytes(quarter, 0, quarter, 2 * quarter, each * samples, MIB * samples)
+    sizes = [quarter] * 4 + [64 * MIB] * (each * samples // (64 * MIB)) + [MIB] * samples
+    events = tuple(enumerate(sizes))
+    layers = tuple(Layer(f"blocks.{number}.mlp", each * samples // 4, 10**9) for number in range(4))
+    work = 10**12 * samples
+    return Traced("train", samples, 1, peak, events, layers, (), work, work // 100, 10**10, quarter // 8, num_layers=4)
+
+
+@cache
+def demand(*samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Demand:
+    return Demand.of([traced(each, model_gib, sample_gib) for each in samples], Allocator())
+
+
+def device(gib: float, **other: int) -> RankDevice:
+    return RankDevice("cuda:0", "a GPU", "", int(gib * GIB), **other)
+
+
+@cache
+def composed(*words: str) -> Configuration:
+    return compose(Request(words))
+
+
+def plan(*words: str, needs: Needs | None, on: Inventory = HERE) -> Plan:
+    return make_plan(composed(*words), on, needs=needs)
+
+
+@given(st.integers(1, 64), st.sampled_from([(8,), (2, 8), (1, 4, 16)]))
+@settings(deadline=None, max_examples=20)
+def test_what_was_traced_is_told_as_it_was_and_more_samples_never_take_less(
+    samples: int, sizes: tuple[int, ...]
+) -> None:
+    need = demand(*sizes)
+    for point in need.points:
+        assert need.at(point.micro_batch_size) == point
+    assert need.at(samples + 1).peak.total >= need.at(samples).peak.total
+    assert need.at(samples).reserved >= need.at(samples).peak.total
+    assert need.at(samples).peak.optimizer == 2 * need.at(samples).peak.gradients, "weights do not follow the samples"
+
+
+@given(
+    st.floats(0.5, 40), st.integers(1, 64), st.sampled_from(["single", "ddp", "fsdp", "pipeline"]), st.integers(2, 8)
+)
+@settings(deadline=None, max_examples=30)
+def test_the_most_samples_that_fit_fit_and_one_more_does_not(gib: float, most: int, strategy: str, count: int) -> None:
+    need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
+    part = RankPart(strategy, 1 if strategy == "single" else count)
+    found = biggest(need, rank, most, part)
+    assert not found or predicted(need, found, rank, part).fits
+    assert found == most or not predicted(need, found + 1, rank, part).fits
+
+
+def test_each_strategy_takes_its_part_beside_what_libraries_hold() -> None:
+    need = demand(2, 8)
+    rank = device(16, overhead_bytes=100, communication_bytes=11)
+    alone = predicted(need, 4, rank)
+    assert alone.parts["libraries"] == 100
+    assert alone.total == sum(alone.parts.values())
+    ddp, fsdp = predicted(need, 4, rank, RankPart("ddp", 4)), predicted(need, 4, rank, RankPart("fsdp", 4))
+    assert ddp.parts["libraries"] == 111
+    assert ddp.parts["gradients"] == 2 * alone.parts["gradients"], "a bucket for each gradient"
+    assert fsdp.parts["optimizer"] * 4 == alone.parts["optimizer"]
+    assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has samples of its own"
+    several = predicted(need, 4, rank, RankPart("fsdp", 4, share=8))
+    assert several.parts["gradients"] >= alone.parts["gradients"], "not cut before the last pass of an update"
+    whole = dataclasses.replace(need, largest=0)
+    assert predicted(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], "one block"
+    stages = predicted(need, 4, rank, RankPart("pipeline", 2, in_flight=2.0, passes=3))
+    assert stages.parts["activations"] == 2 * alone.parts["activations"]
+    assert stages.parts["inputs"] == 3 * alone.parts["inputs"], "all of an update are read at once"
+    on_cpu = predicted(need, 4, RankDevice("cpu", "CPU", "", 64 * GIB), RankPart("ddp", 4))
+    assert on_cpu.parts["allocator"] == 0
+    assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share its memory"
+    assert predicted(need, 4, device(0)).fits, "what is not known is not said to be too small"
+
+
+def test_buckets_of_ddp_are_there_while_no_gradient_is() -> None:
+    """At the end of a forward pass with many activations there are none of a process alone."""
+    point = demand(4).points[0]
+    late = dataclasses.replace(point, peak=dataclasses.replace(point.peak, gradients=0))
+    need = dataclasses.replace(demand(4), points=(late,), trained=5 * MIB)
+    assert predicted(need, 4, device(16), RankPart("ddp", 2)).parts["gradients"] == 5 * MIB
+
+
+@pytest.mark.parametrize(("words", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0), ("interleaved", 1.5)])
+def test_a_stage_keeps_as_many_passes_as_its_schedule_has_under_way(words: str, in_flight: float) -> None:
+    choice = composed("parallelism=pipeline", f"parallelism.schedule={words}").choices["parallelism"]
+    assert RankPart.of(choice, 2, 64, 8).in_flight == in_flight
+
+
+def test_what_was_measured_is_predicted_again() -> None:
+    point = dataclasses.replace(demand(4).points[0], reserved=round(1.2 * demand(4).points[0].peak.total))
+    need, rank = dataclasses.replace(demand(4), points=(point,)), device(16)
+    modelled = predicted(need, 4, rank).total
+    for factor in (1.3, 0.5):
+        corrected = Correction("a GPU", "gpt", "2026-11-22", tensors=factor).of(dataclasses.replace(rank, unseen=0.04))
+        found = predicted(need, 4, corrected).total
+        assert max(1.0, factor) * modelled <= found <= 1.03 * max(1.0, factor) * modelled
+
+
+def test_what_cannot_help_at_its_best_is_not_traced() -> None:
+    """4 samples take 2 GiB beside 1 GiB of weights, gradients and state; state is a half of that."""
+    thought = predicted(demand(4), 4, device(2.7))
+    assert not thought.fits
+    assert may_fit(thought, ["optimizer=adamw8bit"])
+    assert may_fit(thought, ["memory=checkpoint"])
+    tight = predicted(demand(4), 4, device(1.2))
+    assert not may_fit(tight, ["optimizer=adamw8bit"])
+    assert may_fit(tight, ["micro_batch_size=auto"])
+    assert not may_fit(predicted(demand(4), 4, device(0.4)), ["micro_batch_size=auto", "optimizer=adamw8bit"])
+
+
+@given(st.integers(1, 512), st.integers(1, 512))
+def test_a_share_is_passed_in_as_few_passes_as_fit_or_a_third_more_of_one_shape(share: int, held: int) -> None:
+    size = passes_of(share, held)
+    least, made = -(-share // min(held, share)), -(-share // size)
+    assert 1 <= size <= min(held, share)
+    assert made == least or (share % size == 0 and made * 3 <= least * 4)
+
+
+def test_auto_takes_the_most_that_fits_a_gpu_and_the_whole_share_where_that_does() -> None:
+    words = ("global_batch_size=64", "micro_batch_size=auto", "precision=fp16")
+    needs = Needs({"train": demand(4, 16)})
+    made = plan(*words, needs=needs)
+    size = made.batch.micro_batch_size
+    held = biggest(needs.demands["train"], made.ranks[0], 64)
+    assert size <= held < 64
+    assert made.batch.accumulation_steps * size >= 64
+    assert "share of 64" in made.reason("micro_batch_size")
+    assert made.memory[0].samples == size
+    assert all(each.prediction.fits for each in made.memory)
+    assert Plan.from_json(made.to_json()) == made
+    small = plan("global_batch_size=8", *words[1:], needs=needs)
+    assert (small.batch.micro_batch_size, small.batch.accumulation_steps) == (8, 1)
+    assert small.reason("micro_batch_size").startswith("auto: ")
+    assert small.reason("micro_batch_size") != made.reason("micro_batch_size")
+    asked = plan("global_batch_size=64", "micro_batch_size=32", needs=needs)
+    assert asked.batch.micro_batch_size == 32, "what was asked for is not changed"
+    assert not asked.memory[0].prediction.fits
+
+
+def test_a_cpu_passes_its_whole_share_whatever_it_takes() -> None:
+    needs = Needs({"train": demand(4, 16, sample_gib=8.0)})
+    made = plan("global_batch_size=64", "micro_batch_size=auto", "device=cpu", needs=needs)
+    assert made.batch.micro_batch_size == 64
+    assert not made.memory[0].prediction.fits
+
+
+def test_what_others_hold_is_not_there() -> None:
+    """Capacity is what is free now, where the device is here, and no more than this process may take."""
+    words, needs = ("global_batch_size=64", "micro_batch_size=auto"), Needs({"train": demand(4, 16)})
+    whole = plan(*words, needs=needs).memory[0]
+    busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
+    shared = plan(*words, needs=needs, on=busy).memory[0]
+    half = plan(*words, "memory.fraction=0.5", needs=needs).memory[0]
+    told = plan(*words, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
+    assert told == half, "torch's allocator keeps to it too"
+    assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
+    assert half.prediction.capacity == 7.5 * GIB
+    assert shared.samples < half.samples < whole.samples
+
+
+def test_of_an_allocator_that_is_not_torchs_nothing_is_said_to_fit() -> None:
+    needs = Needs({"train": demand(4, 16)})
+    made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
+    lines = sheet(made, needs, {})
+    assert not [line for line in lines if re.search(r" fits($|\s)", line)], "no figure without its mark"
+    assert any("NOT EXACT" in line for line in lines)
+
+
+def test_where_not_one_sample_fits_it_is_said() -> None:
+    made = plan("global_batch_size=4", "micro_batch_size=auto", needs=Needs({"train": demand(1, 4, sample_gib=20.0)}))
+    assert made.batch.micro_batch_size == 1
+    assert not made.memory[0].prediction.fits
+    assert any("predicted" in note and "accel-run plan" in note for note in made.notes), made.notes
+
+
+def test_blocks_to_compute_again_are_those_that_the_trace_has_chosen() -> None:
+    known = Demand.of([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], Allocator())
+    words = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
+    made = plan(*words, needs=Needs({"train": known}))
+    assert made.choices["memory"].options["recompute"] == [1, 2]
+    assert "2 blocks" in made.reason("memory.recompute")
+    asked = plan(*words, "memory.recompute=[0]", needs=Needs({"train": known}))
+    assert asked.choices["memory"].options["recompute"] == [0], "what was asked for is not changed"
+    assert known.recompute_at(5) == (), "a trace of more samples did without"
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "is_wanted"),
+    [
+        (("micro_batch_size=auto",), T4, True),
+        (("micro_batch_size=8",), T4, False),
+        (("micro_batch_size=8", "parallelism=auto"), T4, True),
+        (("micro_batch_size=auto", "device=cpu"), T4, False),
+        (("micro_batch_size=auto",), None, False),
+        (("micro_batch_size=8", "memory=budget"), None, True),
+    ],
+)
+def test_a_run_is_traced_before_it_starts_only_where_its_plan_depends_on_it(
+    words: tuple[str, ...], device: Device | None, *, is_wanted: bool
+) -> None:
+    here = dataclasses.replace(HERE, devices=(device,) if device else ())
+    assert wants_needs(compose(Request(words)), here) is is_wanted
+
+
+def test_estimates_of_libraries_are_widened_and_an_unknown_gpu_counts_as_the_one_that_holds_most() -> None:
+    known = [overhead_of("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
+    assert [each.libraries for each in known] == sorted(each.libraries for each in known)
+    assert known[0].libraries > (450 + 16) * MIB
+    assert overhead_of("cuda", None) == overhead_of("cuda", (12, 0)) == known[-1]
+    assert overhead_of("cpu", None).communication == 0
+
+
+def test_seconds_are_a_range_that_grows_with_the_work_and_rests_on_the_profile() -> None:
+    need = demand(2, 8)
+    peaks = peaks_of("tesla t4", "fp16", [compose(Request(("+hardware=t4",))).hardware])
+    assert peaks == DevicePeaks(65e12, 320e9)
+    one, two = update_seconds(need, [4], peaks), update_seconds(need, [4, 4], peaks)
+    assert one is not None and two is not None  # noqa: PT018
+    assert one.low <= one.high < two.high
+    compute, memory = 4e12 / (0.5 * 65e12), (4e10 + 1e10) / (0.8 * 320e9)
+    assert (one.low, one.high) == pytest.approx((max(compute, memory), compute + memory))
+    measured = update_seconds(need, [4], DevicePeaks(measured=1e12))
+    assert measured is not None
+    assert (measured.low, measured.high) == (4.0, 4.0)
+    assert update_seconds(need, [4], peaks_of("a GPU", "fp16", [])) is None
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(1, 4))
+@settings(deadline=None, max_examples=20)
+def test_no_update_on_a_gpu_is_shorter_than_the_launches_of_its_kernels(each: int, of_update: int, passes: int) -> None:
+    need = demand(2, 8)
+    points = tuple(dataclasses.replace(point, launches=each) for point in need.points)
+    need = dataclasses.replace(need, points=points, update_launches=of_update)
+    for peaks in (DevicePeaks(1e15, 1e13), DevicePeaks(measured=1e15)):
+        bare = update_seconds(need, [4] * passes, peaks)
+        found = update_seconds(need, [4] * passes, peaks, launches=True)
+        assert bare is not None
+        assert found is not None
+        number = each * passes + of_update
+        assert (found.low, found.high) == (
+            max(bare.low, number * LAUNCH_S[0]), max(bare.high, number * LAUNCH_S[1]),
+        )  # fmt: skip
+        assert (f"{number:,} kernel launches" in found.how) == (found != bare), "the reason names what it assumes"
+
+
+def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> None:
+    need = demand(2, 8)
+    points = tuple(dataclasses.replace(point, launches=10**7) for point in need.points)
+    need = dataclasses.replace(need, points=points)
+    needs, peaks = Needs({"train": need}), {"Tesla T4": DevicePeaks(1e15, 1e13), "CPU": DevicePeaks(1e15, 1e13)}
+    seconds = {}
+    for words in (("compile=off",), ("compile=default",), ("compile=off", "device=cpu")):
+        made = plan("micro_batch_size=2", "global_batch_size=2", *words, needs=needs)
+        peaks |= {rank.name: DevicePeaks(1e15, 1e13) for rank in made.ranks}
+        seconds[words] = seconds_of(made, made.selected[0], need, peaks)
+    eager, compiled, on_cpu = (found.low if found else None for found in seconds.values())
+    assert eager == 10**7 * LAUNCH_S[0]
+    assert compiled == on_cpu
+    assert compiled is not None
+    assert compiled < 1
+
+
+@pytest.mark.parametrize(("strategy", "passes"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
+def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) -> None:
+    needs = Needs({"train": demand(2, 8)})
+    gpus = tuple(dataclasses.replace(T4, index=number, uuid=f"GPU-{number}") for number in range(4))
+    words = (f"parallelism={strategy}", "micro_batch_size=2", f"global_batch_size={8 * passes}")
+    made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
+    assert {each.prediction.bounds for each in made.memory} == {("parameters", "gradients")[: 2 * (strategy == "fsdp")]}
+    table = {line.split()[0]: line for line in sheet(made, needs, {}) if line.strip()}
+    assert ("up to" in table["gradients"]) == (strategy == "fsdp")
+    of_all = needs.demands["train"].trained or needs.demands["train"].points[-1].peak.gradients
+    if strategy == "fsdp":
+        gradients = made.memory[0].prediction.parts["gradients"]
+        assert (gradients >= of_all) == (passes > 1), "whole between the passes of an update, an even part in one"
+    again = RankMemory.from_dict(json.loads(json.dumps(dataclasses.asdict(made.memory[0]))))
+    assert again == made.memory[0]
+
+
+def test_a_correction_is_found_again_on_this_machine_and_replaces_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_RUN_CACHE", str(tmp_path / "cache"))
+    assert corrections() == {}
+    file = Path(keep(Correction("a GPU", "gpt", "2026-11-22", None, 1.2, {"fp16": 1e12})))
+    keep(Correction("a GPU", "gpt", "2026-11-23", 5, 1.3, {"fp32": 2e12}))
+    found = corrections()["a GPU"]
+    assert found == Correction("a GPU", "gpt", "2026-11-23", 5, 1.3, {"fp16": 1e12, "fp32": 2e12})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    rank = Needs({}, {"a GPU": found}).corrected(device(16, overhead_bytes=99))
+    assert rank.overhead_bytes == 5
+    assert predicted(demand(2, 8), 4, rank).total > predicted(demand(2, 8), 4, device(16)).total
+    machine = next(iter(json.loads(file.read_text())))
+    for damaged in ("{", "[]", *(json.dumps({machine: kept}) for kept in ({"a GPU": {"tensors": -1}}, [1], "text"))):
+        (tmp_path / "cache" / FILE).write_text(damaged)
+        assert corrections() == {}, "what cannot be read was not measured"
+    other = tmp_path / "other"
+    other.write_text("kept")
+    file.unlink()
+    file.symlink_to(other)
+    keep(Correction("a GPU", "gpt", "2026-11-22"))
+    assert (other.read_text(), stat.S_IMODE(file.lstat().st_mode)) == ("kept", 0o600), "a link is not followed"
+
+
+def test_needs_survive_the_way_between_ranks() -> None:
+    needs = Needs({"train": demand(2, 8)}, {"a GPU": Correction("a GPU", "gpt", "2026-11-22")}, "a reason")
+    again = Needs.from_dict(json.loads(json.dumps(dataclasses.asdict(needs))))
+    assert again.demands["train"].at(5) == needs.demands["train"].at(5)
+    assert (again.corrections, again.why_not) == (needs.corrections, needs.why_not)
+
+
+def test_what_fits_and_what_is_advised_are_both_told() -> None:
+    needs = Needs({"train": demand(1, 64)})
+    made = plan("global_batch_size=64", "micro_batch_size=auto", needs=needs)
+    held = biggest(needs.demands["train"], made.ranks[0], 64)
+    advised = made.batch.micro_batch_size
+    assert advised < held < 64
+    assert 64 % advised == 0
+    text = " ".join(" ".join(sheet(made, needs, {})).split())
+    assert f"about {held} on rank 0" in text
+    assert f"(this run: {advised})" in text
+    assert f"recommended: {advised} " in text
+    assert f"{64 // advised} micro-batches" in text
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> None:
+    gpus = tuple(
+        Device("cuda", number, f"NVIDIA Long Name {number}", f"GPU-{number}", (8 + number) * GIB, capability=(8, 6))
+        for number in range(count)
+    )
+    words = ("global_batch_size=128", "micro_batch_size=16", f"parallelism={'ddp' if count > 1 else 'single'}")
+    needs = Needs({"train": demand(4, 16)}, why_not="an operation without a fake")
+    made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
+    changes = [
+        FittingChange(("micro_batch_size=4", "optimizer=adamw8bit"), GIB, 1.5),
+        FittingChange(("precision=bf16",), GIB, None),
+    ]
+    lines = sheet(made, needs, {gpu.name: DevicePeaks(1e13, 1e11) for gpu in gpus}, changes, [("memory=budget",)])
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= WIDTH, text
+    assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
+    for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "NOT EXACT", "not tried"):
+        assert words_of_it in text, text
+    assert all("predicted" in line for line in short(made.memory))
+    assert "Traced on fake" in text
+    rough = Needs({"train": dataclasses.replace(needs.demands["train"], is_exact=False, why_not="no")})
+    marked = "\n".join(sheet(plan(*words, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {}))
+    assert "Traced on fake" not in marked
+    assert not re.search(r" fits($|\s)", marked), "no figure without its mark"
+    untold = sheet(plan(*words, needs=Needs({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {})
+    assert "not predicted" in untold[0]
+
+
+def test_sizes_are_told_in_the_unit_that_people_read() -> None:
+    assert [sized(size) for size in (0, 2048, 3 * MIB, 2 * GIB)] == ["0", "2 KiB", "3 MiB", "2 GiB"]

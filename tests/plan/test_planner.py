@@ -1,0 +1,561 @@
+"""Laws of the plan: pure, frozen, complete; each value with its reason, every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.base.configuration import Configuration, Request, compose, selected_by_profile, shipped_options
+from runner.base.division import Batch, divide
+from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
+from runner.base.shares import equal
+from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
+from runner.plan.planner import Plan, inventory_for, make_plan
+from tests.suggestions import suggested
+
+CPU = Cpu("a processor", physical_cores=8, logical_cores=16, memory_bytes=64 * GIB)
+
+
+def gpu(index: int, name: str, memory_gib: int, capability: tuple[int, int], **other: Any) -> Device:
+    return Device("cuda", index, name, f"GPU-{index}", memory_gib * GIB, capability=capability, **other)
+
+
+T4 = gpu(0, "Tesla T4", 15, (7, 5))
+T4_TOO = gpu(1, "Tesla T4", 15, (7, 5))
+A100 = gpu(0, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
+PAIR = (gpu(0, "NVIDIA GeForce RTX 2080 Ti", 11, (7, 5)), gpu(1, "NVIDIA GeForce RTX 3070", 8, (8, 6)))
+GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
+MI210 = Device("cuda", 0, "AMD Instinct MI210", memory_bytes=64 * GIB, architecture="gfx90a")
+RX6800 = Device("cuda", 1, "AMD Radeon RX 6800", memory_bytes=16 * GIB, architecture="gfx1030")
+MPS = Device("mps", 0, "Apple GPU", memory_bytes=16 * GIB)
+BROKEN = gpu(0, "Tesla K80", 12, (3, 7), usable=False, why_not="no kernels for capability 3.7")
+
+
+def machine(*devices: Device, cores: int = 16) -> Inventory:
+    return Inventory(devices, dataclasses.replace(CPU, logical_cores=cores))
+
+
+@cache
+def configuration(*words: str) -> Configuration:
+    return compose(Request(words))
+
+
+def plan(*words: str, on: Inventory | None = None) -> Plan:
+    return make_plan(configuration(*words), on or machine())
+
+
+def refused(*words: str, on: Inventory | None = None) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        plan(*words, on=on)
+    assert caught.value.exit_code == Exit.CONFIG
+    return list(caught.value.problems)
+
+
+# ---------------------------------------------------------------- what a plan is
+
+WORDS = ("precision.keep_fp32=[head]", "precision=fp16", "optimizer.lr_scales={0:0.5}", "epochs=2", "phases=[train]")
+
+
+def test_the_same_question_has_the_same_answer_and_the_question_is_left_alone() -> None:
+    asked, here = deepcopy(configuration(*WORDS)), machine(*PAIR)
+    first = make_plan(asked, here)
+    assert make_plan(asked, here) == first
+    assert asked == configuration(*WORDS)
+    assert here == machine(*PAIR)
+
+
+def test_a_plan_shares_nothing_that_can_change_with_another_plan() -> None:
+    first = plan("precision=auto", on=machine(A100))
+    first.choices["precision"].options["keep_fp32"].append("head")
+    assert plan("precision=auto", on=machine(A100)).choices["precision"].options["keep_fp32"] == []
+
+
+def test_no_torch_is_needed() -> None:
+    code = """if True:
+        import sys
+        from runner.base.configuration import Request, compose
+        from runner.plan.inventory import Cpu, Inventory
+        from runner.plan.planner import Plan, make_plan
+        plan = make_plan(compose(Request()), Inventory((), Cpu("a processor", 1, 1, 0)))
+        assert Plan.from_json(plan.to_json()) == plan
+        sys.exit("torch" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_plan_is_frozen() -> None:
+    made = plan()
+    parts: list[Any] = [made, made.batch, made.settings, made.choices["precision"]]
+    for part in parts:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(part, dataclasses.fields(part)[0].name, "other")
+
+
+@pytest.mark.parametrize("words", [(), WORDS, ("hardware=t4", "task.size=tiny", "run='1'"), ("epochs=0.5",)])
+@pytest.mark.parametrize("devices", [(), (T4,), PAIR])
+def test_a_plan_survives_json(words: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+    made = plan(*words, on=machine(*devices))
+    again = Plan.from_json(made.to_json())
+    assert again == made
+    assert again.values() == made.values()
+    assert isinstance(again.notes, tuple)
+
+
+# Keys whose own function takes `auto`, and what it does with it.
+AUTO_IS_A_VALUE = {
+    "attention",  # torch chooses the kernel at each call
+    "backend.threads",  # divides the cores among the ranks of this machine, known when they start
+    "checkpoint.every",  # every few minutes
+    "memory.channels_last",  # looks at the layers of the model
+    "evaluate.every",  # ten times in a phase, whose length is known with the data
+    "resume",  # goes on where the run stopped, if it did
+    "tracker.mode",  # online where there is a key
+    "watchdog.data_s",  # follows the longest wait lately, known while the run goes on
+    "watchdog.update_s",  # the same for updates
+}
+
+
+@pytest.mark.parametrize("devices", [(), (T4,), (A100,), (MPS,)])
+@pytest.mark.parametrize("words", [(), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")])
+def test_every_auto_is_resolved_and_has_its_reason(words: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+    asked, made = configuration(*words), plan(*words, on=machine(*devices))
+    left = {key for key, value in made.values().items() if value == "auto"}
+    assert left <= AUTO_IS_A_VALUE
+    resolved = (
+        {key for key, value in asked.flat().items() if value == "auto"} - left - {"hardware"}
+    )  # the profile's name
+    assert {"device", "precision", "prefetch", "micro_batch_size", "optimizer.kernel"} <= resolved
+    assert {key: made.reason(key) for key in resolved if not made.reason(key).startswith("auto: ")} == {}
+
+
+def test_every_key_that_auto_is_left_to_is_in_some_plan() -> None:
+    made = plan("tracker=wandb", on=machine())
+    assert {key for key, value in made.values().items() if value == "auto"} >= AUTO_IS_A_VALUE - {"evaluate.every"}
+    assert configuration("evaluate.every=auto").settings.evaluate.every == "auto"
+
+
+def test_who_typed_it_is_the_reason_of_what_was_typed() -> None:
+    made = plan("seed=3", "precision=fp32", "optimizer.kernel=foreach", "micro_batch_size=1", "global_batch_size=4")
+    keys = ("seed", "precision", "optimizer.kernel", "micro_batch_size", "log_every")
+    assert [made.reason(key) for key in keys] == ["command line"] * 4 + ["default"]
+    assert made.reason("accumulation_steps") == "4 / (1 x 1)"
+
+
+# ---------------------------------------------------------------- what follows from the machine
+
+
+@pytest.mark.parametrize(
+    ("here", "device", "precision", "workers", "pin_memory", "prefetch"),
+    [
+        (machine(), "cpu", "fp32", 0, False, "none"),
+        (machine(T4), "cuda:0", "fp16", 8, True, "stream"),
+        (machine(A100, cores=4), "cuda:0", "bf16", 3, True, "stream"),
+        (machine(A100, cores=1), "cuda:0", "bf16", 0, True, "stream"),
+        (machine(*PAIR), "cuda:0", "fp16", 8, True, "stream"),
+        (machine(GTX), "cuda:0", "fp32", 8, True, "stream"),
+        (machine(MPS), "mps", "fp32", 0, False, "none"),
+        (machine(BROKEN), "cpu", "fp32", 0, False, "none"),
+    ],
+    ids=["cpu", "t4", "a100", "one core", "pair", "gtx", "mps", "unusable"],
+)
+def test_the_mechanics_follow_from_the_machine(
+    here: Inventory, device: str, precision: str, workers: int, pin_memory: bool, prefetch: str
+) -> None:
+    values = plan(on=here).values()
+    keys = ("device", "precision", "dataloader.num_workers", "dataloader.pin_memory", "prefetch")
+    assert [values[key] for key in keys] == [device, precision, workers, pin_memory, prefetch]
+
+
+def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
+    made = plan("parallelism=ddp", "parallelism.shares=equal", on=machine(*PAIR, cores=8))
+    assert made.values()["dataloader.num_workers"] == 3
+    reason = "auto: 4 of 8 cores for each rank, one of them for the main process, at most 8"
+    assert made.reason("dataloader.num_workers") == reason
+
+
+def test_a_gpu_that_cannot_be_used_is_named_in_the_reason() -> None:
+    made = plan(on=machine(BROKEN))
+    assert made.reason("device").endswith(f"({BROKEN.name}: {BROKEN.why_not})")
+    assert (made.device_name, made.device_uuid) == ("CPU (a processor, 16 cores)", "")
+
+
+def test_the_gpu_with_most_free_memory_is_taken() -> None:
+    large, small = PAIR
+    busy = dataclasses.replace(large, free_bytes=2 * GIB)
+    full = dataclasses.replace(large, free_bytes=0)
+    free = dataclasses.replace(small, free_bytes=7 * GIB)
+    assert plan(on=machine(large, small)).device == "cuda:0", "nobody tells what is free: the larger one"
+    assert plan(on=machine(busy, free)).device == "cuda:1"
+    assert plan(on=machine(full, free)).device == "cuda:1"
+    made = plan(on=machine(busy, free))
+    assert made.reason("device").startswith(f"auto: {small.name}, ")
+    assert made.device_uuid == "GPU-1"
+
+
+def test_a_device_asked_for_by_name_is_taken() -> None:
+    assert plan("device=cuda:1", on=machine(*PAIR)).device == "cuda:1"
+    assert plan("device=cuda", on=machine(*PAIR)).device == "cuda:0"
+    assert plan("device=cpu", on=machine(*PAIR)).device == "cpu"
+    assert plan("device=mps", on=machine(MPS)).device == "mps"
+    assert plan("device=cpu", on=machine(*PAIR)).reason("device") == "command line"
+
+
+@pytest.mark.parametrize(
+    ("word", "here", "those"),
+    [
+        ("device=cuda:1", machine(T4), " cuda:0, cpu"),
+        ("device=mps", machine(*PAIR), " cuda:0, cuda:1, cpu"),
+        ("device=cuda", machine(), " cpu"),
+        ("device=cuda", machine(BROKEN), f" cpu ({BROKEN.name}: {BROKEN.why_not})"),
+    ],
+)
+def test_a_missing_device_is_said_with_those_that_are_here(word: str, here: Inventory, those: str) -> None:
+    with pytest.raises(DeviceMissing) as caught:
+        plan(word, on=here)
+    assert caught.value.exit_code == Exit.NO_DEVICE == 69
+    (problem,) = caught.value.problems
+    assert (problem.where, suggested(problem.fix)) == (word, ["device=auto"])
+    assert problem.what.endswith(those)
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+REFUSED = [
+    ("precision=bf16", machine(T4), "fp16"),
+    ("precision=bf16", machine(GTX), "fp32"),
+    ("precision=tf32", machine(T4), "fp32"),
+    ("precision=tf32", machine(MPS), "fp32"),
+    ("precision=tf32", machine(), "fp32"),
+    ("attention=flash", machine(T4), "efficient"),
+    ("attention=cudnn", machine(), "auto"),
+    ("attention=efficient", machine(), "auto"),
+]
+
+
+@pytest.mark.parametrize(("word", "here", "instead"), REFUSED)
+def test_what_was_asked_for_by_name_and_cannot_be_is_refused(word: str, here: Inventory, instead: str) -> None:
+    group = word.partition("=")[0]
+    (problem,) = refused(word, on=here)
+    assert problem.where == word
+    assert suggested(problem.fix) == list(dict.fromkeys([f"{group}={instead}", f"{group}=auto"]))
+
+
+@pytest.mark.parametrize("word", ["precision=bf16", "attention=flash", "precision=fp16"])
+@pytest.mark.parametrize("here", [A100, MPS], ids=["a100", "mps"])
+def test_what_can_be_is_kept(word: str, here: Device) -> None:
+    group, _, name = word.partition("=")
+    made = plan(word, on=machine(here))
+    assert (made.choices[group].name, made.reason(group), made.notes) == (name, "command line", ())
+
+
+@pytest.mark.parametrize(
+    ("selected", "here", "instead"),
+    [("precision: bf16", T4, "fp16"), ("precision: tf32", T4, "fp32"), ("attention: flash", T4, "efficient")],
+)
+def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
+    selected: str, here: Device, instead: str, tmp_path: Path
+) -> None:
+    (tmp_path / "hardware").mkdir()
+    profile = f"# @package _global_\ndefaults:\n  - override /{selected}\nhardware:\n  devices: []\n"
+    (tmp_path / "hardware" / "mine.yaml").write_text(profile)
+    made = make_plan(compose(Request(("hardware=mine",), config_dir=tmp_path)), machine(here))
+    assert made.config_dir == str(tmp_path) == Plan.from_json(made.to_json()).config_dir
+    group, name = selected.split(": ")
+    assert made.choices[group].name == instead
+    (problem,) = refused(f"{group}={name}", on=machine(here))
+    assert made.notes == (f"{group}={name}: {problem.what}; using {instead}",)
+
+
+def test_keys_that_were_typed_stay_when_the_option_gives_way() -> None:
+    made = plan("hardware=a100", "precision.keep_fp32=[head]", on=machine(T4))
+    assert made.choices["precision"].function == "fp16"
+    assert made.choices["precision"].options["keep_fp32"] == ["head"]
+    lost = plan("hardware=t4", "precision.init_scale=8", on=machine())
+    assert ["precision.init_scale=8", "precision=auto"] in [suggested(note) for note in lost.notes]
+
+
+def test_a_value_of_the_task_reaches_what_takes_the_place_of_auto(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text('SETTINGS = {"precision.keep_fp32": ["head"]}\ndef build(): ...\n')
+    asked = compose(Request(task_file=tmp_path / "mine.py"))
+    for device in (T4, A100):
+        assert make_plan(asked, machine(device)).choices["precision"].options["keep_fp32"] == ["head"]
+    assert make_plan(asked, machine()).choices["precision"].options == {}, "float32 keeps all of it"
+
+
+def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> None:
+    made = plan("hardware=t4", on=machine())
+    selected = selected_by_profile("t4")
+    assert selected.keys() == {"precision", "attention", "backend"}
+    found = {group: made.choices[group].name for group in selected}
+    assert found == {**{group: shipped_options()[group] for group in selected}, "precision": "fp32"}
+    assert all("profile t4" not in made.reason(group) or "for its GPU" in made.reason(group) for group in selected)
+    (note,) = made.notes
+    assert note.startswith("profile t4 ")
+    assert suggested(note) == ["precision=fp16", "attention=efficient", "backend=fast"]
+
+
+def test_the_profile_of_a_pair_uses_both_and_one_device_alone_where_there_is_one() -> None:
+    assert (both := plan("hardware=pair_11gb_8gb", on=machine(*PAIR))).world_size == 2
+    assert both.choices["parallelism"].name == "ddp"
+    for here in (machine(), machine(T4)):
+        made = plan("hardware=pair_11gb_8gb", on=here)
+        assert (made.choices["parallelism"].name, made.world_size) == ("single", 1)
+        assert made.reason("parallelism").startswith("auto: one device")
+        assert not any("parallelism" in note for note in made.notes)
+
+
+def test_what_was_typed_stays_where_the_profile_gives_way() -> None:
+    made = plan("hardware=t4", "backend=deterministic", on=machine())
+    assert (made.choices["backend"].name, made.choices["attention"].name) == ("deterministic", "auto")
+
+
+def test_a_profile_of_another_gpu_says_so() -> None:
+    assert plan("hardware=t4", on=machine(T4)).notes == ()
+    assert plan("hardware=pair_11gb_8gb", "parallelism=single", on=machine(*PAIR)).notes == ()
+    (note,) = plan("hardware=t4", on=machine(A100)).notes
+    for part in ("profile t4", T4.name, A100.name):
+        assert part in note
+
+
+def test_a_gpu_that_nobody_said_to_leave_idle_is_told() -> None:
+    (note,) = plan(on=machine(*PAIR)).notes
+    assert note.startswith("1 of 2 GPUs ")
+    assert suggested(note)[0] == "parallelism=auto"
+    for chosen in ("parallelism=auto", "hardware=pair_11gb_8gb"):
+        assert not any("is used" in note for note in plan(chosen, on=machine(*PAIR)).notes)
+    assert plan("hardware=t4", on=machine(T4)).notes == ()
+
+
+def test_the_profile_of_the_cpu_leaves_the_gpu_alone_unless_it_is_asked_for() -> None:
+    made = plan("hardware=cpu", on=machine(A100))
+    assert (made.device, made.reason("device")) == ("cpu", "profile cpu")
+    assert plan("hardware=cpu", "device=cuda", on=machine(A100)).device == "cuda:0"
+
+
+@pytest.mark.parametrize("profile", ["t4", "a100", "pair_11gb_8gb"])
+def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
+    asked = configuration(f"hardware={profile}")
+    here, whose = inventory_for(asked)
+    assert whose.endswith(f"profile {profile}")
+    assert here.devices == inventory_of_profile(asked.hardware).devices
+    made = make_plan(asked, here)
+    assert made.device == "cuda:0"
+    assert made.choices["precision"].name == selected_by_profile(profile)["precision"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("prefetch=stream", "none"),
+        ("dataloader.pin_memory=true", False),
+        ("dataloader.num_workers=17", 17),
+        ("precision=fp16", "fp16"),
+        ("compile=default", "default"),
+    ],
+)
+def test_what_helps_nobody_here_is_said_once(word: str, value: Any) -> None:
+    made = plan(word)
+    (note,) = made.notes
+    assert note.startswith((f"{word} ", f"{word.partition('=')[0]} "))
+    assert made.values()[word.partition("=")[0]] == value
+
+
+def test_samples_that_are_kept_need_no_workers() -> None:
+    for kept in ("memory", "device"):
+        assert plan(f"dataloader.cache={kept}", on=machine(A100)).values()["dataloader.num_workers"] == 0
+    (problem,) = refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100))
+    assert (problem.where, suggested(problem.fix)) == ("dataloader.cache=device", ["dataloader.num_workers=0"])
+
+
+def test_every_problem_is_found_at_once() -> None:
+    words = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
+    problems = refused(*words, on=machine(T4))
+    assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
+    with pytest.raises(ConfigError) as caught:
+        plan(*words, "global_batch_size=1", "parallelism=ddp", "parallelism.world_size=2", on=machine(T4, T4_TOO))
+    assert len(caught.value.problems) == 4
+
+
+# ---------------------------------------------------------------- the batch
+
+
+@given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"))
+def test_a_batch_is_its_parts_or_the_sizes_named_instead_do_divide(total: int, micro: Any) -> None:
+    found = divide(total, micro, (total,))
+    if isinstance(found, Batch):
+        assert total == found.micro_batch_size * found.accumulation_steps == found.global_batch_size
+        assert micro in ("auto", found.micro_batch_size)
+        assert micro != "auto" or found.accumulation_steps == 1
+        return
+    assert total % micro != 0
+    if found.fix.startswith("nearest: "):
+        near = [int(size) for size in found.fix.removeprefix("nearest: ").split(", ")]
+        assert [size for size in range(1, total + micro + 1) if size % micro == 0 and abs(size - total) < micro] == near
+    else:
+        for key, size in re.findall(r"(\w+)=(\d+)", found.fix):
+            changed = {"global_batch_size": total, "micro_batch_size": micro, key: int(size)}
+            total_now = changed["global_batch_size"]
+            assert isinstance(divide(total_now, changed["micro_batch_size"], (total_now,)), Batch), found
+
+
+@given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(2, 9))
+def test_ranks_need_no_sizes_that_divide(total: int, micro: Any, world_size: int) -> None:
+    shares = equal(world_size, total)
+    if isinstance(shares, Problem):
+        assert world_size > total
+        return
+    found = divide(total, micro, shares, ragged=True)
+    if isinstance(found, Problem):
+        assert micro > max(shares)
+        return
+    assert sum(found.shares) == total
+    assert (found.accumulation_steps - 1) * found.micro_batch_size < max(shares)
+    assert max(shares) <= found.accumulation_steps * found.micro_batch_size
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "shares", "instead"),
+    [
+        (64, 12, (64,), "60, 72"),
+        (4, 8, (4,), "micro_batch_size=4, or global_batch_size=8"),
+        (8, 8, (5, 3), "micro_batch_size=5, or global_batch_size=16"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_said_with_those_that_do(
+    total: int, micro: Any, shares: tuple[int, ...], instead: str
+) -> None:
+    found = divide(total, micro, shares)
+    assert isinstance(found, Problem)
+    assert found.fix.endswith(f" {instead}")
+
+
+RANKS = ("parallelism=ddp", "parallelism.world_size=4")
+
+
+def test_the_plan_holds_the_batch_over_all_ranks() -> None:
+    made = plan("global_batch_size=24", "micro_batch_size=3", *RANKS)
+    assert [int(number) for number in re.findall(r"\d+", str(made.batch))] == [24, 3, 2, 4]
+    assert made.values()["accumulation_steps"] == 2
+    assert plan("global_batch_size=24", "micro_batch_size=auto", *RANKS).values()["micro_batch_size"] == 6
+
+
+PAIR_WORDS = ("parallelism=ddp", "global_batch_size=32", "precision=fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "shares", "identity"),
+    [
+        (("parallelism.shares=memory",), (19, 13), "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)"),
+        (("parallelism.shares=[5,3]",), (20, 12), "20 (rank 0: 1 x 20) + 12 (rank 1: 1 x 12)"),
+        (("parallelism.shares=[19,13]", "micro_batch_size=8"), (19, 13),
+         "19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)"),
+        ((), (16, 16), "micro-batch 16 x 1 accumulation x 2 ranks"),
+    ],
+)  # fmt: skip
+def test_unequal_gpus_share_an_update_as_asked(words: tuple[str, ...], shares: tuple[int, ...], identity: str) -> None:
+    made = plan(*PAIR_WORDS, *words, on=machine(*PAIR))
+    assert [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
+    assert made.batch.shares == shares
+    assert str(made.batch).endswith(f" = {identity}")
+    assert any(PAIR[0].name in note for note in made.notes), "it decides in which format all ranks compute"
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "parallelism.shares=[19,7,6]",
+        "global_batch_size=1",
+        "micro_batch_size=30",
+        "parallelism.shares=[32,0]",
+    ],
+)
+def test_shares_that_cannot_be_are_refused(word: str) -> None:
+    assert refused(*PAIR_WORDS, word, on=machine(*PAIR))[0].where == word
+
+
+CANNOT = [
+    ("parallelism=pipeline", "compile=default"),
+    ("parallelism=fsdp", "parallelism.communicate=bfloat16"),
+    ("parallelism=fsdp", "optimizer=sgd", "optimizer.kernel=fused"),
+]
+
+
+@pytest.mark.parametrize("words", CANNOT)
+def test_what_a_strategy_cannot_do_is_refused(words: tuple[str, ...]) -> None:
+    assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].where == words[-1]
+
+
+def test_what_a_plan_refuses_and_notes_is_told_in_words(screen: Callable[..., None]) -> None:
+    pair = machine(*PAIR)
+    asked = [
+        *(((word,), here) for word, here, _ in REFUSED),
+        (("dataloader.cache=device", "dataloader.num_workers=2"), machine(A100)),
+        *(((*PAIR_WORDS, word), pair) for word in ("parallelism.shares=[19,7,6]", "micro_batch_size=30")),
+        *(((*PAIR_WORDS[1:], *words), pair) for words in CANNOT),
+    ]
+    told = [f"{' '.join(words)}\n{problem}" for words, here in asked for problem in refused(*words, on=here)[:1]]
+    planned = [
+        (("hardware=t4", "precision.init_scale=8"), machine()),
+        (("hardware=t4",), machine(A100)),
+        ((), pair),
+        ((*PAIR_WORDS, "parallelism.shares=memory"), pair),
+        *(((word,), machine()) for word in ("prefetch=stream", "precision=fp16", "compile=default")),
+    ]
+    told += [f"{' '.join(words)}\n" + "\n".join(plan(*words, on=here).notes) for words, here in planned]
+    screen("\n\n".join(told))
+
+
+def test_what_a_strategy_does_in_its_own_way_is_chosen_for_it() -> None:
+    made = plan("parallelism=fsdp", "optimizer=sgd", on=machine(*PAIR))
+    assert made.choices["optimizer"].options["kernel"] == "foreach"
+    assert made.choices["memory"].options["channels_last"] is False
+
+
+def test_more_ranks_than_gpus_are_a_missing_device() -> None:
+    with pytest.raises(DeviceMissing, match="3 ranks need as many GPUs, but 2 can be used"):
+        plan("parallelism=ddp", "parallelism.world_size=3", on=machine(*PAIR))
+
+
+def test_the_length_is_updates_or_epochs() -> None:
+    in_updates, in_epochs = plan("updates=7"), plan("epochs=0.5")
+    assert (in_updates.updates, in_updates.epochs, in_updates.values()["updates"]) == (7, None, 7)
+    assert (in_epochs.updates, in_epochs.epochs, in_epochs.values()["epochs"]) == (None, 0.5, 0.5)
+    assert "epochs" not in in_updates.values()
+    assert "updates" not in in_epochs.values()
+
+
+@pytest.mark.parametrize(
+    ("words", "here", "waits"),
+    [
+        (("precision=fp16",), machine(T4), False),
+        (("precision=fp16", "optimizer.kernel=foreach"), machine(T4), True),
+        (("precision=fp16", "optimizer=adamw8bit"), machine(T4), True),
+        (("precision=fp32", "optimizer.kernel=foreach"), machine(T4), False),
+    ],
+)
+def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
+    words: tuple[str, ...], here: Inventory, waits: bool
+) -> None:
+    notes = [note for note in plan(*words, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
+    assert bool(notes) == waits
+
+
+def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes() -> None:
+    assert plan("precision=auto", on=machine(MI210)).choices["precision"].function == "bf16"
+    assert plan("precision=auto", on=machine(RX6800)).choices["precision"].function == "fp32"
+    (problem,) = refused("precision=bf16", on=machine(RX6800))
+    assert "gfx1030" in str(problem)
+    both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
+    assert both.choices["precision"].function == "fp32", "ranks share a format: the one that all compute"
