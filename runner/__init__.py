@@ -8,27 +8,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from runner.version import __version__
+
 __all__ = [
     "Context",
     "Fit",
     "GPUStats",
+    "Gather",
     "PipelineParallel",
     "Prediction",
     "Progress",
+    "Run",
     "SampleNoise",
     "Task",
     "__version__",
     "auto_parallelize",
+    "evaluate",
+    "open_run",
     "per_sample_noise",
     "sample_rng",
+    "train",
 ]
 
 if TYPE_CHECKING:
+    from runner.api import Run, evaluate, open_run, train
     from runner.base.noise import SampleNoise, per_sample_noise
-    from runner.base.task import Context, Fit, Prediction, Progress, Task, sample_rng
+    from runner.base.task import Context, Fit, Gather, Prediction, Progress, Task, sample_rng
     from runner.interface import PipelineParallel, auto_parallelize
-    from runner.observe.gpu_stats import GPUStats
+    from runner.monitor.gpu_stats import GPUStats
 
 # A wheel carries conf/ and tasks/ inside this package; in a checkout they lie beside it. Either way they are
 # runner.conf and runner.tasks, so a person's own folder named `tasks` can never be taken for ours.
@@ -37,10 +44,14 @@ if not (Path(__file__).parent / "conf").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Context", "Fit", "Prediction", "Progress", "Task", "sample_rng"):
+    if name in ("Context", "Fit", "Gather", "Prediction", "Progress", "Task", "sample_rng"):
         from runner.base import task
 
         return getattr(task, name)
+    if name in ("Run", "evaluate", "open_run", "train"):
+        from runner import api
+
+        return getattr(api, name)
     if name in ("SampleNoise", "per_sample_noise"):
         from runner.base import noise
 
@@ -50,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(interface, name)
     if name == "GPUStats":
-        from runner.observe.gpu_stats import GPUStats
+        from runner.monitor.gpu_stats import GPUStats
 
         return GPUStats
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,16 +17,20 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from runner import __version__
-from runner.base.errors import AccelRunError, Exit, UsageError, as_told, limit_of, readable
-from runner.base.output import never_waiting, open_closed_streams, write_at_once
+from runner.base.errors import AccelRunError, Exit, UsageError, format_error, readable, system_limit_of
 from runner.base.secret import fit_to_show, refuse_secrets
-from runner.base.text import first_line, for_terminal, help_page, message_of, words_of
+from runner.base.text import error_line, first_line, for_terminal, help_page, message_of
 from runner.commands import COMMANDS, TRAINING
+from runner.host.output import nonblocking_streams, open_closed_streams, write_at_once
+from runner.version import __version__
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Tracebacks are printed only for internal errors."""
+def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], object] | None = None) -> int:
+    """Run one command and return its exit code. Tracebacks are printed only for internal errors.
+
+    report  called with an error instead of printing it
+    """
+    report = report or print_problems
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # Imported objects live forever: garbage collection takes a quarter of the 2.5 s that importing torch needs.
@@ -35,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         open_closed_streams()
     trains = bool(words) and words[0] in TRAINING
     ended: list[int] = []
-    with _leaving_when_asked(ended, for_good=argv is None), never_waiting() if trains else nullcontext():
+    with _leaving_when_asked(ended, for_good=argv is None), nonblocking_streams() if trains else nullcontext():
         try:
             code = _dispatch(words)
         except AccelRunError as error:
-            print_problems(error)
+            report(error)
             code = int(error.exit_code)
         except BrokenPipeError:  # the reader closed the pipe, as in `accel-run plan | head`
             code = int(Exit.DONE)
@@ -52,17 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             _say("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
-            limit = limit_of(error)
+            limit = system_limit_of(error)
             code = _fault(error) if limit is None else int(limit.exit_code)
             if limit is not None:
-                print_problems(limit)
+                report(limit)
         ended.append(_flushed(code))
         return ended[0]
 
 
 def print_problems(error: AccelRunError) -> None:
     """Print every problem on stderr, one paragraph each, numbered when there are several."""
-    _say(as_told(error))
+    _say(format_error(error))
 
 
 def overview() -> str:
@@ -118,7 +122,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _options(words: Sequence[str]) -> Collection[str]:
     """Return all option names, including those of the given task file and config folder."""
-    from runner.base.configuration import names_of_options
+    from runner.config.options import names_of_options
 
     given: dict[str, Path] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):
@@ -132,9 +136,10 @@ def _options(words: Sequence[str]) -> Collection[str]:
 def _unknown(words: Sequence[str]) -> AccelRunError:
     import difflib
 
-    from runner.base.aliases import fix_of_command
-    from runner.base.configuration import options_of_groups, proper_word
-    from runner.base.schema import MAX_SHOWN
+    from runner.config.aliases import fix_of_command
+    from runner.config.options import options_of_groups
+    from runner.config.schema import MAX_SHOWN
+    from runner.config.suggestions import proper_word
 
     word = words[0]
     known = fix_of_command([readable(each, MAX_SHOWN) for each in words[:6]], proper_word, options_of_groups())
@@ -195,7 +200,7 @@ def _fault(error: Exception) -> int:
     import traceback
 
     whose = "this is a bug in accel-run; please report it with the traceback below"
-    _say(f"accel-run: {words_of(error)}\n           {whose}")
+    _say(f"accel-run: {error_line(error)}\n           {whose}")
     _say("".join(traceback.format_exception(error)))
     return int(Exit.SOFTWARE)
 

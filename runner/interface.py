@@ -21,9 +21,9 @@ from runner.base import partition
 from runner.base.accelerator import accelerator_of, current_device, device_count
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
-from runner.base.host import device_bytes
-from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, measured, weighed
+from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs
 from runner.distributed.layer_placement import check_layers
+from runner.host.resources import device_bytes
 
 Place = str | torch.device
 Strategy = Literal["single", "replicated", "pipeline"]
@@ -405,9 +405,9 @@ def _costs(
     model: nn.Module, layers: Sequence[nn.Module], example: Sequence[Any] | None, scale: float
 ) -> list[LayerCost]:
     if example is None:
-        return weighed(model, layers)
+        return estimate_costs(model, layers)
     place = next(_tensors(model)).device
-    return measured(model, layers, map_tensors(lambda tensor: tensor.to(place), tuple(example)), scale=scale)
+    return measure_costs(model, layers, map_tensors(lambda tensor: tensor.to(place), tuple(example)), scale=scale)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runner.base.errors import AccelRunError, Exit, InputMissing, UsageError, as_told
-from runner.base.scratch import private_folder
+from runner.base.errors import AccelRunError, Exit, InputMissing, UsageError, format_error
 from runner.durable import files
 from runner.durable.directory import RunDirectory
+from runner.host.scratch import private_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 MATHEMATICS = ("train/", "val/", "fit/")
@@ -48,7 +48,7 @@ class Rows:
     """What a run has told of its mathematics.
 
     updates   in the order of the file
-    damaged   lines that nobody can read
+    damaged   unreadable lines
     """
 
     name: str
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
             runs = [_trained(commit, folder / side, words) for side, commit in (("a", one), ("b", other))]
             return _shown(*(read(run, f"commit {commit}") for run, commit in zip(runs, (one, other), strict=True)))
     except AccelRunError as error:
-        print(as_told(error), file=sys.stderr)
+        print(format_error(error), file=sys.stderr)
         return int(error.exit_code)
     except KeyboardInterrupt:
         print("stopped; nothing was compared", file=sys.stderr)
@@ -283,7 +283,7 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argparse with the exit code of a command line that nobody can understand."""
+    """Argparse with our exit code for an invalid command line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, fix="python scripts/compare.py --help")

@@ -39,12 +39,15 @@ REPLACED = {
     r"words? of (a|the) command": "arguments",
     r"made (again|smaller|whole)": "repeated, reduced, completed",
     r"at hand": "available, this machine",
+    r"tells? whether": "return whether",
+    r"puts? back": "restore",
+    r"given back": "released",
 }
 PATTERN = re.compile(rf"\b({'|'.join(f'({phrase})' for phrase in REPLACED)})\b", re.IGNORECASE)
 LIMITS = {
-    "docs": 1, "runner": 11, "runner/base": 21, "runner/commands": 3, "runner/distributed": 2, "runner/doctor": 30,
-    "runner/durable": 25, "runner/engine": 74, "runner/launch": 18, "runner/measure": 110, "runner/observe": 67,
-    "runner/plan": 9, "runner/report": 23, "scripts": 22, "tasks": 25,
+    "docs": 2, "runner": 11, "runner/commands": 5, "runner/config": 18, "runner/durable": 10, "runner/engine": 7,
+    "runner/monitor": 45, "runner/plan": 20, "runner/profiling": 18, "runner/records": 1, "runner/sweeps": 1,
+    "runner/tools/doctor": 31, "runner/tools/measure": 116, "runner/tools/report": 24, "scripts": 20, "tasks": 7,
 }  # fmt: skip
 
 
@@ -58,7 +61,8 @@ def places() -> Iterator[tuple[str, str, int, str]]:
         if path.suffix not in SUFFIXES or name.startswith(RAW) or path == Path(__file__) or not path.exists():
             continue
         parts = name.split("/")
-        package = "/".join(parts[:2]) if parts[0] == "runner" and len(parts) > 2 else parts[0]
+        depth = 3 if parts[1:2] == ["tools"] else 2
+        package = "/".join(parts[:depth]) if parts[0] == "runner" and len(parts) > depth else parts[0]
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             for found in PATTERN.finditer(line):
                 yield package, name, number, found.group(0)

@@ -199,7 +199,7 @@ def places(tree: ast.Module) -> Iterator[tuple[Any, Any, str]]:
 
 
 def is_message(node: ast.AST) -> bool:
-    """Tell whether a node only says something: an error's text, a warning, a type."""
+    """Return whether a node only says something: an error's text, a warning, a type."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING"
     if isinstance(node, ast.Subscript):
@@ -840,7 +840,7 @@ class Judge:
                 stage = [test for test in stage if test != by]  # it fails by chance: it says nothing
 
     def _is_sound(self, test: str, path: str, source: bytes, changed: bytes) -> bool:
-        """Tell whether a test that failed fails again, and passes without the mutant; tried once for each test."""
+        """Return whether a test that failed fails again, and passes without the mutant; tried once for each test."""
         if test not in self.sound:
             fails_again = self._failed([test]) is not None
             apply(self.tree, path, source)

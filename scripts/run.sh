@@ -4,12 +4,14 @@ set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
-modes=(train inference both resume search plan explain runs status report monitor profile advise benchmark tune doctor export import new completion)
+# commands: begin (written by scripts/generate.py)
+modes=(train resume search inference evaluate both plan explain runs status report monitor profile advise benchmark tune doctor export import new completion)
 declare -A meaning=(
     [train]="train a task; the same command with the same run=NAME resumes"
-    [resume]="resume a stopped run"
-    [search]="search settings with Optuna; each trial is a run"
-    [inference]="predict with the newest checkpoint of a run (short: infer)"
+    [resume]="resume a stopped run, from any folder"
+    [search]="search for the settings that give the best metric; each trial is a separate run"
+    [inference]="predict with the best or another checkpoint of a run (short: infer)"
+    [evaluate]="compute the metrics of a trained run on a split, such as split=test"
     [both]="train, then predict with the trained model"
     [plan]="show every derived value with its reason, without training"
     [explain]="show which file, profile or override set a value"
@@ -24,9 +26,10 @@ declare -A meaning=(
     [doctor]="check this machine for everything training needs, and suggest fixes"
     [export]="export the model of a run as safetensors, torch.export program and ONNX, each verified"
     [import]="convert an untrusted .pt file to safetensors without executing it"
-    [completion]="print the shell completion script for bash, zsh or fish"
     [new]="write a one-file task template"
+    [completion]="print the shell completion script for bash, zsh or fish"
 )
+# commands: end
 
 usage() {
     local mode

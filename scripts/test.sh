@@ -21,6 +21,7 @@ fi
 set_up --quiet dev
 cd -- "$root"
 
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes would compile the same modules
 pytest=("$venv/bin/python" -m pytest -q --durations=10 -rfEs)
 if (($#)); then
     exec "${pytest[@]}" "$@"

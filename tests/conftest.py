@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import pytest
 
 pytest.register_assert_rewrite("tests.screens")  # its assertion shows the difference
 
-from tests.composed import composed
+from runner.base import noise
+from tests.composed import composed, folder_for_all
 from tests.faults import tallies
 from tests.forkserver import ForkServer
 from tests.screens import screen_of
@@ -36,18 +39,19 @@ LONGEST = (
 )  # fmt: skip
 
 MANY = 10  # tests, for which it pays to import all at once
-FILE_BUDGET_S = 15  # reported, never asserted
+FILE_BUDGET_S = 15  # of CPU time; reported, never asserted
 
 
-def pytest_configure() -> None:
-    """Hydra composes the same groups of the shipped files once in a process; it takes nine tenths of the time."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Hydra composes the same groups of the shipped files once for all tests; else it takes half of their time."""
+    shared = ExitStack()
+    shared.enter_context(folder_for_all())
+    config.add_cleanup(shared.close)
     composed()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the longest files, take a sample of large matrices, and skip what needs a GPU where there is none."""
-    import torch
-
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places)
@@ -57,11 +61,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=[item for item in items if item in left_out])
             items[:] = [item for item in items if item not in left_out]
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
+    of_gpus = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpus and not _has_gpu():
+        for item in of_gpus:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+def _has_gpu() -> bool:
+    """Return whether torch sees a GPU. This initializes CUDA, so that no process forked from here could use one."""
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -100,6 +110,13 @@ def server() -> Iterator[ForkServer]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def _no_forward_pass_is_left() -> Iterator[None]:
+    """End the forward pass of a test that runs one without a phase: its samples would give the draws of the next."""
+    yield
+    noise.start_pass(None)
+
+
 @pytest.fixture
 def screen(snapshot: Any, tmp_path: Path) -> Callable[..., None]:
     """Compare a text with this test's snapshot: `screen(text)`, see tests/screens.py."""
@@ -111,6 +128,21 @@ def short() -> Iterator[Path]:
     """A folder for TMPDIR: the names of sockets, which data workers make in it, have 107 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="test-") as name:
         yield Path(name)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Count the CPU seconds of each test, in this process and in those that it started and waited for."""
+    item.stash[_CPU_AT_START] = _cpu_s()
+    yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Attach the CPU seconds to the last report of a test, which also travels between processes."""
+    if call.when == "teardown":
+        item.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_AT_START]))
+    yield
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,13 +162,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if tallies.TALLIES:
         terminalreporter.section("faults injected")
         tallies.show(terminalreporter.write_line)
-    seconds: dict[str, float] = defaultdict(float)
+    cpu_s: dict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid.partition("::")[0]] += report.duration
-    over = sorted((total, name) for name, total in seconds.items() if total > FILE_BUDGET_S)
+            if isinstance(report, pytest.TestReport) and report.when == "teardown":
+                cpu_s[report.nodeid.partition("::")[0]] += dict(report.user_properties).get("cpu_s", 0.0)
+    over = sorted((total, name) for name, total in cpu_s.items() if total > FILE_BUDGET_S)
     if over:
-        terminalreporter.section(f"files over their budget of {FILE_BUDGET_S} s")
+        terminalreporter.section(f"files over their budget of {FILE_BUDGET_S} s of CPU time")
         for total, name in reversed(over):
             terminalreporter.write_line(f"{total:6.0f} s  {name}")
+    terminalreporter.write_line(f"{sum(cpu_s.values()):.0f} s of CPU time in {len(cpu_s)} files")
+
+
+_CPU_AT_START: pytest.StashKey[float] = pytest.StashKey()
+
+
+def _cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system + ForkServer.cpu_s

@@ -14,7 +14,7 @@ import traceback
 from types import SimpleNamespace
 from typing import IO, Any
 
-from runner.launch import pool
+from runner.sweeps import pool
 
 
 class ForkedTrial:

@@ -38,11 +38,9 @@ def serve() -> None:
 
 def _answer_all(requests: TextIO, answers: TextIO) -> None:
     import runner.cli
-    from tests.composed import composed
 
     for line in requests:
         request = json.loads(line)
-        composed().answer()
         pid = os.fork()
         if pid == 0:
             code: Any = 70
@@ -60,8 +58,9 @@ def _answer_all(requests: TextIO, answers: TextIO) -> None:
                 os._exit(code)
         print(json.dumps({"pid": pid}), file=answers, flush=True)
         if "twin" not in request:
-            _, status = os.waitpid(pid, 0)
-            print(json.dumps({"code": os.waitstatus_to_exitcode(status)}), file=answers, flush=True)
+            _, status, used = os.wait4(pid, 0)
+            ended = {"code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+            print(json.dumps(ended), file=answers, flush=True)
 
 
 def _be_twin(requests: str, answers: str) -> None:
@@ -111,9 +110,12 @@ class Ended:
 class ForkServer:
     """Runs accel-run commands one at a time."""
 
+    cpu_s = 0.0  # of all processes that ended, by all servers of this process
+
     def __init__(self, requests: TextIO, answers: TextIO) -> None:
         self.requests, self.answers = requests, answers
         self._running: int | None = None
+        self.used_s = 0.0
 
     @classmethod
     @contextmanager
@@ -135,6 +137,7 @@ class ForkServer:
                 made.clear()
                 process.stdin.close()
                 process.wait(timeout=30)
+                ForkServer.cpu_s -= made.used_s  # from here on it is in the times of this process's children
 
     @contextmanager
     def twin(self) -> Iterator[ForkServer]:
@@ -162,7 +165,10 @@ class ForkServer:
 
     def wait(self) -> Ended:
         """Wait for the command that was started."""
-        code = int(self._answer()["code"])
+        ended = self._answer()
+        code = int(ended["code"])
+        ForkServer.cpu_s += ended["cpu_s"]
+        self.used_s += ended["cpu_s"]
         self._running = None
         out, err = (path.read_text(errors="replace") for path in self._files)
         return Ended(code, out, err)

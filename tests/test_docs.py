@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,26 +24,22 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 import runner
-from runner.base.aliases import FOREIGN_KEYS
-from runner.base.configuration import (
-    AXES,
-    GROUPS,
-    Request,
-    compose,
-    function_of,
-    options_of,
-    task_source,
-)
-from runner.base.schema import read_functions, settings_keys
-from runner.base.settings import Settings
-from runner.base.sweep_syntax import expand_sweep
 from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, search, tune
-from runner.commands.arguments import own_words, read, read_of_a_run
+from runner.commands.arguments import checkpoint_choice, own_words, read, read_of_a_run
 from runner.commands.sweep_arguments import GRID, wish_of
-from runner.doctor.checks import CHECKS
-from runner.measure.suites import SUITES
+from runner.config.aliases import FOREIGN_KEYS
+from runner.config.config_files import shipped_options
+from runner.config.configuration import compose
+from runner.config.options import AXES, GROUPS, function_of, option_with, options_of, task_source
+from runner.config.request import Request
+from runner.config.schema import read_functions, settings_keys
+from runner.config.settings import MAIN_KEYS, Settings
+from runner.durable.checkpoint_choice import is_choice
 from runner.plan.planner import inventory_for, make_plan
+from runner.sweeps.sweep_syntax import expand_sweep
+from runner.tools.doctor.checks import CHECKS
+from runner.tools.measure.suites import SUITES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -58,7 +54,7 @@ PLACEHOLDERS = {
     "KEY": "precision", "COMMAND": "train", "NAME": "first", "OTHER": "first", "OTHER_RUN": "first", "NEW": "new",
     "FILE": "my_task.py", "DIR": "DIR", "CONFIG_DIR": "DIR", "FOLDER": "outputs",
 }  # fmt: skip
-OTHER_PROGRAMS = {"git", "cd", "pip", "docker", "sh", "exit", "code=$?", "if"}
+OTHER_PROGRAMS = {"git", "cd", "pip", "docker", "sh", "source", "exit", "code=$?", "if"}
 
 
 # ---------------------------------------------------------------- the pages
@@ -142,10 +138,21 @@ def _settings(words: list[str]) -> None:
             make_plan(configuration, inventory_for(configuration)[0])
 
 
+def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
+    """Yield an option with each typed key that no default option has, such as averaging=ema for averaging.evaluate."""
+    for word in typed:
+        group, _, name = word.partition("=")[0].partition(".")
+        default = function_of(group, shipped_options()[group]) if group in AXES and name else None
+        if group in AXES and name and (default is None or name not in default.keys):
+            yield f"{group}={option_with(group, name)}"
+
+
 def _of_a_run(words: list[str]) -> None:
-    """The task's own keys are those of some task: which one, only the run knows."""
-    request = read_of_a_run([word for word in words if not word.startswith(("format=", "inference."))])
-    compose(request)
+    """Compose what is typed with the options that the run has; the task's keys are those of any task."""
+    _, words = checkpoint_choice(words)
+    known = ("--json", "format=", "split=", "inference.")
+    request = read_of_a_run([word for word in words if not word.startswith(known)])
+    compose(replace(request, overrides=(*_options_of_the_run(request.overrides), *request.overrides)))
     for word in words:
         if word.startswith("inference."):
             assert word.partition("=")[0] in known_keys(), f"no task has {word}"
@@ -213,7 +220,7 @@ def _new(words: list[str]) -> None:
 READERS: Mapping[str, Callable[[list[str]], Any]] = {
     "train": _settings, "both": _settings,
     "plan": lambda words: _settings([word for word in words if word != plan.PROBE]),
-    "inference": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
+    "inference": _of_a_run, "evaluate_run": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
     "search": _search, "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise,
     "tune": tune.read_words,
     "monitor": monitor.read_words, "doctor": _doctor, "report": report.read_words, "runs": _runs,
@@ -241,7 +248,7 @@ def techniques() -> set[str]:
 @cache
 def known_keys() -> set[str]:
     """Return every key that something of the command line has: settings, options, tasks and commands."""
-    keys = {*settings_keys(Settings), *AXES, "task", "hardware", "inference.seed", "key", "format"}
+    keys = {*settings_keys(Settings), *MAIN_KEYS, *AXES, "task", "hardware", "inference.seed", "key", "format"}
     for group in AXES:
         for option in options_of(group):
             signature = function_of(group, option)
@@ -450,6 +457,8 @@ def test_a_setting_in_a_sentence_is_one() -> None:
         found = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
         if found and RESULTS not in each.page.parents:
             key, value = found.groups()
+            if key == "checkpoint" and is_choice(value):
+                continue
             options = options_of(key) if key in (*AXES, "task", "hardware") else ()
             is_known = re.sub(r"^phase\.\w+\.", "", key) in known_keys()
             if not is_known or (options and re.fullmatch(r"[a-z][\w-]*", value) and value not in options):

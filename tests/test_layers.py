@@ -1,75 +1,37 @@
-"""Imports go down only; axes do not know each other; tasks know the task contract and nothing else of the runner."""
+"""The shape of runner/ is held: imports go down only, sizes are limited, names are unique (scripts/lint_shape.py)."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
+import re
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-FLOORS = {
-    "base": 0,
-    "distributed": 1,
-    "axes": 2, "observe": 2, "durable": 2, "interface": 2,
-    "plan": 3,
-    "engine": 4,
-    "doctor": 5,
-    "launch": 5,
-    "measure": 6,
-    "report": 7,
-    "commands": 8,
-    "cli": 9, "__main__": 10,
-}  # fmt: skip
+from scripts.lint_shape import FLOORS, NOT_YET, ROOT, findings, package_of, parse_all
+
+PLACES = [ROOT / module.path for module in parse_all()]
 
 
-def imports(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module or ""
+def test_each_file_holds_the_shape_or_is_a_known_exception() -> None:
+    found = {finding.key: finding for finding in findings(parse_all())}
+    assert [finding for key, finding in found.items() if key not in NOT_YET] == []
 
 
-def floor_of(module: str) -> str | None:
-    parts = module.split(".")
-    return parts[1] if parts[0] == "runner" and len(parts) > 1 else None
+def test_every_known_exception_is_still_needed() -> None:
+    assert NOT_YET - {finding.key for finding in findings(parse_all())} == set()
 
 
-FILES = sorted(
-    path for path in (ROOT / "runner").rglob("*.py") if path.parent.name != "runner" or path.stem != "__init__"
-)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_go_down_only(file: Path) -> None:
-    inner = file.relative_to(ROOT / "runner")
-    mine = inner.parts[0].removesuffix(".py")
-    for module in imports(file):
-        floor = floor_of(module)
-        if floor is None:
-            continue
-        assert floor in FLOORS, f"{module} is on no floor"
-        assert FLOORS[floor] < FLOORS[mine] or floor == mine, (
-            f"{inner} imports {module}, which is above it or beside it"
-        )
-        if mine == floor == "axes":
-            pytest.fail(f"{inner} imports {module}: axes do not know each other")
-
-
-@pytest.mark.parametrize("file", sorted((ROOT / "tasks").rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
-def test_tasks_know_the_contract_only(file: Path) -> None:
-    allowed = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
-    allowed.add("runner.axes.attention")  # nmt tells which kernel ran each of its calls
-    used = {module for module in imports(file) if module.startswith("runner")}
-    assert {module for module in used if not module.startswith("runner.tasks.")} <= allowed
+def test_every_floor_has_files() -> None:
+    packages = {package_of(module.name) for module in parse_all() if not module.name.startswith("tasks")}
+    assert packages - {None} == set(FLOORS)
 
 
 def uses_of_cuda(source: str) -> Iterator[int]:
     """Yield the lines that name the module torch.cuda, in whatever way."""
+    if "torch" not in source or "cuda" not in source:
+        return
     for node in ast.walk(ast.parse(source)):
         is_attribute = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
@@ -90,32 +52,19 @@ def test_each_way_to_name_torch_cuda_is_seen(source: str) -> None:
 
 def test_torch_cuda_is_named_in_one_file() -> None:
     """Vendors differ: what accel-run asks of a device is a method there, with an answer for each."""
-    files = [*FILES, *(ROOT / "tasks").rglob("*.py")]
-    found = {str(file.relative_to(ROOT)) for file in files if any(uses_of_cuda(file.read_text()))}
+    found = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_cuda(file.read_text(encoding="utf-8")))}
     assert found == {"runner/base/accelerator.py"}
 
 
-def test_every_floor_has_files() -> None:
-    assert {file.relative_to(ROOT / "runner").parts[0].removesuffix(".py") for file in FILES} == set(FLOORS)
-
-
-def test_modules_of_the_engine_do_not_import_each_other_in_a_circle() -> None:
-    """Imports for type checkers and those inside functions count too."""
-    engine = {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in FILES
-        if file.is_relative_to(ROOT / "runner" / "engine")
+def test_paths_of_modules_exist_wherever_they_are_named() -> None:
+    """In code, comments and docs: a renamed module leaves no stale path behind."""
+    pages: list[Path] = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "README.md"]
+    packages = "|".join(sorted({floor.split(".")[0] for floor in FLOORS} - {"cli", "interface", "__main__"}))
+    named = re.compile(rf"(?<![\w/.-])(?:runner/)?((?:{packages})/[a-z_/]+\.py)\b")
+    missing = {
+        f"{file.relative_to(ROOT)}: {found}"
+        for file in [*(place for place in PLACES if place.is_relative_to(ROOT / "runner")), *pages]
+        for found in named.findall(file.read_text(encoding="utf-8"))
+        if not (ROOT / "runner" / found).is_file()
     }
-    TopologicalSorter({name: engine.keys() & {*imports(file)} for name, file in engine.items()}).prepare()
-
-
-def test_names_of_modules_and_public_classes_are_unique() -> None:
-    """So a search for a name finds one thing. Suites have the names that are typed: suite=batch."""
-    modules = Counter(file.stem for file in FILES if file.stem != "__init__" and file.parent.name != "suites")
-    classes = Counter(
-        node.name
-        for file in FILES
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    assert [name for name, count in (modules + classes).items() if count > 1] == []
+    assert not missing

@@ -91,7 +91,3 @@ def test_each_rule_of_the_help_is_planted() -> None:
         line.split()[0] for line in (lint_tests.__doc__ or "").partition("Rules:\n\n")[2].split("\n\n")[0].splitlines()
     ]
     assert set(PLANTED) == set(rules)
-
-
-def test_paths_that_are_not_yet_clean_exist() -> None:
-    assert all((lint_tests.ROOT / "tests" / each).exists() for each in lint_tests.NOT_YET_CLEAN)

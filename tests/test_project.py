@@ -32,7 +32,7 @@ def test_the_version_is_written_once(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"accel-run {runner.__version__}\n"
     assert PROJECT["project"]["dynamic"] == ["version"]
-    assert PROJECT["tool"]["hatch"]["version"]["path"] == "runner/__init__.py"
+    assert PROJECT["tool"]["hatch"]["version"]["path"] == "runner/version.py"
     assert "version" not in yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", runner.__version__)
 

@@ -11,7 +11,7 @@ Found = TypeVar("Found")
 
 # Run before a command of the fork server: its training waits for each save, as long as the disk takes.
 ON_DISK_AT_ONCE = """
-from runner.durable.checkpoint import Writer
+from runner.durable.checkpoint_writer import Writer
 submit = Writer.submit
 def submit_and_wait(self, *args, **kwargs):
     submit(self, *args, **kwargs)

@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from runner.observe import tracker_process
-from runner.observe.trackers import Tracker
+from runner.trackers import tracker_process
+from runner.trackers.tracker import Tracker
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # the form of a key, and nobody's
 MARK = "ACCEL_RUN_TEST_MARK"  # a variable of the environment, inherited by whatever is started

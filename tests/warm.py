@@ -12,7 +12,8 @@ def warm() -> None:
     import_all()
     import torch
 
-    from runner.base.configuration import Request, compose
+    from runner.config.configuration import compose
+    from runner.config.request import Request
     from tests.composed import composed
 
     torch.set_num_threads(1)
@@ -33,11 +34,11 @@ def import_all() -> None:
 IMPORTED = (
     "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.explain", "runner.commands.inference",
     "runner.commands.plan", "runner.commands.runs", "runner.commands.status", "runner.commands.train",
-    "runner.distributed.join", "runner.distributed.pipelined", "runner.engine.assemble", "runner.engine.forecast",
-    "runner.engine.infer", "runner.engine.demand", "runner.engine.run_screen", "runner.engine.session",
-    "runner.engine.stage_memory", "runner.engine.training", "runner.engine.weights", "runner.launch.hangs",
-    "runner.launch.local", "runner.launch.rank_process", "runner.launch.start", "runner.launch.sweep",
-    "runner.measure.facts",
-    "runner.measure.hint", "runner.plan.planner", "safetensors.torch", "tests.waiting", "torch._dynamo",
-    "torch.profiler._cupti_monitor",
+    "runner.distributed.join", "runner.distributed.pipelined", "runner.engine.assemble", "runner.engine.infer",
+    "runner.engine.opening", "runner.engine.run_screen", "runner.engine.session", "runner.engine.training",
+    "runner.engine.pickle_import", "runner.engine.weights",
+    "runner.forecast.demand", "runner.forecast.memory_forecast", "runner.forecast.stage_memory",
+    "runner.launch.hangs", "runner.launch.local", "runner.launch.rank_process", "runner.launch.start",
+    "runner.plan.planner", "runner.sweeps.sweep", "runner.tools.measure.facts", "runner.tools.measure.hint",
+    "safetensors.torch", "tests.waiting", "torch._dynamo", "torch.profiler._cupti_monitor",
 )  # fmt: skip

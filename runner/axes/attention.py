@@ -275,6 +275,8 @@ def _cudnn_head(call: _Call) -> str:
     limit = 256 if call.capability in ((9, 0), (10, 0), (10, 3)) else 128  # 256 with cuDNN above 9.22
     if call.head_size > limit:
         return f"the head size must be at most {limit}, but is {call.head_size}"
+    if call.training and 128 < call.head_size < 256:  # check_cudnn_d256_bprop_head_dim, since torch 2.14
+        return f"cuDNN has no backward for a head size of {call.head_size}, only up to 128 and for 256"
     return _multiple_of(8, call)
 
 

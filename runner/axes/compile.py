@@ -19,7 +19,7 @@ from runner.base import noise
 from runner.base.accelerator import accelerator_of
 from runner.base.errors import ConfigError, Problem
 
-# torch itself caches compiled code on disk between runs, in the folder of base/scratch.keep_compiled_code_private.
+# torch itself caches compiled code on disk between runs, in the folder of host/scratch.keep_compiled_code_private.
 
 
 def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -125,7 +125,7 @@ def nothing_was_compiled() -> bool:
 
 
 def _compile(module: nn.Module, **options: Any) -> None:
-    noise.keep_out_of_graphs()
+    noise.exclude_from_graphs()
     if not type(module).forward.__module__.startswith("torch.nn."):
         module.compile(**options)
         return

@@ -6,45 +6,40 @@ Code of the task draws from the global generators, which base/sample_rng.py seed
 
 from __future__ import annotations
 
-import copy
 import errno
 import io
 import os
 import queue
-import signal
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import active_children, get_context, parent_process, queues, resource_tracker
-from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import StackDataset, Subset
 from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.base.batch import BatchSamples, MicroBatch, are_equal, map_tensors
 from runner.base.errors import AccelRunError, DataError, Exit
-from runner.base.oom_errors import shortage_of
+from runner.base.oom_errors import oom_cause_of
 from runner.base.order import Micro
-from runner.base.output import never_wait_again
-from runner.base.parent_death import die_with_parent
-from runner.base.sample_rng import NoStreams, SampleStreams, drawing_apart
-from runner.base.scratch import shared_folder
-from runner.base.stacks import answer_in
+from runner.base.sample_rng import NoStreams, SampleStreams, seeded_generators
 from runner.base.task import Dataset, Task
-from runner.base.text import Raised, RemoteError, message_of, raised, shortened, words_of
+from runner.base.text import RemoteError, error_line, message_of, raised, shortened
 from runner.base.values import Count, PositiveInt
+from runner.host.loader_processes import (
+    PicklerWithoutModel,
+    all_or_none,
+    kill_workers,
+    settle_in,
+    stop_signals_blocked,
+    traceback_line,
+    worker_context,
+)
 
 Collate = Callable[[Sequence[Any]], Any]
 Keys = Iterable[Micro]
@@ -85,7 +80,7 @@ class Fetcher:
         if not key.indices:  # this rank has no samples in this update
             return MicroBatch(None, key.last, counts=False)
         if self.set_epoch is not None and key.epoch != self._epoch:
-            with drawing_apart(key.seed, self.streams.split, "set_epoch", key.epoch):
+            with seeded_generators(key.seed, self.streams.split, "set_epoch", key.epoch):
                 self.set_epoch(key.epoch)
             self._epoch = key.epoch
         read = self.streams.read(self._read, key)
@@ -112,7 +107,7 @@ class Fetcher:
             except BaseException as error:
                 if not (self.skip_bad and isinstance(error, Exception)):
                     raise self._named(error, [index]) from error
-                bad.append((index, words_of(error)))
+                bad.append((index, error_line(error)))
         if not samples and self.may_be_empty:
             return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
@@ -130,7 +125,7 @@ class Fetcher:
             if "shared memory" in message_of(error) or "allocate memory" in message_of(error):  # system limits
                 raise
             raise DataError(
-                f"samples cannot be collated into a batch: {words_of(error).partition(': ')[2]}",
+                f"samples cannot be collated into a batch: {error_line(error).partition(': ')[2]}",
                 fix="give all samples one shape, or define collate(samples) in the task",
             ) from error
 
@@ -141,7 +136,7 @@ class Fetcher:
         told = raised(error)
         named = DataError(
             f"{which} cannot be read: {told}",
-            where=_line_of(told),
+            where=traceback_line(told),
             fix="fix it, or skip bad samples with dataloader.bad_samples=skip",
         )
         named.place = {"samples": indices}
@@ -203,14 +198,14 @@ class WorkerLoader(Loader):
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
-                multiprocessing_context=_context(self.start_method),
-                worker_init_fn=partial(_settle_in, os.getpid()),
+                multiprocessing_context=worker_context(self.start_method),
+                worker_init_fn=partial(settle_in, os.getpid()),
                 # A private generator, because a new iterator must not draw from the model's. It seeds the workers'
                 # own generators, for data sets that create generators themselves: different on each rank.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
             )
             # Set before workers run any other code.
-            with _no_request_to_stop(self.start_method), _all_or_none():
+            with stop_signals_blocked(self.start_method), all_or_none():
                 iterator = iter(loader)
         self._open.append(iterator)
         return self._raising(iterator)
@@ -231,16 +226,16 @@ class WorkerLoader(Loader):
             if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
-            impatience = threading.Timer(_PATIENCE_S, _kill, [iterator._workers])
+            impatience = threading.Timer(_PATIENCE_S, kill_workers, [iterator._workers])
             try:
                 impatience.start()
             except RuntimeError:  # thread creation failed; the workers' results are not needed
-                _kill(iterator._workers)
+                kill_workers(iterator._workers)
             try:
                 iterator._shutdown_workers()
             finally:
                 impatience.cancel()
-                _kill(iterator._workers)
+                kill_workers(iterator._workers)
         self._open.clear()
 
 
@@ -429,82 +424,19 @@ class _InWorker:
             return read
         except AccelRunError as error:
             # Causes would keep memory alive, and smaller batches may resolve a lack of memory.
-            return RemoteError(raised(error)) if shortage_of(error) is not None else error.with_traceback(None)
+            return RemoteError(raised(error)) if oom_cause_of(error) is not None else error.with_traceback(None)
         except (Exception, SystemExit) as error:  # the task's collate may call sys.exit
             return RemoteError(raised(error))
 
     def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
         """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
         content = io.BytesIO()
-        _WithoutModel(content, self.fetcher.model).dump(self.fetcher)
+        PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
         return _unpacked, (content.getvalue(),)
 
 
 def _unpacked(content: bytes) -> _InWorker:
     return _InWorker(ForkingPickler.loads(content))
-
-
-class _WithoutModel(ForkingPickler):
-    def __init__(self, file: io.BytesIO, model: nn.Module | None) -> None:
-        super().__init__(file)
-        self.modules = set(model.modules()) if model is not None else set()
-
-    def reducer_override(self, value: object) -> Any:
-        return (_NoModel, ()) if isinstance(value, nn.Module) and value in self.modules else NotImplemented
-
-
-class _NoModel:
-    """Placeholder for the model in a spawned worker."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise RuntimeError(f"the model is not in data workers that are spawned, but {name} of it was asked for")
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("the model is not in data workers that are spawned, but it was called")
-
-
-class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
-    """Result queue of a worker: an item that cannot be sent is replaced by the error, because the run would hang.
-
-    A thread of the worker sends batches as file descriptors of shared memory, which another thread passes on. Either
-    may fail: no thread, or too many open files. Python only prints that and assumes that the second thread runs, so
-    only errors are sent from then on. Checked on Python 3.11 to 3.13.
-    """
-
-    _refused: RemoteError | None = None
-
-    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
-        if parent_process() is None:  # the queue of indices for a worker
-            super().put(obj, block, timeout)
-            return
-        try:
-            if self._refused is None:
-                super().put(obj, block, timeout)
-        except RuntimeError as error:  # thread creation failed
-            self._refused = RemoteError(raised(error))
-        if self._refused is not None:
-            self._send(obj[0], self._refused)
-
-    def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
-        self._refused = RemoteError(raised(error))
-        lost = [obj, *self._buffer]  # type: ignore[attr-defined]
-        self._buffer.clear()  # type: ignore[attr-defined]
-        for number, _ in lost:
-            self._send(number, self._refused)
-
-    def _send(self, number: int, error: RemoteError) -> None:
-        self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
-        with self._wlock:  # type: ignore[attr-defined]
-            self._writer.send_bytes(ForkingPickler.dumps((number, error)))  # type: ignore[attr-defined]
-
-
-def _context(start_method: str) -> BaseContext:
-    """Return multiprocessing's context for a start method, with queues that report what cannot be sent."""
-    context = copy.copy(get_context(start_method))
-    context.Queue = partial(_Queue, ctx=context)  # type: ignore[method-assign]
-    return context
 
 
 class _Kept:
@@ -596,81 +528,5 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _kill(workers: Sequence[BaseProcess]) -> None:
-    """Kill the workers, also hanging ones: they ignore torch's SIGTERM."""
-    for worker in workers:
-        if worker.is_alive():
-            worker.kill()
-
-
-@contextmanager
-def _all_or_none() -> Iterator[None]:
-    """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
-
-    Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
-    an incomplete one accesses an attribute that is set last, and prints a traceback if it is missing (torch 2.13).
-    """
-    _MultiProcessingDataLoaderIter._shutdown = True  # class attribute: nothing to shut down
-    before = set(active_children())
-    try:
-        yield
-    except BaseException:
-        for worker in set(active_children()) - before:
-            worker.kill()
-            worker.join()
-        raise
-
-
-@contextmanager
-def _no_request_to_stop(start_method: str) -> Iterator[None]:
-    """Start processes that ignore stop signals; this process receives them on exit from the context."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-    if start_method == "spawn":
-        # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _settle_in(starter: int, worker: int) -> None:
-    """Initialize a worker: it ignores stop signals until the checkpoint is written, but ends with its parent.
-
-    torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
-    """
-    die_with_parent(starter)
-    never_wait_again()
-    sys.excepthook = _print_what_is_news
-    for number in _BLOCKED:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
-    folder = shared_folder()
-    if folder is not None:  # where it writes its stacks if something hangs
-        with suppress(OSError):
-            answer_in(folder)
-
-
-def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of one of Python's threads, except for a broken connection, which the run reports itself."""
-    if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
-    if not isinstance(error, (EOFError, ConnectionError)):
-        sys.__excepthook__(kind, error, trace)
-
-
-def _line_of(told: Raised) -> str:
-    """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
-    python = str(Path(os.__file__).parent)
-    own = [
-        frame
-        for frame in told.frames
-        if frame.file != __file__ and not frame.file.startswith(("<", python)) and "site-packages/" not in frame.file
-    ]
-    return f"{own[-1].file}:{own[-1].line}" if own else ""
-
-
-_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as in durable/signals.py
 _PATIENCE_S = 2.0  # s for a worker to exit; its results are not needed
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.base.accelerator import accelerator_of
 from runner.base.errors import ConfigError, Problem
-from runner.base.schema import did_you_mean
 from runner.base.values import Auto, Fraction, Positive, PositiveInt
+from runner.config.schema import did_you_mean
 
 # torch is imported inside the functions: allocator_environment must be usable before torch is loaded.
 if TYPE_CHECKING:

@@ -1,22 +1,21 @@
-"""Optimizers: the update rule, its parameter groups, and its state as named tensors."""
+"""Optimizers: the update rule and its parameter groups."""
 
 from __future__ import annotations
 
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.base.errors import ConfigError, IncompatibleResume, Problem
-from runner.base.option_table import make
-from runner.base.schema import did_you_mean
-from runner.base.text import shortened
-from runner.base.values import Factor, NonNegative, Positive
+from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.values import Factor, NonNegative, Positive, PositiveInt
+from runner.config.option_table import make
+from runner.config.schema import did_you_mean
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
 
@@ -109,8 +108,9 @@ def sgd(
     flags = _kernel_flags(parameters, kernel, takes_shards=False)
     made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
     # The fused kernel reads uninitialized memory as momentum if the first update is skipped for an overflow.
-    for place in _places(made) if momentum else ():
-        made.state[place.parameter] = _new_sgd_state(made, place)
+    for group in made.param_groups if momentum else ():
+        for weight in group["params"]:
+            made.state[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
     return made
 
 
@@ -157,9 +157,228 @@ def adamw8bit(
     )
 
 
+def nadam(
+    parameters: Parameters,
+    *,
+    lr: Positive = 2e-3,
+    weight_decay: NonNegative = 0.0,
+    betas: tuple[Factor, Factor] = (0.9, 0.999),
+    eps: Positive = 1e-8,
+    momentum_decay: NonNegative = 4e-3,
+    decoupled: bool = False,
+    decay_1d: bool = False,
+    lr_scales: Mapping[str, NonNegative] = {},
+) -> Optimizer:
+    """Adam with Nesterov momentum.
+
+    lr              learning rate at the peak of the schedule
+    weight_decay    L2 penalty, added to the gradient; with decoupled multiplied by the learning rate instead
+    betas           decay per update of the running means of the gradient and of its square
+    eps             added to the root of the second mean
+    momentum_decay  decay of the momentum schedule
+    decoupled       decoupled weight decay, as in AdamW
+    decay_1d        also decay parameters of fewer than two dimensions (biases, norms)
+    lr_scales       module or parameter name -> factor on its learning rate; the longest matching name counts
+    Raises ConfigError if a name matches nothing.
+    Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016.
+    """
+    groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
+    options: dict[str, Any] = {"momentum_decay": momentum_decay, "decoupled_weight_decay": decoupled}
+    return torch.optim.NAdam(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, **options)
+
+
+def rmsprop(
+    parameters: Parameters,
+    *,
+    lr: Positive = 0.01,
+    weight_decay: NonNegative = 0.0,
+    alpha: Factor = 0.99,
+    eps: Positive = 1e-8,
+    momentum: Factor = 0.0,
+    centered: bool = False,
+    decay_1d: bool = False,
+    lr_scales: Mapping[str, NonNegative] = {},
+) -> Optimizer:
+    """RMSprop: the gradient divided by a running mean of its magnitude.
+
+    lr            learning rate at the peak of the schedule
+    weight_decay  L2 penalty, added to the gradient
+    alpha         decay per update of the running mean of the squared gradient
+    eps           added to the root of that mean
+    momentum      momentum factor; 0: none
+    centered      divide by the variance: subtract the squared mean of the gradient
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    Raises ConfigError if a name matches nothing.
+    Source: Hinton, Neural Networks for Machine Learning, lecture 6, 2012.
+    """
+    groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
+    return torch.optim.RMSprop(groups, lr=lr, alpha=alpha, eps=eps, momentum=momentum, centered=centered)
+
+
+def adafactor(
+    parameters: Parameters,
+    *,
+    lr: Positive = 0.01,
+    weight_decay: NonNegative = 0.0,
+    beta2_decay: float = -0.8,
+    eps: Positive = 1e-3,
+    max_update: Positive = 1.0,
+    decay_1d: bool = False,
+    lr_scales: Mapping[str, NonNegative] = {},
+) -> Optimizer:
+    """Adafactor: the second mean of a matrix is stored as one row and one column, so the state is almost free.
+
+    lr            upper bound of the relative step size
+    weight_decay  decoupled weight decay, multiplied by the learning rate
+    beta2_decay   exponent of the update number in the decay of the running mean of the squared gradient
+    eps           lower bound of the parameter scale that multiplies the learning rate
+    max_update    root mean square above which an update is scaled down
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    Raises ConfigError if a name matches nothing or the parameters are sharded.
+    Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018.
+    """
+    _refuse_shards(parameters, "adafactor")
+    groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
+    return torch.optim.Adafactor(groups, lr=lr, beta2_decay=beta2_decay, eps=(None, eps), d=max_update)
+
+
+def lion(
+    parameters: Parameters,
+    *,
+    lr: Positive = 1e-4,
+    weight_decay: NonNegative = 0.3,
+    betas: tuple[Factor, Factor] = (0.9, 0.99),
+    decay_1d: bool = False,
+    lr_scales: Mapping[str, NonNegative] = {},
+) -> Optimizer:
+    """Lion: the sign of a momentum, so each parameter changes by the learning rate; half the state of AdamW.
+
+    lr            learning rate at the peak of the schedule; a third to a tenth of that of AdamW
+    weight_decay  decoupled weight decay, multiplied by the learning rate; three to ten times that of AdamW
+    betas         weight of the momentum in the update, and decay per update of the momentum
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    Raises ConfigError if a name matches nothing.
+    Source: Chen et al., Symbolic Discovery of Optimization Algorithms, NeurIPS 2023, program 1.
+    """
+    return Lion(_groups(parameters, lr, weight_decay, decay_1d, lr_scales), betas=(betas[0], betas[1]))
+
+
+def muon(
+    parameters: Parameters,
+    *,
+    lr: Positive = 3e-4,
+    weight_decay: NonNegative = 0.1,
+    momentum: Factor = 0.95,
+    nesterov: bool = True,
+    ns_steps: PositiveInt = 5,
+    adamw_for: list[str] = [],  # noqa: B006 - read as schema
+    betas: tuple[Factor, Factor] = (0.9, 0.95),
+    eps: Positive = 1e-8,
+    decay_1d: bool = False,
+    lr_scales: Mapping[str, NonNegative] = {},
+) -> Optimizer:
+    """Muon for matrices: the momentum, made orthogonal. AdamW for all other parameters, with the same learning rate.
+
+    The update of a matrix is scaled to the root mean square of AdamW's.
+
+    lr            learning rate at the peak of the schedule
+    weight_decay  decoupled weight decay, multiplied by the learning rate
+    momentum      momentum factor of the matrices
+    nesterov      use Nesterov momentum
+    ns_steps      Newton-Schulz iterations that make the momentum orthogonal
+    adamw_for     modules or parameters whose matrices AdamW updates too: embeddings and the output layer
+    betas         AdamW: decay per update of the running means of the gradient and of its square
+    eps           AdamW: added to the root of the second mean
+    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    Raises ConfigError if a name matches nothing or the parameters are sharded.
+    Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
+    """
+    _refuse_shards(parameters, "muon")
+    _refuse_unmatched(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for")
+
+    def rule(name: str, parameter: nn.Parameter) -> str:
+        is_matrix = parameter.dim() == 2 and not any(is_under(name, one) for one in adamw_for)
+        return "muon" if is_matrix else "adamw"
+
+    groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales, rule=rule)
+    of_muon = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+    of_adamw = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, **_kernel_flags(parameters, "auto")}
+    return MuonWithAdamW(groups, of_muon, of_adamw)
+
+
+class Lion(Optimizer):
+    """The update of `lion`."""
+
+    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            toward, kept = group["betas"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(weight)
+                momentum = state["exp_avg"]
+                weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+                weight.add_(momentum.lerp(weight.grad, 1.0 - toward).sign_(), alpha=-group["lr"])
+                momentum.lerp_(weight.grad, 1.0 - kept)
+
+
+class MuonWithAdamW(Optimizer):
+    """Two optimizers of torch as one: they share its groups and its state.
+
+    groups  each with the rule that updates it: muon or adamw
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], of_muon: dict[str, Any], of_adamw: dict[str, Any]) -> None:
+        super().__init__(groups, {})
+        by_rule = {name: [group for group in self.param_groups if group["rule"] == name] for name in ("muon", "adamw")}
+        self.rules: list[Optimizer] = []
+        if by_rule["muon"]:
+            self.rules.append(torch.optim.Muon(by_rule["muon"], adjust_lr_fn="match_rms_adamw", **of_muon))
+        if by_rule["adamw"]:
+            self.rules.append(torch.optim.AdamW(by_rule["adamw"], **of_adamw))
+        for rule in self.rules:
+            rule.state = self.state
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for rule in self.rules:
+            rule.step()
+
+
+def optimizer_of(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer of an option. One of a task is any optimizer of the parameters.
+
+    Its groups get what the runner needs: names for checkpoints, and the base learning rate for the schedule.
+    Raises TaskFault if it is no optimizer, or misses a parameter.
+    """
+    made: object = make(OPTIMIZERS, function, parameters, **options)
+    if not isinstance(made, Optimizer):
+        what = f"must return a torch.optim.Optimizer, but returned {type(made).__name__}"
+        raise TaskFault(what, where=function, fix="return an optimizer, such as torch.optim.SGD(parameters, lr=lr)")
+    names = {id(parameter): name for name, parameter in parameters}
+    held = [parameter for group in made.param_groups for parameter in group["params"]]
+    if {id(parameter) for parameter in held} != set(names):
+        what = f"must update each of the {len(names)} parameters that it gets, but has {len(held)}"
+        raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
+    for group in made.param_groups:
+        group["names"] = [names[id(parameter)] for parameter in group["params"]]
+        group.setdefault("lr_scale", 1.0)
+        group.setdefault("base_lr", float(group["lr"]) / group["lr_scale"])
+    return made
+
+
 def must_be_installed(function: str, options: Mapping[str, Any], device: torch.device) -> None:
     """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for the others."""
-    if "library" in options:
+    if function == "adamw8bit":
         weight = nn.Parameter(torch.ones(1, device=device))
         make(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
 
@@ -175,160 +394,36 @@ def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
     return float(optimizer.param_groups[0]["base_lr"] * factor)
 
 
-class Steps:
-    """Detect whether a failed step changed anything, and remove the state that it initialized.
-
-    Adam's kernels increment the step count first, and torch versions that tensor; fused kernels
-    change parameters without incrementing versions, and other libraries bypass them entirely.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        is_adam = _kind(optimizer) in ("torch.AdamW", "torch.Adam")
-        is_plain = _kind(optimizer) == "torch.SGD" and not optimizer.defaults.get("fused")
-        self._counted = self._counts_of_steps if is_adam else self._counts_of_all if is_plain else None
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._known = len(self.optimizer.state)
-        self._before = self._counted() if self._counted is not None else []
-
-    def is_as_before(self) -> bool:
-        """Return whether the failed step has changed nothing; False if that cannot be determined."""
-        state = self.optimizer.state
-        fresh = list(state)[self._known :]
-        if self._counted is None or any(float(state[place].get("step", 0.0)) for place in fresh):
-            return False
-        for place in fresh:
-            del state[place]
-        return self._counted() == self._before
-
-    def _counts_of_steps(self) -> list[int]:
-        return [state["step"]._version for state in self.optimizer.state.values()]
-
-    def _counts_of_all(self) -> list[int]:
-        held = [value for state in self.optimizer.state.values() for value in state.values()]
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        return [tensor._version for tensor in (*weights, *held) if isinstance(tensor, Tensor)]
-
-
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return the memory of this rank's state tensors in bytes; 0 before the first update."""
-    parts = {id(part): part.numel() * part.element_size() for part in state_tensors(optimizer)}
-    return sum(parts.values())
-
-
-def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the plain tensors of this rank's state; a shared one once per use."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield from (part for _, part in _parts(value, into_shards=True))
-
-
-def expected_state_bytes(optimizer: Optimizer) -> int:
-    """Return the expected size of the state in bytes, if the rule keeps it in the parameters' own precision."""
-    total = 0
-    for group in optimizer.param_groups:
-        adam_like = "betas" in group
-        copies = 2 if adam_like else int(group["momentum"] > 0)
-        for parameter in group["params"]:
-            total += 4 * adam_like  # the step count
-            total += copies * sum(p.numel() * p.element_size() for _, p in _parts(parameter, into_shards=True))
-    return total
-
-
-def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state as tensors by "<parameter name>.<key>" and a JSON-serializable rest.
-
-    The tensors are the optimizer's own, not copies; sharded parameters give DTensors. Learning rates and other options
-    are not state: they come from the configuration.
-    """
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, float] = {}
-    seen: set[int] = set()
-    for place in _places(optimizer):
-        state = optimizer.state.get(place.parameter, {})
-        numbers |= {f"{place.name}.{key}": value for key, value in state.items() if not isinstance(value, Tensor)}
-        for key, part in _flat(state):
-            # bitsandbytes shares one table among all parameters; safetensors requires separate memory per tensor
-            tensors[f"{place.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
-            seen.add(id(part))
-    return tensors, {"optimizer": _kind(optimizer), "numbers": numbers}
-
-
-def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    """Restore, bit for bit, the state returned by `export_state`.
-
-    Memory layout and device follow the parameters of this optimizer, so kernels may differ from those it was saved
-    with. A parameter may have no state (not updated yet), but not a partial one. Sharded parameters accept
-    full tensors or DTensors. Raises IncompatibleResume, with nothing changed, if names, shapes or types differ.
-    """
-    if rest["optimizer"] != _kind(optimizer):
-        raise IncompatibleResume(
-            f"the checkpoint's optimizer is {rest['optimizer']}, but this run's is {_kind(optimizer)}",
-            where="optimizer",
-            fix="resume with the optimizer it was saved with, or use resume=fresh",
-        )
-    numbers: Mapping[str, float] = rest["numbers"]
-    unused = {*tensors, *numbers}
-    problems: list[str] = []
-    restored: dict[Tensor, dict[str, Any]] = {}
-    for place in _places(optimizer):
-        state = _NEW_STATES[_kind(optimizer)](optimizer, place)
-        parts = {f"{place.name}.{key}": part for key, part in _flat(state)}
-        counts = {f"{place.name}.{key}": key for key, value in state.items() if not isinstance(value, Tensor)}
-        if unused.isdisjoint({*parts, *counts}):
-            continue
-        for full_name, part in parts.items():
-            problems += _differences(full_name, part, tensors.get(full_name))
-        problems += [f"{full_name} is missing" for full_name in counts if full_name not in numbers]
-        unused -= {*parts, *counts}
-        if not problems:
-            for full_name, part in parts.items():
-                copy_values(part, tensors[full_name])
-            state.update({key: numbers[full_name] for full_name, key in counts.items()})
-            restored[place.parameter] = state
-    problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
-    if problems:
-        raise IncompatibleResume(
-            f"the checkpoint's optimizer state does not fit: {shortened(problems, 3, '; ')}",
-            where="optimizer",
-            fix="resume with the model and optimizer it was saved with, or use resume=fresh",
-        )
-    optimizer.state.clear()
-    optimizer.state.update(restored)
-
-
 # Groups and kernels
 
 
 def _groups(
-    parameters: Parameters, lr: float, weight_decay: float, decay_1d: bool, lr_scales: Mapping[str, float]
+    parameters: Parameters,
+    lr: float,
+    weight_decay: float,
+    decay_1d: bool,
+    lr_scales: Mapping[str, float],
+    *,
+    rule: Callable[[str, nn.Parameter], str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Group the parameters by learning rate factor and decay, in the order given."""
+    """Group the parameters by learning rate factor, decay and rule, in the order given."""
     names = [name for name, _ in parameters]
     assert len(set(names)) == len(names), "each parameter has one name"
-    problems = [
-        Problem(
-            f"no parameter's name starts with {prefix}", "optimizer.lr_scales", did_you_mean(prefix, prefixes(names))
-        )
-        for prefix in lr_scales
-        if not any(is_under(name, prefix) for name in names)
-    ]
+    problems = _unmatched(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
         problems.append(
             Problem("there must be a parameter to train, but all are frozen", "optimizer", "let one want a gradient")
         )
     if problems:
         raise ConfigError(problems)
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, str], dict[str, Any]] = {}
     for name, parameter in parameters:
         matching = [prefix for prefix in lr_scales if is_under(name, prefix)]
         scale = float(lr_scales[max(matching, key=len)]) if matching else 1.0
         decays = decay_1d or parameter.dim() >= 2
+        updated_by = rule(name, parameter) if rule else ""
         group = groups.setdefault(
-            (scale, decays),
+            (scale, decays, updated_by),
             {
                 "params": [],
                 "names": [],
@@ -336,11 +431,33 @@ def _groups(
                 "lr_scale": scale,
                 "lr": lr * scale,
                 "weight_decay": weight_decay if decays else 0.0,
+                **({"rule": updated_by} if rule else {}),
             },
         )
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
+
+
+def _unmatched(listed: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
+    return [
+        Problem(f"no parameter's name starts with {prefix}", key, did_you_mean(prefix, prefixes(names)))
+        for prefix in listed
+        if not any(is_under(name, prefix) for name in names)
+    ]
+
+
+def _refuse_unmatched(listed: Iterable[str], names: Sequence[str], key: str) -> None:
+    if problems := _unmatched(listed, names, key):
+        raise ConfigError(problems)
+
+
+def _refuse_shards(parameters: Parameters, option: str) -> None:
+    """Raise ConfigError for sharded parameters: the rule needs complete matrices."""
+    if any(hasattr(parameter, "device_mesh") for _, parameter in parameters):  # a DTensor
+        fix = "use parallelism=ddp, or optimizer=adamw"
+        what = "needs complete matrices, but parallelism=fsdp shards them"
+        raise ConfigError(Problem(what, f"optimizer={option}", fix))
 
 
 def is_under(name: str, prefix: str) -> bool:
@@ -429,125 +546,14 @@ def _import_quietly(name: str) -> Any:
         logger.setLevel(level)
 
 
-# State
-
-
-class _Place(NamedTuple):
-    """A parameter and its position in an optimizer."""
-
-    name: str
-    parameter: nn.Parameter
-    group: Mapping[str, Any]
-    group_index: int
-    position: int
-
-
-def _places(optimizer: Optimizer) -> Iterator[_Place]:
-    for group_index, group in enumerate(optimizer.param_groups):
-        for position, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
-            yield _Place(name, parameter, group, group_index, position)
-
-
-def _kind(optimizer: Optimizer) -> str:
-    """Return library and class: bitsandbytes.AdamW8bit and torchao.AdamW8bit keep different states."""
-    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
-
-
-def _parts(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors inside a tensor subclass with their name suffixes; inside DTensors only if requested."""
-    if not hasattr(tensor, "__tensor_flatten__") or (hasattr(tensor, "device_mesh") and not into_shards):
-        yield "", tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, name)
-        if isinstance(inner, Tensor):  # a DTensor also lists its mesh
-            yield from ((f".{name}{suffix}", part) for suffix, part in _parts(inner, into_shards=into_shards))
-
-
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            yield from ((f"{key}{suffix}", part) for suffix, part in _parts(value))
-
-
-def _differences(name: str, part: Tensor, saved: Tensor | None) -> list[str]:
-    if saved is None:
-        return [f"{name} is missing"]
-    return [
-        f"{name} must be {_plain(wanted)}, but is {_plain(found)}"
-        for wanted, found in ((tuple(part.shape), tuple(saved.shape)), (part.dtype, saved.dtype))
-        if wanted != found
-    ]
-
-
-def _plain(value: object) -> str:
-    return str(value).removeprefix("torch.")
-
-
-def copy_values(part: Tensor, saved: Tensor) -> None:
-    """Copy the values of a full tensor into one that may be sharded.
-
-    Never the layout: fused kernels read raw memory, so the state must have the layout of its parameter.
-    """
-    mesh = getattr(part, "device_mesh", None)
-    with torch.no_grad():
-        if mesh is not None and not hasattr(saved, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor  # noqa: TID251 - a kind of tensor, not a talk of ranks
-
-            saved = distribute_tensor(saved.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
-        part.copy_(saved)
-
-
-# Initial state of a parameter at its first step; the optimizer is not modified.
-
-
-def _new_adam_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    # fused kernels count steps on the device; the others on the host, where reading needs no synchronization
-    fused = place.group["fused"]
-    wide = torch.get_default_dtype() == torch.float64 and not fused
-    return {
-        "step": torch.zeros(
-            (), dtype=torch.float64 if wide else torch.float32, device=place.parameter.device if fused else "cpu"
-        ),
-        "exp_avg": torch.zeros_like(place.parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(place.parameter, requires_grad=False),
-    }
-
-
-def _new_sgd_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    if not place.group["momentum"]:
-        return {}
-    return {"momentum_buffer": torch.zeros_like(place.parameter, requires_grad=False)}
-
-
-def _new_bitsandbytes_state(optimizer: Any, place: _Place) -> dict[str, Any]:
-    kept = optimizer.state.pop(place.parameter, None)
-    optimizer.init_state(place.group, place.parameter, place.group_index, place.position)
-    state: dict[str, Any] = optimizer.state.pop(place.parameter)
-    if kept is not None:
-        optimizer.state[place.parameter] = kept
-    return state
-
-
-def _new_torchao_state(optimizer: Any, place: _Place) -> dict[str, Any]:
-    return {
-        "step": torch.tensor(0.0),
-        "exp_avg": optimizer._new_buffer(place.parameter, True),  # signed
-        "exp_avg_sq": optimizer._new_buffer(place.parameter, False),
-    }
-
-
-_NEW_STATES: Mapping[str, Callable[[Any, _Place], dict[str, Any]]] = {
-    "torch.AdamW": _new_adam_state,
-    "torch.Adam": _new_adam_state,
-    "torch.SGD": _new_sgd_state,
-    "bitsandbytes.AdamW8bit": _new_bitsandbytes_state,
-    "torchao.AdamW8bit": _new_torchao_state,
-}
-
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "adamw": adamw,
     "adam": adam,
     "sgd": sgd,
     "adamw8bit": adamw8bit,
+    "nadam": nadam,
+    "rmsprop": rmsprop,
+    "adafactor": adafactor,
+    "lion": lion,
+    "muon": muon,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from runner.base.async_copy import PendingCopy, sent
+from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, NumericError, Problem
-from runner.base.schema import did_you_mean
 from runner.base.tf32 import Level, float32_matmul
 from runner.base.values import Annotated, Factor, Positive, PositiveInt, Range
 from runner.base.world import World
+from runner.config.schema import did_you_mean
 
 
 class NotFinite(NumericError):
@@ -97,10 +98,16 @@ class Precision:
         else:
             optimizer.step()
         if numbers is not None:  # last, so that a failed step leaves no pending copy
-            self._sent = sent(numbers)  # read one update later, without synchronization
+            self._sent = start_copy(numbers)  # read one update later, without synchronization
 
     def discard(self) -> None:
         """Discard the current update's pending values, but none of the previous update."""
+
+    def fork(self, model: nn.Module) -> Precision:
+        """Return the same number format with separate checks and a separate loss scale, for another optimizer."""
+        forked = copy.copy(self)
+        forked._sent = None
+        return forked
 
     def num_skipped(self) -> int:
         """Return the number of skipped updates; waits at most for the previous update.
@@ -169,7 +176,14 @@ class ScaledHalf(Precision):
         self.scaler.step(optimizer)
         self._statistics.settle(found)
         self.scaler.update()
-        self._pending = sent(found)
+        self._pending = start_copy(found)
+
+    def fork(self, model: nn.Module) -> Precision:
+        forked = copy.copy(self)
+        forked._sent = forked._pending = None
+        forked._skipped = forked._in_a_row = 0
+        forked.scaler, forked._statistics = copy.deepcopy(self.scaler), _Statistics(model)
+        return forked
 
     def discard(self) -> None:
         self._statistics.forget()

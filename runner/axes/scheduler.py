@@ -7,8 +7,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from runner.base.errors import ConfigError, IncompatibleResume, Problem
+from runner.base.errors import ConfigError, IncompatibleResume, Problem, TaskFault
 from runner.base.values import Count, Factor, Fraction, NonNegative, Positive, PositiveInt
+from runner.config.option_table import make
 
 
 class Schedule:
@@ -245,6 +246,73 @@ def warm_restarts(
     return Schedule(curve, start)
 
 
+def wsd(
+    updates: int,
+    *,
+    warmup: Count | Factor = 0.02,
+    decay: PositiveInt | Factor = 0.2,
+    final_factor: Fraction = 0.0,
+    shape: Literal["linear", "cosine", "sqrt"] = "linear",
+) -> Schedule:
+    """Warm-up, stable, decay: stay at the peak, then decay at the end, so that a run can be extended from its peak.
+
+    warmup        updates of linear warm-up; below 1: fraction of all updates
+    decay         updates of the decay at the end, at most those after the warm-up; below 1: fraction of all updates
+    final_factor  fraction of the peak at the end
+    shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
+    Source: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, NeurIPS 2024.
+    """
+    start = _warmup(warmup, updates)
+    begin = max(start, updates - _interval("decay", decay, updates))
+
+    def curve(update: int) -> float:
+        progress = _progress(update, begin, updates)
+        if shape == "cosine":
+            return _half_wave(1.0, final_factor, progress)
+        return _line(1.0, final_factor, math.sqrt(progress) if shape == "sqrt" else progress)
+
+    return Schedule(curve, start)
+
+
+def inverse_sqrt(updates: int, *, warmup: Count | Factor = 0.02) -> Schedule:
+    """Decay with the inverse square root of the update after the warm-up, whatever the length of the run.
+
+    warmup  updates of linear warm-up; below 1: fraction of all updates
+    Source: Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 5.3, with the peak as learning rate.
+    """
+    start = _warmup(warmup, updates)
+    peak = max(1, start)
+    return Schedule(lambda update: math.sqrt(peak / max(peak, update + 1)), start)
+
+
+def polynomial(
+    updates: int, *, warmup: Count | Factor = 0.02, power: Positive = 2.0, final_factor: Fraction = 0.0
+) -> Schedule:
+    """Decay with a power of the remaining fraction of updates after the warm-up.
+
+    warmup        updates of linear warm-up; below 1: fraction of all updates
+    power         1: a straight line; above: faster at first
+    final_factor  fraction of the peak at the end
+    Source: torch.optim.lr_scheduler.PolynomialLR.
+    """
+    start = _warmup(warmup, updates)
+    return Schedule(lambda update: _line(final_factor, 1.0, (1.0 - _progress(update, start, updates)) ** power), start)
+
+
+def schedule_of(function: str, updates: int, options: Mapping[str, Any]) -> Schedule:
+    """Return the schedule of an option. One of a task may be a function from the number of updates to a factor.
+
+    Raises TaskFault if it is neither.
+    """
+    made: object = make(SCHEDULERS, function, updates, **options)
+    if isinstance(made, Schedule):
+        return made
+    if callable(made):
+        return Schedule(made)
+    what = f"must return a function from the number of updates to a factor, but returned {type(made).__name__}"
+    raise TaskFault(what, where=function, fix="return a function such as lambda update: 0.99**update")
+
+
 def _warmup(value: float, updates: int) -> int:
     """Return the warm-up in updates."""
     warmup = _count(value, updates)
@@ -292,4 +360,7 @@ SCHEDULERS: Mapping[str, Callable[..., Schedule]] = {
     "one_cycle": one_cycle,
     "plateau": plateau,
     "warm_restarts": warm_restarts,
+    "wsd": wsd,
+    "inverse_sqrt": inverse_sqrt,
+    "polynomial": polynomial,
 }

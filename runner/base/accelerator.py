@@ -43,6 +43,7 @@ class TorchDevice:
 
     capability    NVIDIA compute capability; None for other vendors, where the numbers have another meaning
     architecture  AMD architecture name, such as gfx90a; empty for other vendors
+    uuid          identity by which the driver's interface knows it: a UUID without prefix, on AMD the PCI address
     free_bytes    free memory, set only if NVML does not know the device and torch was queried; else None
     """
 
@@ -278,7 +279,7 @@ class Cuda(Accelerator):
         return self._torch.get_device_name(self.device)
 
     def uuid(self) -> str:
-        return str(getattr(self._torch.get_device_properties(self.device), "uuid", ""))
+        return _identity(self._torch.get_device_properties(self.device))
 
     def capability(self) -> tuple[int, int] | None:
         return self._torch.get_device_capability(self.device)
@@ -350,7 +351,7 @@ def torch_devices() -> Iterator[TorchDevice]:
         properties = torch.cuda.get_device_properties(index)
         yield TorchDevice(
             properties.name,
-            str(getattr(properties, "uuid", "")),
+            _identity(properties),
             properties.total_memory,
             None if is_rocm else (properties.major, properties.minor),
             _architecture(properties) if is_rocm else "",
@@ -364,7 +365,7 @@ def torch_uuids() -> list[str] | None:
     if not cuda_is_initialized():
         return None
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    found = [str(getattr(each, "uuid", "")) for each in properties]
+    found = [_identity(each) for each in properties]
     return found if all(found) else None
 
 
@@ -390,7 +391,7 @@ def page_unlock(address: int) -> None:
 
 
 @contextmanager
-def warning_of_waits() -> Iterator[None]:
+def warn_on_synchronization() -> Iterator[None]:
     """Make torch warn at each point where the host synchronizes with a GPU."""
     import torch
 
@@ -411,6 +412,16 @@ def _is_rocm() -> bool:
     import torch
 
     return torch.version.hip is not None
+
+
+def _identity(properties: Any) -> str:
+    """Return the UUID of a GPU or, on AMD, its PCI address: AMD SMI and HIP give the same GPU different UUIDs."""
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is not None and _is_rocm():
+        return (
+            f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
+        )
+    return str(getattr(properties, "uuid", ""))
 
 
 def _architecture(properties: Any) -> str:

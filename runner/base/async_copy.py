@@ -19,7 +19,7 @@ class PendingCopy:
     on_host: Tensor
     arrived: torch.Event | None = None
 
-    def is_here(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether `read` would return without blocking."""
         return self.arrived is None or bool(self.arrived.query())
 
@@ -30,7 +30,7 @@ class PendingCopy:
         return self.on_host
 
 
-def sent(numbers: Tensor) -> PendingCopy:
+def start_copy(numbers: Tensor) -> PendingCopy:
     """Start a non-blocking copy of the numbers to the host and return it; later in-place changes do not affect it."""
     if numbers.device.type == "cpu":
         return PendingCopy(numbers.clone())

@@ -53,8 +53,10 @@ class Batch:
                 f"{self.global_batch_size} samples per update = micro-batch {self.micro_batch_size}"
                 f" x {self.accumulation_steps} accumulation x {ranks}"
             )
-        nobody = [""] * self.world_size
-        return identity(table(self.shares, nobody, [None] * self.world_size, [self.micro_batch_size] * self.world_size))
+        no_names = [""] * self.world_size
+        return identity(
+            table(self.shares, no_names, [None] * self.world_size, [self.micro_batch_size] * self.world_size)
+        )
 
 
 def divide(

@@ -96,36 +96,36 @@ def remake(
     return error
 
 
-def number_of(checkpoint: str | None) -> int:
+def update_of(checkpoint: str | None) -> int:
     """Return the update number of a checkpoint name such as "update-0000000012"; 0 for none."""
     return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
 
 
-def where_it_goes_on(last: str | None, made: int) -> str:
+def resume_note(last: str | None, completed: int) -> str:
     """Return the line below an error that states from which checkpoint the run resumes.
 
-    last  name of the newest checkpoint, None if there is none
-    made  completed updates of all phases, saved or not
+    last       name of the newest checkpoint, None if there is none
+    completed  completed updates of all phases, saved or not
     """
-    repeated = made - number_of(last)
+    repeated = completed - update_of(last)
     again = "nothing is" if repeated <= 0 else "1 update is" if repeated == 1 else f"{repeated} updates are"
     if last is None:
         return f"no checkpoint yet ({again} repeated)"
-    return f"last checkpoint: update {number_of(last)} ({again} repeated)"
+    return f"last checkpoint: update {update_of(last)} ({again} repeated)"
 
 
-def as_told(error: AccelRunError) -> str:
+def format_error(error: AccelRunError) -> str:
     """Format the error for the user: one paragraph per problem, numbered if there are several, then the notes."""
     many = len(error.problems) > 1
     lines = [f"accel-run: {len(error.problems)} problems"] if many else []
     for number, problem in enumerate(error.problems, 1):
         lead = f"  {number}. " if many else "accel-run: "
-        lines.append(lead + _on_one_screen(problem, " " * len(lead)))
+        lines.append(lead + _formatted(problem, " " * len(lead)))
     lines += [" " * len("accel-run: ") + note for note in getattr(error, "__notes__", ())]
     return "\n".join(lines)
 
 
-def _on_one_screen(problem: Problem, indent: str) -> str:
+def _formatted(problem: Problem, indent: str) -> str:
     """Return the problem without terminal control characters, with continuation lines indented."""
     where = f"{problem.where}: " if problem.where else ""
     text = f"{where}{problem.what}" + (f"\n{problem.fix}" if problem.fix else "")
@@ -260,10 +260,10 @@ class SystemLimit(AccelRunError):
     exit_code = Exit.SYSTEM
 
 
-def limit_of(error: BaseException) -> SystemLimit | None:
-    """Return the error for a limit of the system that stopped an import or a call anywhere; None where there is none.
+def system_limit_of(error: BaseException) -> SystemLimit | None:
+    """Return the error for a system limit that made an import or a call fail; None for other errors.
 
-    Modules are imported when they are first needed, so a limit may be reached wherever the program is.
+    Modules are imported lazily, so a limit may be reached at any point of the program.
     """
     if isinstance(error, AccelRunError):
         return None
@@ -275,7 +275,7 @@ def limit_of(error: BaseException) -> SystemLimit | None:
             text = " ".join(str(each).split())
             if "too many open files" in text.lower():
                 return SystemLimit(text, fix="raise the limit with ulimit -n")
-            if any(words in text.lower() for words in _NOT_MAPPED):
+            if any(message in text.lower() for message in _NOT_MAPPED):
                 return SystemLimit(
                     f"a library does not fit into the address space: {text}", fix="raise the limit with ulimit -v"
                 )
@@ -291,7 +291,7 @@ def _raised_from(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
 
 
-_NOT_MAPPED = (  # of the dynamic linker, as it loads a library
+_NOT_MAPPED = (  # messages of the dynamic linker
     "failed to map segment from shared object",
     "cannot map zero-fill pages",
     "cannot allocate memory",

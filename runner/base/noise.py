@@ -164,7 +164,7 @@ def no_pass() -> Iterator[None]:
         _current = before
 
 
-def keep_out_of_graphs() -> None:
+def exclude_from_graphs() -> None:
     """Exclude `per_sample_noise` from torch.compile graphs: its keys come from lists of numbers.
 
     This breaks the graph; the draws themselves are traced. Called only where a model is compiled, because importing

@@ -22,28 +22,28 @@ class OomCause:
 
     side          whose memory: the GPU's or the host's
     text          the error message, in one line
-    wanted_bytes  size of the failed allocation, None if unknown
-    place         the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's own
-                  buffers: its communicator cannot be used again); BETWEEN outside of them
+    requested_bytes  size of the failed allocation, None if unknown
+    place         the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's buffers:
+                  its communicator cannot be used again); BETWEEN if it is none of them
     """
 
     side: Side
     text: str
-    wanted_bytes: int | None
+    requested_bytes: int | None
     place: str
 
 
-def shortage_of(error: BaseException) -> OomCause | None:
+def oom_cause_of(error: BaseException) -> OomCause | None:
     """Return the out-of-memory condition of an error or of its causes; None for other errors.
 
-    Only messages of torch's allocators, known libraries and the system count: a task's own may mean anything.
+    Only messages of torch's allocators, known libraries and the system count: a task may raise similar texts.
     """
-    for kinds, message in _told(error):
+    for kinds, message in _kinds_and_messages(error):
         side = _side(kinds, message)
         if side is not None:
-            text = _of_sample(error) or first_line(message) or "MemoryError"
+            text = _unreadable_sample(error) or first_line(message) or "MemoryError"
             place = COMMUNICATION if "NCCL" in message else _place(error)
-            return OomCause(side, text, _wanted(message), place)
+            return OomCause(side, text, _requested_bytes(message), place)
     return None
 
 
@@ -63,22 +63,22 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
 
 
-def _of_sample(error: BaseException) -> str:
+def _unreadable_sample(error: BaseException) -> str:
     """Return the sample that could not be read, empty if none."""
     if isinstance(error, RemoteError):
         return first_line(error.raised.message) if DataError.__name__ in error.raised.bases else ""
     return error.problems[0].what if isinstance(error, DataError) else ""
 
 
-def _told(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
+def _kinds_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
     """Yield class names and messages of an error and its causes, also those raised in a data worker."""
     for each in _chain(error):
-        told = each.raised if isinstance(each, RemoteError) else None
-        if told is None:  # by class: a task may define one with the same name as torch's
+        remote = each.raised if isinstance(each, RemoteError) else None
+        if remote is None:  # by class: a task may define one with the same name as torch's
             yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], message_of(each)
-        while told is not None:
-            yield told.bases, told.message
-            told = told.cause
+        while remote is not None:
+            yield remote.bases, remote.message
+            remote = remote.cause
 
 
 def _side(kinds: Sequence[str], text: str) -> Side | None:
@@ -87,15 +87,15 @@ def _side(kinds: Sequence[str], text: str) -> Side | None:
     if "MemoryError" in kinds or ("OSError" in kinds and text.startswith(_ENOMEM)):
         return "host"
     if "RuntimeError" in kinds and "shared memory" not in text:  # /dev/shm has a separate limit
-        if any(words in text for words in _OF_DEVICES):
+        if any(message in text for message in _DEVICE_MESSAGES):
             return "device"
-        if any(words in text for words in _OF_HOSTS):
+        if any(message in text for message in _HOST_MESSAGES):
             return "host"
     return None
 
 
-def _wanted(text: str) -> int | None:
-    found = _ASKED.search(text)
+def _requested_bytes(text: str) -> int | None:
+    found = _REQUESTED.search(text)
     return int(float(found[1].replace(",", "")) * _UNITS[found[2].lower()]) if found else None
 
 
@@ -105,7 +105,7 @@ def _place(error: BaseException) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         call = f"{code.co_filename}:{code.co_name}"
-        if any(part in call for part in _WITH_PASSES):
+        if any(part in call for part in _CALLERS_OF_MODELS):
             place = "forward"
         elif place != BETWEEN:
             place = next((name for part, name in _PLACES if part in call), place)
@@ -120,7 +120,7 @@ _KINDS = {
     "RuntimeError": RuntimeError,
 }
 _ENOMEM = f"[Errno {errno.ENOMEM}]"
-_OF_DEVICES = (
+_DEVICE_MESSAGES = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -133,19 +133,19 @@ _OF_DEVICES = (
     "Cuda failure 'out of memory'",
     "Cuda failure 2 'out of memory'",
 )
-_OF_HOSTS = (
+_HOST_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
     "Cannot allocate memory",  # system error message, e.g. from mmap
     "std::bad_alloc",
 )
-_ASKED = re.compile(r"(?:ried to allocate|nable to allocate)\s+([\d.,]+)\s*(bytes|[KMGT]i?B)", re.IGNORECASE)
+_REQUESTED = re.compile(r"(?:ried to allocate|nable to allocate)\s+([\d.,]+)\s*(bytes|[KMGT]i?B)", re.IGNORECASE)
 _UNITS = {"bytes": 1} | {
     f"{letter}{more}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for more in ("b", "ib")
 }
 BETWEEN = "between updates"
 COMMUNICATION = "communication"
-_WITH_PASSES = (
+_CALLERS_OF_MODELS = (
     "runner/engine/loop.py:",
     "runner/engine/phase_kinds.py:updates",
     "runner/engine/evaluate.py:",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runner.base.shares import Shares, dealt, slices
+from runner.base.shares import Shares, slices, window_shares
 
 Indices = list[int]
 
@@ -23,7 +23,7 @@ class Micro(NamedTuple):
 
     counts  False: read only to keep the ranks in step, or empty because this rank has no samples
     first   position of the first sample in the order of the epoch
-    seed   seed of the run
+    seed    seed of the run
     """
 
     epoch: int
@@ -41,7 +41,7 @@ class Order:
     The last update of an epoch is smaller, or dropped with `drop_last`.
 
     shares   samples per update for each rank, summing to `global_batch_size`; empty: one rank has them all
-    rank   rank whose micro-batches are returned
+    rank     rank whose micro-batches are returned
     in_step  every rank gets the same number of micro-batches; missing ones are dummy micro-batches
     smaller  (update, size): from update `update` (from 0) on, micro-batches of this rank have at most `size` samples
     """
@@ -62,10 +62,6 @@ class Order:
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole + (0 if self.drop_last or not rest else 1)
 
-    def epoch_of(self, update: int) -> int:
-        """Return the epoch to which update number `update` (from 0) belongs."""
-        return update // self.updates_per_epoch
-
     def samples_before(self, update: int) -> int:
         """Return the number of samples consumed before update number `update`."""
         epoch, window = divmod(update, self.updates_per_epoch)
@@ -84,8 +80,8 @@ class Order:
         epoch, window = divmod(update, self.updates_per_epoch)
         start = window * self.global_batch_size
         whole = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
-        dealt_as = shares or self.shares
-        bounds = slices(len(whole), dealt_as) if dealt_as else [(0, len(whole))]
+        split_by = shares or self.shares
+        bounds = slices(len(whole), split_by) if split_by else [(0, len(whole))]
         parts = [whole[first:stop] for first, stop in bounds]
         mine, before = parts[self.rank], start + bounds[self.rank][0]
         size = self.size_of(update)
@@ -93,16 +89,16 @@ class Order:
         wanted = max(-(-len(part) // size) for part in parts) if self.in_step else max(1, len(passes))
         for number in range(wanted):
             counts = number < len(passes)
-            vain = (passes[-1] if passes else whole[:1]) if self.in_step else []
-            indices = passes[number] if counts else vain
+            dummy = (passes[-1] if passes else whole[:1]) if self.in_step else []
+            indices = passes[number] if counts else dummy
             yield Micro(epoch, indices, number == wanted - 1, counts, before + number * size, self.seed)
 
     def samples_of_ranks(self, update: int, shares: Shares | None = None) -> Shares:
         """Return the number of samples of each rank in update number `update`."""
         window = update % self.updates_per_epoch
-        there = min(self.global_batch_size, self.num_samples - window * self.global_batch_size)
-        dealt_as = shares or self.shares
-        return dealt(there, dealt_as) if dealt_as else (there,)
+        available = min(self.global_batch_size, self.num_samples - window * self.global_batch_size)
+        split_by = shares or self.shares
+        return window_shares(available, split_by) if split_by else (available,)
 
     def from_update(self, update: int, shares_of: Callable[[int], Shares | None] = lambda _: None) -> Iterator[Micro]:
         """Yield micro-batches from update number `update` on, indefinitely.

@@ -1,4 +1,4 @@
-"""Packages that only some tasks and options need: imported here, and named with their extra where they are missing."""
+"""Import optional packages; an error names the extra that installs a missing one."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from runner.base.errors import MissingPackage
 
 
 def require(module: str, extra: str) -> Any:
-    """Return an imported module. Raises MissingPackage, with the command that installs it, where it is not there.
+    """Import and return a module. Raises MissingPackage, with the command that installs it, if it is missing.
 
     module  such as "skimage.data"
-    extra   the extra of accel-run that brings it
+    extra   extra of accel-run that installs it
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None:
             raise
-        raise _missing(error.name, extra) from error  # perhaps of a package that this one needs
+        raise _missing(error.name, extra) from error  # may name a dependency of the module
 
 
 def check_installed(module: str, extra: str) -> None:
-    """Raise MissingPackage as `require` does, without importing anything: what is needed late must not fail late."""
+    """Raise MissingPackage as `require` does, without importing the module: a late import must not fail late."""
     try:
-        is_there = importlib.util.find_spec(module.partition(".")[0]) is not None
-    except (ImportError, ValueError):  # a package that is half removed
-        is_there = False
-    if not is_there:
+        is_installed = importlib.util.find_spec(module.partition(".")[0]) is not None
+    except (ImportError, ValueError):  # a partially removed package
+        is_installed = False
+    if not is_installed:
         raise _missing(module, extra)
 
 
 def _missing(module: str, extra: str) -> MissingPackage:
     package = module.partition(".")[0]
-    ours = f'pip install "accel-run[{extra}]"; in a checkout: scripts/setup.sh {extra}'
+    install = f'pip install "accel-run[{extra}]"; in a checkout: scripts/setup.sh {extra}'
     return MissingPackage(
         f"needs the package {package}, which is not installed",
         where=f"extra {extra}" if extra else "",
-        fix=ours if extra else f"pip install {package}",
+        fix=install if extra else f"pip install {package}",
     )

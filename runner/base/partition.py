@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from runner.base.errors import Problem
+from runner.base.text import aligned
 
 Balance = Literal["memory", "time"]
 Schedule = Literal["1f1b", "gpipe", "interleaved"]
@@ -113,7 +114,7 @@ def split(
             return _does_not_fit(layers)
         allowed = _no_worse(worst, _largest(worst, stops), allowed)
     stops = _best(layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, allowed)
-    assert stops is not None, "the split that is the best by its worst stage is one of these"
+    assert stops is not None, "the split found before is feasible"
     return described(stops, layers)
 
 
@@ -159,26 +160,19 @@ def table(
 
     names, layer_bytes, costs  per layer; `places` per stage, such as "rank 0 (cuda:0, 11.0 GiB)"
     """
-    width = max(5, *(len(name) for name in names))
-    where = max(6, *(len(place) for place in places))
     total = math.fsum(costs)
-
-    def row(*cells: str) -> str:
-        name, place, size, part = cells
-        return f"{name:<{width}}  {place:<{where}}  {size:>12}  {part:>6}".rstrip()
 
     def part(seconds: float) -> str:
         return f"{seconds / total:6.1%}" if total else ""
 
-    lines = [row("layer", "device", "bytes", "time")]
+    rows = [("layer", "device", "bytes", "time")]
     for stage, (layers, place) in enumerate(zip(split.ranges, places, strict=True)):
-        lines += [row(names[layer], place, mebibytes(layer_bytes[layer]), part(costs[layer])) for layer in layers]
+        rows += [(names[layer], place, mebibytes(layer_bytes[layer]), part(costs[layer])) for layer in layers]
         share = split.used_bytes[stage] / max(1, split.memory_bytes[stage])
         seconds = math.fsum(costs[layer] for layer in layers)
-        lines.append(
-            row(f"= {len(layers)} layers", f"{share:.1%} used", mebibytes(split.used_bytes[stage]), part(seconds))
-        )
-    return "\n".join(lines)
+        used = mebibytes(split.used_bytes[stage])
+        rows.append((f"= {len(layers)} layers", f"{share:.1%} used", used, part(seconds)))
+    return "\n".join(aligned(rows, "<<>>"))
 
 
 def mebibytes(size: int) -> str:
@@ -240,7 +234,7 @@ def timeline(
                 ends[work] = start + (forward if kind == "F" else backward)[stage]
                 row.append((*work, start, ends[work]))
                 moved = True
-        assert moved, "the orders of the devices wait for each other"
+        assert moved, "the schedules of the devices are in a deadlock"
     return rows
 
 
@@ -320,14 +314,14 @@ def _running(numbers: Sequence[int]) -> list[int]:
 
 
 Measure = Callable[[int, int, int], float]
-"""(stage, first layer, layer after the last) -> how bad that is."""
+"""(stage, first layer, layer after the last) -> cost."""
 
 
 def _best(
     num_layers: int,
     num_stages: int,
     cost: Measure,
-    joined: Callable[[float, float], float],
+    combine: Callable[[float, float], float],
     allowed: Callable[[int, int, int], bool],
 ) -> list[int] | None:
     """Return the stage boundaries with the lowest combined cost, by dynamic programming; None if infeasible.
@@ -340,7 +334,7 @@ def _best(
         for stop in range(stage + 1, num_layers - (num_stages - 1 - stage) + 1):
             for start, (before, _) in best[-1].items():
                 if start < stop and allowed(stage, start, stop):
-                    total = joined(before, cost(stage, start, stop))
+                    total = combine(before, cost(stage, start, stop))
                     if stop not in row or total < row[stop][0]:
                         row[stop] = (total, start)
         best.append(row)

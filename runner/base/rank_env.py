@@ -14,10 +14,10 @@ from runner.base.errors import ConfigError, Problem
 class RankInfo:
     """One rank of a run.
 
-    rank   rank among all processes; rank 0 writes and prints
-    local_rank   rank among the processes of this machine
-    store   rendezvous store: file:///path on one machine, tcp://host:port for several; empty: single process
-    attempt   number of previous starts; ranks of other attempts must not join
+    rank        rank among all processes; rank 0 writes and prints
+    local_rank  rank among the processes of this machine
+    store       rendezvous store: file:///path on one machine, tcp://host:port for several; empty: single process
+    attempt     number of previous starts; ranks of other attempts must not join
     """
 
     rank: int = 0
@@ -41,8 +41,8 @@ def member_of(environment: Mapping[str, str]) -> RankInfo | None:
     return None
 
 
-def starter() -> str:
-    """Return the process that started, and restarts, this one: the SLURM job, or the parent."""
+def launcher_id() -> str:
+    """Return an identifier of what started this process and restarts it: the SLURM job, or the parent process."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"job {job}" if job else f"process {os.getppid()}"
 
@@ -113,7 +113,7 @@ def _of_srun(given: _Variables) -> RankInfo | None:
         f"tcp://{_first_host(given)}:{given.port('MASTER_PORT', default=20000 + job_id % 20000)}",
         given.number("SLURM_RESTART_COUNT", default=0),
     )
-    given.raise_problems("start the ranks with srun, one task for each")
+    given.raise_problems("start the ranks with srun, one task per rank")
     return member
 
 
@@ -179,7 +179,7 @@ class _Variables:
 
     def text(self, name: str) -> str:
         if not self.has(name):
-            self.problems.append(Problem("must be set, and is not", name))
+            self.problems.append(Problem("must be set, but is not", name))
         return self._environment.get(name, "")
 
     def number(

@@ -30,10 +30,10 @@ class GlobalGenerator(Protocol):
     """A random generator that belongs to the process."""
 
     def mark(self) -> Any:
-        """Return its state; equal marks mean equal states."""
+        """Return the state in a form that is cheap to copy and compare."""
 
-    def put_back(self, mark: Any) -> None:
-        """Restore the state of a mark."""
+    def restore(self, mark: Any) -> None:
+        """Restore a state returned by `mark`."""
 
     def seed(self, key: bytes) -> None:
         """Seed with a key of 8 bytes."""
@@ -78,10 +78,10 @@ class SampleStreams:
             try:
                 found = reading(key)
             except BaseException as error:
-                if self._put_back(before) and isinstance(error, Exception):  # the error may depend on what was drawn
+                if self._restore(before) and isinstance(error, Exception):  # the error may depend on what was drawn
                     continue
                 raise
-            if not self._put_back(before):
+            if not self._restore(before):
                 return found
 
     def begin(self, what: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
@@ -106,7 +106,7 @@ class SampleStreams:
             if place not in self._drawn and generators[place].mark() != mark:
                 self._drawn.append(place)
 
-    def _put_back(self, before: list[Any]) -> bool:
+    def _restore(self, before: list[Any]) -> bool:
         """Restore the generators; return whether one that was not seeded has changed."""
         generators, has_missed = self._generators, False
         if not self._seeded and _marks(generators) == before:
@@ -114,9 +114,9 @@ class SampleStreams:
         self._learn(generators)
         for place, mark in enumerate(before):
             if place in self._seeded:
-                generators[place].put_back(mark)
+                generators[place].restore(mark)
             elif generators[place].mark() != mark:
-                generators[place].put_back(mark)
+                generators[place].restore(mark)
                 self._drawn.append(place)
                 has_missed = True
         self._seeded, self._marks = (), []
@@ -135,7 +135,7 @@ class NoStreams(SampleStreams):
 
 
 @contextmanager
-def drawing_apart(seed: int, *what: object) -> Iterator[None]:
+def seeded_generators(seed: int, *what: object) -> Iterator[None]:
     """Derive the global generators from seed and `what` inside the context; restore them on exit."""
     generators = global_generators()
     before = _marks(generators)
@@ -146,7 +146,7 @@ def drawing_apart(seed: int, *what: object) -> Iterator[None]:
         yield
     finally:
         for generator, mark in zip(generators, before, strict=True):
-            generator.put_back(mark)
+            generator.restore(mark)
 
 
 def global_generators() -> Sequence[GlobalGenerator]:
@@ -172,7 +172,7 @@ class TorchGenerator:
         state = self._generator.get_state()
         return self._words_at(state.data_ptr()).raw  # ctypes.string_at takes three times as long
 
-    def put_back(self, mark: bytes) -> None:
+    def restore(self, mark: bytes) -> None:
         self._generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
 
     def seed(self, key: bytes) -> None:
@@ -199,7 +199,7 @@ class NumpyGenerator:
             self._seen, self._pair = words, (state["has_gauss"], state["gauss"])
         return words, self._pair
 
-    def put_back(self, mark: tuple[bytes, tuple[int, float]]) -> None:
+    def restore(self, mark: tuple[bytes, tuple[int, float]]) -> None:
         words, (has_second, second) = mark
         key = np.frombuffer(words, dtype=np.uint32, count=_WORDS - 1)
         np.random.set_state(("MT19937", key, struct.unpack_from("i", words, 4 * (_WORDS - 1))[0], has_second, second))
@@ -229,7 +229,7 @@ class PythonGenerator:
             return random.getstate()
         return self._words.raw, self._instance.gauss_next  # type: ignore[attr-defined]
 
-    def put_back(self, mark: Any) -> None:
+    def restore(self, mark: Any) -> None:
         random.setstate(mark if self._words is None else _as_state(*mark))
 
     def seed(self, key: bytes) -> None:

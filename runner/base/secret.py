@@ -50,26 +50,26 @@ def has_secret_shape(text: str) -> bool:
     return any(_shape(lead).search(text) is not None for lead in _OF_SERVICES if lead in text)
 
 
-def refuse_secrets(words: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
-    """Raise ConfigError if arguments of a command line contain a secret; the message does not repeat it.
+def refuse_secrets(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
+    """Raise ConfigError if arguments contain a secret; the message does not repeat it.
 
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
     options  returns the names of options, called only if such a value is found. A value that is also the name of an
              option is not a secret, and is kept in files from now on, which could not be read back without it
     """
-    words = tuple(words)
-    values = [value for value in _secret_values() if _is_strong(value) and any(value in word for word in words)]
+    arguments = tuple(arguments)
+    values = [value for value in _secret_values() if _is_strong(value) and any(value in word for word in arguments)]
     _public.update({*values} & {*options()} if values else ())
     values = [value for value in values if value not in _public]
     found = [
         name
-        for at, word in enumerate(words)
-        if (name := _secret_of(word, words[at + 1 : at + 2]) or _name_of_value(word, values))
+        for at, word in enumerate(arguments)
+        if (name := _secret_of(word, arguments[at + 1 : at + 2]) or _name_of_value(word, values))
     ]
-    found = [name if _PLAIN.fullmatch(name) else "a word of the command line" for name in found]
+    found = [name if _PLAIN.fullmatch(name) else "an argument" for name in found]
     if found:
-        raise ConfigError(Problem(_WHAT, name, _FIX_OF_WORDS) for name in dict.fromkeys(found))
+        raise ConfigError(Problem(_WHAT, name, _FIX_OF_ARGUMENTS) for name in dict.fromkeys(found))
 
 
 def without_value_of_secret(problem: Problem) -> Problem:
@@ -149,7 +149,7 @@ def fit_to_show(text: str) -> str:
     Messages contain untrusted text: names in checkpoints and data, exceptions of libraries that repeat a key.
     """
     text = redacted_message(text)
-    return _STEERING.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def without_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) -> dict[str, str]:
@@ -173,24 +173,24 @@ def _secret_values() -> dict[str, str]:
     current = getattr(os.environ, "_data", None)  # os.environ decodes each name: 0.2 ms a call
     if current is not None and current == _seen:
         return _known
-    looked_at = dict(current or ())
+    scanned = dict(current or ())
     fresh: dict[str, str] = {}
     for name in os.environ:
         value = os.environ.get(name, "")  # another thread may have removed it
-        if len(value) < _SHORTEST or (name, value) in _looked_at:
+        if len(value) < _SHORTEST or (name, value) in _scanned:
             continue
-        _looked_at.add((name, value))
+        _scanned.add((name, value))
         parts = [value] if _is_secret_variable(name) else []
         for part in (*parts, *_PASSWORD_OF_ADDRESS.findall(value)):
-            fresh.update(dict.fromkeys((way for way in _ways_to_write(part) if len(way) >= _SHORTEST), name))
+            fresh.update(dict.fromkeys((text for text in _encodings(part) if len(text) >= _SHORTEST), name))
     if fresh:
         longest_first = sorted((_known | fresh).items(), key=lambda item: -len(item[0]))
         _known = dict(longest_first)  # another thread may be reading the old one
-    _seen = looked_at
+    _seen = scanned
     return _known
 
 
-def _ways_to_write(value: str) -> Iterator[str]:
+def _encodings(value: str) -> Iterator[str]:
     """Yield the value in the escapings of several formats."""
     import html
     import json
@@ -405,16 +405,16 @@ _NO_SECRET = re.compile(
     r"(?i)null|true|false|nan|[-+]?(?:inf(?:inity)?|(?:\d{1,12}|\d{0,20}\.\d{1,24})(?:e[-+]?\d{1,3})?)"
 )
 # C0 and C1 controls except tab and newline, and marks that change the text direction
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PLAIN = re.compile(r"[\w.@/-]+")
 _SHORTEST = 8  # minimum length of a value to search for: shorter ones would match in innocent words
-_WHAT = "is a secret, and those are neither typed nor kept in a configuration"
-_FIX = "take it out: wandb finds WANDB_API_KEY or ~/.netrc by itself, and a task reads its own environment"
-_FIX_OF_NAMES = "a secret is not typed: a task reads it from its own environment"
-_FIX_OF_WORDS = f"{_FIX}; then change it, for the shell remembers it"
+_WHAT = "looks like a secret; secrets are not allowed in arguments and configuration files"
+_FIX = "remove it: wandb reads WANDB_API_KEY or ~/.netrc, and a task can read other environment variables"
+_FIX_OF_NAMES = "pass a secret in an environment variable, which the task reads"
+_FIX_OF_ARGUMENTS = f"{_FIX}; then revoke it, because the shell history contains it"
 _LONGEST_WORD = 12
 _WORD_WITH_NUMBER = re.compile(r"[A-Z]?[a-z]{2,}[_-]?\d{1,3}(?:[_-]?[a-z]+)?")  # resnet50, adamw8bit, gpt2-medium
-_looked_at: set[tuple[str, str]] = set()
+_scanned: set[tuple[str, str]] = set()
 _known: dict[str, str] = {}  # value -> the variable that held it
 _public: set[str] = set()  # values of secret variables that are also names of options
 _seen: dict[object, object] | None = None  # the environment at the last scan

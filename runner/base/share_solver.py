@@ -18,7 +18,7 @@ from runner.base.errors import Problem
 from runner.base.shares import Caps, Shares, proportional, summed
 
 DROP_MARGIN = 0.02  # minimum relative gain of fewer ranks
-DROP_VERDICTS = 3  # consecutive decisions
+DROP_CONFIRMATIONS = 3  # consecutive decisions
 NEAR = 0.75  # minimum ratio of two sample counts that are nearly equal
 TRIAL_UPDATES = 5
 TRIAL_EVERY = 5  # blocks between two trials of fewer ranks that are not known to be faster
@@ -50,7 +50,7 @@ def fit(points: Iterable[tuple[int, float]]) -> RankTiming:
     Fixed and per-sample time are never negative. With a single distinct count the fixed time is 0.
     A median tolerates outliers in less than half of the times of its count.
     """
-    return _regress([UpdateTiming(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
+    return _regress([CountTiming(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
 
 
 def fastest(
@@ -59,9 +59,9 @@ def fastest(
     """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
 
     Each rank takes at least 1 and at most its cap. With `may_drop` a rank may take 0, and a single rank is chosen
-    if it is faster than several including the `wait_s` seconds of their communication. The last sample goes to the
-    rank that finishes it first; ties to the rank with fewer samples, then to the lower rank. The caps must sum to at
-    least `total`.
+    if it is faster than several including the `wait_s` seconds of their communication. Samples are assigned one by
+    one to the rank that finishes first; ties go to the rank with fewer samples, then to the lower rank. The caps must
+    sum to at least `total`.
     """
     most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
     least = 0 if may_drop else 1
@@ -89,15 +89,6 @@ def slowest(lines: Sequence[RankTiming], shares: Sequence[int]) -> float:
     return max(line.seconds(share) if share else 0.0 for line, share in zip(lines, shares, strict=True))
 
 
-def best_alone(
-    total: int, lines: Sequence[RankTiming], caps: Caps | None = None, exchange_s: float = 0.0
-) -> tuple[Shares, float]:
-    """Return the fastest set of ranks and its seconds per update; several also need `exchange_s`."""
-    shares = fastest(total, lines, caps, exchange_s, may_drop=True)
-    ranks = tuple(rank for rank, share in enumerate(shares) if share)
-    return ranks, slowest(lines, shares) + (exchange_s if len(ranks) > 1 else 0.0)
-
-
 @dataclass(frozen=True)
 class Decision:
     """A change of shares from the next update on, with its reason.
@@ -116,8 +107,8 @@ class Decision:
     drop: Shares = ()
 
 
-class UpdateTiming(NamedTuple):
-    """Times of one rank at one sample count: median, number, and relative standard deviation."""
+class CountTiming(NamedTuple):
+    """Summary of the times of one rank at one sample count: median, number of times, relative standard deviation."""
 
     samples: int
     seconds: float
@@ -125,7 +116,7 @@ class UpdateTiming(NamedTuple):
     noise: float
 
 
-class TimingHistory(NamedTuple):
+class UpdateTimes(NamedTuple):
     """One update: samples and busy seconds per rank, and seconds of the gradient exchange."""
 
     samples: Shares
@@ -161,19 +152,19 @@ class ShareSolution:
     ) -> None:
         self.total, self.caps, self.every, self.threshold, self.warm_up = total, caps, every, threshold, warm_up
         self.ranks = [_Rank() for _ in range(world_size)]
-        self.current = start or _must(proportional(total, [1] * world_size, caps))
+        self.current = start or _feasible(proportional(total, [1] * world_size, caps))
         assert len(self.current) == world_size, self.current
         assert sum(self.current) == total, self.current
         assert min(self.current) > 0, self.current
-        self._unseen = warm_up
-        self._known = False  # the lines have been fitted
+        self._warm_up_left = warm_up
+        self._known = False  # whether the lines have been fitted
         splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current, caps)
         self._trials: list[Shares] = splits * PROBE_ROUNDS
-        self._block: list[TimingHistory] = []
-        self._gained = False  # the last solution gained enough to change, but not immediately
-        self._verdicts = 0
+        self._block: list[UpdateTimes] = []
+        self._is_unconfirmed_gain = False  # whether the next solution may confirm a gain
+        self._confirmations = 0
         self._until_trial = 0  # blocks until fewer ranks are tried again
-        self._said = False
+        self._is_reported = False
 
     @property
     def shares(self) -> Shares:
@@ -186,8 +177,8 @@ class ShareSolution:
         return tuple(rank.fitted.line for rank in self.ranks) if self._known else ()
 
     def ahead(self, num: int) -> Shares:
-        """Return the samples per rank for the next `num` updates, as far as already decided."""
-        trial = num - self._unseen
+        """Return the samples per rank `num` updates after the next one, as far as already decided."""
+        trial = num - self._warm_up_left
         return self._trials[trial] if 0 <= trial < len(self._trials) else self.current
 
     def observe(
@@ -199,11 +190,11 @@ class ShareSolution:
         exchange_s  seconds of communication during which no rank waits for another
         All ranks must pass the same values.
         """
-        seen = TimingHistory(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
+        seen = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
         if len(self.ranks) == 1:
             return None
-        if self._unseen:
-            self._unseen -= 1
+        if self._warm_up_left:
+            self._warm_up_left -= 1
             return None
         del self._trials[:1]
         if all(isfinite(time) and time > 0 for time, n in zip(seen.seconds, seen.samples, strict=True) if n):
@@ -220,10 +211,10 @@ class ShareSolution:
             "current": list(self.current),
             "known": self._known,
             "ranks": [rank.state() for rank in self.ranks],
-            "gained": self._gained,
-            "verdicts": self._verdicts,
+            "gained": self._is_unconfirmed_gain,
+            "verdicts": self._confirmations,
             "until_trial": self._until_trial,
-            "said": self._said,
+            "said": self._is_reported,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -235,9 +226,9 @@ class ShareSolution:
         self.current, self._known = current, True
         for rank, known in zip(self.ranks, state["ranks"], strict=True):
             rank.load(known)
-        self._verdicts, self._until_trial = state["verdicts"], state["until_trial"]
-        self._gained, self._said = state["gained"], state["said"]
-        self._trials, self._block, self._unseen = [], [], self.warm_up
+        self._confirmations, self._until_trial = state["verdicts"], state["until_trial"]
+        self._is_unconfirmed_gain, self._is_reported = state["gained"], state["said"]
+        self._trials, self._block, self._warm_up_left = [], [], self.warm_up
 
     def _is_due(self) -> bool:
         """Return whether the block is complete: all probes, or `every` updates."""
@@ -245,7 +236,7 @@ class ShareSolution:
             return len(self._block) >= self.every
         return all(any(seen.samples[rank] for seen in self._block) for rank in range(len(self.ranks)))
 
-    def _solve(self, block: Sequence[TimingHistory]) -> Decision:
+    def _solve(self, block: Sequence[UpdateTimes]) -> Decision:
         """Fit the lines for the first time and use the resulting shares, unless they gain too little."""
         for number, rank in enumerate(self.ranks):
             rank.add(_timings(block, number))
@@ -253,11 +244,11 @@ class ShareSolution:
         new = fastest(self.total, self.lines, self.caps)
         old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
         if new == self.current or new_s > old_s * (1 - self.threshold):
-            reason = f"the ranks are balanced: shares stay {_shares(self.current)}, {_ms(old_s)} ms an update"
+            reason = f"the ranks are balanced: shares stay {_shares(self.current)}, {_ms(old_s)} ms per update"
             return Decision(self.current, old_s, old_s, reason)
         return self._change(new, old_s, new_s, _slow_rank(self.lines, self.total))
 
-    def _resolve(self, block: Sequence[TimingHistory]) -> Decision | None:
+    def _resolve(self, block: Sequence[UpdateTimes]) -> Decision | None:
         """Add a block of updates; change the shares if that gains, or report that fewer ranks would be faster."""
         factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
         fits = [rank.fitted for rank in self.ranks]
@@ -266,21 +257,21 @@ class ShareSolution:
         surely_old = max(each.seconds(n, -ERRORS) for each, n in zip(fits, self.current, strict=True))
         surely_new = max(each.seconds(n, ERRORS) for each, n in zip(fits, new, strict=True))
         gains = new_s < old_s * (1 - self.threshold) and surely_new < surely_old
-        before, self._gained = self._gained, gains
+        before, self._is_unconfirmed_gain = self._is_unconfirmed_gain, gains
         if gains and (before or new_s < old_s * (1 - CLEAR_GAIN)):
-            self._verdicts, self._gained = 0, False
+            self._confirmations, self._is_unconfirmed_gain = 0, False
             return self._change(new, old_s, new_s, _changed(factors) or _slow_rank(self.lines, self.total))
         return self._fewer(block)
 
     def _change(self, new: Shares, old_s: float, new_s: float, why: str) -> Decision:
-        reason = f"{why}: shares {_shares(self.current)} -> {_shares(new)}, {_ms(old_s)} -> {_ms(new_s)} ms an update"
+        reason = f"{why}: shares {_shares(self.current)} -> {_shares(new)}, {_ms(old_s)} -> {_ms(new_s)} ms per update"
         self.current = new
         return Decision(new, old_s, new_s, reason)
 
-    def _fewer(self, block: Sequence[TimingHistory]) -> Decision | None:
+    def _fewer(self, block: Sequence[UpdateTimes]) -> Decision | None:
         """Report once which ranks to drop: faster in several consecutive trials."""
         whole = [seen for seen in block if seen.samples == self.current]
-        if self._said or not whole:
+        if self._is_reported or not whole:
             return None
         together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
         more_s = max(0.0, together_s - slowest(self.lines, self.current))  # communication and noise
@@ -293,11 +284,11 @@ class ShareSolution:
         )
         faster = bool(drop) and alone_s * (1 + DROP_MARGIN) < together_s
         surely = faster and at_most_s * (1 + DROP_MARGIN) < together_s
-        self._verdicts = self._verdicts + 1 if surely else 0
+        self._confirmations = self._confirmations + 1 if surely else 0
         self._until_trial = max(0, self._until_trial - 1)
-        if self._verdicts >= DROP_VERDICTS:
-            self._said = True
-            return Decision(shares, together_s, alone_s, _faster_without(drop, kept, together_s, alone_s), drop)
+        if self._confirmations >= DROP_CONFIRMATIONS:
+            self._is_reported = True
+            return Decision(shares, together_s, alone_s, _reason_to_drop(drop, kept, together_s, alone_s), drop)
         candidate = shares if faster else self._perhaps_alone(together_s)
         if candidate and (faster or not self._until_trial):
             self._trials = [_nearly(candidate, self.lines, self.caps)] * TRIAL_UPDATES
@@ -326,13 +317,13 @@ def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> l
     size = len(base)
     more, less = [3 * share for share in base], list(base)
     splits = [
-        _must(proportional(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps))
+        _feasible(proportional(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps))
         for up in (0, 1)
     ]
     for rank in range(size):
         if len({split[rank] for split in splits}) == 1 and len(splits) < 6:
             weights = [size * share if other == rank else share for other, share in enumerate(base)]
-            split = _must(proportional(total, weights, caps))
+            split = _feasible(proportional(total, weights, caps))
             splits += [split] if split[rank] != splits[0][rank] else []
     return splits
 
@@ -341,12 +332,12 @@ class _Rank:
     """Known timings of one rank: a few per sample count, newest last, and their noise."""
 
     def __init__(self) -> None:
-        self._timings: dict[int, list[UpdateTiming]] = {}
+        self._timings: dict[int, list[CountTiming]] = {}
         self._noises: list[float] = []
         self._noise = LEAST_NOISE
         self.fitted = LineFit(RankTiming(0.0, 0.0), (0.0, 0.0, 0.0))
 
-    def add(self, timings: Sequence[UpdateTiming]) -> float:
+    def add(self, timings: Sequence[CountTiming]) -> float:
         """Add the timings of a block; return the factor by which the rank became slower, 1.0 for no change."""
         factor = self._drift(timings) if self._timings and timings else 1.0
         if factor != 1.0:
@@ -378,7 +369,7 @@ class _Rank:
     def load(self, state: Mapping[str, Any]) -> None:
         self._timings = {}
         for samples, seconds, num, noise in state["timings"]:
-            self._timings.setdefault(samples, []).append(UpdateTiming(samples, seconds, num, noise))
+            self._timings.setdefault(samples, []).append(CountTiming(samples, seconds, num, noise))
         self._noises = list(state["noises"])
         self._fit()
 
@@ -387,7 +378,7 @@ class _Rank:
         self._noise = max(LEAST_NOISE, median(self._noises or [timing.noise for timing in merged]))
         self.fitted = _regress(merged, self._noise)
 
-    def _drift(self, timings: Sequence[UpdateTiming]) -> float:
+    def _drift(self, timings: Sequence[CountTiming]) -> float:
         """Return measured over predicted time, or 1.0 if the difference is small or within noise."""
         main = max(timings, key=lambda timing: timing.num)
         predicted = self.fitted.line.seconds(main.samples)
@@ -400,7 +391,7 @@ class _Rank:
         """Rescale the timings to the new speed, with low confidence."""
         for count, timings in self._timings.items():
             old = _merged(timings)
-            self._timings[count] = [UpdateTiming(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
+            self._timings[count] = [CountTiming(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
 
 
 class LineFit(NamedTuple):
@@ -419,7 +410,7 @@ class LineFit(NamedTuple):
         return self.line.seconds(samples) + errors * self.error(samples)
 
 
-def _regress(timings: Sequence[UpdateTiming], noise: float = 0.0) -> LineFit:
+def _regress(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
     """Fit the line by weighted least squares of relative errors; a negative coefficient is set to 0."""
     weights = [timing.num / max(timing.seconds, 1e-12) ** 2 for timing in timings]
     pairs = list(zip(weights, timings, strict=True))
@@ -442,7 +433,7 @@ def _regress(timings: Sequence[UpdateTiming], noise: float = 0.0) -> LineFit:
     return LineFit(RankTiming(0.0, wnt / wnn), (0.0, 0.0, variance / wnn))
 
 
-def _timings(block: Sequence[TimingHistory], rank: int) -> list[UpdateTiming]:
+def _timings(block: Sequence[UpdateTimes], rank: int) -> list[CountTiming]:
     """Return the timings of one rank in a block, one per sample count."""
     points = _by_count((seen.samples[rank], seen.seconds[rank]) for seen in block)
     middle = {count: median(times) for count, times in points.items() if count > 0}
@@ -450,7 +441,7 @@ def _timings(block: Sequence[TimingHistory], rank: int) -> list[UpdateTiming]:
     for count, center in middle.items():
         times = points[count]
         off = median(abs(time - center) for time in times) / center if center > 0 else 0.0
-        timings.append(UpdateTiming(count, center, len(times), MAD_TO_SIGMA * off))
+        timings.append(CountTiming(count, center, len(times), MAD_TO_SIGMA * off))
     return timings
 
 
@@ -461,15 +452,15 @@ def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
     return counts
 
 
-def _merged(timings: Sequence[UpdateTiming]) -> UpdateTiming:
+def _merged(timings: Sequence[CountTiming]) -> CountTiming:
     """Merge timings of one sample count."""
     num = sum(timing.num for timing in timings)
     seconds = sum(timing.num * timing.seconds for timing in timings) / num
-    return UpdateTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
+    return CountTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
 
 
 def _filled_until(total: int, lines: Sequence[RankTiming], most: Sequence[int], least: int) -> list[int]:
-    """Return a lower bound of the optimal shares, with few samples left to assign: all that finishes by some time."""
+    """Return the samples that each rank finishes by a common time, found by bisection, with few left to assign."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
     best = [least] * len(lines)
     for _ in range(64):
@@ -510,7 +501,7 @@ def _within(shares: Shares, caps: Caps | None) -> bool:
     return caps is None or all(cap is None or share <= cap for share, cap in zip(shares, caps, strict=True))
 
 
-def _must(shares: Shares | Problem) -> Shares:
+def _feasible(shares: Shares | Problem) -> Shares:
     assert not isinstance(shares, Problem), shares
     return shares
 
@@ -538,16 +529,14 @@ def _changed(factors: Sequence[float]) -> str:
     return f"rank {most} became {ratio:.{digits}f} times {'slower' if factor > 1 else 'faster'}"
 
 
-def _faster_without(drop: Shares, kept: Shares, together_s: float, alone_s: float) -> str:
+def _reason_to_drop(drop: Shares, kept: Shares, together_s: float, alone_s: float) -> str:
     def named(ranks: Shares) -> str:
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
     with_alone = " alone" if len(kept) == 1 else ""
-    verb = "takes" if len(kept) == 1 else "take"
-    costs = "costs more than it brings" if len(drop) == 1 else "cost more than they bring"
     return (
-        f"{named(drop)} {costs}: {named(kept)}{with_alone} {verb} {_ms(alone_s)} ms an update, all together"
-        f" {_ms(together_s)} ms"
+        f"training is faster without {named(drop)}: {_ms(alone_s)} ms per update with {named(kept)}{with_alone},"
+        f" {_ms(together_s)} ms with all"
     )
 
 

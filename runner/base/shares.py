@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import groupby
 
 from runner.base.errors import Problem
+from runner.base.text import aligned
 
 Shares = tuple[int, ...]
 Caps = Sequence[int | None]  # maximum samples per rank; None: unlimited
@@ -37,7 +38,7 @@ def proportional(total: int, weights: Sequence[float], caps: Caps | None = None)
     return tuple(shares.get(rank, 0) for rank in range(len(weights)))
 
 
-def dealt(window: int, shares: Sequence[int]) -> Shares:
+def window_shares(window: int, shares: Sequence[int]) -> Shares:
     """Return how many of `window` samples each rank takes: its share, or a proportional part in a smaller window.
 
     The last window of an epoch may have fewer samples than the sum of the shares; then a rank may get 0, none gets
@@ -52,7 +53,7 @@ def dealt(window: int, shares: Sequence[int]) -> Shares:
 
 def slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the (start, stop) of each rank in a window: contiguous, in rank order."""
-    parts = dealt(window, shares)
+    parts = window_shares(window, shares)
     starts = [sum(parts[:rank]) for rank in range(len(parts))]
     return tuple((start, start + part) for start, part in zip(starts, parts, strict=True))
 
@@ -149,9 +150,7 @@ def summed(shares: Sequence[int]) -> str:
 def lines(rows: Sequence[RankShare]) -> list[str]:
     """Format the table as plain text with aligned columns: a header, then one line per rank."""
     heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "passes")
-    cells = [heading, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heading))]
-    return ["  ".join(_padded(line, widths)).rstrip() for line in cells]
+    return aligned([heading, *(_cells(row) for row in rows)], "><>>>><")
 
 
 def written(shares: Sequence[int]) -> str:
@@ -217,11 +216,3 @@ def _cells(row: RankShare) -> tuple[str, ...]:
     memory = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / GIB:.1f} GiB"
     micro = str(row.micro_batch_size)
     return str(row.rank), row.device, memory, str(row.share), f"{row.percent:.1f} %", micro, row.product
-
-
-def _padded(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    left = {1, 6}  # text columns; numbers are aligned to the right
-    return [
-        cell.ljust(width) if column in left else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]

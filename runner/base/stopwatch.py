@@ -20,10 +20,12 @@ if TYPE_CHECKING:  # part names are needed before torch is loaded
     import torch
 
 PARTS = ("data", "transfer", "forward", "backward", "optimizer", "wait")
-"""Of an update. data: until the batch is there; transfer: its copy to the device, where there is one to copy to;
-wait: for other ranks, exchange included."""
+"""Parts of an update. data: waiting for the batch; transfer: copying it to the device, if that is not the host;
+wait: waiting for other ranks, including communication."""
 BETWEEN = ("hooks", "logging", "drawing", "evaluation", "saving")
-"""Between updates; hooks: all that has no part of its own."""
+"""Parts of the time between updates; hooks: everything without a separate part."""
+OUTSIDE = ("starting", "first_update", "closing")
+"""Parts of a run before and after its timed updates."""
 
 THROUGHPUT = "perf/throughput"
 """Key in metrics.jsonl: items per second from the end of a process's first update until the row."""
@@ -121,14 +123,14 @@ class DeviceStopwatch(Stopwatch):
     def __init__(self, device: torch.device, each: Callable[[Lap], object] | None = None) -> None:
         from torch import Event
 
-        self._new_mark = partial(Event, device, enable_timing=True)
+        self._new_event = partial(Event, device, enable_timing=True)
         self._free: list[torch.Event] = []  # for reuse: creating events takes longer
         super().__init__(each)
 
     def begin(self) -> None:
         super().begin()
         self._last: Lap | None = None
-        self._under_way: deque[_Group] = deque()
+        self._pending: deque[_Group] = deque()
         self._marks = [("", self._mark())]
 
     def lap(self, part: str) -> None:
@@ -136,10 +138,10 @@ class DeviceStopwatch(Stopwatch):
 
     def stop(self, update: int) -> None:
         self._close_group(update)
-        self._read_those_over()
+        self._read_completed()
 
     def spent(self) -> Seconds:
-        self._read_those_over()
+        self._read_completed()
         return dict(self._spent)
 
     @property
@@ -147,35 +149,35 @@ class DeviceStopwatch(Stopwatch):
         return self._last
 
     def bookmark(self) -> Bookmark:
-        if not self._under_way:
+        if not self._pending:
             spent = dict(self._spent)
             return lambda: spent
-        group = self._under_way[-1]
-        return lambda: self._at_the_end_of(group)
+        group = self._pending[-1]
+        return lambda: self._totals_after(group)
 
     def finish(self) -> Seconds:
         self.lap(self._between)
         self._close_group(self._update, is_rest=True)
-        return self._at_the_end_of(self._under_way[-1])
+        return self._totals_after(self._pending[-1])
 
     def _close_group(self, update: int, *, is_rest: bool = False) -> None:
         self._update = update
-        self._under_way.append(_Group(update, self._marks, is_rest))
+        self._pending.append(_Group(update, self._marks, is_rest))
         self._marks = [("", self._marks[-1][1])]
 
-    def _at_the_end_of(self, group: _Group) -> Seconds:
+    def _totals_after(self, group: _Group) -> Seconds:
         while group.spent is None:
-            self._under_way[0].marks[-1][1].synchronize()
+            self._pending[0].marks[-1][1].synchronize()
             self._read()
         return group.spent
 
-    def _read_those_over(self) -> None:
-        while self._under_way and self._under_way[0].marks[-1][1].query():
+    def _read_completed(self) -> None:
+        while self._pending and self._pending[0].marks[-1][1].query():
             self._read()
 
     def _read(self) -> None:
         """Add the oldest update, which the device has completed."""
-        group = self._under_way.popleft()
+        group = self._pending.popleft()
         seconds: defaultdict[str, float] = defaultdict(float)
         for (_, before), (part, after) in pairwise(group.marks):
             seconds[part] += before.elapsed_time(after) / 1e3
@@ -188,7 +190,7 @@ class DeviceStopwatch(Stopwatch):
         self._free += (event for _, event in group.marks[:-1])
 
     def _mark(self) -> torch.Event:
-        event = self._free.pop() if self._free else self._new_mark()
+        event = self._free.pop() if self._free else self._new_event()
         event.record()
         return event
 

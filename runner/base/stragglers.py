@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # work of a rank; the rest of an update is waiting
+PARTS = ("data", "transfer", "forward", "backward", "optimizer")  # the rest of an update is waiting
 WAIT = "wait"
 
 Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of waiting; missing parts took 0
@@ -26,7 +26,7 @@ class Straggler:
     lost          the same as a fraction of the update, 0 to 1
     own_s         seconds of the straggler in that part
     others_s      median seconds of the other ranks in that part
-    num_samples   samples of the rank and of all, if it is slow only because it has more of them, else None
+    num_samples   samples of the rank and of all, if it is find_straggler only because it has more of them, else None
     """
 
     rank: int
@@ -43,12 +43,12 @@ class Straggler:
             share, total = self.num_samples
             why = f" (it has {share} of {total} samples and is not slower per sample)"
         return (
-            f"rank {self.rank} holds the others up: its {self.part} takes {_ms(self.own_s)}, theirs"
+            f"rank {self.rank} is a straggler: its {self.part} takes {_ms(self.own_s)}, that of the others"
             f" {_ms(self.others_s)}; {100 * self.lost:.0f} % of each update is spent waiting for it{why}"
         )
 
 
-def slow(
+def find_straggler(
     updates: Sequence[Update], samples: Sequence[int] | None = None, threshold: float = THRESHOLD
 ) -> Straggler | None:
     """Return the straggler in these updates, or None.
@@ -86,7 +86,7 @@ def slow(
 class StragglerDetector:
     """Monitor the latest updates, and report a straggler and its part once per change.
 
-    It must be found in two consecutive windows: on a shared machine any rank is slow for a while.
+    It must be found in two consecutive windows: on a shared machine any rank is find_straggler for a while.
 
     window    updates per decision; fewer are noisier
     warm_up   first updates to ignore: they include start-up work
@@ -94,7 +94,7 @@ class StragglerDetector:
 
     def __init__(self, *, window: int = WINDOW, warm_up: int = 5, threshold: float = THRESHOLD) -> None:
         self.window, self.threshold = window, threshold
-        self._unseen = warm_up
+        self._warm_up_left = warm_up
         self._samples: tuple[int, ...] = ()
         self._updates: deque[Update] = deque(maxlen=window)
         self._suspected: Straggler | None = None
@@ -105,8 +105,8 @@ class StragglerDetector:
 
         A change of shares resets the window; the smaller last update of an epoch is ignored.
         """
-        if self._unseen:
-            self._unseen -= 1
+        if self._warm_up_left:
+            self._warm_up_left -= 1
             return None
         if sum(samples) < sum(self._samples):
             return None
@@ -116,7 +116,7 @@ class StragglerDetector:
         self._updates.append(update)
         if len(self._updates) < self.window:
             return None
-        found = slow(tuple(self._updates), self._samples, self.threshold)
+        found = find_straggler(tuple(self._updates), self._samples, self.threshold)
         self._updates.clear()
         if found and found.lost_s < LEAST_S:
             found = None

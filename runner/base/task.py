@@ -5,6 +5,7 @@ A task never deals with devices, ranks, autocast, loss scaling, accumulation or 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +112,18 @@ class Fit:
         raise NotImplementedError(f"{type(self).__name__} must define finish(model, state)")
 
 
+class Gather:
+    """A metric of all samples of an evaluation together, such as AUROC.
+
+    compute  rows of all samples, in their order -> number, or a mapping of names to numbers. `evaluate` returns the
+             rows of a batch under the name of the metric: a tensor, or a tuple or dict of tensors, which are passed as
+             arguments
+    """
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self.compute = compute
+
+
 class Task:
     """Base class of tasks: set `model`, and define `loss` and `dataset`. Everything else has defaults.
 
@@ -133,8 +146,38 @@ class Task:
     loss_is_additive: bool = True
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
-        """Return the loss summed over the items of this batch, and the number of items."""
+        """Return the loss summed over the items of this batch, and the number of items.
+
+        A third value may map names to (sum, count) of further training metrics, reported as train/NAME.
+        A task whose loss couples the samples of a batch defines `embed` and `couple` instead.
+        """
+        if type(self).embed is not Task.embed:
+            return self.couple(self.embed(model, batch))
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch) -> (loss_sum, num_items)")
+
+    @property
+    def objectives(self) -> Mapping[str, Mapping[str, Any]]:
+        """Objectives of an update, in order: name -> its keys; by default OBJECTIVES of the task's file.
+
+        The loss is then `loss(model, batch, objective)`, called for each. Keys: `trains` (names or prefixes of
+        parameters), `every`, `shares`, `optimizer`, `scheduler` and their keys, `max_grad_norm`.
+        """
+        found: Mapping[str, Mapping[str, Any]] = getattr(sys.modules.get(type(self).__module__), "OBJECTIVES", {})
+        return found
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        """Return the embeddings of this batch: a tensor with a row per sample, or a tuple or dict of such tensors.
+
+        It may be called twice for a batch of an update, with the same random numbers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define embed(model, batch) -> tensors")
+
+    def couple(self, embeddings: Any) -> Sum:
+        """Return the loss of all samples of an update, summed over the items, and the number of items.
+
+        embeddings  what `embed` returned for each micro-batch on any rank, concatenated in the order of the samples
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define couple(embeddings) -> (loss_sum, num_items)")
 
     def dataset(self, split: str) -> Dataset:
         """Return the samples of `split`: "train", "val" or "test"."""
@@ -170,8 +213,22 @@ class Task:
         """
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
-        """Return metrics of one batch as sums and counts; added over batches and ranks, then divided once."""
-        return {"loss": self.loss(model, batch)}
+        """Return metrics of one batch as sums and counts; added over batches and ranks, then divided once.
+
+        By default these are the loss and its third value, named OBJECTIVE/loss and so on with several objectives.
+        """
+        if not self.objectives:
+            return _named(self.loss(model, batch))
+        answers = {name: self.loss(model, batch, name) for name in self.objectives}  # type: ignore[call-arg]
+        return {f"{name}/{key}": pair for name, answer in answers.items() for key, pair in _named(answer).items()}
+
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        """Return the metrics of `split` that are not sums: name -> torchmetrics.Metric or `Gather`.
+
+        For these, `evaluate` returns the arguments of the metric's update for a batch instead of (sum, count). States
+        are merged over batches and ranks, and computed once.
+        """
+        return {}
 
     def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Derive the displayed metrics from the divided ones, e.g. bits per byte from the loss."""
@@ -225,6 +282,13 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
     # would depend on the numbers beside it.
     words = [word for number in (epoch, index) for word in divmod(number, 2**32)]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_OF_SAMPLES, *words))))
+
+
+def _named(answer: Any) -> dict[str, Sum]:
+    """Return what a loss returned as metrics."""
+    if isinstance(answer, tuple) and len(answer) == 3:
+        return {"loss": answer[:2], **answer[2]}
+    return {"loss": answer}
 
 
 _OF_SAMPLES = 0x73616D70  # separate from other streams of the same seed

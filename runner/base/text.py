@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -86,10 +87,10 @@ def message_of(error: BaseException) -> str:
         text = str(error)
     except Exception as second:
         return f"(its __str__ raises {type(second).__name__})"
-    return on_a_screen(redacted(text))  # redact before shortening: part of a secret would not be recognized
+    return truncated(redacted(text))  # redact before shortening: part of a secret would not be recognized
 
 
-def words_of(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the class of the exception and the first line of its message."""
     return f"{type(error).__name__}: {first_line(message_of(error))}".removesuffix(": ")
 
@@ -99,7 +100,7 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def on_a_screen(text: str) -> str:
+def truncated(text: str) -> str:
     """Return the text without control characters, in at most 12 lines of at most 400 characters."""
     lines = printable(text).strip("\n").split("\n")
     cut = [
@@ -116,23 +117,41 @@ def printable(text: str) -> str:
 
 
 def aligned(
-    rows: Sequence[Sequence[str]], sides: str = "", gives_way: Sequence[str] = (), columns: int = 0
+    rows: Sequence[Sequence[str]],
+    sides: str = "<",
+    droppable: Sequence[str] = (),
+    columns: int = 0,
+    *,
+    indent: str = "",
+    widest: Mapping[int, int] | None = None,
 ) -> list[str]:
-    """Format rows of cells, header first, as the lines of a table.
+    """Format rows of cells, header first, as the lines of a table. All tables on the terminal use this function.
 
-    sides      alignment of each column: < or >; default: all <
-    gives_way  names of columns in the order in which they are dropped on a narrow screen
+    A row of a single cell, among rows of several, is a title: it is printed as it is.
+
+    sides      alignment of each column: < or >; the last one is that of all further columns
+    droppable  names of columns in the order in which they are dropped on a narrow screen
     columns    screen width; 0: unlimited
+    indent     precedes each line
+    widest     column -> width; longer cells do not widen that column, but push the rest of their row
     """
-    widths = {at: max(len(row[at]) for row in rows) for at in range(len(rows[0]))}
+    if not rows:
+        return []
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = {at: max(len(row[at]) for row in whole) for at in range(len(rows[0]))}
+    widths = {at: min(width, (widest or {}).get(at, width)) for at, width in widths.items()}
     left_out: list[str] = []
-    for name in gives_way:
+    for name in droppable:
         if not columns or sum(widths.values()) + 2 * (len(widths) - 1) <= columns:
             break
         del widths[list(rows[0]).index(name)]
         left_out.append(name)
-    sides = sides or "<" * len(rows[0])
-    lines = ["  ".join(f"{row[at]:{sides[at]}{width}}" for at, width in widths.items()).rstrip() for row in rows]
+    sides = sides.ljust(len(rows[0]), sides[-1])
+    lines = []
+    for row in rows:
+        is_title = len(row) < len(rows[0])
+        cells = [row[0]] if is_title else [f"{row[at]:{sides[at]}{width}}" for at, width in widths.items()]
+        lines.append(f"{indent}{'  '.join(cells)}".rstrip())
     return [*lines, f"(no room for {', '.join(left_out)})"] if left_out else lines
 
 
@@ -213,9 +232,12 @@ def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") ->
     return separator.join(map(str, items[:shown])) + more
 
 
-def is_number(value: object) -> bool:
-    """Return whether the value can be formatted as a number; not an integer of 400 digits, nor True."""
-    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+def metric_text(value: float | None, digits: int = 4) -> str:
+    """Format the value of a metric for display.
+
+    None (as in files) and NaN mean a metric without items. Other non-finite values are null in files, too.
+    """
+    return NOT_MEASURED if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
 def rate(items_per_s: float) -> str:
@@ -246,4 +268,5 @@ def _escaped(char: str) -> str:
 
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # ECMA-48
 _COMMAND = re.compile(r"(?:(?<=  )|(?<=: )|^(?:\S+ {2,})?)accel-run \S+(?: (?:[-+./'\"]\S*|\S*=\S*))*")
+NOT_MEASURED = "not measured"
 _LINES, _WIDTH = 12, 400

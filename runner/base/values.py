@@ -37,13 +37,13 @@ __all__ = [
 class Range:
     """The range of a number, with its description."""
 
-    words: str
+    description: str
     low: float = float("-inf")
     high: float = float("inf")
     low_allowed: bool = True
     high_allowed: bool = True
 
-    def holds(self, value: float) -> bool:
+    def allows(self, value: float) -> bool:
         """Return whether `value` is within the range."""
         above = value >= self.low if self.low_allowed else value > self.low
         below = value <= self.high if self.high_allowed else value < self.high
@@ -54,10 +54,10 @@ class Range:
 class Matches:
     """A pattern for strings, with its description."""
 
-    words: str
+    description: str
     pattern: str
 
-    def holds(self, value: str) -> bool:
+    def allows(self, value: str) -> bool:
         """Return whether the whole of `value` matches."""
         return re.fullmatch(self.pattern, value) is not None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 class World:
     """Rank, size and device of this process, and the collectives that the engine needs.
 
-    watched_from  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
+    heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
 
     All ranks must call a collective, in the same order. In a world of size 1 it returns its argument.
     """
@@ -26,15 +26,15 @@ class World:
     local_rank: int = 0
     world_size: int = 1
     num_local_ranks: int = 1
-    watched_from: Path | None = None
+    heartbeat_folder: Path | None = None
 
     @property
-    def is_watched(self) -> bool:
+    def is_supervised(self) -> bool:
         """True if the launcher restarts the run with the remaining ranks when a rank exits."""
-        return self.watched_from is not None
+        return self.heartbeat_folder is not None
 
     @property
-    def is_imagined(self) -> bool:
+    def is_simulated(self) -> bool:
         """True if the other ranks do not exist; see runner.distributed.join."""
         return False
 
@@ -63,9 +63,9 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_later(self, tensor: Tensor) -> Any:
+    def sum_async(self, tensor: Tensor) -> Any:
         """Start an all-reduce of the tensor in place (sum); call `wait()` on the result."""
-        assert self.world_size > 1, "a rank alone has nobody to wait for"
+        assert self.world_size > 1, "needs several ranks"
         return dist.all_reduce(tensor, async_op=True)
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class World:
         dist.all_gather(rows, padded)
         return [_decoded(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Broadcast the JSON-serializable value of rank 0; the arguments of other ranks are ignored."""
         if self.world_size == 1:
             return value

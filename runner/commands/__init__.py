@@ -5,8 +5,9 @@ COMMANDS = {
     "train": ("train", "train a task; the same command with the same run=NAME resumes"),
     "resume": ("resume", "resume a stopped run, from any folder"),
     "search": ("search", "search for the settings that give the best metric; each trial is a separate run"),
-    "inference": ("inference", "predict with the newest checkpoint of a run (short: infer)"),
+    "inference": ("inference", "predict with the best or another checkpoint of a run (short: infer)"),
     "infer": ("inference", ""),
+    "evaluate": ("evaluate_run", "compute the metrics of a trained run on a split, such as split=test"),
     "both": ("both", "train, then predict with the trained model"),
     "plan": ("plan", "show every derived value with its reason, without training"),
     "explain": ("explain", "show which file, profile or override set a value"),
@@ -29,5 +30,5 @@ COMMANDS = {
 # those that compute: a terminal or a pipe whose reader has stopped does not hold them, and misses what does not fit;
 # all others wait for their reader, as `accel-run runs | less` expects
 TRAINING = frozenset(
-    {"train", "resume", "search", "inference", "infer", "both", "profile", "advise", "benchmark", "tune"}
+    {"train", "resume", "search", "inference", "infer", "evaluate", "both", "profile", "advise", "benchmark", "tune"}
 )

@@ -7,14 +7,15 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.text import aligned, for_terminal
 from runner.commands.arguments import budget, own_words, read_of_a_run, teller
+from runner.config.configuration import compose
+from runner.config.request import Request
 
 if TYPE_CHECKING:
-    from runner.measure.advisor import Advice, AdviceInputs, Entry
+    from runner.tools.measure.advisor import Advice, AdviceInputs, Entry
 
 HELP = """usage: accel-run advise [run=last|NAME|DIR] [key=value ...] [budget_s=120] [apply=true] [--json]
 
@@ -42,8 +43,8 @@ OWN = {"budget_s": "120", "apply": "false", "profile": ""}
 
 def run(words: list[str]) -> int:
     """Print the advice."""
-    from runner.measure.advisor import advise, as_json, profile_of
-    from runner.measure.hardware_profile import check_profile, write_profile
+    from runner.tools.measure.advisor import advise, as_json, profile_of
+    from runner.tools.measure.hardware_profile import check_profile, write_profile
 
     wish = _wish(words)
     if wish.applies:
@@ -93,7 +94,7 @@ class _Wish:
 
 def _wish(words: list[str]) -> _Wish:
     """Parse the arguments. Raises ConfigError, and InputMissing if the run does not exist."""
-    from runner.measure.advisor import AdviceInputs
+    from runner.tools.measure.advisor import AdviceInputs
 
     own, rest, as_json = own_words(words, OWN)
     budget_s, problems = 0.0, list[Problem]()
@@ -114,16 +115,16 @@ def _wish(words: list[str]) -> _Wish:
 
 def _of_run(given: Request) -> tuple[Request, AdviceInputs, tuple[str, ...]]:
     """Return the settings of a run with the given overrides, and its own measurements."""
+    from runner.durable.record_files import read_record
     from runner.durable.run_request import find_run, origin_of
-    from runner.engine.evidence import read_evidence
-    from runner.measure.advisor import AdviceInputs
-    from runner.measure.facts import monitored
+    from runner.tools.measure.advisor import AdviceInputs
+    from runner.tools.measure.facts import monitored
 
     directory, root = find_run(given, teller("advise"))
     own = tuple(word for word in given.overrides if not word.startswith(("run=", "output_root=")))
     origin = origin_of(directory, root, given)
     request = origin.request(replace(given, overrides=own), without=("run", "resume", "output_root"))
-    evidence = read_evidence(directory.path)
+    evidence = read_record(directory.path).evidence
     if own:  # the run was measured with other settings
         return request, AdviceInputs(), (f"run {directory.name} with {' '.join(own)}: measured again",)
     if evidence is None:
@@ -147,9 +148,8 @@ def screen(advice: Advice) -> list[str]:
         lines += ["", f"  together: {advice.together.candidate.name}   tried: {advice.together.told}"]
     others = [each for each in advice.tried if each not in advice.advised]
     if others:
-        lines += ["", "tried, not recommended"]
-        width = max(len(each.candidate.name) for each in others)
-        lines += [f"  {each.candidate.name:<{width}}  {each.reason}" for each in others]
+        rows = [(each.candidate.name, each.reason) for each in others]
+        lines += ["", "tried, not recommended", *aligned(rows, indent="  ")]
     lines += ["", *_criteria(advice)]
     lines += ["", "quick checks"]
     for check in advice.checks:
@@ -174,13 +174,9 @@ def _criteria(advice: Advice) -> list[str]:
         (row.name, "-" if row.value is None else f"{row.value:,.6g}", row.rule or "-", row.verdict if row.rule else "-")
         for row in advice.criteria
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [
-        "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows
-    ]
-    from runner.measure.advisor import NOT_MEASURED
+    from runner.tools.measure.advisor import NOT_MEASURED
 
     measured = advice.measured_verdict
     if not measured.startswith(NOT_MEASURED):
         measured = f"measured: {measured}"
-    return [*lines, f"rule of thumb: {advice.rule_of_thumb or 'unknown'}", measured]
+    return [*aligned(rows), f"rule of thumb: {advice.rule_of_thumb or 'unknown'}", measured]

@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.base.configuration import Request, parse, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.base.text import for_terminal
+from runner.config.options import options_of
+from runner.config.overrides import parse
+from runner.config.request import Request, word_of
+from runner.config.schema import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,31 @@ def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str,
     return own, rest, "--json" in words
 
 
+def checkpoint_choice(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of `checkpoint=best|last|N`, None if it is not given, and the other arguments.
+
+    The settings group `checkpoint` keeps its options: `checkpoint=off` and `checkpoint.every=10min` stay arguments.
+    Raises ConfigError for a value that is neither.
+    """
+    from runner.durable.checkpoint_choice import BEST, LAST, is_choice
+
+    chosen, rest = None, []
+    known = [] if any(word.startswith("--config-dir") for word in words) else options_of("checkpoint")
+    for word in words:
+        key, has_value, value = word.partition("=")
+        if key != "checkpoint" or not has_value or (known and value in known):
+            rest.append(word)
+        elif is_choice(value):
+            chosen = value
+        elif not known:
+            rest.append(word)
+        else:
+            what = f"must be {BEST}, {LAST} or the number of an update, but is {value}"
+            fix = did_you_mean(value, [BEST, LAST, *known]) or "accel-run status lists the checkpoints of a run"
+            raise ConfigError(Problem(what, "checkpoint", fix))
+    return chosen, rest
+
+
 def teller(command: str) -> Callable[[str], None]:
     """Return a function that reports the progress of a command on standard error."""
 
@@ -136,3 +164,7 @@ SETTINGS_HELP = """settings: key=value, in any order; accel-run plan lists all o
   run=NAME                     name of the run's folder in output_root (outputs); an existing name resumes
   --config-dir DIR             your own configuration files, searched before the built-in ones
 """
+
+CHECKPOINT_HELP = """\
+  checkpoint=best|last|N       the checkpoint: the best by checkpoint.best (default if there is one), the last, or the
+                               one of update N"""

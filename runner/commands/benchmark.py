@@ -8,13 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import compose
 from runner.base.errors import ConfigError, Problem
-from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
 from runner.base.text import for_terminal
 from runner.commands.arguments import budget, own_words, read, teller
-from runner.measure.suites import SUITES
+from runner.config.configuration import compose
+from runner.config.schema import did_you_mean
+from runner.tools.measure.suites import SUITES
 
 _SUITES_SHOWN = "\n".join(f"  {name:<12}  {what}" for name, (_, what) in SUITES.items())
 HELP = f"""usage: accel-run benchmark [suite=NAME] [word ...] [key=value ...] [budget_s=300] [--json]
@@ -37,8 +37,7 @@ options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/tec
   init, reset, clean  create the table of results, empty it, remove it with its plots
   plots               draw the results
   techniques=all      or [bf16,compile]: techniques to measure, in the order in which they are stacked
-  modes=all           isolated: each alone; cumulative: each on top of the previous ones; leave_one_out: all but one;
-                      best: the best combination, measured again
+  modes=all           isolated: each alone; cumulative: each on top of the previous ones
   steps=50            updates of each variant in the table; rounds=60: most blocks of each variant
   batch=N             global_batch_size, the samples per update
 
@@ -51,8 +50,8 @@ OWN = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": "
 
 def run(words: list[str]) -> int:
     """Measure and print."""
-    from runner.measure.results import Results
-    from runner.measure.suite import screen
+    from runner.tools.measure.results import Results
+    from runner.tools.measure.suite import screen
 
     suite, wanted, as_json = read_words(words)
     Results(wanted.folder, wanted.prefix).check()  # before anything is measured
@@ -66,7 +65,7 @@ def run(words: list[str]) -> int:
 
 def read_words(words: list[str]) -> tuple[Any, Any, bool]:
     """Return the module of the suite, its request, and whether to print JSON. Raises ConfigError."""
-    from runner.measure.suite import SuiteRequest
+    from runner.tools.measure.suite import SuiteRequest
 
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
     suite = suite_of(given.get("suite", OWN["suite"]))
@@ -91,4 +90,4 @@ def suite_of(name: str) -> Any:
     if name not in SUITES:
         what = f"must be one of {', '.join(SUITES)}"
         raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))
-    return import_module(f"runner.measure.suites.{SUITES[name][0]}")
+    return import_module(f"runner.tools.measure.suites.{SUITES[name][0]}")

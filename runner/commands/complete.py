@@ -14,12 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import AXES, GROUPS, function_of, options_of, task_source
 from runner.base.paths import PACKAGE, shipped
-from runner.base.schema import Key, Signature, read_functions, settings_keys
-from runner.base.settings import Settings
 from runner.base.values import Matches
-from runner.durable.files import listed
+from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
+from runner.config.schema import Key, Signature, read_functions, settings_keys
+from runner.config.settings import MAIN_KEYS, Settings
 
 HELP = """usage: accel-run complete -- WORDS...
 
@@ -93,13 +92,13 @@ class TypedLine:
     @cached_property
     def task_file(self) -> Path | None:
         """The file of --task; for an existing run, the one it was trained with."""
-        recorded = self._record.get("task_file")
-        return self._path("--task") or (Path(recorded) if recorded and isinstance(recorded, str) else None)
+        recorded = self._recorded[1]
+        return self._path("--task") or (Path(recorded) if recorded else None)
 
     @cached_property
     def chosen(self) -> Mapping[str, str]:
         """Group -> option: the defaults list, then the task and the profile, then the line."""
-        recorded = (str(word).partition("=") for word in listed(self._record.get("overrides")))
+        recorded = (word.partition("=") for word in self._recorded[0])
         given = {key.lstrip("+"): value for key, _, value in recorded} | self.overrides
         found = dict(_DEFAULT.findall(_yaml("config", self.config_dir)))
         for group in ("task", "hardware"):
@@ -119,7 +118,7 @@ class TypedLine:
         keys = settings_keys(Settings)
         for group in AXES:
             if prefix and (group.startswith(prefix) or prefix.startswith(f"{group}.")):
-                signature = function_of(group, self._function(group))
+                signature = function_of(group, self._function(group), self.task_file)
                 keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
         build = self.task.get("build")
         keys |= {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
@@ -138,18 +137,19 @@ class TypedLine:
         return variant[1] if variant else option
 
     @cached_property
-    def _record(self) -> Mapping[str, Any]:
-        """The run.json of the run that `inference` or `resume` would use; empty for other commands."""
-        if self.command not in ("inference", "infer", "resume"):
-            return {}
+    def _recorded(self) -> tuple[Sequence[str], str | None]:
+        """Overrides and task file of the run that `inference` or `resume` would use; none for other commands."""
+        if self.command not in _USING_A_CHECKPOINT:
+            return (), None
         from runner.base.errors import AccelRunError
         from runner.durable.directory import RunDirectory
-        from runner.durable.files import read_object
+        from runner.durable.record_files import read_record
 
         with suppress(AccelRunError):
             named = self.overrides.get("run", next(iter(self.lone), "last"))
-            return read_object(RunDirectory.find(self.root, named).run_json)
-        return {}
+            origin = read_record(RunDirectory.find(self.root, named).path).origin
+            return origin.overrides or (), origin.task_file
+        return (), None
 
     def _path(self, flag: str) -> Path | None:
         return Path(self.flags[flag]).expanduser().absolute() if self.flags.get(flag) else None
@@ -216,12 +216,40 @@ def _explain(line: TypedLine) -> list[str]:
 def _inference(line: TypedLine) -> list[str]:
     if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line)
-    keys = [f"{key}=" for key in ("run", "device", "output_root", *line.inference_keys()) if key not in line.overrides]
+    keys = [
+        f"{key}="
+        for key in ("run", "checkpoint", "device", "output_root", *line.inference_keys())
+        if key not in line.overrides
+    ]
     return [*_run_names(line), *keys]
 
 
 def _resume(line: TypedLine) -> list[str]:
     return [*([] if "=" in line.last or line.last.startswith("-") else _run_names(line)), *_settings_or_flags(line)]
+
+
+def _evaluate(line: TypedLine) -> list[str]:
+    key, has_value, _ = line.last.partition("=")
+    if key == "split" and has_value:
+        return ["split=train", "split=val", "split=test"]
+    if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
+        return _settings_or_flags(line, "--json")
+    keys = ("split", "checkpoint", "device", "output_root", "weights")
+    return [*_run_names(line), *(f"{key}=" for key in keys if key not in line.overrides)]
+
+
+def _checkpoints_of(line: TypedLine) -> list[str]:
+    """Return the values of `checkpoint=` in a command that uses a checkpoint of a run."""
+    from runner.base.errors import AccelRunError
+    from runner.durable.checkpoint import newest_first
+    from runner.durable.checkpoint_choice import BEST, LAST, number_in
+    from runner.durable.directory import RunDirectory
+
+    numbers: list[str] = []
+    with suppress(AccelRunError):
+        run = RunDirectory.find(line.root, line.overrides.get("run", next(iter(line.lone), "last")))
+        numbers = [str(number_in(path)) for path in newest_first(run.checkpoints)]
+    return [BEST, LAST, *numbers]
 
 
 def _export(line: TypedLine) -> list[str]:
@@ -231,7 +259,10 @@ def _export(line: TypedLine) -> list[str]:
         return [f"format={before}{name}" for name in ("safetensors", "program", "onnx")]
     if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
         return _settings_or_flags(line)
-    return [*_run_names(line), *(f"{key}=" for key in ("format", "device", "output_root") if key not in line.overrides)]
+    return [
+        *_run_names(line),
+        *(f"{key}=" for key in ("format", "checkpoint", "device", "output_root") if key not in line.overrides),
+    ]
 
 
 def _list_of_runs(line: TypedLine) -> list[str]:
@@ -288,8 +319,8 @@ def _advise(line: TypedLine) -> list[str]:
 
 def _benchmark(line: TypedLine) -> list[str]:
     from runner.commands.benchmark import OWN
-    from runner.measure.suites import SUITES
-    from runner.measure.technique import files_of
+    from runner.tools.measure.suites import SUITES
+    from runner.tools.measure.technique import files_of
 
     suite = SUITES.get(line.overrides.get("suite", OWN["suite"]))
     literals = _literals_of(suite[0]) if suite else {}
@@ -314,7 +345,7 @@ def _benchmark(line: TypedLine) -> list[str]:
 
 def _literals_of(suite: str) -> dict[str, Any]:
     """Return the top-level literals of a suite's module, without the cost of importing it."""
-    source = (PACKAGE / "measure" / "suites" / f"{suite}.py").read_text(encoding="utf-8")
+    source = (PACKAGE / "tools" / "measure" / "suites" / f"{suite}.py").read_text(encoding="utf-8")
     found: dict[str, Any] = {}
     for statement in ast.parse(source).body:
         match statement:
@@ -344,7 +375,7 @@ def _doctor(line: TypedLine) -> list[str]:
         return ["--quick", "--json", "--help"]
     key, has_value, value = line.last.partition("=")
     if key == "checks" and has_value:
-        from runner.doctor.checks import CHECKS
+        from runner.tools.doctor.checks import CHECKS
 
         before = value[: max(value.rfind(","), value.rfind("[")) + 1]
         return [f"checks={before}{name}" for name in CHECKS]
@@ -374,7 +405,7 @@ def _names(line: TypedLine) -> list[str]:
     """Return the groups and keys that complete `last`; dotted keys only after a dot."""
     plus = "+" if line.last.startswith("+") else ""
     typed = line.last.lstrip("+")
-    names = [*GROUPS, *line.keys(typed)]
+    names = [*GROUPS, *MAIN_KEYS, *line.keys(typed)]
     return [plus + name for name in names if ("." in typed or "." not in name) and name not in line.overrides]
 
 
@@ -395,8 +426,10 @@ def _with_values(line: TypedLine, key: str, value: str) -> list[str]:
 
 
 def _values_of(line: TypedLine, key: str, value: str) -> Iterable[str]:
+    if key == "checkpoint" and line.command in _USING_A_CHECKPOINT:
+        return _checkpoints_of(line)
     if key in GROUPS:
-        return _plain(options_of(key, line.config_dir))
+        return _plain(options_of(key, line.config_dir, line.task_file))
     if key == "run":
         if line.command == "search" or {"-m", "--multirun"} & line.flags.keys():
             return _sweeps(line)
@@ -406,7 +439,7 @@ def _values_of(line: TypedLine, key: str, value: str) -> Iterable[str]:
     if key == "resume":
         return ["auto", "fresh", *_runs(line)]
     if key in _PATH_KEYS:
-        return _paths(value, _PATH_KEYS[key])
+        return [*(_runs(line) if key == "weights" else ()), *_paths(value, _PATH_KEYS[key])]
     known = line.keys(key)
     return _literals(known[key].type) if key in known else []
 
@@ -430,7 +463,7 @@ def _literals(annotation: Any) -> list[str]:
 
 def _examples(pattern: Matches) -> list[str]:
     """Return the example values of a pattern, such as `cuda` but not `cuda:N`."""
-    return [word for word in re.split(r", | or ", pattern.words) if pattern.holds(word)]
+    return [word for word in re.split(r", | or ", pattern.description) if pattern.allows(word)]
 
 
 def _typed(value: object) -> str:
@@ -509,6 +542,7 @@ _UNQUOTED = re.compile(r"[\w./=:,+-]*")  # allowed characters in the completed p
 _DEFAULT = re.compile(r"^ *- (\w+): [\"']?([\w-]+)", re.MULTILINE)
 _OVERRIDE = re.compile(r"^ *- override /(\w+): [\"']?([\w-]+)", re.MULTILINE)
 _PATH_KEYS = {"output_root": "/", "data.path": "", "weights": ".safetensors"}
+_USING_A_CHECKPOINT = ("inference", "infer", "evaluate", "export", "resume")
 _FOREIGN = (".pt", ".pth", ".bin", ".ckpt")
 _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
 # module of the command -> completion function
@@ -524,6 +558,7 @@ _COMMANDS: Mapping[str, Callable[[TypedLine], list[str]]] = {
     "runs": _list_of_runs,
     "status": _status,
     "report": _report,
+    "evaluate_run": _evaluate,
     "export": _export,
     "monitor": _monitor,
     "advise": _advise,

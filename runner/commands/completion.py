@@ -71,7 +71,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 def run(words: list[str]) -> int:
     """Print the script of one shell."""
     from runner.base.errors import ConfigError, Problem
-    from runner.base.schema import did_you_mean
+    from runner.config.schema import did_you_mean
 
     if len(words) != 1:
         raise ConfigError(Problem("needs a shell", "completion", "use accel-run completion bash, zsh or fish"))

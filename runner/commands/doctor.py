@@ -11,24 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner import __version__
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.commands.arguments import read
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.version import __version__
 
 HELP = """usage: accel-run doctor [--quick] [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
-Checks what training needs on this machine: matrix products and convolutions against float64, attention kernels,
-compile, copies, all-reduce between processes, workers, limits, disk, packages, driver. Each check prints ok, warn, FAIL
-or skip with its result, and below it why it matters and how to fix it. A check that crashes or hangs counts as FAIL;
-the remaining checks still run.
+Checks what training needs on this machine: matrix products against float64, attention kernels, compile, all-reduce
+between processes, workers, limits, disk, packages, driver. Each check prints ok, warn, FAIL or skip with its result,
+and below it why it matters and how to fix it. A check that crashes or hangs counts as FAIL; the remaining checks still
+run. To measure how fast the machine is, use accel-run benchmark suite=machine.
 
 first_contact compares the program's predictions for a GPU (formats, kernels, memory, times, waits) with measurements,
 in at most five minutes. Use it for a kind of GPU that accel-run has not been tested on. It writes first_contact.json
 and first_contact.md, a page to send, to output_root. Settings of train select another model.
 
-  --quick           skip compile, bandwidth and the packages of the extras
+  --quick           skip compile and the packages of the extras
   --json            print one JSON object: findings, counts, hardware
   device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps
   checks=[NAME,..]  run only these checks and those they depend on; list them with accel-run doctor checks=help
@@ -39,7 +40,7 @@ Exit codes: 0 if no check fails (warnings included), 69 if any check FAILs.
 examples
   accel-run doctor
   accel-run doctor --quick
-  accel-run doctor checks=[matmul,conv] device=cuda:1
+  accel-run doctor checks=[matmul,attention] device=cuda:1
   accel-run doctor --json > doctor.json
   accel-run doctor first_contact device=cuda:1
 """
@@ -47,10 +48,10 @@ examples
 
 def run(words: list[str]) -> int:
     """Run the checks and print their findings; the exit code tells whether any failed."""
-    from runner.doctor.checks import CHECKS
-    from runner.doctor.display import DoctorDisplay
-    from runner.doctor.examine import Examination
-    from runner.doctor.findings import CheckResult
+    from runner.tools.doctor.checks import CHECKS
+    from runner.tools.doctor.display import DoctorDisplay
+    from runner.tools.doctor.examine import Examination
+    from runner.tools.doctor.findings import CheckResult
 
     if words[:1] == [CONTACT]:
         return _first_contact(words[1:])
@@ -84,11 +85,11 @@ def run(words: list[str]) -> int:
 
 def _first_contact(words: list[str]) -> int:
     """Compare predictions with the GPU that is here, and write the page."""
-    from runner.doctor.display import DoctorDisplay
-    from runner.doctor.examine import Examination
-    from runner.doctor.findings import CheckResult
-    from runner.doctor.first_contact import contact_checks, page, report
     from runner.durable.files import atomic_write, make_directory
+    from runner.tools.doctor.display import DoctorDisplay
+    from runner.tools.doctor.examine import Examination
+    from runner.tools.doctor.findings import CheckResult
+    from runner.tools.doctor.first_contact import contact_checks, page, report
 
     own, request, is_json = read_contact(words)
     root = Path(own["output_root"]).expanduser().absolute()
@@ -158,7 +159,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
 
 def _meant(word: str) -> str:
     """Return a suggestion for an unknown argument."""
-    from runner.doctor.checks import CHECKS
+    from runner.tools.doctor.checks import CHECKS
 
     if word in CHECKS:
         return f"use checks=[{word}]"
@@ -171,7 +172,7 @@ def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
 
     Raises ConfigError for an unknown name, an empty list, and a check that --quick skips.
     """
-    from runner.doctor.checks import CHECKS
+    from runner.tools.doctor.checks import CHECKS
 
     if text is None:
         return [name for name, check in CHECKS.items() if check.is_quick or not is_quick]

@@ -12,8 +12,9 @@ from runner.commands.arguments import read
 from runner.commands.plan import shown
 
 if TYPE_CHECKING:
-    from runner.base.configuration import Configuration, Request
-    from runner.base.schema import Key
+    from runner.config.configuration import Configuration
+    from runner.config.request import Request
+    from runner.config.schema import Key
 
 HELP = """usage: accel-run explain KEY [key=value ...]
 
@@ -27,8 +28,8 @@ examples
 
 def run(words: list[str]) -> int:
     """Print the sources of the key, highest precedence first."""
-    from runner.base.configuration import compose
     from runner.base.errors import ConfigError, Problem
+    from runner.config.configuration import compose
 
     arguments = read(words, positional=1)
     if not arguments.positional:
@@ -63,7 +64,7 @@ def _without(key: str, request: Request) -> Iterator[tuple[str, Request]]:
 
 def _meaning(key: str, value: str, configuration: Configuration) -> Iterator[str]:
     """Yield what the key is for, what it may be, and where a value is told that is made on this machine."""
-    from runner.base.configuration import GROUPS, options_of
+    from runner.config.options import GROUPS, options_of
 
     known = _key(key, configuration)
     is_of_task = configuration.sources.get(key, "").partition(" ")[0] == "task"
@@ -72,7 +73,8 @@ def _meaning(key: str, value: str, configuration: Configuration) -> Iterator[str
     if known and known.help:
         yield f"  meaning: {known.help}"
     if key in GROUPS:
-        yield f"  options: {', '.join(options_of(key, configuration.request.config_dir))}"
+        request = configuration.request
+        yield f"  options: {', '.join(options_of(key, request.config_dir, request.task_file))}"
     if value == "auto":
         yield "  see how auto is resolved on this machine: accel-run plan"
 
@@ -88,7 +90,7 @@ def _told(key: str, configuration: Configuration) -> str:
 
 def source_of(key: str, configuration: Configuration) -> str:
     """Return the source of the key, with the file or override."""
-    from runner.base.configuration import options_of
+    from runner.config.options import options_of
 
     request, source = configuration.request, configuration.sources.get(key, "default")
     kind, _, name = source.partition(" ")
@@ -107,6 +109,8 @@ def source_of(key: str, configuration: Configuration) -> str:
         choice = configuration.choices[group]
         if source == "config folder":
             return f"your folder ({_file(f'{group}/{choice.name}', request)})"
+        if ":" in choice.function:
+            return f"the default ({choice.function.rsplit(':', 2)[0]})"
         shipped = choice.name if choice.name in options_of(group) else choice.function
         return f"the default (conf/{group}/{shipped}.yaml)"
     if group == "inference":
@@ -116,7 +120,7 @@ def source_of(key: str, configuration: Configuration) -> str:
 
 def _word_for(key: str, request: Request) -> str:
     """Return the override that set the key: its own, or for a phase that of the run or of its option."""
-    from runner.base.phases import LENGTHS
+    from runner.config.phases import LENGTHS
 
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     group = name.partition(".")[0]
@@ -135,9 +139,9 @@ def _file(name: str, request: Request) -> str:
 
 def _key(key: str, configuration: Configuration) -> Key | None:
     """Return what is known of the key's meaning."""
-    from runner.base.configuration import AXES, function_of, task_source
-    from runner.base.schema import read_functions, settings_keys
-    from runner.base.settings import Settings
+    from runner.config.options import AXES, function_of, task_source
+    from runner.config.schema import read_functions, settings_keys
+    from runner.config.settings import Settings
 
     group, _, name = key.partition(".")
     if group in AXES and name:
@@ -152,17 +156,16 @@ def _key(key: str, configuration: Configuration) -> Key | None:
 
 def _instead(key: str, configuration: Configuration) -> str:
     """Return a suggestion for an unknown key."""
-    from runner.base.aliases import FOREIGN_KEYS
-    from runner.base.configuration import AXES, GROUPS, function_of, options_of
-    from runner.base.schema import did_you_mean
+    from runner.config.aliases import FOREIGN_KEYS
+    from runner.config.options import AXES, GROUPS, option_with
+    from runner.config.schema import did_you_mean
 
     if key in FOREIGN_KEYS:
         return f"here it is {FOREIGN_KEYS[key].replace('={}', '')}"
     group, _, name = key.partition(".")
-    for option in options_of(group) if group in AXES and name else ():
-        signature = function_of(group, option)
-        if signature and name in signature.keys:
-            return f"it belongs to {group}={option}: accel-run explain {key} {group}={option}"
+    option = option_with(group, name) if group in AXES and name else None
+    if option:
+        return f"it belongs to {group}={option}: accel-run explain {key} {group}={option}"
     return did_you_mean(key, [*configuration.flat(), *GROUPS])
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from runner.commands.arguments import read_of_a_run
+from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, read_of_a_run
 
-HELP = """usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [output_root=DIR]
+HELP = f"""usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [checkpoint=best|last|N] [output_root=DIR]
 
 Exports the model of a run to export/ in the run's folder. Each file is verified to give the model's outputs, for a full
 batch and for one sample.
@@ -12,6 +12,8 @@ batch and for one sample.
   safetensors   only the weights
   program       a graph that torch.export.load runs without the model's code
   onnx          a graph for ONNX runtimes; requires the extra onnx
+
+{CHECKPOINT_HELP}
 
 examples
   accel-run export
@@ -22,7 +24,8 @@ examples
 def run(words: list[str]) -> int:
     """Export; return 0 if every file gives the model's outputs."""
     formats = [name for word in words if word.startswith("format=") for name in word.partition("=")[2].split(",")]
-    request = read_of_a_run([word for word in words if not word.startswith("format=")])
+    checkpoint, rest = checkpoint_choice(words)
+    request = read_of_a_run([word for word in rest if not word.startswith("format=")])
     from runner.engine.export_model import export
 
-    return int(export(request, formats))
+    return int(export(request, formats, checkpoint))

@@ -45,9 +45,9 @@ def run(words: list[str]) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
     from runner.base.errors import DataError
-    from runner.base.subprocesses import in_subprocess
     from runner.durable import files
-    from runner.engine.weights import convert, refuse_taken, settle
+    from runner.engine.pickle_import import convert, refuse_taken, settle
+    from runner.host.subprocesses import in_subprocess
 
     refuse_taken(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")

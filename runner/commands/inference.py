@@ -1,17 +1,19 @@
-"""`accel-run inference`: predict with the newest checkpoint of a run."""
+"""`accel-run inference`: predict with a checkpoint of a run."""
 
 from __future__ import annotations
 
-from runner.commands.arguments import read, read_of_a_run
+from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, read, read_of_a_run
 from runner.commands.complete import candidates
 
-HELP = """usage: accel-run inference [last|NAME|DIR] [key=value ...]      (short: accel-run infer)
+HELP = f"""usage: accel-run inference [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
+       (short: accel-run infer)
 
-Loads the newest valid checkpoint of a run, predicts with its task, and writes the results to the run's predictions
-folder. Latency and throughput are in predictions/summary.json.
+Loads a checkpoint of a run, predicts with its task, and writes the results to the run's predictions folder. Latency
+and throughput are in predictions/summary.json.
 
 settings
   last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
+{CHECKPOINT_HELP}
   inference.KEY=VALUE          options of the task, for example inference.prompt="def " inference.samples=5
   inference.seed=0             random seed; the same seed gives the same predictions
   device=auto                  auto selects the GPU with the most free memory
@@ -24,9 +26,10 @@ examples
 
 def run(words: list[str]) -> int:
     """Predict and write the predictions."""
-    from runner.engine.infer import infer
+    from runner.launch.infer_ranks import infer
 
-    return int(infer(read_of_a_run(words, _own_keys(words))))
+    checkpoint, rest = checkpoint_choice(words)
+    return int(infer(read_of_a_run(rest, _own_keys(rest)), checkpoint))
 
 
 def _own_keys(words: list[str]) -> tuple[str, ...]:

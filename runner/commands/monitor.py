@@ -33,12 +33,12 @@ from runner.commands.arguments import teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
-    from runner.observe.alerts import Alert
-    from runner.observe.machine_display import Display
-    from runner.observe.machine_sample import GpuUser
-    from runner.observe.machine_screen import Use, View
-    from runner.observe.monitor_thread import Monitor, NoMonitor
-    from runner.observe.samples import MachineSamples, Summary
+    from runner.monitor.alerts import Alert
+    from runner.monitor.machine_display import Display
+    from runner.monitor.machine_sample import GpuUser
+    from runner.monitor.machine_screen import Use, View
+    from runner.monitor.monitor_thread import Monitor, NoMonitor
+    from runner.monitor.samples import MachineSamples, Summary
 
 HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--once] [--json] [run=NAME]
 
@@ -91,8 +91,8 @@ def run(words: list[str]) -> int:
 
 
 def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
-    from runner.observe.machine_display import as_object
-    from runner.observe.machine_screen import View, lines_of
+    from runner.monitor.machine_display import as_object
+    from runner.monitor.machine_screen import View, lines_of
 
     with _asked_to_stop() as stop, _monitor(None, options) as monitor:
         until = time.monotonic() + _PATIENCE_S
@@ -114,9 +114,9 @@ def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
 
 def _live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
     """Show each sample until the end, then a summary."""
-    from runner.observe.machine_display import make_display
-    from runner.observe.machine_screen import View
-    from runner.observe.samples import read_samples
+    from runner.monitor.machine_display import make_display
+    from runner.monitor.machine_screen import View
+    from runner.monitor.samples_file import read_samples
 
     say = _say_aside if as_json else _say
     view = View(interval_s=options.interval_s)
@@ -183,7 +183,7 @@ def _nothing(monitor: NoMonitor) -> DeviceMissing:
 
 def _uses(users: Mapping[str, Sequence[GpuUser]], runs: RunningRuns) -> list[Use] | None:
     """Return the processes on each GPU, None if the driver does not report them."""
-    from runner.observe.machine_screen import Use
+    from runner.monitor.machine_screen import Use
 
     if not users:
         return None
@@ -218,20 +218,21 @@ class RunningRuns:
     def _look(self) -> Iterator[tuple[int, str]]:
         import psutil  # type: ignore[import-untyped]
 
-        from runner.base.process_identity import birth_of
         from runner.durable.directory import runs
         from runner.durable.files import read_object
+        from runner.durable.record_files import read_record
+        from runner.host.process_identity import process_identity
 
         for path in runs(self._root)[:_NEWEST]:
-            record = read_object(path / "run.json")
-            pid, birth = record.get("pid"), record.get("birth")
-            if record.get("state") == "running" and isinstance(pid, int) and birth and birth_of(pid) == birth:
+            process = read_record(path).process
+            pid, birth = process.pid, process.birth
+            if process.state == "running" and pid is not None and birth and process_identity(pid) == birth:
                 ranks = read_object(path / "plan.json").get("ranks")
                 several = isinstance(ranks, list) and len(ranks) > 1
                 with suppress(psutil.Error):
-                    process = psutil.Process(pid)
-                    process = (process.parent() or process) if several else process  # the launcher of all ranks
-                    yield from ((each.pid, path.name) for each in [process, *process.children(recursive=True)])
+                    root = psutil.Process(pid)
+                    root = (root.parent() or root) if several else root  # the launcher of all ranks
+                    yield from ((each.pid, path.name) for each in [root, *root.children(recursive=True)])
 
 
 def _hear(monitor: NoMonitor, view: View) -> None:
@@ -250,7 +251,7 @@ def _hear(monitor: NoMonitor, view: View) -> None:
 
 
 def _monitor(folder: Path | None, options: MonitorOptions) -> Monitor:
-    from runner.observe.monitor_thread import Monitor
+    from runner.monitor.monitor_thread import Monitor
 
     return Monitor(folder / "gpu.csv" if folder else None, options.interval_s)
 
@@ -287,7 +288,8 @@ def _of_run(root: Path, options: MonitorOptions, *, as_json: bool, in_its_folder
     from runner.durable.directory import LAST, RunDirectory
     from runner.durable.files import read_object
     from runner.durable.run_request import say_skipped
-    from runner.observe.samples import Summary, read_samples
+    from runner.monitor.samples import Summary
+    from runner.monitor.samples_file import read_samples
 
     directory = RunDirectory.find(root, options.run or LAST)
     say_skipped(directory, teller("monitor"))
@@ -336,7 +338,7 @@ def _rank(path: Path) -> int:
 def _reported(events: Path) -> list[Alert]:
     """Return the GPU errors that the driver reported during the run."""
     from runner.durable.files import read_rows
-    from runner.observe.alerts import Alert
+    from runner.monitor.alerts import Alert
 
     rows = [row for row in read_rows(events) if row.get("kind") == "machine" and row.get("what") in _TROUBLES]
     return [Alert(str(row["what"]), str(row.get("text", "")), "warning", row) for row in rows]
@@ -351,7 +353,7 @@ def _tell(
     on_gpu: bool = True,
 ) -> None:
     """Print the figures and their assessment."""
-    from runner.observe import health_rules
+    from runner.monitor import health_rules
 
     is_ascii = _prints_only_ascii()
 
@@ -445,7 +447,7 @@ def _draw(
 
     lead  prefix of the file names
     """
-    from runner.observe.machine_plots import pictures
+    from runner.monitor.machine_plots import pictures
 
     faults, written = [], []
     for name, content in pictures(samples).items():
@@ -487,7 +489,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
 
 def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
     """Return the options, the given keys, and the flags. Raises ConfigError listing all problems."""
-    from runner.base.schema import fault, settings_keys
+    from runner.config.schema import fault, settings_keys
 
     keys, problems = settings_keys(MonitorOptions), []
     values: dict[str, Any] = {}
@@ -519,7 +521,7 @@ def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]
 
 def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the problem with an argument, the argument, and a suggestion."""
-    from runner.base.schema import did_you_mean, nearest
+    from runner.config.schema import did_you_mean, nearest
 
     key, has_value, value = word.partition("=")
     if word.startswith("-"):

@@ -6,21 +6,23 @@ import shlex
 from functools import cache
 from typing import TYPE_CHECKING
 
-from runner.base.configuration import compose, facts_of_profiles, merge_overrides
 from runner.base.errors import ConfigError, Problem
-from runner.base.schema import did_you_mean
 from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.text import aligned, for_terminal
 from runner.commands.arguments import SETTINGS_HELP, read, teller
+from runner.config.config_files import facts_of_profiles
+from runner.config.configuration import compose
+from runner.config.request import merge_overrides
+from runner.config.schema import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from runner.base.configuration import Configuration
+    from runner.config.configuration import Configuration
     from runner.plan.inventory import Inventory
     from runner.plan.memory_fit import Needs
-    from runner.plan.planner import Plan
     from runner.plan.prediction_text import FittingChange
+    from runner.plan.run_plan import Plan
 
 PROBE = "--probe"
 HELP = f"""usage: accel-run plan [--probe] [key=value ...]
@@ -43,7 +45,8 @@ examples
 
 def run(words: list[str]) -> int:
     """Print the plan."""
-    from runner.plan.planner import LISTED, inventory_for, make_plan, rank_table
+    from runner.plan.planner import LISTED, inventory_for, make_plan
+    from runner.plan.run_plan import rank_table
 
     probes = PROBE in words
     rest = [word for word in words if word != PROBE]
@@ -52,17 +55,17 @@ def run(words: list[str]) -> int:
         raise ConfigError([Problem("unknown option", word, f"use {PROBE}") for word in slips])
     configuration = compose(read(rest).request)
     if probes:
-        from runner.measure.real_updates import probe
+        from runner.tools.measure.real_updates import probe
 
         lines = probe(configuration.request, teller("probe"))
         print(for_terminal(fit_to_show("\n".join(lines))), end="\n\n", flush=True)
     inventory, whose = inventory_for(configuration)
     make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
     tell = teller("plan")
-    long = cache(lambda: tell("tracing the model on fake tensors; a large model takes up to a minute"))
-    needs = _needs(configuration, inventory, long)
+    on_wait = cache(lambda: tell("tracing the model on fake tensors; a large model takes up to a minute"))
+    needs = _needs(configuration, inventory, on_wait)
     plan = make_plan(configuration, inventory, needs=needs)
-    memory, changes = _memory(configuration, inventory, plan, needs, long)
+    memory, changes = _memory(configuration, inventory, plan, needs, on_wait)
     print(f"plan for {whose}: {plan.device_name}")
     parts = [
         "\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch),
@@ -84,15 +87,15 @@ def _means_probe(word: str) -> bool:
     return key == flag or bool(is_near)
 
 
-def _needs(configuration: Configuration, inventory: Inventory, long: Callable[[], object]) -> Needs:
+def _needs(configuration: Configuration, inventory: Inventory, on_wait: Callable[[], object]) -> Needs:
     """Return the resource demand of the run, traced in a subprocess."""
     from runner.launch.traced_demand import needs_in_subprocess
 
-    return needs_in_subprocess(configuration, inventory, beyond=True, long=long)
+    return needs_in_subprocess(configuration, inventory, beyond=True, on_wait=on_wait)
 
 
 def _memory(
-    configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, long: Callable[[], object]
+    configuration: Configuration, inventory: Inventory, plan: Plan, needs: Needs, on_wait: Callable[[], object]
 ) -> tuple[list[str], Sequence[FittingChange]]:
     """Return the lines about memory and time, and changes that would fit if the plan does not."""
     from runner.plan.prediction_text import peaks_of_ranks, sheet
@@ -101,10 +104,10 @@ def _memory(
     changes: Sequence[FittingChange] = ()
     untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
-        from runner.base.subprocesses import in_subprocess
-        from runner.engine.remedies import changes_of
+        from runner.forecast.remedies import changes_of
+        from runner.host.subprocesses import in_subprocess
 
-        changes, untried = in_subprocess(changes_of, configuration, inventory, plan, needs, profiles, long=long)
+        changes, untried = in_subprocess(changes_of, configuration, inventory, plan, needs, profiles, on_wait=on_wait)
     return sheet(plan, needs, peaks_of_ranks(plan, needs, profiles), changes, untried), changes
 
 
@@ -134,5 +137,4 @@ def shown(value: object) -> str:
 
 def table(rows: list[tuple[str, str, str]]) -> str:
     """Return three aligned columns."""
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{key:<{widths[0]}}  {value:<{min(widths[1], 24)}}  {why}".rstrip() for key, value, why in rows)
+    return "\n".join(aligned(rows, widest={1: 24}))

@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from runner.base.configuration import Request
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, read
+from runner.config.request import Request
 
 HELP = f"""usage: accel-run profile [key=value ...]
 

@@ -57,9 +57,10 @@ def run(words: list[str]) -> int:
         raise InputMissing(what, where=f"benchmarks={own['benchmarks']}", fix="give the folder that contains it")
     out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
-    from runner.report.comparison import comparison_of
-    from runner.report.run_data import read_story
-    from runner.report.run_page import html_of, page_of
+    from runner.tools.report.comparison import comparison_of
+    from runner.tools.report.page import html_of
+    from runner.tools.report.run_data import read_story
+    from runner.tools.report.run_page import page_of
 
     stories = [read_story(directory) for directory in directories]
     html = html_of(page_of(stories[0], benchmarks) if len(stories) == 1 else comparison_of(stories))
@@ -76,9 +77,9 @@ def _of_sweep(folder: Path, given: str) -> int:
     """Write the page about a sweep or a search and print its path."""
     from runner.base.paths import as_path
     from runner.durable import files
-    from runner.launch.trials import Sweep
-    from runner.report.run_page import html_of
-    from runner.report.sweep_page import page_of_sweep
+    from runner.sweeps.trials import Sweep
+    from runner.tools.report.page import html_of
+    from runner.tools.report.sweep_page import page_of_sweep
 
     out = as_path(given) if given else folder / "report.html"
     _refuse_place(out)
@@ -90,7 +91,7 @@ def _of_sweep(folder: Path, given: str) -> int:
 
 def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the command's keys, and the runs. Raises ConfigError listing all problems."""
-    from runner.base.schema import did_you_mean
+    from runner.config.schema import did_you_mean
 
     own, rest, _ = own_words(words, OWN)
     problems = []
@@ -132,7 +133,7 @@ def _refuse_place(out: Path) -> None:
     """
     from runner.base.errors import CannotCreate
     from runner.durable import files
-    from runner.report.run_page import MARK, MOST_BYTES
+    from runner.tools.report.page import MARK, MOST_BYTES
 
     if not out.absolute().parent.is_dir():
         raise CannotCreate("folder not found", where=str(out.parent), fix="create it, or choose another out=")

@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from runner.base.configuration import key_of, word_of
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import as_path
-from runner.commands.arguments import read_of_a_run, teller
+from runner.base.rank_env import member_of
+from runner.commands.arguments import checkpoint_choice, read_of_a_run, teller
+from runner.config.request import key_of, word_of
 
-HELP = """usage: accel-run resume [last|NAME|DIR] [key=value ...]
+HELP = """usage: accel-run resume [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
 
 Resumes a stopped run with its original settings, in the folder where it was started. It is equivalent to repeating the
 original command with the same run=NAME. A finished run is not changed. To predict afterwards, run accel-run inference.
 
   last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
+  checkpoint=best|last|N       go back to this checkpoint: the best by checkpoint.best, the last (default), or the one
+                               of update N; later checkpoints are kept as checkpoints/earlier-*
   key=value                    settings that may change: micro_batch_size, dataloader, parallelism, device, checkpoint
   updates=N resume_allow=[updates]
                                settings that may change if listed: updates, optimizer.*, scheduler, precision, ...
@@ -31,6 +35,7 @@ would make it another run and is refused (exit 88).
 examples
   accel-run resume
   accel-run resume first dataloader.num_workers=4
+  accel-run resume first checkpoint=best
   accel-run resume first updates=2000 resume_allow=[updates]
   accel-run resume /data/outputs/first
 """
@@ -38,13 +43,15 @@ examples
 
 def run(words: list[str]) -> int:
     """Resume training; return 0, or 75 if it was saved and stopped."""
-    given = read_of_a_run(words)
+    checkpoint, rest = checkpoint_choice(words)
+    given = read_of_a_run(rest)
     if begins := [word for word in given.overrides if word.partition("=")[0] == "resume"]:
         fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
         raise ConfigError(Problem("a run is resumed from its own checkpoints", begins[-1], fix))
     from runner.commands.train import train_and_point
+    from runner.durable.rewind import rewound
     from runner.durable.run_request import find_run, origin_of
-    from runner.engine.repro_script import words_of
+    from runner.engine.repro_script import arguments_of
 
     say = teller("resume")
     directory, root = find_run(given, say)
@@ -56,8 +63,11 @@ def run(words: list[str]) -> int:
         say(f"{origin.folder}, where this run was started, no longer exists: relative paths now start at this folder")
     named = (f"run={directory.name}", *_root_of(directory.path.parent, origin.overrides))
     request = origin.request(replace(given, overrides=(*own, *named)), without=_not_kept(origin.overrides, own))
-    say(f"{shlex.join(['accel-run', *words_of(request)])}   (in {Path.cwd()})")
-    return train_and_point(request)
+    say(f"{shlex.join(['accel-run', *arguments_of(request)])}   (in {Path.cwd()})")
+    member = member_of(os.environ)
+    is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
+    with rewound(directory, checkpoint, say) if checkpoint and is_first else nullcontext():
+        return train_and_point(request)
 
 
 def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.json_numbers import metric_text
+from runner.base.json_values import is_number
 from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.text import aligned, columns_of, for_terminal, is_number, rate, sized
+from runner.base.text import aligned, columns_of, for_terminal, metric_text, rate, sized
 from runner.commands.arguments import own_words
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
@@ -78,7 +78,7 @@ def run(words: list[str]) -> int:
 
 
 def _fix_of(word: str) -> str:
-    from runner.base.schema import did_you_mean
+    from runner.config.schema import did_you_mean
 
     key, has_value, _ = word.partition("=")
     if not has_value and not word.startswith("-"):
@@ -90,16 +90,15 @@ def row_of(path: Path) -> RunRow:
     """Read the files of a run; damaged or missing values are None."""
     from runner.durable.directory import last_written
     from runner.durable.files import read_last_row, read_object
+    from runner.durable.record_files import read_record
     from runner.durable.run_state import standing
-    from runner.engine.evidence import evidence_in, throughput
+    from runner.records.evidence import throughput
 
-    record, plan = read_object(path / "run.json"), read_object(path / "plan.json")
+    record, plan = read_record(path), read_object(path / "plan.json")
     last = read_last_row(path / "metrics.jsonl")
     stands = standing(record)
-    task, phase, update = record.get("task"), last.get("phase"), last.get("update")
-    known = record.get("metrics")
+    phase, update = last.get("phase"), last.get("update")
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
-    metrics: dict[str, Any] = known if isinstance(known, dict) and known else loss
     phases = plan.get("phases")
     phases = [each for each in phases if isinstance(each, dict)] if isinstance(phases, list) else []
     totals = {str(each.get("name")): each.get("updates") for each in phases}
@@ -107,28 +106,24 @@ def row_of(path: Path) -> RunRow:
     return RunRow(
         path.name,
         str(path),
-        task if isinstance(task, str) else None,
+        record.origin.task,
         stands.word,
         stands.exit_code,
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
         total if isinstance(total, int) else None,
-        {
-            str(name): None if value is None else float(value)
-            for name, value in metrics.items()
-            if value is None or is_number(value)
-        },
+        record.result.metrics or loss,
         last_written(path),
         _size_of(path),
-        throughput(evidence_in(record), read_last_row(path / "metrics.jsonl", THROUGHPUT)),
+        throughput(record.evidence, read_last_row(path / "metrics.jsonl", THROUGHPUT)),
     )
 
 
 def row_of_sweep(path: Path) -> RunRow:
     """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
     from runner.durable.directory import SWEEP
-    from runner.durable.run_state import standing
-    from runner.launch.trials import Sweep, winner
+    from runner.durable.run_state import state_word
+    from runner.sweeps.trials import Sweep, winner
 
     sweep = Sweep.read(path)
     results = sweep.results()
@@ -139,7 +134,7 @@ def row_of_sweep(path: Path) -> RunRow:
     except OSError:
         written = 0.0
     metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
-    state = standing(sweep.record).word
+    state = state_word(sweep.process)
     return RunRow(
         path.name, str(path), sweep.task or None, state, None, "trials", through, len(results), metrics, written,
         _size_of(path),

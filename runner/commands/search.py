@@ -42,7 +42,7 @@ def run(words: list[str]) -> int:
     if not trials.isdecimal() or not int(trials):
         what = "must be an integer of at least 1, the number of trials"
         raise ConfigError(Problem(what, f"trials={trials}", f"use trials={OWN['trials']}"))
-    from runner.launch.study import search
+    from runner.sweeps.study import search
 
     request = read(rest, own=OWN).request
     return search(request, wish, num_trials=int(trials), budget_s=budget(given, "3600") if given else math.inf)

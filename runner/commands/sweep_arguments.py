@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from runner.launch.sweep import SweepRequest
+    from runner.sweeps.sweep import SweepRequest
 
 # key -> default value
 BOTH = {"together": "1", "metric": "", "goal": ""}
@@ -20,7 +20,7 @@ TOGETHER_HELP = """\
 
 def wish_of(own: Mapping[str, str]) -> SweepRequest:
     """Return the options of the sweep. Raises ConfigError listing all invalid values."""
-    from runner.launch.sweep import SweepRequest
+    from runner.sweeps.sweep import SweepRequest
 
     problems = []
     together, goal, retry = own["together"], _GOALS.get(own["goal"], own["goal"]), own.get("retry", "false")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from runner.base.configuration import Request
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, own_words, read
 from runner.commands.sweep_arguments import GRID, TOGETHER_HELP, wish_of
+from runner.config.request import Request
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
 
@@ -31,7 +31,7 @@ def run(words: list[str]) -> int:
     if {"-m", "--multirun"} & set(words):
         own, rest, _ = own_words(words, GRID)
         wish = wish_of(own)
-        from runner.launch.sweep import sweep
+        from runner.sweeps.sweep import sweep
 
         return sweep(read(rest, multirun=True, own=GRID).request, wish)
     request = read(words).request
@@ -47,8 +47,8 @@ def train_and_point(request: Request) -> int:
 
     code, job = train(request)
     if job is not None and code == 0:
-        from runner.measure.hint import hint  # imported late: not needed to report invalid settings
-        from runner.observe.events import Console
+        from runner.records.events import Console
+        from runner.tools.measure.hint import hint  # imported late: not needed to report invalid settings
 
         pointed = hint(job)
         if pointed:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError
 from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.text import aligned, for_terminal
 from runner.commands.arguments import budget, own_words, read, teller
+from runner.config.configuration import compose
+from runner.config.request import Request
 
 if TYPE_CHECKING:
-    from runner.measure.tuner import Tuned
+    from runner.tools.measure.tuner import Tuned
 
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]
 
@@ -40,8 +41,8 @@ OWN = {"budget_s": "600", "profile": ""}
 
 def run(words: list[str]) -> int:
     """Search, print the result and write the profile."""
-    from runner.measure.hardware_profile import check_profile, write_profile
-    from runner.measure.tuner import as_json, profile_of, tune
+    from runner.tools.measure.hardware_profile import check_profile, write_profile
+    from runner.tools.measure.tuner import as_json, profile_of, tune
 
     request, budget_s, name, is_json = read_words(words)
     check_profile(request, name)
@@ -96,8 +97,7 @@ def screen(tuned: Tuned) -> list[str]:
         ("not tried", {**untried, **found.left}),
     ):
         if rows:
-            width = max(map(len, rows))
-            lines += ["", title, *(f"  {name:<{width}}  {why}" for name, why in rows.items())]
+            lines += ["", title, *aligned([*rows.items()], indent="  ")]
     if found.needs_s:
         lines += ["", f"note: not everything was tried; use about budget_s={found.needs_s:.0f}"]
     return [*lines, *(f"note: {note}" for note in tuned.notes)]

@@ -13,11 +13,11 @@ from runner.base.task import State
 from runner.base.world import World
 
 
-def start_alike(model: nn.Module) -> None:
+def broadcast_model(model: nn.Module) -> None:
     """Copy the parameters and buffers of rank 0 to every rank."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            _take_from_first(tensor)
+            _copy_from_first(tensor)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
@@ -34,13 +34,13 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
         )
     result: State | None = None
     for rank in range(world.world_size):
-        theirs = {name: _of_rank(state[name], rank) for name in sorted(state)}  # dict order may differ between ranks
+        theirs = {name: _broadcast(state[name], rank) for name in sorted(state)}  # dict order may differ between ranks
         result = theirs if result is None else merge(result, theirs)
     assert result is not None
     return result
 
 
-def _of_rank(tensor: Tensor, rank: int) -> Tensor:
+def _broadcast(tensor: Tensor, rank: int) -> Tensor:
     """Return the tensor of a rank, sent as bytes: not every type can be sent, and not every tensor is dense."""
     received = tensor.detach().clone(memory_format=torch.contiguous_format)
     if received.numel():
@@ -48,8 +48,8 @@ def _of_rank(tensor: Tensor, rank: int) -> Tensor:
     return received
 
 
-def _take_from_first(tensor: Tensor) -> None:
-    theirs = _of_rank(tensor, 0)
+def _copy_from_first(tensor: Tensor) -> None:
+    theirs = _broadcast(tensor, 0)
     mine = tensor.detach().clone(memory_format=torch.contiguous_format)
     if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
         tensor.copy_(theirs)

@@ -2,7 +2,7 @@
 
 A rank alone normalizes over its own micro-batch, so unequal shares give unequal statistics. When synchronized, the
 micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must run
-the same number of forward passes. A dummy pass (see `vain.unnoticed`) contributes a count of zero, but joins the
+the same number of forward passes. A dummy pass (see `dummy_pass.py`) contributes a count of zero, but joins the
 collectives and is normalized by the statistics of the others.
 """
 

@@ -68,8 +68,8 @@ class BufferSync:
         self.model, self.world, self.source, self.others = model, world, source, others
         self._is_first = True
         self._before: list[Tensor | None] = []  # copies, during the first update
-        self._hidden: set[str] = set()  # buffers that change without a version increment
-        self._track(self._found())
+        self._unversioned: set[str] = set()  # buffers that change without a version increment
+        self._track(self._list_places())
 
     def begin_phase(self) -> None:
         """Start a phase, which may change other buffers than the previous one."""
@@ -85,7 +85,7 @@ class BufferSync:
     def begin_update(self) -> None:
         """Start the forward passes of an update; before the first one every buffer is copied, to detect changes."""
         if self._is_first:
-            self._look()
+            self._record()
             self._before = [_copied(place.tensor) for place in self._places]
 
     def flags(self) -> Tensor:
@@ -93,7 +93,7 @@ class BufferSync:
         if self._is_first:
             # A write through .data, by a norm's kernel or by compiled code increments no version: compare bits.
             pairs = zip(self._places, self._before, strict=True)
-            self._hidden |= {place.name for place, before in pairs if not _same(place.tensor, before)}
+            self._unversioned |= {place.name for place, before in pairs if not _same(place.tensor, before)}
         return torch.tensor([*map(float, self._changed()), float(self._is_rebuilt())])
 
     def apply(self, flags: Tensor) -> None:
@@ -102,16 +102,16 @@ class BufferSync:
         Raises TaskFault, on every rank, if the buffers in checkpoints differ between ranks in names or shapes.
         """
         self._is_first, self._before = False, []  # not earlier: a discarded update detects fewer changes
-        told = flags.tolist()
-        if told[-1]:
+        total = flags.tolist()
+        if total[-1]:
             self._rebuild()
-            told = self.world.sum(torch.tensor([*map(float, self._changed()), 0.0])).tolist()
-        places = [place for place, changed in zip(self._places, told, strict=False) if changed and _is_plain(place)]
+            total = self.world.sum(torch.tensor([*map(float, self._changed()), 0.0])).tolist()
+        places = [place for place, changed in zip(self._places, total, strict=False) if changed and _is_plain(place)]
         if places:
             with torch.no_grad():
                 _average([place for place in places if place.is_statistic], self.world)
                 _broadcast([place for place in places if not place.is_statistic], self.source, self.world)
-            self._look()
+            self._record()
 
     def check(self) -> None:
         """Raise TaskFault, on every rank, if a buffer in checkpoints differs between ranks.
@@ -139,16 +139,16 @@ class BufferSync:
 
     # ------------------------------------------------------------ detecting changes on this rank
 
-    def _found(self) -> list[_Place]:
+    def _list_places(self) -> list[_Place]:
         return [place for place in _places(self.model) if place.module not in self.others]
 
     def _track(self, places: Sequence[_Place]) -> None:
         self._places = places
         self.modules = [module for module in self.model.modules() if module not in self.others]
         self._num_entries = self._count()
-        self._look()
+        self._record()
 
-    def _look(self) -> None:
+    def _record(self) -> None:
         self._seen = [_seen(place.tensor) for place in self._places]
 
     def _count(self) -> int:
@@ -156,7 +156,7 @@ class BufferSync:
 
     def _changed(self) -> list[bool]:
         found = [
-            place.name in self._hidden or _is_another(place.tensor, seen)
+            place.name in self._unversioned or _is_another(place.tensor, seen)
             for place, seen in zip(self._places, self._seen, strict=True)
         ]
         # torch increments the version of num_batches_tracked, but not of the running statistics beside it
@@ -174,7 +174,7 @@ class BufferSync:
     def _rebuild(self) -> None:
         """Track buffers with the same shape on all ranks; a non-persistent cache may differ between ranks."""
         seen = {place.name: seen for place, seen in zip(self._places, self._seen, strict=True)}
-        places = {place.name: place for place in self._found()}
+        places = {place.name: place for place in self._list_places()}
         of_ranks = self.world.gather({name: _kind(place.tensor) for name, place in places.items()})
         alike = [name for name, kind in of_ranks[0].items() if all(there.get(name) == kind for there in of_ranks)]
         saved = [

@@ -24,7 +24,7 @@ class CollectiveCounter(nn.Module):
 
 
 @contextmanager
-def unnoticed(model: nn.Module) -> Iterator[None]:
+def without_side_effects(model: nn.Module) -> Iterator[None]:
     """Leave the model's buffers unchanged by passes inside; synchronized norms use the other ranks' statistics only."""
     modules = list(model.modules())
     norms = [module for module in modules if isinstance(module, CollectiveCounter)]
@@ -38,12 +38,12 @@ def unnoticed(model: nn.Module) -> Iterator[None]:
             norm.counts = True
 
 
-def pass_in_vain(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
+def run_dummy_pass(passes: ForwardPasses, batch: Any, parameters: Sequence[nn.Parameter]) -> None:
     """Run a dummy forward and backward pass with all its collectives; gradients and buffers are unchanged.
 
     For models with plain tensor parameters: gradients are computed and dropped, so infinite ones do no harm.
     """
-    with unnoticed(passes.model):
+    with without_side_effects(passes.model):
         with passes.forward():
             loss, _ = passes.loss(passes.model, batch)
         trained: list[Tensor] = [weight for weight in parameters if weight.requires_grad]

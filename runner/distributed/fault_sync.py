@@ -9,7 +9,7 @@ from runner.base.errors import AccelRunError, RankLost
 from runner.base.world import World
 
 
-def caught(function: Callable[[], Any]) -> Exception | None:
+def catch(function: Callable[[], Any]) -> Exception | None:
     """Return the exception that the function raised; raise it again once the other ranks know of it."""
     try:
         function()
@@ -18,16 +18,16 @@ def caught(function: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def raise_of_any(failure: Exception | None, world: World, where: str) -> None:
+def raise_on_all_ranks(failure: Exception | None, world: World, where: str) -> None:
     """Raise this rank's failure, or RankLost with that of another rank; collective."""
-    texts = world.gather(None if failure is None else described(failure))
+    texts = world.gather(None if failure is None else one_line(failure))
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):
         if text is not None:
-            raise RankLost(f"rank {rank} cannot go on: {text}", where=where)
+            raise RankLost(f"rank {rank} failed: {text}", where=where)
 
 
-def described(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Format an error as one line."""
     return str(error).splitlines()[0] if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from runner.base.world import World
 from runner.distributed.network_interface import choose_interface
 from runner.distributed.timeouts import within
 
-MEETING_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
+RENDEZVOUS_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
 ABORT_S = 10.0  # s to abort the kernels of a process group
 TIMEOUT_S = 600.0  # s: timeout of collectives
 
@@ -45,25 +45,25 @@ def joined(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT
     choose_interface(member)
     try:
         if member.store.startswith("file:"):
-            _meet(member, device, timeout_s)
+            _init_group(member, device, timeout_s)
         else:  # the port may belong to another program
-            within(_meeting_s(member, timeout_s) + 5.0, lambda: _meet(member, device, timeout_s))
+            within(_rendezvous_s(member, timeout_s) + 5.0, lambda: _init_group(member, device, timeout_s))
     except (RuntimeError, OSError) as error:
         raise SystemLimit(
-            f"rank {member.rank} of {member.world_size} cannot meet the others: {str(error).splitlines()[0]}",
+            f"rank {member.rank} of {member.world_size} cannot connect to the others: {str(error).splitlines()[0]}",
             where=member.store,
-            fix="see that every rank was started, and that the port is free: MASTER_PORT=29501",
+            fix="check that every rank was started and that the port is free, or use another one: MASTER_PORT=29501",
         ) from error
     try:
         yield world
     except BaseException:
-        _leave(is_ours=is_ours)
+        _abandon_group(is_ours=is_ours)
         raise
     gc.collect()  # drop remaining references to the group before it is destroyed
     dist.destroy_process_group()
 
 
-def _leave(*, is_ours: bool) -> None:
+def _abandon_group(*, is_ours: bool) -> None:
     """Abandon the process group after an error, while other ranks may be inside a collective that this one never joins.
 
     Destroying an NCCL group waits for the kernels of such collectives until their timeout, and the cause would be lost.
@@ -75,7 +75,7 @@ def _leave(*, is_ours: bool) -> None:
 
 
 @contextmanager
-def imagined(rank: int, world_size: int) -> Iterator[World]:
+def simulated_world(rank: int, world_size: int) -> Iterator[World]:
     """Return a world on the CPU without real other ranks: sent data is dropped, received integers are 1.
 
     For tracing what a rank computes on fake tensors. All ranks are assumed to agree with this one.
@@ -85,14 +85,14 @@ def imagined(rank: int, world_size: int) -> Iterator[World]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with _Agreeing():  # type: ignore[no-untyped-call]
-            yield _Imagined(torch.device("cpu"), rank, rank, world_size, world_size)
+        with _AgreeingRanks():  # type: ignore[no-untyped-call]
+            yield _SimulatedWorld(torch.device("cpu"), rank, rank, world_size, world_size)
     finally:
         gc.collect()
         dist.destroy_process_group()
 
 
-class _Agreeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _AgreeingRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Agree if torch's pipeline asks a missing rank whether it knows its shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,9 +103,9 @@ class _Agreeing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _Imagined(World):
+class _SimulatedWorld(World):
     @property
-    def is_imagined(self) -> bool:
+    def is_simulated(self) -> bool:
         return True
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -117,17 +117,17 @@ class _Imagined(World):
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         return value
 
     def any(self, flag: bool) -> bool:
         return flag
 
 
-def _meet(member: RankInfo, device: torch.device, timeout_s: float) -> None:
+def _init_group(member: RankInfo, device: torch.device, timeout_s: float) -> None:
     """Create the process group. Raises RuntimeError or OSError."""
     accelerator_of(device).activate()  # the current device is per thread, and NCCL initializes on it
-    store = _store(member, timedelta(seconds=_meeting_s(member, timeout_s)))
+    store = _store(member, timedelta(seconds=_rendezvous_s(member, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=PrefixStore(f"attempt-{member.attempt}-of-{member.world_size}", store),
@@ -138,9 +138,9 @@ def _meet(member: RankInfo, device: torch.device, timeout_s: float) -> None:
     )
 
 
-def _meeting_s(member: RankInfo, timeout_s: float) -> float:
+def _rendezvous_s(member: RankInfo, timeout_s: float) -> float:
     """Return the timeout of the rendezvous: NCCL connects ranks pairwise, which grows with their number."""
-    return min(timeout_s, MEETING_S + 0.5 * member.world_size)
+    return min(timeout_s, RENDEZVOUS_S + 0.5 * member.world_size)
 
 
 def _store(member: RankInfo, timeout: timedelta) -> Store:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.batch import map_tensors
+from runner.base.module_buffers import restored
 
 ADAMW_BYTES = 16.0
 """Bytes of a trained float32 parameter: itself, its gradient and two moments, 4 each."""
@@ -41,7 +42,7 @@ class LayerCost:
         return math.ceil(self.num_trained * bytes_per_parameter) + self.constant_bytes
 
 
-def weighed(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
+def estimate_costs(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
     """Estimate costs without computing; parameters tied to another layer count in both."""
     costs = []
     for name, layer in zip(layer_names(model, layers), layers, strict=True):
@@ -53,7 +54,7 @@ def weighed(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
     return costs
 
 
-def measured(
+def measure_costs(
     model: nn.Module,
     layers: Sequence[nn.Module],
     inputs: Sequence[Any],
@@ -73,10 +74,11 @@ def measured(
     costs: list[LayerCost] = []
     value: Any = tuple(inputs)
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with _as_it_was(layers), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
-        for number, (cost, layer) in enumerate(zip(weighed(model, layers), layers, strict=True)):
+    modules = [module for layer in layers for module in layer.modules()]
+    with restored(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+        for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            kept, value_after = kept_by(layer, call, fresh(value), forward)
+            kept, value_after = saved_bytes(layer, call, fresh(value), forward)
             seconds = [_seconds(layer, call, fresh(value), forward, synchronize) for _ in range(repeats + 1)][1:]
             costs.append(
                 LayerCost(
@@ -110,7 +112,7 @@ def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Param
 
 
 @contextmanager
-def noting_kept(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
+def record_saved(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
     """Record storage -> bytes saved for the backward pass inside the context, each once, without `lasting`."""
     known = {tensor.untyped_storage()._cdata for tensor in lasting}  # identifies fake tensors as well
     kept: dict[int, int] = {}
@@ -125,11 +127,11 @@ def noting_kept(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
         yield kept
 
 
-def kept_by(
+def saved_bytes(
     layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[int, Any]:
     """Return the bytes that the layer saves for its backward pass, each storage once, and its detached output."""
-    with noting_kept([*layer.parameters(), *layer.buffers()]) as storages, forward():
+    with record_saved([*layer.parameters(), *layer.buffers()]) as storages, forward():
         output = call(value)
     return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
 
@@ -162,18 +164,3 @@ def fresh(value: Any) -> Any:
     return map_tensors(
         lambda tensor: tensor.detach().requires_grad_().clone() if tensor.is_floating_point() else tensor, value
     )
-
-
-class _as_it_was:  # noqa: N801 - a context
-    """Restore the buffers of the layers on exit."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._kept = {buffer: buffer.clone() for layer in layers for buffer in layer.buffers()}
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, before in self._kept.items():
-                buffer.copy_(before)

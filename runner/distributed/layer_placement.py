@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from runner.base import partition
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.host import device_bytes
 from runner.base.world import World
-from runner.distributed.fault_sync import caught, raise_of_any
-from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, measured, parameter_names, weighed
+from runner.distributed.fault_sync import catch, raise_on_all_ranks
+from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs, parameter_names
+from runner.host.resources import device_bytes
 
 Example = Callable[[], Sequence[Tensor]]
 
@@ -61,17 +61,17 @@ class Placement:
         )
 
 
-def placed(
-    world: World, model: nn.Module, layers: Sequence[nn.Module], wanted: PlacementRequest, example: Example | None
+def place_layers(
+    world: World, model: nn.Module, layers: Sequence[nn.Module], request: PlacementRequest, example: Example | None
 ) -> Placement:
     """Return the placement, from layer costs on rank 0 and device memory of all ranks; the same on all ranks.
 
     Raises ConfigError on all ranks if there is none.
     """
     costs: list[LayerCost] = []
-    raise_of_any(caught(lambda: costs.extend(_costs(world, model, layers, wanted, example))), world, WHERE)
+    raise_on_all_ranks(catch(lambda: costs.extend(_costs(world, model, layers, request, example))), world, WHERE)
     mine = {
-        "memory": _memory_bytes(world, wanted),
+        "memory": _memory_bytes(world, request),
         "seconds": math.fsum(cost.seconds for cost in costs),
         "device": str(world.device),
         "costs": [vars(cost) for cost in costs],
@@ -80,33 +80,33 @@ def placed(
     costs = [LayerCost(**cost) for cost in of_ranks[0]["costs"]]
     devices = [
         partition.StageDevice(
-            of_rank["memory"] // wanted.chunks,  # the stages of a rank share its device equally
+            of_rank["memory"] // request.chunks,  # the stages of a rank share its device equally
             _speed(of_ranks[0]["seconds"], of_rank["seconds"]),
             f"rank {rank} ({of_rank['device']})",
         )
         for rank, of_rank in enumerate(of_ranks)
-    ] * wanted.chunks
-    return placement(costs, devices, wanted, world.world_size)
+    ] * request.chunks
+    return placement(costs, devices, request, world.world_size)
 
 
 def placement(
-    costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], wanted: PlacementRequest, world_size: int
+    costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], request: PlacementRequest, world_size: int
 ) -> Placement:
     """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
     given: dict[str, Any] = {
         "costs": [cost.seconds for cost in costs],
-        "memory_bytes": [cost.state_bytes(wanted.bytes_per_parameter) for cost in costs],
+        "memory_bytes": [cost.state_bytes(request.bytes_per_parameter) for cost in costs],
         "devices": devices,
         "activation_bytes": [cost.activation_bytes for cost in costs],
-        "in_flight": partition.in_flight_of(wanted.schedule, world_size, wanted.num_microbatches, wanted.chunks),
+        "in_flight": partition.in_flight_of(request.schedule, world_size, request.num_microbatches, request.chunks),
     }
-    if wanted.split is not None:
-        split = partition.given(wanted.split, **given)
+    if request.split is not None:
+        split = partition.given(request.split, **given)
     else:
-        split = partition.split(**given, balance=wanted.balance)
+        split = partition.split(**given, balance=request.balance)
     if isinstance(split, Problem):
         raise ConfigError(split)
-    return Placement(split, costs, devices, wanted.bytes_per_parameter)
+    return Placement(split, costs, devices, request.bytes_per_parameter)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Tie:
             dist.all_reduce(self.weight.grad, group=self.group)
 
 
-def ties_of(world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split) -> list[Tie]:
+def shared_parameters(world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split) -> list[Tie]:
     """Return the parameters of this rank that other ranks share; collective, because it creates groups."""
     holders: dict[str, set[int]] = {}
     weights = dict(model.named_parameters())
@@ -144,7 +144,7 @@ def ties_of(world: World, model: nn.Module, layers: Sequence[nn.Module], split: 
     return ties
 
 
-def modules_of_several(
+def shared_modules(
     world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split
 ) -> list[nn.Module]:
     """Return the modules that belong to layers of several ranks, in model order."""
@@ -173,7 +173,7 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         raise ConfigError(Problem(what, "compile=default", "use compile=regional or compile=off"))
 
 
-def free(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], of_layers: set[nn.Module]) -> None:
+def free_layers(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], of_layers: set[nn.Module]) -> None:
     """Replace parameters and buffers of other ranks' layers by meta tensors."""
     ghosts: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
@@ -191,28 +191,28 @@ WHERE = "parallelism=pipeline"
 
 
 def _costs(
-    world: World, model: nn.Module, layers: Sequence[nn.Module], wanted: PlacementRequest, example: Example | None
+    world: World, model: nn.Module, layers: Sequence[nn.Module], request: PlacementRequest, example: Example | None
 ) -> list[LayerCost]:
     """Measure the layers if possible, else estimate costs from their parameters."""
     place = next(iter(model.parameters())).device
-    if example is None or place != world.device or len(layers) < world.world_size * wanted.chunks:
-        return weighed(model, layers)
+    if example is None or place != world.device or len(layers) < world.world_size * request.chunks:
+        return estimate_costs(model, layers)
     try:
         inputs = map_tensors(lambda tensor: tensor.to(place), tuple(example()))
     except NotImplementedError:
-        return weighed(model, layers)
+        return estimate_costs(model, layers)
     size = next((tensor.shape[0] for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()), 1)
-    scale = (wanted.samples or size) / max(1, size)
-    repeats = 3 if wanted.balance == "time" else 1
-    return measured(model, layers, inputs, scale=scale, repeats=repeats, synchronize=world.synchronize)
+    scale = (request.samples or size) / max(1, size)
+    repeats = 3 if request.balance == "time" else 1
+    return measure_costs(model, layers, inputs, scale=scale, repeats=repeats, synchronize=world.synchronize)
 
 
-def _memory_bytes(world: World, wanted: PlacementRequest) -> int:
-    if wanted.memory_bytes is not None:
-        if len(wanted.memory_bytes) != world.world_size:
-            what = f"must have one size for each of the {world.world_size} ranks, but has {len(wanted.memory_bytes)}"
+def _memory_bytes(world: World, request: PlacementRequest) -> int:
+    if request.memory_bytes is not None:
+        if len(request.memory_bytes) != world.world_size:
+            what = f"must have one size for each of the {world.world_size} ranks, but has {len(request.memory_bytes)}"
             raise ConfigError(Problem(what, "parallelism.memory_bytes"))
-        return wanted.memory_bytes[world.rank]
+        return request.memory_bytes[world.rank]
     shared_by = 1 if world.device.type == "cuda" else world.num_local_ranks
     return device_bytes(world.device) // shared_by
 

@@ -80,6 +80,7 @@ class Parallel:
 
     in_step       every rank must run the same number of micro-batches per update, because they contain collectives
     splits_batch  each rank gets its share of an update; False: every rank reads the whole update
+    divides_parameters  `divide` is implemented
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
 
     If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
@@ -89,6 +90,7 @@ class Parallel:
     in_step = False
     splits_batch = True
     places_model = False
+    divides_parameters = True
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -173,6 +175,12 @@ class Parallel:
         """Return the idle fractions of devices in the last update, by metric name; collective."""
         return {}
 
+    def divide(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Divide the parameters of the phase into groups that are updated separately; none: undo it."""
+
+    def select(self, group: int) -> None:
+        """Make the next update that of a group; every rank calls it."""
+
     # ------------------------------------------------------------ between updates
 
     def update_of_buffers(self) -> AbstractContextManager[None]:
@@ -193,8 +201,8 @@ class Parallel:
         return {name: copy(tensor) for name, tensor in tensors.items()}
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Load full tensors into the model; names, shapes and dtypes were checked."""
-        model.load_state_dict(saved, strict=True)
+        """Load full tensors into the model, all or some; names, shapes and dtypes were checked."""
+        model.load_state_dict(saved, strict=False)
 
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
         """Return the merged statistics of the data of all ranks; `merge` combines two states."""
@@ -210,6 +218,6 @@ class Parallel:
         """Return a context in which each rank can call any method of the model independently, without gradients."""
         return nullcontext()
 
-    def dealt(self, keys: Sequence[Any]) -> list[Any]:
+    def evaluation_batches(self, keys: Sequence[Any]) -> list[Any]:
         """Return the batches of an evaluation that this rank computes."""
         return list(keys)

@@ -31,9 +31,9 @@ from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import p2p_messages
-from runner.distributed.agreement import start_alike
+from runner.distributed.agreement import broadcast_model
 from runner.distributed.buffer_sync import BufferSync, check_copies
-from runner.distributed.fault_sync import caught, described, raise_of_any
+from runner.distributed.fault_sync import catch, one_line, raise_on_all_ranks
 from runner.distributed.layer_costs import ADAMW_BYTES
 from runner.distributed.layer_placement import (
     WHERE,
@@ -42,10 +42,10 @@ from runner.distributed.layer_placement import (
     PlacementRequest,
     Tie,
     check_layers,
-    free,
-    modules_of_several,
-    placed,
-    ties_of,
+    free_layers,
+    place_layers,
+    shared_modules,
+    shared_parameters,
 )
 from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
 from runner.distributed.stages import (
@@ -77,6 +77,7 @@ class Pipelined(Parallel):
     """
 
     in_step = True
+    divides_parameters = False
     splits_batch = False
     places_model = True
 
@@ -95,7 +96,7 @@ class Pipelined(Parallel):
         super().__init__(world)
         self.schedule = schedule
         self.chunks = chunks if schedule == "interleaved" else 1
-        self.wanted = PlacementRequest(
+        self.request = PlacementRequest(
             schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter
         )
         self._example: Example | None = None
@@ -104,12 +105,12 @@ class Pipelined(Parallel):
         self._mine: set[nn.Parameter] = set()
         self._tied: list[Tie] = []
         self._copied: list[nn.Module] = []
-        self._forward: Callable[..., Any] = self._evaluated
+        self._forward: Callable[..., Any] = self._evaluate
         self._steps: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._shapes: dict[int, list[Shapes]] = {}
         self._placeholder: nn.Parameter | None = None
         self._num_steps: list[int] = []
-        self._foreseen: Sequence[Shapes] = ()
+        self._known_shapes: Sequence[Shapes] = ()
         self._buffers: BufferSync
 
     @property
@@ -127,8 +128,8 @@ class Pipelined(Parallel):
     def expect(self, example: Example, samples: int, num_microbatches: int) -> None:
         """Use this example to measure layers; without one, costs are estimated from parameters alone."""
         self._example = example
-        many = self.wanted.num_microbatches or num_microbatches
-        self.wanted = replace(self.wanted, samples=samples, num_microbatches=many)
+        many = self.request.num_microbatches or num_microbatches
+        self.request = replace(self.request, samples=samples, num_microbatches=many)
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
@@ -138,18 +139,18 @@ class Pipelined(Parallel):
         The model may be on the CPU: only this rank's layers are moved to its device. All ranks raise the same error.
         """
         found = self._layers_of(model, layers)
-        if not self.world.is_imagined:
-            start_alike(model)
-        self.placement = placed(self.world, model, found, self.wanted, self._example)
+        if not self.world.is_simulated:
+            broadcast_model(model)
+        self.placement = place_layers(self.world, model, found, self.request, self._example)
         for number in range(self.world.rank, self.num_stages, self.world.world_size):
             modules = [found[layer] for layer in self.placement.split.ranges[number]]
             self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.watch))
         kept = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
         self._mine = {weight for stage in self._stages for weight in stage.parameters()}
-        self._tied = ties_of(self.world, model, found, self.placement.split)
-        self._copied = modules_of_several(self.world, model, found, self.placement.split)
+        self._tied = shared_parameters(self.world, model, found, self.placement.split)
+        self._copied = shared_modules(self.world, model, found, self.placement.split)
         of_layers = {module for layer in found for module in layer.modules()}
-        free(model, kept, self._mine, of_layers)
+        free_layers(model, kept, self._mine, of_layers)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
         last = (self.num_stages - 1) % self.world.world_size
         self._buffers = BufferSync(model, self.world, last, others=of_layers)
@@ -157,12 +158,12 @@ class Pipelined(Parallel):
             tensors = (*stage.parameters(), *stage.buffers())
             if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
                 stage.to(self.world.device)
-        model.forward = self._answered
+        model.forward = self._dispatch
         return model
 
-    def foresee(self, shapes: Sequence[Shapes]) -> int:
+    def set_shapes(self, shapes: Sequence[Shapes]) -> int:
         """Set the input shapes of each stage in advance; return the bytes that this rank receives per micro-batch."""
-        self._foreseen = shapes
+        self._known_shapes = shapes
         inputs = [stage.number for stage in self._stages if stage.number]
         gradients = [stage.number + 1 for stage in self._stages if not stage.is_last]
         return sum(tensor.nbytes for number in (*inputs, *gradients) for tensor in shapes[number].received())
@@ -199,7 +200,7 @@ class Pipelined(Parallel):
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
         if failure is None and self._has(0):
-            failure = caught(lambda: inputs.extend(self._called_with(passes, micros, seed)))
+            failure = catch(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
         tally = StageSums(self.world.zeros(), self.world.zeros())
         self._num_steps = []
@@ -228,9 +229,9 @@ class Pipelined(Parallel):
     def norm(self, local: Tensor) -> Tensor:
         """Return the norm over all stages; a parameter shared by two stages counts once."""
         square = local.to(self.world.widest).square()
-        again = [tie.weight.grad for tie in self._tied if not tie.counts_here and tie.weight.grad is not None]
-        if again:
-            twice = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(again)).to(square.dtype)).square()
+        counted_twice = [tie.weight.grad for tie in self._tied if not tie.counts_here and tie.weight.grad is not None]
+        if counted_twice:
+            twice = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted_twice)).to(square.dtype)).square()
             # infinite gradients remain infinite instead of becoming NaN
             square = torch.where(torch.isfinite(square), (square - twice).clamp(min=0), square)
         return self.world.sum(square).sqrt().to(local.dtype)
@@ -255,11 +256,11 @@ class Pipelined(Parallel):
         source = {name: rank for rank in reversed(range(self.world.world_size)) for name in names[rank]}
         result = {name: copy(mine[name]) for name in mine if self.world.is_first}
         for rank in range(1, self.world.world_size):
-            wanted = [name for name in names[rank] if source[name] == rank]
+            selected = [name for name in names[rank] if source[name] == rank]
             if self.world.rank == rank:
-                p2p_messages.send(tuple(mine[name].detach().cpu() for name in wanted), 0, torch.device("cpu"))
+                p2p_messages.send(tuple(mine[name].detach().cpu() for name in selected), 0, torch.device("cpu"))
             elif self.world.is_first:
-                result |= zip(wanted, p2p_messages.receive(rank, torch.device("cpu")), strict=True)
+                result |= zip(selected, p2p_messages.receive(rank, torch.device("cpu")), strict=True)
         order = dict.fromkeys([*tensors, *source])
         return {name: result[name] for name in order if name in result}
 
@@ -267,7 +268,7 @@ class Pipelined(Parallel):
         """Load this rank's tensors into the model."""
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
-                if not tensor.is_meta:
+                if not tensor.is_meta and name in saved:
                     tensor.copy_(saved[name])
 
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
@@ -279,7 +280,7 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ evaluation
 
-    def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
+    def evaluation_batches(self, keys: Sequence[Micro]) -> list[Micro]:
         """Give every batch to every rank; rank 0 counts them."""
         return [key if self.world.is_first else key._replace(counts=False) for key in keys]
 
@@ -323,11 +324,11 @@ class Pipelined(Parallel):
     def _layers_of(self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
         """Return the layers; raises the same error on all ranks if they are invalid on any rank."""
         found: list[nn.Module] = []
-        failure = caught(lambda: found.extend(layers()))
+        failure = catch(lambda: found.extend(layers()))
         if isinstance(failure, NotImplementedError):
             failure = TaskFault(str(failure), where=WHERE, fix="use parallelism=fsdp, or define layers() in the task")
-        failure = failure or caught(lambda: check_layers(model, found))
-        raise_of_any(failure, self.world, WHERE)
+        failure = failure or catch(lambda: check_layers(model, found))
+        raise_on_all_ranks(failure, self.world, WHERE)
         return found
 
     # ------------------------------------------------------------ inside an update
@@ -351,10 +352,10 @@ class Pipelined(Parallel):
                 if micro.counts:
                     micros.append(micro)
 
-        failure = caught(read)
+        failure = catch(read)
         return micros, tuple(bad), failure
 
-    def _called_with(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
+    def _model_calls(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
         """Yield the arguments with which the loss calls the model."""
 
         def called(*inputs: Any, **named: Any) -> Any:
@@ -364,21 +365,21 @@ class Pipelined(Parallel):
             seed_everything(seed_of(seed + number))
             noise.switch_pass(micro.samples)
             try:
-                with self._answering(called), passes.forward():
+                with self._handle_calls(called), passes.forward():
                     passes.loss(passes.model, micro.batch)
             except Called as found:
                 yield map_tensors(lambda tensor: tensor.detach(), found.call)
             else:
-                raise not_called()
+                raise model_not_called()
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
         """Return rank 0's description of the micro-batches; raises on all ranks if one of them failed."""
         first = self._has(0)
-        word = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
-        failed, most, least, seed = self.world.largest(word).tolist()
+        message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
+        failed, most, least, seed = self.world.largest(message).tolist()
         if failed or most != -least:
             differs = f"ranks read different numbers of micro-batches, from {-least} to {most}"
-            raise_of_any(failure or (None if failed else AccelRunError(differs)), self.world, WHERE)
+            raise_on_all_ranks(failure or (None if failed else AccelRunError(differs)), self.world, WHERE)
         keys = torch.tensor([key_of(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
         if count:
             dist.broadcast(keys, 0)
@@ -395,7 +396,7 @@ class Pipelined(Parallel):
     def _run(self, work: StageWork, key: int, count: int) -> None:
         """Run the micro-batches of one shape."""
         if key not in self._shapes:
-            self._shapes[key] = [*self._foreseen] or self._probed(work)
+            self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
         if (count, key) not in self._steps:
             self._steps[count, key] = self._step_of(count, self._shapes[key])
             while len(self._steps) > KEPT_STEPS:
@@ -403,7 +404,7 @@ class Pipelined(Parallel):
         self._steps.move_to_end((count, key))
         self._num_steps.append(count)
         for stage in self._stages:
-            stage.begin(work, self._shapes[key], self._answering)
+            stage.begin(work, self._shapes[key], self._handle_calls)
         numbers = [torch.arange(count)] if self._has(0) else []
         target = torch.arange(count) if self._has(self.num_stages - 1) else None
         try:
@@ -427,7 +428,7 @@ class Pipelined(Parallel):
                 self.num_stages,
                 self.world.device,
                 input_args=shapes[stage.number].received(),
-                output_args=self._sent(shapes, stage.number),
+                output_args=self._output_shapes(shapes, stage.number),
             )
             for stage in self._stages
         ]
@@ -441,12 +442,12 @@ class Pipelined(Parallel):
         kind = ScheduleGPipe if few else Schedule1F1B
         return kind(stages[0], count, loss_fn=loss, scale_grads=False)
 
-    def _sent(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
+    def _output_shapes(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
         if number == self.num_stages - 1:
             return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
         return shapes[number + 1].received()
 
-    def _probed(self, work: StageWork) -> list[Shapes]:
+    def _infer_shapes(self, work: StageWork) -> list[Shapes]:
         """Infer the input shapes of each stage by running one micro-batch without gradients.
 
         Errors in layers and loss are found here, while no rank waits for another one.
@@ -456,21 +457,21 @@ class Pipelined(Parallel):
 
         def checked(output: Any) -> None:
             fresh = map_tensors(_as_leaf, output)
-            with torch.enable_grad(), self._answering(ReplayedCall(fresh)), work.passes.forward():
+            with torch.enable_grad(), self._handle_calls(ReplayedCall(fresh)), work.passes.forward():
                 noise.switch_pass(work.micros[0].samples)
                 work.passes.loss(work.passes.model, work.micros[0].batch)
 
         noise.switch_pass(work.micros[0].samples)
         with torch.no_grad(), restored(modules):
-            outcome = self._through(call, work.passes.forward, checked)
-        raise_of_any(outcome.failure, self.world, WHERE)
-        told = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
-        by_stage = {int(number): shapes for of_rank in told for number, shapes in of_rank.items()}
+            outcome = self._run_stages(call, work.passes.forward, checked)
+        raise_on_all_ranks(outcome.failure, self.world, WHERE)
+        gathered = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
+        by_stage = {int(number): shapes for of_rank in gathered for number, shapes in of_rank.items()}
         return [Shapes.of(by_stage[number]) for number in range(self.num_stages)]
 
     # ------------------------------------------------------------ one pass through all stages
 
-    def _evaluated(self, *inputs: Any, **named: Any) -> Any:
+    def _evaluate(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output on all ranks; collective."""
         if torch.is_grad_enabled():
             raise TaskFault(
@@ -479,20 +480,20 @@ class Pipelined(Parallel):
                 fix="call it under torch.no_grad()",
             )
         outputs: list[Any] = []
-        outcome = self._through(Call(inputs, named), nullcontext, outputs.append)
+        outcome = self._run_stages(Call(inputs, named), nullcontext, outputs.append)
         last = (self.num_stages - 1) % self.world.world_size
-        text = None if outcome.failure is None else described(outcome.failure)
-        failure = outcome.failure or (caught(lambda: p2p_messages.check(outputs[0])) if outputs else None)
-        text = text or (None if failure is None else described(failure))
+        text = None if outcome.failure is None else one_line(outcome.failure)
+        failure = outcome.failure or (catch(lambda: p2p_messages.check(outputs[0])) if outputs else None)
+        text = text or (None if failure is None else one_line(failure))
         shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
-        made = p2p_messages.broadcast(shared, last, self.world)
+        answer = p2p_messages.broadcast(shared, last, self.world)
         if failure is not None:
             raise failure
-        if isinstance(made, p2p_messages.SendFailed):
-            raise RankLost(made.text, where=WHERE)
-        return made
+        if isinstance(answer, p2p_messages.SendFailed):
+            raise RankLost(answer.text, where=WHERE)
+        return answer
 
-    def _through(
+    def _run_stages(
         self, call: Call, forward: Callable[[], AbstractContextManager[Any]], finish: Callable[[Any], None]
     ) -> _Outcome:
         """Run one call through all stages, from rank to rank; `finish` receives the output on the last one.
@@ -522,16 +523,16 @@ class Pipelined(Parallel):
                 except Exception as error:  # of any type: the other ranks must be informed
                     failure = error
             if not stage.is_last:
-                sent = value if failure is None else p2p_messages.SendFailed(described(failure))
+                sent = value if failure is None else p2p_messages.SendFailed(one_line(failure))
                 p2p_messages.send(sent, (stage.number + 1) % self.world.world_size, self.world.device)
         return _Outcome(failure, shapes)
 
-    def _answered(self, *inputs: Any, **named: Any) -> Any:
+    def _dispatch(self, *inputs: Any, **named: Any) -> Any:
         """Handle a call of the model by the current handler."""
         return self._forward(*inputs, **named)
 
     @contextmanager
-    def _answering(self, forward: Callable[..., Any]) -> Iterator[None]:
+    def _handle_calls(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Handle calls of the model by `forward` inside the context."""
         before, self._forward = self._forward, forward
         try:
@@ -563,7 +564,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def not_called() -> TaskFault:
+def model_not_called() -> TaskFault:
     return TaskFault(
         "a loss must call the model in a pipeline, model(...), but does not",
         where=WHERE,

@@ -20,9 +20,9 @@ from runner.base.errors import TaskFault
 from runner.base.order import Micro
 from runner.base.task import State
 from runner.base.world import World
-from runner.distributed.agreement import merge_states, start_alike
+from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
-from runner.distributed.dummy_pass import pass_in_vain
+from runner.distributed.dummy_pass import run_dummy_pass
 from runner.distributed.parallel import Copy, Discarded, ForwardPasses, Parallel, Sums, dense_gradient, on_the_host
 
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
@@ -37,12 +37,13 @@ class Replicated(Parallel):
         self.in_step = in_step  # norms have collectives in each pass
         self.bucket_bytes = bucket_bytes
         self._reducer: Reducer | None = None
+        self._of_groups: list[Reducer] = []
         self._buffers: BufferSync
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        start_alike(model)
+        broadcast_model(model)
         self._buffers = BufferSync(model, self.world)
         return model
 
@@ -55,16 +56,32 @@ class Replicated(Parallel):
             self._reducer.close()
             self._reducer = None
 
+    def divide(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        for reducer in self._of_groups:
+            reducer.close()
+        self._of_groups = [Reducer(group, self.world, self.bucket_bytes) for group in groups]
+        self._selected: set[int] = set()
+
+    def select(self, group: int) -> None:
+        if self._reducer is not None and self._reducer not in self._of_groups:
+            self._reducer.close()
+        self._reducer = self._of_groups[group]
+        if group not in self._selected:  # its forward passes may change other buffers
+            self._selected.add(group)
+            self._buffers.begin_phase()
+
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         try:
-            return self._accumulated(passes, batches)
+            return self._accumulate_local(passes, batches)
+        except Discarded:  # agreed on by all ranks already
+            raise
         except Exception as error:
             if self.in_step:
                 raise
             passes.failed(error)
         return Sums(self.world.zeros(), self.world.zeros(), failed=True)
 
-    def _accumulated(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
+    def _accumulate_local(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         assert self._reducer is not None, "begin comes first"
         self._buffers.begin_update()
         watch, device = self.watch, self.world.device
@@ -87,7 +104,7 @@ class Replicated(Parallel):
                 loss_sum += loss.detach()
                 items += count.to(device) if isinstance(count, Tensor) else count
             elif self.in_step:
-                pass_in_vain(passes, batch, self._reducer.parameters)
+                run_dummy_pass(passes, batch, self._reducer.parameters)
                 watch.lap("wait")
             else:
                 with passes.forward():  # keeps what must be undone after an overflow on another rank
@@ -119,7 +136,7 @@ class Replicated(Parallel):
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
         return merge_states(merge, state, self.world)
 
-    def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
+    def evaluation_batches(self, keys: Sequence[Micro]) -> list[Micro]:
         return list(keys[self.world.rank :: self.world.world_size])
 
 
@@ -143,12 +160,12 @@ class _Bucket:
 
     def launch(self) -> None:
         """Copy the gradients, zeros for missing ones, and start the all-reduce."""
-        there = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
-        if len(there) < len(self.parameters):
+        present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
+        if len(present) < len(self.parameters):
             self.flat.zero_()
-        if there:
+        if present:
             torch._foreach_copy_(
-                [self.views[index] for index in there], [dense_gradient(self.parameters[index]) for index in there]
+                [self.views[index] for index in present], [dense_gradient(self.parameters[index]) for index in present]
             )
         self.work = dist.all_reduce(self.flat, async_op=True)
 
@@ -206,8 +223,8 @@ class Reducer:
         work.wait()
         if other is not None:
             other.wait()  # gloo, on the host: no device synchronization
-        told = numbers[len(sums) :] if on_host else absent
-        num_absent, rest = torch.split(told, [len(self.parameters), 1 + len(flags)])
+        reduced = numbers[len(sums) :] if on_host else absent
+        num_absent, rest = torch.split(reduced, [len(self.parameters), 1 + len(flags)])
         for index in (num_absent == self.world.world_size).nonzero().flatten().tolist():
             self.parameters[index].grad = None
         self._next, self.is_last = 0, False

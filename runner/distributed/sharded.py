@@ -25,9 +25,9 @@ from runner.base.order import Micro
 from runner.base.task import State, Sum
 from runner.base.text import shortened
 from runner.base.world import World
-from runner.distributed.agreement import merge_states, start_alike
+from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
-from runner.distributed.dummy_pass import unnoticed
+from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
 
 Travel = Literal["float32", "bfloat16", "float16"]
@@ -44,6 +44,7 @@ class Sharded(Parallel):
     """
 
     in_step = True
+    divides_parameters = False
 
     def __init__(self, world: World, *, reshard_after_forward: bool = True, communicate: Travel = "float32") -> None:
         super().__init__(world)
@@ -69,7 +70,7 @@ class Sharded(Parallel):
         """
         units = [block for block in dict.fromkeys(blocks) if block is not model]
         _check(model, units, self.communicate)
-        start_alike(model)
+        broadcast_model(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
         for module in units:
@@ -99,7 +100,7 @@ class Sharded(Parallel):
         if self.communicate != "float32":
             half = getattr(torch, self.communicate)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, **more)
-        module.register_forward_hook(_own_memory)  # before torch's own, which marks the outputs
+        module.register_forward_hook(_without_views)  # before torch's own, which marks the outputs
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
 
     def _watch_gradients(self, model: nn.Module) -> None:
@@ -128,16 +129,16 @@ class Sharded(Parallel):
         for scalar in self._whole.values():
             scalar.show_outside()
         if self._whole:
-            model.register_forward_pre_hook(lambda *_: self._show_scalars(inside=True))
+            model.register_forward_pre_hook(lambda *_: self._swap_scalars(inside=True))
 
     def _free_without_backward(self, model: nn.Module, *_: Any) -> None:
-        """Free parameters in the forward pass where no backward pass does."""
+        """Free the gathered parameters after a forward pass without gradients, which no backward pass frees."""
         if not torch.is_grad_enabled() and not self._is_gathered:
-            self._show_scalars(inside=False)
+            self._swap_scalars(inside=False)
             for part in _parts(model):
                 part.reshard()
 
-    def _show_scalars(self, *, inside: bool) -> None:
+    def _swap_scalars(self, *, inside: bool) -> None:
         for scalar in self._whole.values():
             if inside:
                 scalar.show_inside()
@@ -171,14 +172,14 @@ class Sharded(Parallel):
             batch, last, skipped, counts, _ = next(batches)
             watch.lap("data")
             if last and not is_first:
-                _complete(passes.model)
+                _unify_dtypes(passes.model)
             is_first = False
             self._root.set_requires_gradient_sync(last)
             self._root.set_is_last_backward(last)
             self._counts = counts
-            with nullcontext() if counts else unnoticed(passes.model):
+            with nullcontext() if counts else without_side_effects(passes.model):
                 with passes.forward():
-                    loss, count = _explained(passes, batch)
+                    loss, count = _loss_of(passes, batch)
                 watch.lap("forward")
                 passes.backward(loss)
                 watch.lap("backward")
@@ -187,7 +188,7 @@ class Sharded(Parallel):
                 items += count.to(device) if isinstance(count, Tensor) else count
                 bad += skipped
         self._counts = True
-        self._show_scalars(inside=False)
+        self._swap_scalars(inside=False)
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
@@ -196,12 +197,12 @@ class Sharded(Parallel):
         used = torch.tensor([float(self._used.get(weight, False)) for weight in self._trained])
         num_trained = len(used)
         used = torch.cat([used, self._buffers.flags()])
-        told = dist.all_reduce(used, async_op=True)  # gloo, on the host: no device synchronization
+        pending = dist.all_reduce(used, async_op=True)  # gloo, on the host: no device synchronization
         for weight in self._trained:
             if weight in self._whole:
                 self._whole[weight].reduce()
         loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
-        told.wait()
+        pending.wait()
         for weight, times in zip(self._trained, used[:num_trained].tolist(), strict=True):
             if not times:
                 weight.grad = None
@@ -247,6 +248,8 @@ class Sharded(Parallel):
         """Load this rank's shards of the full tensors."""
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
+                if name not in saved:
+                    continue
                 if isinstance(tensor, DTensor):
                     given = saved[name].to(tensor.device)
                     tensor.copy_(distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None))
@@ -265,7 +268,7 @@ class Sharded(Parallel):
         Any method of the model can be called, not only `forward`. Each device needs memory for all parameters.
         """
         self._is_gathered = True
-        self._show_scalars(inside=True)
+        self._swap_scalars(inside=True)
         for part in _parts(model):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
@@ -273,7 +276,7 @@ class Sharded(Parallel):
             yield
         finally:
             self._is_gathered = False
-            self._show_scalars(inside=False)
+            self._swap_scalars(inside=False)
             for part in _parts(model):
                 part.set_reshard_after_forward(part is not self._root and self.reshard_after_forward, recurse=False)
                 part.reshard()
@@ -288,7 +291,7 @@ class Sharded(Parallel):
             edited = {name: tensor.detach().clone() for name, tensor in named if name in kept}
         self.load(model, edited)
 
-    def dealt(self, keys: Sequence[Micro]) -> list[Micro]:
+    def evaluation_batches(self, keys: Sequence[Micro]) -> list[Micro]:
         """Give every rank the same number of batches, filled up with dummy ones."""
         mine = list(keys[self.world.rank :: self.world.world_size])
         wanted = -(-len(keys) // self.world.world_size)
@@ -336,7 +339,7 @@ def _parts(root: nn.Module) -> list[FSDPModule]:
     return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
-def _complete(root: nn.Module) -> None:
+def _unify_dtypes(root: nn.Module) -> None:
     """Give gradients of one communication group the same dtype: if some were accumulated in float32, all are.
 
     torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes (2.13).
@@ -356,19 +359,19 @@ def _local(gradient: Tensor | None) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _own_memory(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Copy views: an in-place operation on one, such as `x += y`, would lose the hook of the backward pass."""
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
-def _explained(passes: ForwardPasses, batch: Any) -> Sum:
+def _loss_of(passes: ForwardPasses, batch: Any) -> Sum:
     try:
         return passes.loss(passes.model, batch)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
         raise TaskFault(
-            "the loss uses a part of the model past model(...), and parameters are there only while it computes",
+            "the loss uses a part of the model outside of model(...), where its parameters are not gathered",
             where="parallelism=fsdp",
             fix="call model(...) in the loss, or name that part in blocks(), or use parallelism=ddp",
         ) from error
@@ -382,7 +385,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
     if strided:
         problems.append(
             Problem(
-                f"parameters must lie in row-major order to be sharded, but {shortened(strided)} do not",
+                f"parameters must be stored in row-major order to be sharded, but {shortened(strided)} do not",
                 "parallelism=fsdp",
                 "use memory.channels_last=false",
             )

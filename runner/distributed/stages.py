@@ -109,17 +109,17 @@ class Stage(nn.Module):
         self._works_in_place = any(getattr(module, "inplace", False) for module in self.layers.modules())
         self._work: StageWork
         self._shapes: Sequence[Shapes]
-        self._answering: Callable[[Callable[..., Any]], AbstractContextManager[None]]
+        self._handle_calls: Callable[[Callable[..., Any]], AbstractContextManager[None]]
         self._next = 0
 
     def begin(
         self,
         work: StageWork,
         shapes: Sequence[Shapes],
-        answering: Callable[[Callable[..., Any]], AbstractContextManager[None]],
+        handle_calls: Callable[[Callable[..., Any]], AbstractContextManager[None]],
     ) -> None:
         """Set the micro-batches of the next calls, in order."""
-        self._work, self._shapes, self._answering, self._next, self.failure = work, shapes, answering, 0, None
+        self._work, self._shapes, self._handle_calls, self._next, self.failure = work, shapes, handle_calls, 0, None
 
     def end(self) -> None:
         """Release the micro-batches."""
@@ -160,7 +160,7 @@ class Stage(nn.Module):
         seed_everything(seed_of(work.seed + number))  # repeat the draws from when the inputs were requested
         noise.switch_pass(work.micros[number].samples)
         once = ReplayedCall(output)
-        with self._answering(once), work.passes.forward():
+        with self._handle_calls(once), work.passes.forward():
             loss, count = work.passes.loss(work.passes.model, work.micros[number].batch)
         work.tally.loss_sum += loss.detach()
         work.tally.items += count.to(self.world.device) if isinstance(count, Tensor) else count

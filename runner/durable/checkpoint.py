@@ -12,9 +12,8 @@ import hashlib
 import json
 import re
 import secrets
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,13 +115,13 @@ def rank_stem(stem: str, rank: int) -> str:
 
 
 def save(
-    directory: Path, snapshot: Snapshot, *, anew: bool = False, sync_first: Callable[[], None] = lambda: None
+    directory: Path, snapshot: Snapshot, *, overwrite: bool = False, sync_first: Callable[[], None] = lambda: None
 ) -> Path:
     """Write the checkpoint of `snapshot.update` durably and return its path.
 
     An existing valid one is kept; a damaged one is moved aside.
 
-    anew        replace an existing valid one; after a crash `recover` finds one of the two
+    overwrite   replace an existing valid one; after a crash `recover` finds one of the two
     sync_first  syncs the files that the checkpoint depends on; called before the final rename
 
     Raises StorageError if writing fails, which leaves older checkpoints unchanged, and
@@ -135,7 +134,7 @@ def save(
         if files.exists(target):
             if verify(target):
                 _move_aside(target, "damaged")
-            elif not anew:
+            elif not overwrite:
                 sync_first()
                 files.fsync_directory(directory)
                 return target
@@ -156,7 +155,7 @@ def save(
             with suppress(Exception):
                 _settle_replaced(directory)
             raise
-        if anew:
+        if overwrite:
             with suppress(StorageError):  # not visible as a checkpoint; the next recovery removes it
                 _settle_replaced(directory)
     except StorageError:
@@ -277,6 +276,20 @@ def set_aside(directory: Path) -> int:
     return len(found)
 
 
+def set_aside_newer(directory: Path, number: int) -> list[tuple[Path, Path]]:
+    """Move the checkpoints with more updates than `number` out of sight of `recover`; return (from, to) of each."""
+    newer = [path for path in newest_first(directory) if path.name > path_of(directory, number).name]
+    return [(path, _move_aside(path, "earlier")) for path in newer]
+
+
+def put_back(moved: Iterable[tuple[Path, Path]]) -> None:
+    """Undo `set_aside_newer`, except for names that were taken since."""
+    for path, aside in moved:
+        if not files.exists(path):
+            files.rename(aside, path)
+            files.fsync_directory(path.parent)
+
+
 def retain(
     directory: Path, keep_last: int, best: Path | Collection[Path] | None = None, *, known: set[Path] | None = None
 ) -> None:
@@ -300,184 +313,6 @@ def retain(
         files.rename(path, hidden)
         files.fsync_directory(directory)  # else a power failure may leave the name with only part of its files
         files.remove(hidden)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Time and size of a saved checkpoint.
-
-    nbytes   size of its tensors
-    write_s  seconds until it was durable under its name
-    total_s  seconds until the checkpoints that it replaces were removed
-    """
-
-    path: Path
-    update: int
-    nbytes: int
-    write_s: float
-    total_s: float
-
-
-class Writer:
-    """Save snapshots on a background thread, one at a time, while training continues.
-
-    sync_first  syncs the files that a checkpoint depends on, before its final rename
-
-    A save is attempted three times, each time in a new folder: a failure before the last is passed to `on_retry`.
-    A final failure is passed to `on_failure` and training continues; after three in a row `submit` and `wait`
-    raise. If `check` raises, a snapshot is not saved. All callbacks run on the writer's thread. Any error except
-    StorageError is raised by the next `submit` or `wait`.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        keep_last: int = 2,
-        on_saved: Callable[[Path], None] = lambda _: None,
-        on_retry: Callable[[StorageError], None] = lambda _: None,
-        on_failure: Callable[[StorageError], None] = lambda _: None,
-        sync_first: Callable[[], None] = lambda: None,
-        check: Callable[[Snapshot], None] = lambda _: None,
-    ) -> None:
-        self.directory = directory
-        self.keep_last = keep_last
-        self.acknowledged: int | None = None  # last durable update
-        self.last: Saved | None = None  # last checkpoint that was written, including retention
-        self.failures: list[StorageError] = []  # all of them, including those of retention
-        self._in_a_row = 0
-        self._on_saved = on_saved
-        self._on_retry = on_retry
-        self._on_failure = on_failure
-        self._sync_first = sync_first
-        self._valid: set[Path] = set()
-        self._began, self._update = 0.0, 0
-        self._check = check
-        self._fault: BaseException | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), anew: bool = False) -> None:
-        """Start saving `snapshot`; blocks only while the previous one is being written, or if there is no thread.
-
-        best  checkpoints to keep regardless of age; may include the new one
-        anew  replace an existing checkpoint of the same update
-
-        Raises StorageError if the last three saves failed; `snapshot` is then not saved.
-        """
-        self.wait()
-        self._began, self._update = time.monotonic(), snapshot.update
-        thread = threading.Thread(target=self._work, args=(snapshot, best, anew), name="checkpoint-writer")
-        try:
-            thread.start()
-        except RuntimeError:  # no thread available: save synchronously
-            self._work(snapshot, best, anew)
-        else:
-            self._thread = thread
-
-    @property
-    def busy_s(self) -> float | None:
-        """Return the seconds since the current write started, None if there is none."""
-        is_alive = self._thread is not None and self._thread.is_alive()
-        return time.monotonic() - self._began if is_alive else None
-
-    @property
-    def under_way(self) -> tuple[int, int, int] | None:
-        """Return the update being written and a counter of disk progress; None if there is none."""
-        thread = self._thread
-        if thread is None or thread.ident is None or not thread.is_alive():
-            return None
-        return self._update, thread.ident, files.answers_to(thread.ident)
-
-    def wait(self) -> int | None:
-        """Wait for pending writes; return the last durable update. Raises as `submit` does."""
-        self.close()
-        if self._fault is not None:
-            fault, self._fault = self._fault, None
-            raise fault
-        if self._in_a_row >= _NUM_FAILURES:
-            last = self.failures[-1].problems[0]
-            lasting = StorageError(
-                f"{self._in_a_row} saves in a row failed, the last one: {last.what}",
-                where=last.where,
-                fix=last.fix or "see that the disk can be written, then run the same command again",
-            )
-            lasting.exit_code = self.failures[-1].exit_code
-            raise lasting
-        return self.acknowledged
-
-    def close(self) -> None:
-        """Stop the thread. Never raises, so that it can be called while another error propagates."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        self.close()
-
-    def _work(self, snapshot: Snapshot, best: Collection[Path], anew: bool) -> None:
-        try:
-            try:
-                self._check(snapshot)
-                path = self._saved(snapshot, anew)
-            except StorageError as error:
-                self._in_a_row += 1
-                self._report(error)
-                return
-            self._in_a_row = 0
-            self.acknowledged = snapshot.update
-            self._valid.add(path)
-            write_s = time.monotonic() - self._began
-            self._on_saved(path)
-            try:
-                retain(self.directory, self.keep_last, best, known=self._valid)
-            except StorageError as error:  # too many checkpoints do not prevent saving
-                self._report(error)
-            nbytes = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
-            self.last = Saved(path, snapshot.update, nbytes, write_s, time.monotonic() - self._began)
-        except BaseException as fault:  # re-raised in the training thread
-            self._fault = fault
-
-    def _saved(self, snapshot: Snapshot, anew: bool) -> Path:
-        """Write the snapshot and return its path. Raises the StorageError of the last attempt."""
-        for pause_s in PAUSES_S:
-            try:
-                return save(self.directory, snapshot, anew=anew, sync_first=self._sync_first)
-            except StorageError as error:
-                self._on_retry(error)
-                time.sleep(pause_s)
-        return save(self.directory, snapshot, anew=anew, sync_first=self._sync_first)
-
-    def _report(self, error: StorageError) -> None:
-        self.failures.append(error)
-        self._on_failure(error)
-
-
-class NoWriter:
-    """Writer that saves nothing, for ranks other than the one that writes."""
-
-    failures: tuple[StorageError, ...] = ()
-    last: Saved | None = None
-    busy_s: float | None = None
-    under_way: tuple[int, int, int] | None = None
-
-    def __init__(self) -> None:
-        self.acknowledged: int | None = None
-
-    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), anew: bool = False) -> None:
-        """Mark the snapshot as saved."""
-        self.acknowledged = snapshot.update
-
-    def wait(self) -> int | None:
-        """Return the last update that was submitted."""
-        return self.acknowledged
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _check(snapshot: Snapshot) -> None:
@@ -702,13 +537,14 @@ def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path
     return []
 
 
-def _move_aside(path: Path, word: str) -> None:
-    """Durably rename `path` to `<word>-<name>-<n>` with the first free n."""
+def _move_aside(path: Path, word: str) -> Path:
+    """Durably rename `path` to `<word>-<name>-<n>` with the first free n; return the new path."""
     number = 1
     while files.exists(aside := path.with_name(f"{word}-{path.name}-{number}")):
         number += 1
     files.rename(path, aside)
     files.fsync_directory(path.parent)
+    return aside
 
 
 def _none_valid(directory: Path, passed_over: list[tuple[str, tuple[str, ...]]], damaged: list[str]) -> DataError:
@@ -724,8 +560,6 @@ _NUM_DIGITS = 10
 _NUM_VALID = 2  # minimum number to keep
 _MOMENT_S = 0.1  # s for a disk or a limit to recover
 _NUM_LOOKS = 10  # attempts while another process saves and removes checkpoints
-_NUM_FAILURES = 3  # consecutive failures after which saving stops
-PAUSES_S = (0.5, 1.0)  # s before the second and the third attempt of a save
 _MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file
 _STATE_BYTES = 256 << 20  # no tensors, but the generators of every rank
 _SUFFIX = ".safetensors"

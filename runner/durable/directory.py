@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 
-from runner.base.dirfd import pin, place_of, unpin
 from runner.base.errors import (
     AccelRunError,
     CannotCreate,
@@ -27,7 +26,10 @@ from runner.base.errors import (
 )
 from runner.base.text import shortened
 from runner.durable import files
+from runner.durable.record_files import read_record
 from runner.durable.run_identity import RunIdentity, owner_of
+from runner.durable.system_errors import storage
+from runner.host.dirfd import current_path, pin, unpin
 
 LAST = "last"  # alias: the newest run
 SWEEP = "sweep.json"  # in the folder of a sweep, which is beside the runs and contains those of its trials
@@ -68,11 +70,11 @@ class RunDirectory:
         """
         check_name(name)
         path = (root / name).absolute()
-        if _is_run(path) if of_a_sweep else is_sweep(path):
+        if is_run(path) if of_a_sweep else is_sweep(path):
             what = "is the name of a run" if of_a_sweep else "is the name of a sweep, which goes on with train -m"
             raise ConfigError(Problem(what, f"run={name}", "take another name"))
         try:
-            with files.storage("look at", path):
+            with storage("look at", path):
                 leads_to = path.resolve() if path.is_symlink() else None
             if leads_to is not None:
                 raise SecurityRefusal(
@@ -82,7 +84,7 @@ class RunDirectory:
                 )
             is_new = not files.exists(path)
             files.make_directory(path)
-            with files.storage("open", path):
+            with storage("open", path):
                 pin(path)
             has_lock = files.exists(path / _LOCK)
             lock = files.Lock(path / _LOCK, json.dumps(_note()))
@@ -130,7 +132,7 @@ class RunDirectory:
             return found
         by_name = (root / run, *(path for path in known if path.name == run)) if _NAME.fullmatch(run) else ()
         for path in (*by_name, Path(run).expanduser()):
-            if _is_run(path):
+            if is_run(path):
                 return cls(path.resolve() if path.name in ("", "..") else path, writable=False)
         what = f"there is no run {run!r} in {root}"
         if sweep := find_sweep(root, run):
@@ -146,12 +148,13 @@ class RunDirectory:
     @property
     def owner(self) -> RunIdentity:
         """Identity of the run for its checkpoints, as far as run.json has it."""
-        return owner_of(files.read_object(self.run_json), self.name)
+        return owner_of(read_record(self.path), self.name)
 
     def write(self, name: str, data: bytes | str) -> Path:
         """Write `data` durably to the file `name`, a path inside this directory; return its path.
 
-        Without the lock only `report.html` and files in `predictions`, `plots`, `profile` and `export` can be written.
+        Without the lock only `report.html` and files in `predictions`, `plots`, `profile`, `export` and `evaluations`
+        can be written.
         Raises StorageError.
         """
         path = self._place(name)
@@ -196,7 +199,7 @@ class RunDirectory:
         """
         if self._lock is None:
             return
-        place = place_of(self.path)
+        place = current_path(self.path)
         if place is None:
             what = "the run directory was deleted while the run was writing to it: nothing can be saved any more"
             raise StorageError(what, where=str(self.shown), fix="start it again with the same command")
@@ -320,7 +323,7 @@ def runs(root: Path, *, in_sweeps: bool = True) -> list[Path]:
     if in_sweeps:
         paths += [sweep / name for sweep in paths if is_sweep(sweep) for name in files.names(sweep)]
     found = sorted(((last_written(path), path) for path in paths), reverse=True)
-    return [path for written, path in found if written > 0 or _is_run(path)]
+    return [path for written, path in found if written > 0 or is_run(path)]
 
 
 def sweeps(root: Path) -> list[Path]:
@@ -348,7 +351,8 @@ def _is_folder(path: Path) -> bool:
         return False
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Return whether the folder is a run directory."""
     try:
         return _is_folder(path) and any((path / name).exists() for name in _SIGNS_OF_A_RUN)
     except OSError:
@@ -445,10 +449,12 @@ def _offer(run: str, known: list[Path]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shortened(names, _NUM_OFFERED)}"
 
 
+# Names in predictions/ that inference uses itself; a task's predictions must have others.
+INFERENCE_FILES = re.compile(r"summary\.json|(gpu|monitor|stacks)(-rank\d+)?\.(csv|json|txt)")
 _LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME_LETTERS = 200  # systems allow 255, and the runs of a sweep are named NAME-1, NAME-2, ...
 _SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
-_MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export"})
+_MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export", "evaluations"})
 _START_ONE = "start one with: accel-run train"
 _NUM_OFFERED = 10

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import stat
@@ -19,10 +18,13 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from runner.base.dirfd import beside
-from runner.base.errors import Exit, StorageError
+from runner.base.errors import StorageError
+from runner.base.json_values import object_in
 from runner.base.secret import redacted
+from runner.durable.hash_thread import BLOCK, HashThread, blocks
 from runner.durable.system import System
+from runner.durable.system_errors import has_answered, storage
+from runner.host.dirfd import opened_parent
 
 TEMPORARY = ".tmp-"  # prefix of incomplete files; removed when a run is opened
 
@@ -109,7 +111,7 @@ def write_new(
     exists, even as a link; an incomplete file is removed.
     """
     views = [memoryview(chunk).cast("B") for chunk in chunks]
-    with storage("write", path), closing(_Hash(views)) as hashed:
+    with storage("write", path), closing(HashThread(views)) as hashed:
         descriptor = _system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             try:
@@ -264,20 +266,9 @@ def digest_of(path: Path) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`, an empty one if it is missing, damaged or no object."""
     try:
-        content = json.loads(read(path, at_most=_OBJECT_BYTES))
-    except (StorageError, ValueError, RecursionError):
+        return object_in(read(path, at_most=_OBJECT_BYTES)) or {}
+    except StorageError:
         return {}
-    return mapped(content)
-
-
-def mapped(value: object) -> dict[str, Any]:
-    """Return `value` if it is a mapping, else an empty one; for untrusted files."""
-    return value if isinstance(value, dict) else {}
-
-
-def listed(value: object) -> list[Any]:
-    """Return `value` if it is a list, else an empty one; for untrusted files."""
-    return value if isinstance(value, list) else []
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -295,7 +286,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         while line := file.readline(_LINE_BYTES):
-            row = _object_in(line)
+            row = object_in(line)
             if row is not None or line.endswith(b"\n"):
                 yield row
 
@@ -309,18 +300,10 @@ def read_last_row(path: Path, key: str | None = None) -> dict[str, Any]:
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         file.seek(-min(_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        found = (_object_in(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
+        found = (object_in(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
         rows = (row for row in found if row is not None)
         return next((row for row in rows if key is None or row.get(key) is not None), {})
     return {}
-
-
-def _object_in(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 class AppendLog:
@@ -452,7 +435,7 @@ class Lock:
     def __init__(self, path: Path, note: str) -> None:
         with storage("lock", path):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            with beside(path) as (folder, name):
+            with opened_parent(path) as (folder, name):
                 descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -484,38 +467,6 @@ class Lock:
 
 
 @contextmanager
-def storage(action: str, path: Path) -> Iterator[None]:
-    """Convert an OSError into a StorageError with the action, the path and the reason."""
-    try:
-        yield
-    except OSError as error:
-        out_of_inodes = error.errno == errno.ENOSPC and _has_no_inodes(path)
-        reason, fix = (_NO_INODES, _REMOVE_FILES) if out_of_inodes else (in_words(error), _fix(error))
-        refused = StorageError(f"cannot {action}: {reason}", where=str(path), fix=fix)
-        refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
-        raise refused from error
-    finally:
-        _has_answered()
-
-
-def answers_to(thread: int) -> int:
-    """Return the number of system calls that have returned in this thread (`ident`), to detect a hang."""
-    return _answers.get(thread, 0)
-
-
-def _has_answered() -> None:
-    thread = threading.get_ident()
-    _answers[thread] = _answers.get(thread, 0) + 1
-
-
-def in_words(error: OSError) -> str:
-    """Describe a system error for users."""
-    number = error.errno or 0
-    reason = _WORDS.get(number) or error.strerror or str(error)
-    return f"{reason} ({errno.errorcode[number]})" if number in errno.errorcode else reason
-
-
-@contextmanager
 def through(system: System) -> Iterator[None]:
     """Use `system` for all modifications of files inside the context; for tests."""
     global _system
@@ -535,27 +486,6 @@ def _remove(path: Path) -> None:
     _system.rmdir(path)
 
 
-def _has_no_inodes(path: Path) -> bool:
-    """Return whether a write failed for lack of inodes: ENOSPC means either, and `df` then shows free space.
-
-    Some file systems (btrfs, many network mounts) have no fixed number of inodes and report 0 in total.
-    """
-    with suppress(OSError):
-        folder = next((each for each in (path, *path.parents) if each.is_dir()), None)
-        if folder is not None:
-            found = os.statvfs(folder)
-            return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
-    return False
-
-
-def _fix(error: OSError) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "free some space there, then run the same command again: it resumes"
-    if error.errno == errno.EMFILE:
-        return "raise the limit with ulimit -n, then run the same command again"
-    return ""
-
-
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[_system.write(descriptor, data) :]
@@ -568,69 +498,16 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
     (scripts/measure/save.py).
     """
     size = begun = 0
-    for block in _blocks(views):
+    for block in blocks(views):
         _write_all(descriptor, block)
-        _has_answered()
+        has_answered()
         size += len(block)
         end = size - size % _PAGE  # a page that still grows would be written twice
-        if end - begun >= _BLOCK:
+        if end - begun >= BLOCK:
             with suppress(OSError):  # only a hint
                 _system.begin_write_back(descriptor, begun, end - begun)
             begun = end
     return size
-
-
-def _blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes in order: small views merged, large ones split."""
-    together = bytearray()
-    for view in views:
-        if len(together) + len(view) < _BLOCK:
-            together += view
-            continue
-        if together:
-            yield memoryview(together)
-            together = bytearray()
-        for start in range(0, len(view), _BLOCK):
-            yield view[start : start + _BLOCK]
-    if together:
-        yield memoryview(together)
-
-
-class _Hash:
-    """SHA-256 of `views`, computed on a thread if that is faster."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
-        self._digest = hashlib.sha256()
-        self._is_stopped = self._is_done = False
-        self._thread: threading.Thread | None = None
-        if sum(map(len, views)) >= _BLOCK:
-            thread = threading.Thread(target=self._work, name="checkpoint-hash", daemon=True)
-            with suppress(RuntimeError):  # no thread available: computed on demand
-                thread.start()
-                self._thread = thread
-
-    def hexdigest(self) -> str:
-        """Wait for the hash and return it."""
-        if self._thread is None:
-            self._work()
-        else:
-            self._thread.join()
-        assert self._is_done, "the thread that hashes died"
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        """Wait for the thread to end."""
-        self._is_stopped = True
-        if self._thread is not None:
-            self._thread.join()
-
-    def _work(self) -> None:
-        for block in _blocks(self._views):
-            if self._is_stopped:
-                return
-            self._digest.update(block)
-        self._is_done = True
 
 
 def _mode(path: Path) -> int:
@@ -643,19 +520,19 @@ def _mode(path: Path) -> int:
 
 
 def _lstat(path: Path) -> os.stat_result:
-    with beside(path) as (folder, name):
+    with opened_parent(path) as (folder, name):
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _is_directory(path: Path) -> bool:
     """Return whether `path` is a folder, or a link to one."""
-    with suppress(OSError, ValueError), beside(path) as (folder, name):
+    with suppress(OSError, ValueError), opened_parent(path) as (folder, name):
         return stat.S_ISDIR(os.stat(name, dir_fd=folder).st_mode)
     return False
 
 
 def _names_in(path: Path) -> list[str]:
-    with beside(path) as (folder, name):
+    with opened_parent(path) as (folder, name):
         if folder is None:
             return sorted(os.listdir(path))
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -667,7 +544,7 @@ def _names_in(path: Path) -> list[str]:
 
 def _open_plain(path: Path) -> int:
     # O_NONBLOCK: opening a named pipe would otherwise block forever without a writer.
-    with beside(path) as (folder, name):
+    with opened_parent(path) as (folder, name):
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     return _plain(descriptor)
 
@@ -699,28 +576,11 @@ def forget_locks() -> None:
 
 
 _system = System()
-_answers: dict[int, int] = {}
 _held_locks: set[int] = set()
 os.register_at_fork(after_in_child=forget_locks)
 
-_BLOCK = 8 << 20  # bytes per write or hash call; below 4 MiB the call overhead matters
 _PAGE = 4096
 _FEW = 2  # maximum number of files to sync one by one
 _LOOK_BACK = 1 << 20
-_NO_INODES = "the file system has free space but no free inodes (ENOSPC)"
-_REMOVE_FILES = "remove files there (df -i shows how many it may hold), then run the same command again: it resumes"
 _OBJECT_BYTES = 64 << 20  # run.json and plan.json have a few thousand bytes
 _LINE_BYTES = 1 << 20
-_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not errors of a disk
-_WORDS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "not permitted",
-    errno.EIO: "the disk reports an error",
-    errno.ELOOP: "it is a link, and links are not followed",
-    errno.EEXIST: "it exists already",
-    errno.ENOENT: "it does not exist",
-    errno.EMFILE: "too many files are open",
-}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from runner.durable import files
+from runner.records.run_record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,11 @@ class RunIdentity:
         return None if uid is None or self.uid is None else uid != self.uid and uid not in self.adopted
 
 
-def owner_of(record: Mapping[str, Any], name: str) -> RunIdentity:
-    """Return the identity in the run.json `record` of a folder of this name. Any field may be damaged."""
-    known = [record.get("name"), *files.listed(record.get("names"))]
-    names = frozenset(each for each in known if isinstance(each, str))
-    adopted = (each.get("uid") for each in files.listed(record.get("adopted")) if isinstance(each, dict))
-    uid = record.get("uid")
-    return RunIdentity(
-        names | {name} if names else names, uid if is_uid(uid) else None, frozenset(filter(is_uid, adopted))
-    )
+def owner_of(record: RunRecord, name: str) -> RunIdentity:
+    """Return the identity of the run in a folder of this name. Any value of the record may be damaged."""
+    names = frozenset(each for each in (record.name, *record.names) if each is not None)
+    adopted = frozenset(each.uid for each in record.adopted if is_uid(each.uid))
+    return RunIdentity(names | {name} if names else names, record.uid if is_uid(record.uid) else None, adopted)
 
 
 def uid_of(manifest: Mapping[str, Any]) -> str | None:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from runner.base.configuration import Request, compose, merge_overrides
 from runner.base.errors import AccelRunError, DataError, SecurityRefusal
 from runner.base.text import shortened
+from runner.config.configuration import compose
+from runner.config.request import Request, merge_overrides
 from runner.durable.directory import LAST, RunDirectory, is_sweep
 from runner.durable.files import read, read_object
+from runner.durable.record_files import read_record
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ def origin_of(directory: RunDirectory, root: Path, given: Request) -> RunRequest
 
 
 def _read(directory: RunDirectory) -> RunRequest:
-    record = read_object(directory.run_json)
-    words, named = record.get("overrides"), [record.get(key) for key in ("task_file", "config_dir", "folder")]
-    if not _are_words(words) or not isinstance(record.get("task"), str) or not _are_paths(named):
+    record = read_record(directory.path)
+    origin, words = record.origin, record.origin.overrides
+    named: list[Any] = [origin.task_file, origin.config_dir, origin.folder]
+    is_wrong = any(name.partition(".")[0] in vars(origin) for name in record.wrong)
+    if is_wrong or words is None or not all(map(_is_typed, words)) or origin.task is None or not _are_paths(named):
         words, planned = _words_in(directory.overrides), read_object(directory.plan)
         named = [planned.get(key) for key in ("task_file", "config_dir", "folder")]
-        if not _are_words(words) or "task_file" not in planned or not _are_paths(named):
+        if words is None or "task_file" not in planned or not _are_paths(named):
             raise DataError(
                 f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
                 "plan.json too",
@@ -85,7 +89,7 @@ def _read(directory: RunDirectory) -> RunRequest:
                 fix="repeat its settings: accel-run train run=NAME ..., or accel-run advise task=NAME",
             )
     task_file, config_dir, folder = (Path(path) if path else None for path in named)
-    return RunRequest(tuple(words), task_file, config_dir, folder)
+    return RunRequest(words, task_file, config_dir, folder)
 
 
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
@@ -104,17 +108,14 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
     )
 
 
-def _words_in(file: Path) -> Any:
+def _words_in(file: Path) -> tuple[str, ...] | None:
     """Return the list in overrides.yaml, one JSON string per line; None if it cannot be read."""
     try:
         lines = read(file, at_most=1 << 20).decode().split("\n")
-        return [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")] if any(lines) else None
+        words = [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")]
     except (AccelRunError, ValueError, RecursionError):
         return None
-
-
-def _are_words(found: object) -> TypeGuard[list[str]]:
-    return isinstance(found, list) and all(map(_is_typed, found))
+    return tuple(words) if any(lines) and all(map(_is_typed, words)) else None
 
 
 def _are_paths(found: Iterable[object]) -> TypeGuard[list[str | None]]:

@@ -1,16 +1,16 @@
-"""State of a run, read from its run.json by any process, also if the writer has died."""
+"""State of a run, derived from its record by any process, also if the writer has died."""
 
 from __future__ import annotations
 
 import shlex
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Literal
 
-from runner.base.process_identity import birth_of
 from runner.durable.directory import is_name
+from runner.host.process_identity import process_identity
+from runner.records.run_record import ProcessRecord, RunRecord
 
 Word = Literal["finished", "running", "submitted", "preempted", "interrupted", "failed", "killed", "unknown"]
 
@@ -28,47 +28,64 @@ class RunState:
     exit_code: int | None = None
 
 
-def standing(record: Mapping[str, Any]) -> RunState:
-    """Return the state of the run of this run.json; a process that vanished was killed."""
-    state, code = str(record.get("state", "unknown")), record.get("exit_code")
-    code = code if isinstance(code, int) else None
-    if state == "running" and record.get("host") not in (None, socket.gethostname()):
-        return RunState("running", f"running on {record['host']}, if it was not killed there")
-    if state == "running" and not _is_alive(record):
-        return RunState("killed", f"killed; resume it with: {_going_on(record)}")
-    known: dict[str, tuple[Word, str]] = {
-        "running": ("running", "running"),
-        "done": ("finished", "done"),
-        "submitted": ("submitted", "submitted to a scheduler; see the state of its trials"),
-        "preempted": ("preempted", f"saved and stopped; resume it with: {_going_on(record)}"),
-        "interrupted": ("interrupted", "stopped before its first checkpoint; the same command starts at update 0"),
-        "failed": ("failed", f"failed (exit {code})"),
+def state_word(process: ProcessRecord) -> Word:
+    """Return the state of what this process ran; a process that vanished was killed."""
+    if process.state == "running":
+        return "running" if _is_elsewhere(process) or _is_alive(process) else "killed"
+    known: dict[str | None, Word] = {
+        "done": "finished",
+        "submitted": "submitted",
+        "preempted": "preempted",
+        "interrupted": "interrupted",
+        "failed": "failed",
     }
-    word, sentence = known.get(state, ("unknown", state))
-    return RunState(word, sentence, code)
+    return known.get(process.state, "unknown")
 
 
-def _going_on(record: Mapping[str, Any]) -> str:
+def standing(record: RunRecord) -> RunState:
+    """Return the state of a run."""
+    process, word = record.process, state_word(record.process)
+    if word == "running" and _is_elsewhere(process):
+        return RunState(word, f"running on {process.host}, if it was not killed there")
+    sentences: dict[Word, str] = {
+        "running": "running",
+        "killed": f"killed; resume it with: {_resume_command(record)}",
+        "finished": "done",
+        "submitted": "submitted to a scheduler; see the state of its trials",
+        "preempted": f"saved and stopped; resume it with: {_resume_command(record)}",
+        "interrupted": "stopped before its first checkpoint; the same command starts at update 0",
+        "failed": f"failed (exit {process.exit_code})",
+        "unknown": process.state or "unknown",
+    }
+    return RunState(word, sentences[word], None if process.state == "running" else process.exit_code)
+
+
+def _resume_command(record: RunRecord) -> str:
     """Return the command that resumes the run: its name may have been generated."""
-    name, words = record.get("name"), record.get("overrides")
-    named = name if isinstance(name, str) and is_name(name) else "NAME"
-    roots = [word for word in words if str(word).startswith("output_root=")] if isinstance(words, list) else []
-    return shlex.join(["accel-run", "resume", named, *roots[-1:]])
+    name = record.name if record.name is not None and is_name(record.name) else "NAME"
+    roots = [word for word in record.origin.overrides or () if word.startswith("output_root=")]
+    return shlex.join(["accel-run", "resume", name, *roots[-1:]])
 
 
-def _is_alive(record: Mapping[str, Any]) -> bool:
-    """Return whether the process that wrote run.json is alive, and its PID was not reused."""
+def _is_elsewhere(process: ProcessRecord) -> bool:
+    return process.host not in (None, socket.gethostname())
+
+
+def _is_alive(process: ProcessRecord) -> bool:
+    """Return whether the recorded process is alive, and its PID was not reused."""
     import psutil  # type: ignore[import-untyped]
 
+    if process.pid is None:
+        return False
     try:
-        if record.get("birth"):  # independent of the clock, which may have been set since
-            return birth_of(int(record["pid"])) == str(record["birth"])
-        started = datetime.fromisoformat(record["started"]).timestamp()
-        process = psutil.Process(int(record["pid"]))
+        if process.birth:  # independent of the clock, which may have been set since
+            return process_identity(process.pid) == process.birth
+        started = datetime.fromisoformat(process.started or "").timestamp()
+        found = psutil.Process(process.pid)
         return bool(
-            process.create_time() <= started + 1.0 and process.status() != psutil.STATUS_ZOMBIE
+            found.create_time() <= started + 1.0 and found.status() != psutil.STATUS_ZOMBIE
         )  # tolerance of 1 s between clocks
     except psutil.AccessDenied:
         return True
-    except (psutil.Error, KeyError, TypeError, ValueError, OverflowError):
+    except (psutil.Error, TypeError, ValueError, OverflowError):
         return False

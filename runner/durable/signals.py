@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from runner.base.errors import Exit
-from runner.base.output import write_at_once
+from runner.host.output import write_at_once
 
 
 class StopRequest:

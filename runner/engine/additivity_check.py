@@ -1,4 +1,4 @@
-"""Check once, before the first update, that the loss is summed over the batch and not averaged.
+"""Check once, before the first update, that loss and metrics are summed over the batch and not averaged.
 
 With a mean instead of the sum, gradients and the loss shown are too small by the number of items, but nothing fails.
 The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
@@ -7,16 +7,12 @@ other. What is called here leaves no trace in the model, the generators or the o
 
 from __future__ import annotations
 
-import ast
-import inspect
 import math
 import statistics
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +29,19 @@ from runner.base.global_rng import seed_everything
 from runner.base.module_buffers import restored
 from runner.base.order import Micro
 from runner.base.sample_rng import global_generators
-from runner.base.text import words_of
+from runner.base.text import error_line
 from runner.engine.assemble import Parts
-from runner.engine.contract_checks import checked_loss
+from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import place_of
 from runner.engine.evaluate import as_in_use
+from runner.engine.mean_rewrite import line_to_change
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
 SPREAD = 0.05  # relative spread of a loss that draws random numbers; above it, averages over several draws decide
 NEAR_MEAN = 0.2
-_NUMBERS_OF_DRAWS = 16, 32, 64  # number of draws to average, increased until the result is clear
+_Answers = Mapping[str, tuple[Number, Number]]
+_NUMBERS_OF_DRAWS = 4, 16, 32, 64  # number of draws to average, increased until the result is clear
+_FEWEST_DRAWS = 16  # for a decision that depends on their spread
 _LONGEST_S = 30.0  # duration of one of these steps after which no further step is run
 
 
@@ -101,6 +100,10 @@ class _Values(NamedTuple):
     def _adds_up(self) -> bool:
         return abs(self.off_sum) <= TOLERANCE * self.scale
 
+    def __str__(self) -> str:
+        (one, _), (other, _) = self.halves
+        return f"{self.whole[0]:.4g}, that of its halves {one:.4g} and {other:.4g}"
+
     def is_mean(self, tolerance: float) -> bool:
         return abs(self.off_mean) <= tolerance * abs(self._mean)
 
@@ -115,19 +118,68 @@ def check_sum(
 
     read  reads samples as a batch: for the halves of a batch that cannot be cut, and for a batch of one sample
     """
-    world = parts.world
-    with ExitStack() as stack:
-        compared = _Compared(parts, loss, _split(first, read, parts), stack)
-        fault, why = compared.judged() if first.counts else (None, "")
-    told = world.gather([fault, why, first.counts])
+    fault, why = None, ""
+    with _left_alone(parts):
+        compared = _Compared(parts, lambda batch: {"loss": _loss_of(parts, loss, batch)}, _split(first, read, parts))
+        verdicts = compared.judged()
+        if first.counts:
+            verdict = verdicts["loss"]
+            fault = _fault(verdict, loss, parts) if verdict.is_fault else None
+            why = verdict.why
+    told = parts.world.gather([fault, why, first.counts])
     faults = [there[0] for there in told]
     # rank 0 drew the samples of this batch
-    said = faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None)
-    if said is not None:
-        what, where, fix = said
-        raise TaskFault(what, where=where, fix=fix)
+    _raise(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
     reasons = [why for _, why, counts in told if counts]
     return reasons[0] if reasons and all(reasons) else ""
+
+
+def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[str, list[str]]:
+    """Raise TaskFault on every rank if a metric of `evaluate` is a mean instead of a sum over the batch.
+
+    Return reason -> metrics that could not be checked. Every rank compares the same held-out samples.
+
+    loader   reads held-out samples
+    indices  of the samples of the first batch
+    """
+    task, read = parts.task, Reader(loader, parts.prefetch)
+    like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
+    fault: tuple[str, str, str] | None = None
+    reasons: dict[str, list[str]] = {}
+    declared = task.metrics("val")  # these are not sums
+    with _left_alone(parts):
+        try:
+            split = _split(read(indices, like), read, parts)
+        except Exception as error:  # reported by the first evaluation
+            split = _Split(None, None, why=f"the samples of a batch cannot be read: {error_line(error)}")
+
+        def metrics_of(batch: Any) -> Mapping[str, tuple[Number, Number]]:
+            found = task.evaluate(parts.model, batch)
+            if declared and isinstance(found, Mapping):
+                found = {name: value for name, value in found.items() if name not in declared}
+            return checked_metrics(found, task.evaluate, parts.source)
+
+        # Few draws only: an evaluation may be slow, such as one that decodes or samples.
+        compared = _Compared(parts, metrics_of, split, noise.EVALUATION, _NUMBERS_OF_DRAWS[:1])
+        for name, verdict in compared.judged().items():
+            if verdict.kind in ("mean", "count"):
+                fault = fault or _fault_of_metric(name, verdict, parts)
+            elif verdict.kind == "neither" and task.loss_is_additive:
+                reasons.setdefault(_NEITHER, []).append(name)
+            elif verdict.why:
+                reasons.setdefault(verdict.why, []).append(name)
+    _raise(parts.world.broadcast(fault))
+    return dict(parts.world.broadcast(reasons))
+
+
+def _raise(fault: Sequence[str] | None) -> None:
+    if fault is not None:
+        what, where, fix = fault
+        raise TaskFault(what, where=where, fix=fix)
+
+
+def _loss_of(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> tuple[Number, Number]:
+    return checked_loss(loss(parts.model, batch), loss, parts.source)
 
 
 class _Split(NamedTuple):
@@ -164,7 +216,7 @@ def _split(first: MicroBatch, read: Reader | None, parts: Parts) -> _Split:
         again = BatchPart(one.batch, one.samples), BatchPart(other.batch, other.samples)
         return _Split(BatchPart(first.batch, first.samples), again, is_cut=False)
     except Exception as error:
-        return _Split(None, None, why=f"two halves of a batch cannot be read: {words_of(error)}")
+        return _Split(None, None, why=f"two halves of a batch cannot be read: {error_line(error)}")
 
 
 class Reader:
@@ -193,80 +245,117 @@ class Reader:
         return (index + 1) % len(self._loader.fetcher)
 
 
+class _Verdict(NamedTuple):
+    """What the comparison found of one loss or metric.
+
+    kind    "sum", "mean", "count" (a sum with a constant count), "neither", or "" if random draws hide the answer
+    values  averages over the draws; None if there are none
+    why     why the comparison was inconclusive, or ""
+    """
+
+    kind: str
+    values: _Values | None = None
+    why: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in ("mean", "count", "neither") and not self.why
+
+
 class _Compared:
-    """Call a loss on a batch and its halves from the same model and random state."""
+    """Call a function on a batch and its halves from the same model and random state.
 
-    def __init__(self, parts: Parts, loss: Callable[..., Any], split: _Split, stack: ExitStack) -> None:
-        self.parts, self.loss, self.split = parts, loss, split
+    answer  batch -> name -> (sum, count)
+    epoch   epoch of the draws of `per_sample_noise`; None: that of the batch
+    """
+
+    def __init__(
+        self, parts: Parts, answer: Callable[[Any], _Answers], split: _Split, epoch: int | None = None,
+        numbers_of_draws: Sequence[int] = _NUMBERS_OF_DRAWS,
+    ) -> None:  # fmt: skip
+        self.parts, self.answer, self.split, self.epoch = parts, answer, split, epoch
+        self.numbers_of_draws = numbers_of_draws
         self.why, self.draws = split.why, False
-        stack.enter_context(_left_alone(parts))
 
-    def judged(self) -> tuple[tuple[str, str, str] | None, str]:
-        """Return the fault or None, and why the check was inconclusive or ""."""
+    def judged(self) -> dict[str, _Verdict]:
+        """Return the verdict on each name; on "loss" alone if there are no values."""
         forward = self.parts.precision.forward
         found = self._values(forward)
-        if self._agree(found is not None and not found.is_sum) and self.parts.precision.dtype is not torch.float32:
+        if self._agree(_is_suspicious(found)) and self.parts.precision.dtype is not torch.float32:
             forward = nullcontext  # in float32 the difference may turn out to be rounding of large sums
             found = self._values(forward) or found
         if found is None:
-            return None, self.why
-        if not self._agree(self.draws or not found.is_sum):
-            return None, found.undecided
+            return {"loss": _Verdict("", why=self.why)}
+        if not self._agree(self.draws or _is_suspicious(found)):
+            return {name: _Verdict("sum", values, values.undecided) for name, values in found.items()}
         several = [found]
-        for number in (4, *_NUMBERS_OF_DRAWS):
+        kinds: dict[str, str] = {}
+        for number in self.numbers_of_draws:
             since = time.perf_counter()
             while len(several) < number:
                 next_one = self._values(forward, seed=len(several))
                 if next_one is None:
-                    return None, self.why
+                    return {"loss": _Verdict("", why=self.why)}
                 several.append(next_one)
-            kind = _kind_of(several)
+            kinds = {name: _kind_of(_of_name(several, name)) for name in found}
             takes_long = time.perf_counter() - since > _LONGEST_S
-            if self._agree(bool(kind) or takes_long):
+            if self._agree(all(kinds.values()) or takes_long):
                 break
-        return self._verdict(kind, several)
+        return {name: self._verdict(kind, _of_name(several, name)) for name, kind in kinds.items()}
 
-    def _verdict(self, kind: str, several: Sequence[_Values]) -> tuple[tuple[str, str, str] | None, str]:
+    def _verdict(self, kind: str, several: Sequence[_Values]) -> _Verdict:
+        why = ""
         if kind == "sum":
-            return None, next((each.undecided for each in several if each.undecided), "")
-        if not kind:
-            return None, f"its random draws differ too much ({len(several)} draws)"
-        if kind == "neither" and not self.split.is_cut:
-            return None, "the halves of a batch, collated again, have other losses"
-        return _fault(kind, averaged(several), self.loss, self.parts), ""
+            why = next((each.undecided for each in several if each.undecided), "")
+        elif not kind:
+            why = f"its random draws differ too much ({len(several)} draws)"
+        elif kind == "neither" and not self.split.is_cut:
+            why = "the halves of a batch, collated again, have other values"
+        return _Verdict(kind, averaged(several), why)
 
-    def _values(self, precision: Callable[[], AbstractContextManager[Any]], seed: int = 0) -> _Values | None:
-        """Return the losses of the batch and its halves, or None if the loss raises: some losses fail in eval mode."""
+    def _values(self, precision: Callable[[], AbstractContextManager[Any]], seed: int = 0) -> dict[str, _Values] | None:
+        """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
         whole, halves = self.split.whole, self.split.halves
         if whole is None or halves is None:
             return None
         try:
-            value = self._value
-            return _Values(
-                value(whole, precision, seed), (value(halves[0], precision, seed), value(halves[1], precision, seed))
-            )
+            of_whole, one, other = (self._value(part, precision, seed) for part in (whole, *halves))
         except _Changes:
             self.why = "it changes weights of the model"
         except Exception as error:  # reported by the first update
-            self.why = f"it raises in eval mode: {words_of(error)}"
+            self.why = f"it raises in eval mode: {error_line(error)}"
+        else:
+            return {
+                name: _Values(value, (one[name], other[name]))
+                for name, value in of_whole.items()
+                if name in one and name in other
+            }
         return None
 
     def _value(
         self, part: BatchPart, precision: Callable[[], AbstractContextManager[Any]], seed: int
-    ) -> tuple[float, float]:
-        bare = self.parts.bare
-        noise.start_pass(part.samples)
+    ) -> dict[str, tuple[float, float]]:
+        bare, samples = self.parts.bare, part.samples
+        noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
         generators = global_generators()
         before = [generator.mark() for generator in generators]
         with precision(), restored(bare.modules()), _Unchanged(bare):
-            total, count = checked_loss(self.loss(self.parts.model, part.batch), self.loss, self.parts.source)
+            found = self.answer(part.batch)
         self.draws = self.draws or [generator.mark() for generator in generators] != before
-        return float(total), float(count)
+        return {name: (float(total), float(count)) for name, (total, count) in found.items()}
 
     def _agree(self, flag: bool) -> bool:
         """Return the flag of rank 0 if all ranks run every pass together."""
-        return flag if self.parts.parallel.splits_batch else bool(self.parts.world.from_first(flag))
+        return flag if self.parts.parallel.splits_batch else bool(self.parts.world.broadcast(flag))
+
+
+def _is_suspicious(found: Mapping[str, _Values] | None) -> bool:
+    return found is not None and not all(values.is_sum for values in found.values())
+
+
+def _of_name(several: Sequence[Mapping[str, _Values]], name: str) -> list[_Values]:
+    return [each[name] for each in several if name in each]
 
 
 @contextmanager
@@ -314,7 +403,7 @@ def _kind_of(several: Sequence[_Values]) -> str:
         return "count" if found.has_constant_count else "mean"
     if spread <= 1e-3 * found.scale:
         return "count" if found.has_constant_count else "neither"
-    if len(several) < _NUMBERS_OF_DRAWS[0]:
+    if len(several) < _FEWEST_DRAWS:
         return ""
     from_sum, from_mean = [each.off_sum for each in several], [each.off_mean for each in several]
     if found.whole[1] == found.halves[0][1] == found.halves[1][1] != 0:  # a mean of micro-batches, or a wrong count
@@ -452,15 +541,16 @@ def _storage(tensor: Tensor) -> int:
 # ---------------------------------------------------------------- error reports
 
 
-def _fault(kind: str, found: _Values, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
+def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
     """Return the fault, with its location and the fix."""
-    (whole, count), ((one, _), (other, _)) = found.whole, found.halves
-    figures = f"the loss of a batch is {whole:.4g}, that of its halves {one:.4g} and {other:.4g}"
+    assert verdict.values is not None
+    kind, count = verdict.kind, verdict.values.whole[1]
+    figures = f"the loss of a batch is {verdict.values}"
     if kind == "count":
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, place_of(loss, parts.source), _COUNT
     if kind == "mean":
-        where, fix = _line_to_change(loss, parts.source)
+        where, fix = line_to_change(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
         return what, where, fix
     name = type(parts.task).__name__
@@ -469,50 +559,20 @@ def _fault(kind: str, found: _Values, loss: Callable[..., Any], parts: Parts) ->
     return what, place_of(loss, parts.source), f"{fix}\nloss_is_additive = False"
 
 
-def _line_to_change(loss: Callable[..., Any], source: Path) -> tuple[str, str]:
-    """Return the location of the call that takes the mean, and its replacement."""
-    try:
-        lines, first = inspect.getsourcelines(loss)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-        file = inspect.getsourcefile(loss)
-    except (OSError, TypeError, SyntaxError):
-        return str(source), _ANYWHERE
-    # Search backwards from the last statement: an earlier mean may normalize the input.
-    statements = tree.body[0].body if isinstance(tree.body[0], ast.FunctionDef) else tree.body
-    for call in (node for each in reversed(statements) for node in ast.walk(each) if isinstance(node, ast.Call)):
-        before, after = ast.unparse(call), _as_sum(call)
-        if after is not None:
-            return f"{file}:{first + call.lineno - 1}", f"replace {before} by {after}"
-    return place_of(loss, source), _ANYWHERE
-
-
-def _as_sum(call: ast.Call) -> str | None:
-    """Return a call that averages over all elements rewritten as a sum, or None for any other call."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if name == "mean" and isinstance(call.func, ast.Attribute):
-        is_of_torch = ast.unparse(call.func.value) == "torch"
-        is_over_all = len(call.args) == is_of_torch and not call.keywords
-        call.func.attr = "sum"
-        return ast.unparse(call) if is_over_all else None
-    given = [ast.unparse(word.value) for word in call.keywords if word.arg == "reduction"]
-    if not _reduces(vars(nn.functional).get(name)) or given in (["'none'"], ["'sum'"]):
-        return None
-    call.keywords = [word for word in call.keywords if word.arg != "reduction"]
-    call.keywords.append(ast.keyword("reduction", ast.Constant("sum")))
-    return ast.unparse(call).replace(chr(39) + "sum" + chr(39), _SUM)
-
-
-def _reduces(function: Any) -> bool:
-    """Return True if the function is a torch loss with a `reduction` argument."""
-    try:
-        return "reduction" in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+def _fault_of_metric(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str, str]:
+    assert verdict.values is not None
+    evaluate, count = parts.task.evaluate, verdict.values.whole[1]
+    figures = f"{name} of a batch is {verdict.values}"
+    if verdict.kind == "count":
+        what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
+        return what, place_of(evaluate, parts.source), _COUNT
+    where, fix = line_to_change(evaluate, parts.source, name)
+    what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
+    return what, where, fix
 
 
 _NOT_FINITE = "it is not finite for the first batch"
 _UNCUT = "the batch cannot be cut into two halves"
+_NEITHER = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
 _PLAIN = (bool, int, float, str, type(None))
-_SUM = '"sum"'
 _COUNT = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"
-_ANYWHERE = 'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum") or nn.MSELoss(reduction="sum")'

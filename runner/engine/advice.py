@@ -45,5 +45,5 @@ def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> 
             seen.add(tuple(shapes))
             if len(seen) > 3:  # the usual shape, a smaller last micro-batch, and the last batch of an epoch
                 warned = True
-                warn("the shapes of the batches vary; backend=fast searches kernels anew for each: use backend=default")
+                warn("the shapes of the batches vary; backend=fast searches kernels for each: use backend=default")
         yield item

@@ -20,21 +20,24 @@ from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
-from runner.base.configuration import Choice, task_source
 from runner.base.errors import CannotCreate, DataError, TaskFault
 from runner.base.global_rng import seed_everything
-from runner.base.option_table import make
 from runner.base.order import seed_of_rank
-from runner.base.sample_rng import drawing_apart
-from runner.base.scratch import check_compile_cache, keep_compiled_code_private
+from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.base.world import World
+from runner.config.configuration import Choice
+from runner.config.option_table import make
+from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.parallel import Parallel
 from runner.engine.advice import odd_sizes
+from runner.engine.coupled import check_strategy, is_coupled
 from runner.engine.error_diagnosis import place_of
+from runner.engine.objectives import objectives_of, refused
 from runner.engine.task_loading import explained, load_task
-from runner.plan.planner import Plan
+from runner.host.scratch import check_compile_cache, keep_compiled_code_private
+from runner.plan.run_plan import Plan
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Parts:
         """
         allowed = () if split == "train" else NotImplementedError
         # Use the same seed on every rank: a data set that is split at random must be split identically.
-        draws = drawing_apart(self.plan.settings.seed, split, "dataset")
+        draws = seeded_generators(self.plan.settings.seed, split, "dataset")
         with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
             dataset = self.task.dataset(split)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -109,6 +112,11 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
     parallel = _made(PARALLELISMS, choices["parallelism"], world)
+    if any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected):
+        check_strategy(parallel, choices["parallelism"])
+    for phase in plan.selected:
+        if phase.kind == "train" and objectives_of(task, phase) and not parallel.divides_parameters:
+            raise refused(choices["parallelism"].name)
     with explained(source, f"moving the model to {world.device}"):
         stays = parallel.places_model or _is_on(world.device, task.model)
         bare = task.model if stays else task.model.to(world.device)

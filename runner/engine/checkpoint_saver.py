@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from runner.durable import files
-from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer, path_of, states_before
+from runner.durable.checkpoint import Snapshot
+from runner.durable.checkpoint_writer import NoWriter, Writer
 from runner.durable.tensors import HostBuffer
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import AT_RISK_S, SaveCost, SavePolicy
@@ -37,36 +36,6 @@ class HeldBest:
     since: float
 
 
-def bests_on_disk(start: Loaded, policy: SavePolicy) -> list[tuple[float, int]]:
-    """Return (value, number) of the best checkpoints beside `start`, best first, for the phase that resumes from it.
-
-    A best checkpoint that was held in memory may have been written after `start` was saved, which then does not know
-    it. So every older checkpoint of the phase is asked whether it was a best one. Values of another metric are ignored.
-    """
-    folder = start.path.parent
-    found = _own_bests(start.state, start.state, policy)
-    for number, state in states_before(start):
-        found |= {key: value for key, value in _own_bests(state, start.state, policy).items() if key == number}
-    there = [
-        (value, number)
-        for number, value in found.items()
-        if number == start.update or files.exists(path_of(folder, number))
-    ]
-    return sorted(there, reverse=policy.better == "max")[: policy.keep_best]
-
-
-def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], policy: SavePolicy) -> dict[int, float]:
-    """Return number -> value of the best checkpoints that a state names; none where they are of something else."""
-    values = files.mapped(state.get("values"))
-    wanted = {"checkpoint.best": policy.best, "checkpoint.best_is": policy.better}
-    if state.get("phase") != start.get("phase") or any(values.get(key, is_) != is_ for key, is_ in wanted.items()):
-        return {}
-    try:
-        return {int(number): float(value) for value, number in files.listed(state.get("bests"))}
-    except (TypeError, ValueError):  # of an older checkpoint, which nobody has checked
-        return {}
-
-
 class Saver:
     """Pass snapshots to the writer, which writes them to disk during training.
 
@@ -88,6 +57,7 @@ class Saver:
         toll: SaveCost,
         rooms: tuple[HostBuffer, HostBuffer],
         screen: Screen,
+        *,
         on_disk: int | None,
         bests: Sequence[tuple[float, int]] = (),
     ) -> None:
@@ -140,7 +110,7 @@ class Saver:
             snapshot = take()
         finally:
             self.bests = before
-        snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training goes on changing what it refers to
+        snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training continues to change the originals
         copy_s = time.perf_counter() - began
         self.held = HeldBest(number, value, snapshot, self.room, kept, copy_s, time.monotonic())
         self.toll.copied(copy_s)
@@ -190,14 +160,14 @@ class Saver:
         value: float | None = None,
         kept: Callable[[], Collection[Path]],
         is_waited_for: bool,
-        anew: bool = False,
+        overwrite: bool = False,
     ) -> float:
         """Start writing the snapshot returned by `take`; return the seconds that training was blocked.
 
         value          of the metric, where it is saved for being among the best; if it fails, it is not among them
         kept           checkpoints that are kept whatever their age; asked when it is known which are the best
         is_waited_for  another update is to follow: what this took is part of what saves cost
-        anew           it takes the place of one of the same update
+        overwrite      replace an existing checkpoint of the same update
         Raises StorageError if the last three saves failed, and what `take` raises.
         """
         began = time.perf_counter()
@@ -218,7 +188,7 @@ class Saver:
         if value is not None:
             self._drop_displaced()
         self._room_of_writer = self.room
-        self.writer.submit(snapshot, best=kept(), anew=anew)
+        self.writer.submit(snapshot, best=kept(), overwrite=overwrite)
         self._is_writing = True
         self.policy.saved()
         held = time.perf_counter() - began

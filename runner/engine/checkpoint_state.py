@@ -118,7 +118,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Tell whether these are the states of NumPy's and Python's generators; NumPy believes any position."""
+    """Return whether these are the states of NumPy's and Python's generators; NumPy believes any position."""
     if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in ("numpy", "python")):
         return False
     numpy, python = value["numpy"], value["python"]

@@ -20,35 +20,44 @@ from runner.engine.error_diagnosis import place_of
 
 Number = Tensor | int | float  # a tensor has shape ()
 LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
+FIGURES_FIX = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
 METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
 
-def checked_loss(answer: Any, loss: Callable[..., Any], source: Path, *, look: bool = False) -> tuple[Tensor, Number]:
+def checked_loss(
+    answer: Any, loss: Callable[..., Any], source: Path, *, look: bool = False, name: str = "loss"
+) -> tuple[Tensor, Number]:
     """Return the loss sum, a tensor of shape (), and the item count.
 
+    name  of the task method, for messages
     look  also check the value of a tensor count; synchronizes with the device
     Raises TaskFault for anything else, a negative count, or a sum without gradient while gradients are enabled.
     """
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise _not_a_loss(answer, place_of(loss, source))
+    if not isinstance(answer, tuple) or len(answer) not in ((2, 3) if name == "loss" else (2,)):
+        raise _not_a_loss(answer, place_of(loss, source), name)
     total, count = answer[0], _number(answer[1])
     if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex() or count is None:
-        raise _not_a_loss(answer, place_of(loss, source))
+        raise _not_a_loss(answer, place_of(loss, source), name)
     if torch.is_grad_enabled() and not total.requires_grad:
         raise TaskFault(
-            "loss must return a sum that has a gradient, but it has none",
+            f"{name} must return a sum that has a gradient, but it has none",
             where=place_of(loss, source),
             fix="compute it from model(...), without detach, item or no_grad",
         )
     if not isinstance(count, Tensor) or (look and type(count) is Tensor and not count.is_meta):
-        must_count(count, "loss", loss, source)
+        must_count(count, name, loss, source)
     return (total.reshape(()) if total.dim() else total), count
 
 
-def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> dict[str, tuple[Number, Number]]:
-    """Return the sum and count of each metric of a batch. Raises TaskFault for anything else."""
+def checked_metrics(
+    found: Any, evaluate: Callable[..., Any], source: Path, *, verb: str = "evaluate must return"
+) -> dict[str, tuple[Number, Number]]:
+    """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
+
+    verb  what returns them, for messages
+    """
     if not isinstance(found, Mapping):
-        what = f"evaluate must return a mapping of names to (sum, count), but returned {described(found)}"
+        what = f"{verb} a mapping of names to (sum, count), but returned {described(found)}"
         raise TaskFault(what, where=place_of(evaluate, source), fix=METRIC_FIX)
     metrics = {}
     for name, pair in found.items():
@@ -60,7 +69,7 @@ def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> d
         total, count = (_number(pair[0]), _number(pair[1])) if is_pair else (None, None)
         if total is None or count is None:
             raise TaskFault(
-                f"evaluate must return (sum, count) for each metric, two numbers or tensors with one element, but"
+                f"{verb} (sum, count) for each metric, two numbers or tensors with one element, but"
                 f" {name} is {described(pair)}",
                 where=place_of(evaluate, source),
                 fix=_fix_of_pair(name, pair),
@@ -69,10 +78,14 @@ def checked_metrics(found: Any, evaluate: Callable[..., Any], source: Path) -> d
     return metrics
 
 
-def checked_figures(found: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
-    """Return the dictionary of numbers returned by `summarize` or `baselines`. Raises TaskFault for anything else."""
-    where, name_of = place_of(method, source), method.__name__
-    fix = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
+def checked_figures(
+    found: Any, method: Callable[..., Any], source: Path, *, fix: str = FIGURES_FIX
+) -> dict[str, float]:
+    """Return the dictionary of numbers returned by `summarize`, `baselines` or the function of a metric.
+
+    Raises TaskFault for anything else.
+    """
+    where, name_of = place_of(method, source), _name_of(method)
     if not isinstance(found, Mapping):
         what = f"{name_of} must return a mapping of names to numbers, but returned {described(found)}"
         raise TaskFault(what, where=where, fix=fix)
@@ -145,20 +158,25 @@ def described(answer: Any) -> str:
     return type(answer).__name__
 
 
+def _name_of(method: Callable[..., Any]) -> str:
+    """Return the name of a function, or the type of another callable, such as partial."""
+    return str(getattr(method, "__name__", type(method).__name__))
+
+
 def _must_be_public(name: str, method: Callable[..., Any], source: Path) -> None:
     """Raise TaskFault for a name that holds a secret: it is a key in checkpoints, which cannot be replaced there."""
     shown = redacted(name)
     if shown != name:
-        what = f"{method.__name__} returned a name that holds a secret: {shown}"
+        what = f"{_name_of(method)} returned a name that holds a secret: {shown}"
         raise TaskFault(what, where=place_of(method, source), fix="name it without the secret")
 
 
-def _not_a_loss(answer: Any, where: str) -> TaskFault:
+def _not_a_loss(answer: Any, where: str, name: str) -> TaskFault:
     fix = LOSS_FIX
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Tensor) and answer[0].numel() == 1:
         fix = "return total, len(y), or the number of items as a tensor with one element: mask.sum()"
     return TaskFault(
-        "loss must return (the sum over items as a scalar tensor, the number of items), but returned"
+        f"{name} must return (the sum over items as a scalar tensor, the number of items), but returned"
         f" {described(answer)}",
         where=where,
         fix=fix,

@@ -22,7 +22,7 @@ from runner.base.errors import (
     SystemLimit,
     TaskFault,
 )
-from runner.base.oom_errors import OomCause, shortage_of
+from runner.base.oom_errors import OomCause, oom_cause_of
 from runner.base.paths import PACKAGE
 from runner.base.task import Task
 from runner.base.text import Raised, SourceLine, first_line, raised
@@ -34,28 +34,28 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
 
     Exception messages are matched only if torch or the system wrote them; the text of a task's own exceptions is not.
     """
-    shortage = shortage_of(error)
+    shortage = oom_cause_of(error)
     if isinstance(error, AccelRunError) and not (shortage is not None and isinstance(error, DataError)):
         return error
-    told = raised(error)
-    if not isinstance(error, Exception) or _is_said_by_task(error, told, source):
+    info = raised(error)
+    if not isinstance(error, Exception) or _is_raised_by_task(error, info, source):
         return fault_of(error, source, what)
-    found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, told, what)
+    found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, info, what)
     if found is None:
-        return fault_of(error, source, what) or _of_autograd(told, source, what) or _of_the_disk(error, what)
-    own = _own(told, source)
+        return fault_of(error, source, what) or _of_autograd(info, source, what) or _of_the_disk(error, what)
+    own = _own(info, source)
     if own:  # the line that allocated
         (problem,) = found.problems
         found.problems = (replace(problem, fix=f"{problem.fix}\n{_line(own[-1])}"),)
     return found
 
 
-def _is_said_by_task(error: Exception, told: Raised, source: Path) -> bool:
+def _is_raised_by_task(error: Exception, info: Raised, source: Path) -> bool:
     """Return True if a line of the task itself raised the exception, not a function that it called."""
-    is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(told.bases)
-    if is_known or not told.frames:
+    is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(info.bases)
+    if is_known or not info.frames:
         return False
-    return is_of_task(told.frames[-1].file, source) and told.frames[-1].text.startswith(("raise", "assert"))
+    return is_of_task(info.frames[-1].file, source) and info.frames[-1].text.startswith(("raise", "assert"))
 
 
 def _of_memory(shortage: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
@@ -65,31 +65,31 @@ def _of_memory(shortage: OomCause | None, what: str, micro_batch_size: int) -> A
     smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
     if shortage.side == "device":
         return DeviceMemoryError(
-            f"the GPU's memory is used up: {shortage.text}",
+            f"the GPU is out of memory: {shortage.text}",
             where=what,
             fix=f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
         )
     return HostMemoryError(
-        f"the machine's memory is used up: {shortage.text}",
+        f"the machine is out of memory: {shortage.text}",
         where=what,
         fix=f"use {smaller}, or fewer dataloader.num_workers",
     )
 
 
-def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError | None:
+def _of_the_machine(error: Exception, info: Raised, what: str) -> AccelRunError | None:
     """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
-    text, lower = told.message, told.message.lower()
+    text, lower = info.message, info.message.lower()
     if is_of_a_lost_rank(error):
         return RankLost(
-            f"another rank has gone, or does not answer: {first_line(text)}",
+            f"another rank has exited or does not respond: {first_line(text)}",
             where=what,
-            fix="the rank that failed first says why; run the same command again",
+            fix="see the error of the rank that failed first; run the same command again",
         )
-    if "AcceleratorError" in told.bases or "CUDA error" in text:
+    if "AcceleratorError" in info.bases or "CUDA error" in text:
         return DeviceMissing(
-            f"the device fails: {first_line(text)}",
+            f"the device failed: {first_line(text)}",
             where=what,
-            fix="see nvidia-smi and dmesg; run the same command again; device=cpu needs no GPU",
+            fix="check nvidia-smi and dmesg, then run the same command again; device=cpu needs no GPU",
         )
     if "too many open files" in lower:
         return SystemLimit(
@@ -97,48 +97,48 @@ def _of_the_machine(error: Exception, told: Raised, what: str) -> AccelRunError 
             where=what,
             fix="raise the limit with ulimit -n, or use fewer dataloader.num_workers",
         )
-    if _is_of_shared_memory(told, lower):
+    if _is_of_shared_memory(info, lower):
         return SystemLimit(
-            "the shared memory through which data workers hand over batches is full",
+            "the shared memory for batches of data workers is full",
             where=what,
             fix="make /dev/shm larger (docker: --shm-size=8g), or use dataloader.num_workers=0",
         )
-    if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_of_processes(told)):
+    if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_of_processes(info)):
         return SystemLimit(
-            f"the system gives no more threads or processes: {first_line(text)}",
+            f"no more threads or processes can be started: {first_line(text)}",
             where=what,
             fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
         )
-    if "DataLoader worker (pid" in text or _lost_a_process(told):  # torch's message
+    if "DataLoader worker (pid" in text or _lost_a_process(info):  # torch's message
         return DataWorkerLost(
-            f"a data worker died: {first_line(text) or told.kind}",
+            f"a data worker died: {first_line(text) or info.kind}",
             where=what,
-            fix="run the same command again; for want of memory? use fewer workers",
+            fix="run the same command again; if memory was short, use fewer dataloader.num_workers",
         )
     return None
 
 
-def _is_of_shared_memory(told: Raised, lower: str) -> bool:
+def _is_of_shared_memory(info: Raised, lower: str) -> bool:
     """Return True if /dev/shm is full, for a batch or already for the locks of the queues."""
-    if "no space left on device" in lower and "OSError" in told.bases and _is_of_processes(told):
+    if "no space left on device" in lower and "OSError" in info.bases and _is_of_processes(info):
         return True
     return any(words in lower for words in _SHARED) or ("dataloader worker" in lower and "shared memory" in lower)
 
 
-def _lost_a_process(told: Raised) -> bool:
+def _lost_a_process(info: Raised) -> bool:
     """Return True if a worker died while transferring a batch, as shown by the socket between the processes."""
-    is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(told.bases)
-    return is_broken and _is_of_processes(told)
+    is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(info.bases)
+    return is_broken and _is_of_processes(info)
 
 
-def _is_of_processes(told: Raised) -> bool:
-    return any("multiprocessing" in Path(frame.file).parts for frame in told.frames)
+def _is_of_processes(info: Raised) -> bool:
+    return any("multiprocessing" in Path(frame.file).parts for frame in info.frames)
 
 
-def _of_autograd(told: Raised, source: Path, what: str) -> TaskFault | None:
+def _of_autograd(info: Raised, source: Path, what: str) -> TaskFault | None:
     """Return the error for an autograd graph that the task already freed, detected in the runner's backward pass."""
     for words, found, fix in _OF_AUTOGRAD:
-        if told.kind == "RuntimeError" and words in told.message:
+        if info.kind == "RuntimeError" and words in info.message:
             return TaskFault(found, where=f"{what}: {source}", fix=fix)
     return None
 
@@ -156,10 +156,10 @@ def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
 
     Only task lines are shown, including those of its causes; error.json has the full traceback.
     """
-    told = raised(error)
-    if isinstance(error, NotImplementedError) and told.frames[-1].file == inspect.getfile(Task):
-        return TaskFault(told.message, where=str(source), fix="an example: accel-run new my_task.py")
-    found = _first_of_task(told, source)
+    info = raised(error)
+    if isinstance(error, NotImplementedError) and info.frames[-1].file == inspect.getfile(Task):
+        return TaskFault(info.message, where=str(source), fix="an example: accel-run new my_task.py")
+    found = _first_of_task(info, source)
     if found is None:
         return None
     own = _own(found, source)
@@ -181,39 +181,39 @@ def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
             return
 
 
-def _first_of_task(told: Raised, source: Path) -> Raised | None:
+def _first_of_task(info: Raised, source: Path) -> Raised | None:
     """Return the exception, or the first of its causes, that passed through the task's files."""
-    while not _own(told, source):
-        if told.cause is None or not told.is_from:  # raised while handling another exception, which may be internal
+    while not _own(info, source):
+        if info.cause is None or not info.is_from:  # raised while handling another exception, which may be internal
             return None
-        told = told.cause
-    while told.kind == "RuntimeError" and told.cause is not None and told.cause.kind == "StopIteration":
-        told = told.cause  # Python wraps StopIteration when it leaves a generator
-    return told if _own(told, source) else None
+        info = info.cause
+    while info.kind == "RuntimeError" and info.cause is not None and info.cause.kind == "StopIteration":
+        info = info.cause  # Python wraps StopIteration when it leaves a generator
+    return info if _own(info, source) else None
 
 
-def _lines(told: Raised, source: Path) -> Iterator[str]:
+def _lines(info: Raised, source: Path) -> Iterator[str]:
     """Yield the task lines that an exception passed through, then those of its parts and causes."""
     shown: list[str] = []
-    for frame in _own(told, source):
+    for frame in _own(info, source):
         text = _line(frame)
         shown += [text] if text not in shown[-1:] else []
     left_out = len(shown) - _LINES_SHOWN
     yield from shown if left_out <= 0 else [*shown[:2], f"... ({left_out} more lines)", *shown[2 - _LINES_SHOWN :]]
-    for number, part in enumerate(told.parts, 1):
+    for number, part in enumerate(info.parts, 1):
         yield f"{number}. {part}"
         yield from (f"   {line}" for line in _lines(part, source))
-    if told.cause is not None:
-        yield f"{'from' if told.is_from else 'while handling'} {told.cause}"
-        yield from (f"   {line}" for line in _lines(told.cause, source))
+    if info.cause is not None:
+        yield f"{'from' if info.is_from else 'while handling'} {info.cause}"
+        yield from (f"   {line}" for line in _lines(info.cause, source))
 
 
 def _line(frame: SourceLine) -> str:
     return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {frame.text}"
 
 
-def _own(told: Raised, source: Path) -> list[SourceLine]:
-    return [frame for frame in told.frames if is_of_task(frame.file, source)]
+def _own(info: Raised, source: Path) -> list[SourceLine]:
+    return [frame for frame in info.frames if is_of_task(frame.file, source)]
 
 
 def place_of(function: object, source: Path) -> str:

@@ -23,6 +23,7 @@ from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.contract_checks import Number, checked_figures, checked_metrics, must_count
+from runner.engine.metric_states import MetricStates, positions
 from runner.engine.oom_retry import release
 
 
@@ -49,12 +50,14 @@ class Sizes:
     failed    (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
     now       current size on this rank; smaller than `asked` after an out-of-memory error
     of_ranks  (size before the last evaluation, size after it) of each rank
+    coupled   samples of which a coupled loss is computed together; 0: all of the evaluation
     """
 
     asked: int
     failed: Callable[[Exception, int], int] | None = None
     now: int = 0
     of_ranks: list[tuple[int, int]] = field(default_factory=list)
+    coupled: int = 0
 
     def __post_init__(self) -> None:
         self.now = self.now or self.asked
@@ -73,6 +76,7 @@ def evaluate(
     source: Path,
     stopped: Callable[[], bool] = lambda: False,
     all_measured: Callable[[], object] = lambda: None,
+    split: str = "val",
 ) -> EvaluationResult | None:
     """Return the metrics over `samples`, each counted once, or None if `stopped` returned True on any rank.
 
@@ -80,6 +84,7 @@ def evaluate(
     source        file of the task
     stopped       called before each batch
     all_measured  called after the last batch; the time of the task's summary follows
+    split         of the samples, for `Task.metrics`
 
     On out of memory, this rank repeats all of its batches in smaller ones; no other rank waits for that.
 
@@ -88,14 +93,16 @@ def evaluate(
     """
     world, before = parallel.world, sizes.now
     in_one = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
+    states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
-        Micro(0, samples[first : first + in_one], last=first + in_one >= len(samples), first=first, seed=seed)
-        for first in range(0, len(samples), in_one)
+        Micro(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
+        for part in positions(len(samples), in_one, sizes.coupled if states.is_coupled else 0)
     ]
-    mine = parallel.dealt(keys)
+    mine = parallel.evaluation_batches(keys)
 
     def measured() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
+        states.begin()
         with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad(), noise.no_pass():
             seed_everything(seed_of_rank(seed, world.rank))
             for micro in prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
@@ -103,7 +110,7 @@ def evaluate(
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with precision.forward():
-                    found = checked_metrics(task.evaluate(model, micro.batch), task.evaluate, source)
+                    found = checked_metrics(states.sums_of(model, micro), task.evaluate, source)
                 for name, pair in found.items() if micro.counts else ():
                     pairs.setdefault(name, []).append((_kept(pair[0]), _kept(pair[1])))
         return False, pairs
@@ -134,6 +141,8 @@ def evaluate(
         if not math.isfinite(total):
             lost.add(name)
         divided[name] = total / count if count else math.nan
+    divided |= states.results()
+    lost |= states.lost
     metrics = checked_figures(task.summarize(divided), task.summarize, source)
     uncounted = {name for name, value in divided.items() if math.isnan(value) and name not in lost}
     empty = [name for name, value in metrics.items() if math.isnan(value) and (not lost or name in uncounted)]

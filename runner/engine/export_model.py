@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.configuration import Request
 from runner.base.errors import AccelRunError, ConfigError, Exit, MissingPackage, Problem
 from runner.base.packages import require
-from runner.base.schema import did_you_mean
 from runner.base.task import Task
+from runner.config.request import Request
+from runner.config.schema import did_you_mean
 from runner.durable.files import exists, remove, rename
 from runner.engine.evaluate import as_in_use
 from runner.engine.task_loading import explained
 from runner.engine.trained_run import Trained, open_trained
-from runner.observe.events import Console
+from runner.records.events import Console
 
 TOLERANCE = 1e-4  # largest output difference relative to the largest output; float32 kernels differ by less
 
@@ -52,9 +52,10 @@ Outputs = tuple[Tensor, ...]
 Run = Callable[[Outputs], Outputs]
 
 
-def export(request: Request, formats: Sequence[str]) -> Exit:
+def export(request: Request, formats: Sequence[str], checkpoint: str | None = None) -> Exit:
     """Write export/ in the run directory; a format that fails reports why, and the others are still written.
 
+    checkpoint  best, last or an update; None: the best one if there is one, else the last one
     Raises ConfigError for an unknown format, or if no format could be written.
     """
     problems = [
@@ -68,7 +69,7 @@ def export(request: Request, formats: Sequence[str]) -> Exit:
     made: dict[str, Parity] = {}
     refused: list[Problem] = []
     with ExitStack() as stack:
-        trained = open_trained(request, console, stack)
+        trained = open_trained(request, console, stack, checkpoint)
         task = trained.parts.task
         if type(task).example is Task.example:
             what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"

@@ -1,4 +1,4 @@
-"""Run inference with the newest valid checkpoint of a run, and measure its speed."""
+"""Run inference with a checkpoint of a run, and measure its speed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,66 +17,72 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.base.accelerator import accelerator_of
-from runner.base.configuration import Request
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
-from runner.base.option_table import make
-from runner.base.output import never_waiting
-from runner.base.phases import INFERENCE
 from runner.base.stopwatch import Lap, stopwatch
 from runner.base.text import rate
-from runner.observe.events import Console
-from runner.observe.monitor_thread import MONITORS, gpus_of
-from runner.observe.peak_memory import host_peak_gib, restart_host_peak
+from runner.config.option_table import make
+from runner.config.phases import INFERENCE
+from runner.durable.directory import INFERENCE_FILES
+from runner.host.output import nonblocking_streams
+from runner.monitor.monitor_thread import MONITORS, gpus_of
+from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
+from runner.records.events import Console
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from runner.base.task import Content, Prediction
+    from runner.base.world import World
     from runner.durable.directory import RunDirectory
     from runner.engine.assemble import Parts
-    from runner.plan.planner import Plan
+    from runner.engine.trained_run import ModelSource
+    from runner.plan.run_plan import Plan
 
 
 _NO_MORE = object()
-OWN_FILES = ("summary.json", "gpu.csv", "monitor.json", "stacks.txt")
 
 
-def infer(request: Request) -> Exit:
-    """Run predictions with a trained run and write predictions/ and plots/ in its directory.
+def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
+    """Run predictions and write predictions/ and plots/ in the run directory; return the exit code and the summary.
 
-    Raises InputMissing if the run or its checkpoints do not exist, DataError if all checkpoints are damaged.
+    plan   for the device of this process alone
+    world  ranks that each make a share of the predictions: shard `rank` of `num_shards`; rank 0 prints and sums up
+    Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
-    console = Console()  # does not fail on a broken pipe, as in `| head`
+    console = Console(speaks=world.is_first)  # does not fail on a broken pipe, as in `| head`
 
     from runner.engine.oom_retry import release
     from runner.engine.task_loading import check_packages
-    from runner.engine.trained_run import open_trained
-    from runner.engine.watchdog import PREDICTION, watched
+    from runner.engine.trained_run import open_source
+    from runner.engine.watchdog import PREDICTION, HangTraces, watched
 
+    own = f"-rank{world.rank}" if world.rank else ""
+    if world.world_size > 1:
+        shard = {"shard": world.rank, "num_shards": world.world_size}
+        plan = dataclasses.replace(plan, inference={**plan.inference, **shard})
     with ExitStack() as stack:
-        stack.enter_context(never_waiting())
-        trained = open_trained(request, console, stack)
-        directory, plan, parts = trained.directory, trained.plan, trained.parts
+        stack.enter_context(nonblocking_streams())
+        trained = open_source(source, plan, console, stack)
+        directory, parts = trained.directory, trained.parts
         check_packages(parts.task, [INFERENCE], parts.source)
         accelerator_of(parts.world.device).reset_peak()
         restart_host_peak()
         watch = plan.choices["monitor"]
         gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
         directory.inner("predictions")
-        monitor = make(MONITORS, watch.function, directory.predictions / "gpu.csv", gpus, **watch.options)
+        monitor = make(MONITORS, watch.function, directory.predictions / f"gpu{own}.csv", gpus, **watch.options)
         monitor.enter_phase(INFERENCE)
         stack.enter_context(monitor)
-        pulse = stack.enter_context(
-            watched(
-                plan, parts.world, file="predictions/stacks.txt",
-                keep=lambda stacks: directory.write("predictions/stacks.txt", stacks),
-            )
-        )  # fmt: skip
+        stacks = f"predictions/stacks{own}.txt"
+        traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
+        pulse = stack.enter_context(watched(plan, parts.world, traces))
+        names: set[str] = set()
 
         def predicted(now: Plan) -> PredictionSummary:
             """Write all predictions; return their number and time."""
             num = items = 0
+            names.clear()
 
             def begins() -> None:
                 pulse.now = (PREDICTION, num + 1)
@@ -92,11 +99,13 @@ def infer(request: Request) -> Exit:
                             f"predictions/{name}": _as_bytes(name, content)
                             for name, content in prediction.files.items()
                         } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
+                        names.update(contents)
                         heading = f"\n--- {', '.join(prediction.files)}\n"
                         outbox.put(contents, heading + prediction.text if prediction.text else "")
                 outbox.write()
             return PredictionSummary(num, items, time.perf_counter() - began, calls)
 
+        world.gather(None)  # the clock starts when every rank has its model
         while True:
             try:
                 made = predicted(plan)
@@ -104,9 +113,11 @@ def infer(request: Request) -> Exit:
             except (DeviceMemoryError, HostMemoryError) as error:
                 plan = _in_smaller_batches(plan, error, console)
             release(parts.world.device)
+        made = _of_all_ranks(made, names, world, str(parts.source))
         if not made.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         summary = summary_of(made, parts.task.item, trained.update)
+        summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
         if peak := accelerator_of(parts.world.device).peak():
             summary["peak_memory_gib"] = peak.allocated / 2**30
@@ -115,11 +126,29 @@ def infer(request: Request) -> Exit:
         if notice.level == "warning":
             console.warning(notice.text)
     if monitor.latest():
-        directory.write("predictions/monitor.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
-    directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
-    console.info(f"\n{_in_words(made, parts.task.item)}")
-    console.info(f"written to {directory.shown / directory.predictions.name}")
-    return Exit.DONE
+        directory.write(f"predictions/monitor{own}.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
+    if world.is_first:
+        directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
+        console.info(f"\n{_in_words(made, parts.task.item)}")
+        console.info(f"written to {directory.shown / directory.predictions.name}")
+    return Exit.DONE, summary
+
+
+def _of_all_ranks(made: PredictionSummary, names: Collection[str], world: World, where: str) -> PredictionSummary:
+    """Return the predictions of all ranks; their time is that of the slowest one."""
+    calls = [made.calls.seconds, made.calls.samples]
+    found = world.gather([made.num, made.items, made.seconds, calls, sorted(names)])
+    nums, items, seconds, of_calls, of_names = zip(*found, strict=True)
+    seen: set[str] = set()
+    for name in (name for there in of_names for name in there):
+        if name in seen:
+            fix = "yield prediction i where i % num_shards == shard, with i in its file names"
+            raise TaskFault(f"two ranks wrote {name}", where=where, fix=fix)
+        seen.add(name)
+    first = [pair for there in of_calls for pair in list(zip(*there, strict=True))[:1]]
+    later = [pair for there in of_calls for pair in list(zip(*there, strict=True))[1:]]
+    merged = PredictCalls([pair[0] for pair in first + later], [pair[1] for pair in first + later], len(first))
+    return PredictionSummary(sum(nums), sum(items), max(seconds), merged)
 
 
 @dataclass
@@ -127,10 +156,13 @@ class PredictCalls:
     """Device time and number of samples of each model call.
 
     Work between calls, such as reading, plotting and writing, is excluded.
+
+    num_first  number of calls at the beginning that may compile: the first one of each rank
     """
 
     seconds: list[float] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
+    num_first: int = 1
 
 
 @dataclass(frozen=True)
@@ -151,7 +183,7 @@ def timed_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls
     trace hooks and their clock with the model.
     """
     from runner.base.batch import first_shape
-    from runner.observe.module_times import called_through
+    from runner.profiling.module_times import called_through
 
     calls, depth = PredictCalls(), 0
 
@@ -265,7 +297,7 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
     """
     import torch
 
-    from runner.base.sample_rng import drawing_apart
+    from runner.base.sample_rng import seeded_generators
     from runner.engine.contract_checks import checked_prediction
     from runner.engine.evaluate import as_in_use
     from runner.engine.task_loading import explained
@@ -274,13 +306,13 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
     seed = int(plan.inference["seed"])
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
-        with drawing_apart(seed, "predict"), explained(parts.source, "predict"):
+        with seeded_generators(seed, "predict"), explained(parts.source, "predict"):
             found = parts.task.predict(parts.model, generator, **options)
         predictions = _each(found, parts)
         for number in itertools.count():
             begins()
             # Random draws in a data set read by `predict` must not depend on earlier predictions.
-            with drawing_apart(seed, "prediction", number), explained(parts.source, "predict"):
+            with seeded_generators(seed, "prediction", number), explained(parts.source, "predict"):
                 prediction = next(predictions, _NO_MORE)
             if prediction is _NO_MORE:
                 return
@@ -318,7 +350,7 @@ def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> P
 
 def _refuse_taken(names: Iterable[str], where: str) -> None:
     """Raise TaskFault for a file name that the runner uses itself."""
-    taken = [name for name in names if name in OWN_FILES]
+    taken = [name for name in names if INFERENCE_FILES.fullmatch(name)]
     if taken:
         raise TaskFault(
             f"a prediction must not be named {taken[0]}, which is the runner's", where=where, fix="rename it"
@@ -339,7 +371,7 @@ def summary_of(made: PredictionSummary, item: str, update: int) -> dict[str, Any
     """Return the content of summary.json.
 
     seconds, items_per_s  wall-clock time, including reading, plotting and writing
-    model                 device time of model calls only; `latency_ms` excludes the first call
+    model                 device time of model calls only; `latency_ms` excludes the first call of each rank
     """
     calls = made.calls
     return {
@@ -354,9 +386,9 @@ def summary_of(made: PredictionSummary, item: str, update: int) -> dict[str, Any
             "seconds": sum(calls.seconds),
             "samples_per_call": sum(calls.samples) / len(calls.samples) if calls.samples else None,
             "ms_per_sample": 1e3 * sum(calls.seconds) / sum(calls.samples) if sum(calls.samples) else None,
-            "first_call_ms": 1e3 * calls.seconds[0] if calls.seconds else None,
+            "first_call_ms": 1e3 * max(calls.seconds[: calls.num_first], default=math.nan) if calls.seconds else None,
         },
-        "latency_ms": _latency_ms(calls.seconds[1:] or calls.seconds),
+        "latency_ms": _latency_ms(calls.seconds[calls.num_first :] or calls.seconds),
     }
 
 

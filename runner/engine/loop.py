@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.distributed.parallel import ForwardPasses, Parallel
+from runner.engine.extra_metrics import ExtraMetrics
+from runner.engine.gradient_source import Around as Wrapper
+from runner.engine.gradient_source import GradientSource
 from runner.engine.gradients import clear, correct_and_clip
 
 
@@ -33,7 +36,10 @@ class Position:
 
 
 class StepInfo(NamedTuple):
-    """Results of one update; tensors stay on the device. A fit has no loss and no learning rate."""
+    """Results of one update; tensors stay on the device. A fit has no loss and no learning rate.
+
+    extra  further training metrics: name -> (sum, count)
+    """
 
     update: int
     loss_sum: Tensor | None
@@ -41,6 +47,7 @@ class StepInfo(NamedTuple):
     grad_norm: Tensor | None
     lr: float | None
     bad: tuple[tuple[int, str], ...]
+    extra: Mapping[str, tuple[Tensor | float, Tensor | float]] = {}
 
 
 class Around:
@@ -66,6 +73,8 @@ class Training:
     loss      (model, batch) -> (loss summed over items, number of items)
     per_item  constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
               gradients in range; the true count replaces it after the last backward, so results do not depend on it
+    gradients  how the gradients of an update are computed
+    extra     further metrics that the loss returns
     around    wraps each update, as the retry after out of memory does
     """
 
@@ -79,36 +88,73 @@ class Training:
     parallel: Parallel
     per_item: float
     max_grad_norm: float | None
+    gradients: GradientSource = field(default_factory=GradientSource)
+    extra: ExtraMetrics = field(default_factory=ExtraMetrics)
     around: Around = field(default_factory=Around)
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of an update."""
+        return [self.optimizer]
 
-def train_updates(run: Training, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
+    def watched(self, around: Wrapper) -> Training:
+        """Return the same with `around` applied to every forward pass."""
+        return replace(self, loss=around(self.loss), gradients=self.gradients.watched(around))
+
+    def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]:
+        """Return a function that runs one update with the next micro-batches."""
+        position, precision, parallel = self.position, self.precision, self.parallel
+        passes = ForwardPasses(
+            self.model,
+            self.loss,
+            precision.forward,
+            backward=lambda loss: precision.backward(loss * self.per_item),
+            scale=lambda loss: precision.scaled(loss * self.per_item),
+            failed=self.around.failed,
+        )
+
+        def update() -> StepInfo:
+            mine = self.gradients.accumulate(parallel, passes, self.extra.counted(batches))
+            total = parallel.reduce(mine)
+            extra = self.extra.reduced(parallel)
+            precision.unscale(self.optimizer, parallel.overflow)
+            correction = 1.0 / (self.per_item * _exact(total.items))
+            gradients = parallel.gradients(self.parameters)
+            grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.norm)
+            factor = self.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
+            lr = set_learning_rate(self.optimizer, factor)
+            self.around.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))
+            clear(self.parameters)
+            parallel.watch.lap("optimizer")
+            return StepInfo(position.update + 1, total.loss_sum, total.items, grad_norm, lr, total.bad, extra)
+
+        return update
+
+
+class UpdateInputs(Protocol):
+    """What the loop needs to run updates: one loss, or several objectives."""
+
+    @property
+    def position(self) -> Position: ...
+
+    @property
+    def parallel(self) -> Parallel: ...
+
+    @property
+    def around(self) -> Around: ...
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]: ...
+
+    def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]: ...
+
+    def watched(self, around: Wrapper) -> UpdateInputs: ...
+
+
+def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
     """Yield after each update until `until` updates are complete. `batches` is infinite."""
-    position, precision, parallel = run.position, run.precision, run.parallel
-    watch = parallel.watch
-    passes = ForwardPasses(
-        run.model,
-        run.loss,
-        precision.forward,
-        backward=lambda loss: precision.backward(loss * run.per_item),
-        scale=lambda loss: precision.scaled(loss * run.per_item),
-        failed=run.around.failed,
-    )
-
-    def update() -> StepInfo:
-        mine = parallel.accumulate(passes, batches)
-        total = parallel.reduce(mine)
-        precision.unscale(run.optimizer, parallel.overflow)
-        correction = 1.0 / (run.per_item * _exact(total.items))
-        gradients = parallel.gradients(run.parameters)
-        grad_norm = correct_and_clip(gradients, correction, run.max_grad_norm, parallel.norm)
-        factor = run.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
-        lr = set_learning_rate(run.optimizer, factor)
-        run.around.apply(lambda: precision.step(run.optimizer, total.loss_sum, grad_norm))
-        clear(run.parameters)
-        watch.lap("optimizer")
-        return StepInfo(position.update + 1, total.loss_sum, total.items, grad_norm, lr, total.bad)
-
+    position, watch = run.position, run.parallel.watch
+    update = run.updater(batches)
     while position.update < until:
         watch.lap("hooks")
         step = run.around.run(update)

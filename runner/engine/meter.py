@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.base.async_copy import PendingCopy, sent
+from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.errors import TaskFault
-from runner.base.json_numbers import finite
+from runner.base.json_values import finite
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
@@ -94,6 +94,7 @@ class _Window:
     until: Bookmark
     num_losses: int
     num_untimed: int
+    extra: Sequence[str] = ()  # names of further metrics, whose sums and counts end the numbers
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class Meter:
         readings: Callable[[], Mapping[str, Any]],
         watch: Stopwatch,
         is_starting: bool = False,
-        send: Callable[[Tensor], PendingCopy] = sent,
+        send: Callable[[Tensor], PendingCopy] = start_copy,
     ) -> None:
         self.world, self.phase, self.every, self.send = world, phase, every, send
         self.write, self.readings, self.watch = write, readings, watch
@@ -143,6 +144,7 @@ class Meter:
         self.timed = TimedUpdate()
         self._losses: list[Tensor | float] = []
         self._items: list[Tensor | int | float] = []
+        self._extra: dict[str, tuple[Tensor | float, Tensor | float]] = {}  # name -> (sum, count) since the last row
         self._last: StepInfo | None = None
         self._pending: list[_Pending] = []
         self.items_seen = 0.0
@@ -154,6 +156,9 @@ class Meter:
         if step.loss_sum is not None:
             self._losses.append(step.loss_sum)
         self._items.append(step.items)
+        for name, (total, count) in step.extra.items():
+            before = self._extra.get(name, (0.0, 0.0))
+            self._extra[name] = before[0] + total, before[1] + count
         self._last = step
         if step.update % self.every == 0:
             self._close_row()
@@ -181,6 +186,7 @@ class Meter:
             "losses": losses,
             "items": [float(count) for count in self._items],
             "items_seen": self.items_seen,
+            "extra": {name: [float(total), float(count)] for name, (total, count) in self._extra.items()},
             # If the row of a finished phase is pending, no later update provides these values.
             "update": last.update if last else None,
             "lr": last.lr if last else None,
@@ -191,6 +197,7 @@ class Meter:
         """Restore what `state` returned."""
         self._losses, self._items = [*state["losses"]], [*state["items"]]
         self.items_seen = float(state["items_seen"])
+        self._extra = {name: (total, count) for name, (total, count) in state.get("extra", {}).items()}
         if state["update"] is not None:
             norm = None if state["grad_norm"] is None else torch.tensor(state["grad_norm"], dtype=self.world.widest)
             self._last = StepInfo(state["update"], None, 0, norm, state["lr"], ())
@@ -220,13 +227,14 @@ class Meter:
             row: Row = {"update": step.update, "phase": self.phase}
             row |= {"lr": step.lr} if step.lr is not None else {}
             untimed = len(self._items) if self._is_starting else self._untimed
-            window = _Window(self._since, self.watch.bookmark(), len(self._losses), untimed)
+            window = _Window(self._since, self.watch.bookmark(), len(self._losses), untimed, tuple(self._extra))
             norm = math.nan if step.grad_norm is None else step.grad_norm
-            numbers, arriving = self._sent([*self._losses, *self._items, norm])
-            self._losses, self._items = [], []
+            extra = [number for pair in self._extra.values() for number in pair]
+            numbers, arriving = self._sent([*self._losses, *self._items, norm, *extra])
+            self._losses, self._items, self._extra = [], [], {}
             self._begin_window()
             self._pending.append(_Pending(row, window, numbers, arriving))
-            while self._pending and self._pending[0].arriving.is_here():
+            while self._pending and self._pending[0].arriving.is_complete():
                 self._finish(self._pending.pop(0))
 
     def _sent(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], PendingCopy]:
@@ -238,7 +246,9 @@ class Meter:
     def _finish(self, pending: _Pending) -> None:
         row, window = pending.row, pending.window
         numbers = pending.read()
-        losses, items, norm = numbers[: window.num_losses], numbers[window.num_losses : -1], numbers[-1]
+        until = len(numbers) - 2 * len(window.extra)
+        extra = iter(numbers[until:])
+        losses, items, norm = numbers[: window.num_losses], numbers[window.num_losses : until - 1], numbers[until - 1]
         if losses:
             self._check_items(items, row["update"])
         fine = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
@@ -247,6 +257,8 @@ class Meter:
             counted = max(sum(items[index] for index in fine), 1e-30)
             row["train/loss"] = sum(losses[index] for index in fine) / counted if fine else None
             row["train/grad_norm"] = norm if math.isfinite(norm) else None
+        for name, total, count in zip(window.extra, extra, extra, strict=True):
+            row[f"train/{name}"] = total / count if count and math.isfinite(total) else None
         row |= self._timing(window, items[window.num_untimed :])
         row |= self.readings()
         self.last_row = row

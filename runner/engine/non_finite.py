@@ -19,7 +19,7 @@ from runner.base import noise
 from runner.base.batch import map_tensors
 from runner.base.errors import AccelRunError, NumericError, TaskFault
 from runner.base.order import Micro
-from runner.base.text import shortened, words_of
+from runner.base.text import error_line, shortened
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import place_of
 from runner.engine.loop import Training
@@ -72,7 +72,7 @@ def named(found: NotFinite, update: ReplayedUpdate, parts: Parts) -> AccelRunErr
     try:
         mine = _searched(update, parts)
     except Exception as error:  # whatever it is, the first error is the one that counts
-        mine = NonFiniteOrigin("unknown", f"the module could not be searched for: {words_of(error)}", None)
+        mine = NonFiniteOrigin("unknown", f"the module could not be searched for: {error_line(error)}", None)
     of_ranks = [NonFiniteOrigin(*there) for there in parts.world.gather([*mine])]
     counts = [there.items for there in of_ranks]
     if None not in counts and not sum(filter(None, counts)):
@@ -174,7 +174,7 @@ def _searched(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
                 parts.precision.backward(loss * training.per_item)
                 first = _backward(calls, micro, training)
             if first and goes_back:
-                break  # else the other ranks go on, and this one with them
+                break  # otherwise the other ranks continue, and this one with them
     if first is None and not is_finite(update.passed):
         micro = update.micros[-1]
         first = NonFiniteOrigin(
@@ -464,7 +464,7 @@ _FIXES = {  # the most telling first
     "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or fix it",
     "loss": "fix the loss, or lower optimizer.lr, as resume_allow permits",
     "parameters": "lower optimizer.lr, as resume_allow permits",
-    "applied": "use optimizer.kernel=fused, which is told in time: the same update then ends with the module named",
+    "applied": "use optimizer.kernel=fused: it sees the overflow before the step, and the run names the module",
     "overflow": "make the loss smaller: gradients of this size leave no room for their squares",
     "unknown": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits",
 }

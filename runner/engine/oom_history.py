@@ -1,7 +1,7 @@
 """Remember micro-batch sizes that were reduced after out of memory, so that a resumed run starts with them.
 
-`passes.json` of the run directory has a row for each time. A row holds for the settings under which memory ran out:
-with another micro_batch_size, or on other ranks, a run begins with what is asked for.
+`passes.json` of the run directory has a row per reduction. A row applies to the settings under which memory ran out:
+with another micro_batch_size or number of ranks, a run starts with the requested size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Use = Literal["training", "evaluation"]
 
 @dataclass(frozen=True)
 class ReducedMicroBatch:
-    """From an update on, passes have fewer samples.
+    """A reduced micro-batch size from an update on.
 
-    update      number of updates made before it, in this phase
-    rank        whose passes; None: those of all ranks
-    size        most samples of a pass
-    asked       most samples of a pass that the settings asked for
+    update      completed updates before it, in this phase
+    rank        rank to which it applies; None: all ranks
+    size        maximum number of samples
+    asked       maximum requested by the settings
     world_size  number of ranks
-    in_place    the process went on; else it ended, and the run goes on from its last checkpoint
+    in_place    True: the process continued; False: it ended, and the run resumes from its last checkpoint
     """
 
     phase: str
@@ -39,29 +39,29 @@ class ReducedMicroBatch:
     use: Use = "training"
     in_place: bool = True
 
-    def is_of(self, rank: int) -> bool:
-        """Tell whether it holds for this rank."""
+    def applies_to(self, rank: int) -> bool:
+        """Return whether it applies to this rank."""
         return self.rank is None or self.rank == rank
 
 
 def remembered(folder: Path) -> list[ReducedMicroBatch]:
-    """Return what a run remembers; what cannot be understood is left out."""
+    """Return the rows of a run; invalid ones are omitted."""
     rows = read_object(folder / FILE).get("smaller")
     return [ReducedMicroBatch(**row) for row in rows if _is_row(row)] if isinstance(rows, list) else []
 
 
 def num_restarts(folder: Path) -> int:
-    """Return how often a run wanted to go on from its last checkpoint in smaller passes."""
+    """Return how often a run ended to resume from its last checkpoint with smaller micro-batches."""
     return sum(not row.in_place for row in remembered(folder))
 
 
 def remember(directory: RunDirectory, rows: list[ReducedMicroBatch]) -> None:
-    """The run remembers these rows, and no others. Raises StorageError."""
+    """Write these rows, replacing all others. Raises StorageError."""
     directory.write(FILE, json.dumps({"smaller": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 def forget(directory: RunDirectory) -> None:
-    """The run remembers nothing."""
+    """Remove all rows."""
     if exists(directory.path / FILE):
         remove(directory.path / FILE)
 

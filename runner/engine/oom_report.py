@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.accelerator import accelerator_of
-from runner.base.cgroup import memory_grant
 from runner.base.oom_errors import OomCause, halved
 from runner.base.text import sized
-from runner.observe.nvml import open_nvml
-from runner.plan.planner import Plan
+from runner.host.cgroup import memory_grant
+from runner.monitor.gpu_driver import open_driver
+from runner.plan.run_plan import Plan
 
 NUM_LARGEST = 25
 NUM_OTHERS = 5
@@ -39,11 +39,12 @@ class MemoryHolder:
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """Who held what when memory ran out; bytes are None where nobody tells.
+    """Memory usage at an out-of-memory error; bytes are None if unknown.
 
-    samples, shape  of the pass under way
-    held_bytes      by this process; in_tensors_bytes is the part of it that tensors of a GPU take
-    num_retries     how often torch's allocator had to give back what it had cached
+    samples, shape   of the current micro-batch
+    held_bytes       used by this process
+    in_tensors_bytes part of held_bytes in tensors, on a GPU
+    num_retries      how often torch's allocator had to release its cache
     """
 
     shortage: OomCause
@@ -58,13 +59,13 @@ class MemoryAccount:
 
     def __str__(self) -> str:
         """Return the numbers in one line."""
-        wanted = self.shortage.wanted_bytes
-        words = [f"{sized(wanted)} more were wanted" if wanted is not None else self.shortage.text]
+        requested = self.shortage.requested_bytes
+        parts = [f"{sized(requested)} requested" if requested is not None else self.shortage.text]
         if self.samples:
-            words.append(f"for a pass of {self.samples} samples{f' {self.shape}' if self.shape else ''}")
+            parts.append(f"for a micro-batch of {self.samples} samples{f' {self.shape}' if self.shape else ''}")
         if self.free_bytes is not None and self.total_bytes is not None:
-            words.append(f"with {sized(self.free_bytes)} free of {sized(self.total_bytes)}")
-        text = " ".join(words)
+            parts.append(f"with {sized(self.free_bytes)} free of {sized(self.total_bytes)}")
+        text = " ".join(parts)
         if self.held_bytes is not None:
             inner = f", {sized(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
             text += f"; this process holds {sized(self.held_bytes)}{inner}"
@@ -75,9 +76,9 @@ class MemoryAccount:
     @property
     def is_fragmented(self) -> bool:
         """True if memory cached but unused by this process would have been sufficient."""
-        if self.held_bytes is None or self.in_tensors_bytes is None or self.shortage.wanted_bytes is None:
+        if self.held_bytes is None or self.in_tensors_bytes is None or self.shortage.requested_bytes is None:
             return False
-        return self.held_bytes - self.in_tensors_bytes > self.shortage.wanted_bytes
+        return self.held_bytes - self.in_tensors_bytes > self.shortage.requested_bytes
 
 
 def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, shape: str) -> MemoryAccount:
@@ -97,7 +98,7 @@ def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, s
 
 
 def _others(uuid: str) -> tuple[MemoryHolder, ...]:
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         gpu = nvml.find(uuid) if uuid else None
         found = (nvml.processes(gpu) if gpu is not None else None) or ()
     holders = []
@@ -115,38 +116,38 @@ def _others(uuid: str) -> tuple[MemoryHolder, ...]:
 
 
 def hints(plan: Plan, found: MemoryAccount | None, samples: int) -> list[str]:
-    """Return settings to change, most effective and least costly first, each ready to type."""
+    """Return settings to change, most effective and least costly first, ready to paste."""
     is_device = found is None or found.shortage.side == "device"
     choices = plan.choices
     lines = []
     if samples > 1:
-        lines.append(f"micro_batch_size={halved(samples)} (the update stays the same; on_oom=retry does so by itself)")
+        lines.append(f"micro_batch_size={halved(samples)} (the update stays the same; automatic with on_oom=retry)")
     if is_device:
         if found is not None and found.others:
-            lines.append(f"end what else is on this GPU: {', '.join(map(str, found.others))}")
+            lines.append(f"end other processes on this GPU: {', '.join(map(str, found.others))}")
         if found is not None and found.is_fragmented and not choices["memory"].options.get("allocator"):
-            lines.append("memory.allocator=expandable_segments:True (free memory lies in pieces)")
+            lines.append("memory.allocator=expandable_segments:True (free memory is fragmented)")
         if choices["precision"].name in ("fp32", "tf32") and "cuda" in plan.device:
             lines.append("precision=auto (half of the memory for activations)")
         if choices["memory"].name == "none":
-            lines.append(
-                "memory=checkpoint (activations are computed again in the backward pass, about a third slower)"
-            )
+            lines.append("memory=checkpoint (activations are recomputed in the backward pass, about a third slower)")
         if choices["optimizer"].name in ("adamw", "adam"):
-            lines.append("optimizer=adamw8bit (a quarter of the memory of the optimizer's state)")
+            lines.append("optimizer=adamw8bit (a quarter of the optimizer state)")
         if choices["parallelism"].name != "fsdp":
             lines.append("parallelism=fsdp (with several GPUs: each keeps a part of weights, gradients and state)")
     else:
         if found is not None and found.shortage.place == "reading":
-            lines.append("dataloader.bad_samples=skip (where it is one sample that asks for too much)")
+            lines.append("dataloader.bad_samples=skip (if a single sample is too large)")
         if plan.num_workers:
             loader = "" if "num_workers" in choices["dataloader"].options else "dataloader=default "
-            lines.append(f"{loader}dataloader.num_workers=0 (workers hold batches of their own)")
+            lines.append(f"{loader}dataloader.num_workers=0 (each worker holds batches)")
         if choices["dataloader"].options.get("cache") not in (None, "none"):
             lines.append("dataloader.cache=none")
         if choices["memory"].name == "none" and plan.device == "cpu":
-            lines.append("memory=checkpoint (activations are computed again in the backward pass)")
-    lines.append("accel-run plan, with the words of this run, lists what would fit, by predicted memory and time")
+            lines.append("memory=checkpoint (activations are recomputed in the backward pass)")
+    lines.append(
+        "accel-run plan, with the arguments of this run, lists settings that fit, with predicted memory and time"
+    )
     return [*lines, "a smaller model"]
 
 
@@ -166,7 +167,7 @@ def summary(
     rest = rows[NUM_LARGEST:]
     if rest:
         lines.append(f"{sum(row[0] for row in rest):>16,}  {len(rest)} more")
-    lines.append(f"{sum(row[0] for row in rows):>16,}  all that have a name, or that Python knows")
+    lines.append(f"{sum(row[0] for row in rows):>16,}  all tensors that are named or known to Python")
     if table := accelerator_of(device).memory_table():
         lines += ["", table]
     return "\n".join(lines) + "\n"
@@ -176,7 +177,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
     """Yield (bytes, tensor, name), each storage once, named tensors first."""
     seen: set[int] = set()
     for tensor, name in (*_named(model, optimizer), *_unnamed()):
-        with suppress(Exception):  # one without memory, as on meta
+        with suppress(Exception):  # a tensor without memory, such as a meta tensor
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
             if key and key not in seen:
@@ -201,5 +202,5 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
 
 def _unnamed() -> Iterator[tuple[Tensor, str]]:
     for one in gc.get_objects():
-        if issubclass(type(one), Tensor):  # not isinstance: objects may do what they like when they are asked
-            yield one, "made on the way"
+        if issubclass(type(one), Tensor):  # not isinstance: it may run code of the object
+            yield one, "intermediate"

@@ -1,8 +1,8 @@
 """Retry an update after out of memory, from the state before its first attempt.
 
-What a pass may change is put back: gradients, the random generators, the buffers of the model (statistics of batch
-norms), the loss scale. Samples are those of the update, read again by their numbers, in smaller passes. Where all
-cannot be put back, the run goes on from its last checkpoint instead of from wrong numbers.
+All state that a forward or backward pass may change is restored: gradients, random generators, buffers of the model
+(statistics of batch norms) and the loss scale. The same samples are read again, in smaller micro-batches. If some state
+cannot be restored, the run resumes from its last checkpoint instead of continuing with wrong numbers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from runner.axes.optimizer import Steps
 from runner.axes.precision import Precision
 from runner.base.accelerator import accelerator_of
 from runner.base.bitwise import same_bits
-from runner.base.oom_errors import COMMUNICATION, OomCause, shortage_of
+from runner.base.oom_errors import COMMUNICATION, OomCause, oom_cause_of
+from runner.base.optimizer_state import Steps
 from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
 from runner.engine.loop import Around, StepInfo
@@ -36,7 +36,7 @@ class RetryPolicy(Protocol):
     def note(self, shortage: OomCause, error: Exception) -> None:
         """Record memory usage before anything is freed, and the error to report."""
 
-    def go_on(self, shortage: OomCause | None, obstacle: str) -> None:
+    def reduce(self, shortage: OomCause | None, obstacle: str) -> None:
         """Agree on smaller micro-batches across all ranks, and provide the samples of the update again.
 
         shortage  the error of this rank; None if another rank failed
@@ -44,7 +44,7 @@ class RetryPolicy(Protocol):
         Raises if the run cannot continue.
         """
 
-    def say_applied(self, shortage: OomCause) -> None:
+    def report_step_retry(self, shortage: OomCause) -> None:
         """Report that an optimizer step failed without changing anything and was retried."""
 
 
@@ -60,31 +60,31 @@ class OomRetry(Around):
     ) -> None:  # fmt: skip
         self.parameters, self.optimizer, self.precision = parameters, optimizer, precision
         self.device, self.guide, self.is_alone = device, guide, is_alone
-        self.beginning, self.steps = UpdateSnapshot(model, device), Steps(optimizer)
+        self.snapshot, self.steps = UpdateSnapshot(model, device), Steps(optimizer)
         self._shortage: OomCause | None = None
         self._is_applying = False  # the optimizer step has started
         self._is_as_before = True  # the optimizer step has changed nothing
 
     def run(self, update: Callable[[], StepInfo]) -> StepInfo:
         while True:
-            self.beginning.keep()
+            self.snapshot.keep()
             self._shortage, self._is_applying = None, False
             try:
                 step = update()
             except Discarded:
                 pass
             except Exception as error:
-                if not self.is_alone:  # other ranks have continued, or wait inside a pass
+                if not self.is_alone:  # other ranks have continued, or block in a collective
                     raise
                 self.failed(error)
             else:
-                self.beginning.learn()
+                self.snapshot.learn()
                 return step
-            self._again()
+            self._restore_and_reduce()
 
     def failed(self, error: Exception) -> None:
         if self._shortage is None:
-            shortage = shortage_of(error)
+            shortage = oom_cause_of(error)
             if shortage is None or shortage.place == COMMUNICATION:
                 raise error
             self.guide.note(shortage, error)
@@ -96,14 +96,14 @@ class OomRetry(Around):
 
         The allocator cache is released before the retry. Other ranks are unaffected: the gradients are complete.
         """
-        self.beginning.passed()
+        self.snapshot.passed()
         self._is_applying = self._is_as_before = True
         self.steps.begin()
         try:
             step()
             return
         except Exception as error:
-            shortage = shortage_of(error)
+            shortage = oom_cause_of(error)
             if shortage is None:
                 raise
             self._is_as_before = self.steps.is_as_before()
@@ -115,19 +115,19 @@ class OomRetry(Around):
         except Exception:
             self._is_as_before = self.steps.is_as_before()
             raise
-        self.guide.say_applied(shortage)
+        self.guide.report_step_retry(shortage)
 
-    def _again(self) -> None:
+    def _restore_and_reduce(self) -> None:
         """Restore the state before the update; call it outside any `except`, which would keep activations alive."""
         clear(self.parameters)
         self.precision.discard()
-        obstacle = self.beginning.put_back()
+        obstacle = self.snapshot.restore()
         if self._is_applying and not self._is_as_before:
-            obstacle = "the optimizer's step, which had begun to change weights"
+            obstacle = "weights, which the optimizer step had started to change"
         if self._shortage is not None and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # programs of larger passes, and the memory of their CUDA graphs
+            torch.compiler.reset()  # compiled code for larger micro-batches, and the memory of its CUDA graphs
         release(self.device)
-        self.guide.go_on(self._shortage, obstacle)
+        self.guide.reduce(self._shortage, obstacle)
 
 
 def release(device: torch.device) -> None:
@@ -137,32 +137,32 @@ def release(device: torch.device) -> None:
 
 
 class UpdateSnapshot:
-    """Snapshot of the state that passes may change, taken at the start of the update.
+    """Snapshot of the state that forward and backward passes may change, taken at the start of the update.
 
-    Most models change nothing but the state of torch's generators, a few change buffers. The first update shows which:
-    only those are copied from then on, into the same memory again and again. Where something else turns out to have
-    changed, `put_back` says so. Healthy updates must not notice it: buffers may come, go, grow and be of any kind.
+    Most models change nothing but torch's generators; a few change buffers. The first update shows which: only those
+    are copied later, into the same memory each time. If other state has changed, `restore` reports it.
+    A snapshot must never make an update fail: buffers may be added, removed, resized and of any kind.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self._accelerator = accelerator_of(device)
         self._is_first = True
-        self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update has shown it
-        self._places: list[Place] = []  # of buffers that passes change, or replace
-        self._buffers: list[Tensor | None] = []  # what is there when the update begins
-        self._there: list[Tensor] = []  # the same, with the copy itself where a buffer is None
-        self._kept: list[Tensor] = []  # copies of it
+        self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update shows which are used
+        self._places: list[Place] = []  # of buffers that updates change or replace
+        self._buffers: list[Tensor | None] = []  # their values when the update begins
+        self._sources: list[Tensor] = []  # the same, with the copy in place of a buffer that is None
+        self._kept: list[Tensor] = []  # copies of the values
         self._others: list[Place] = []  # of buffers that the first update did not change
-        self._constant: list[Tensor | None] = []  # what is there when the update begins
+        self._constant: list[Tensor | None] = []  # tensors of these when the update begins
         self._weights: list[Tensor] = []
-        self._seen: list[Tensor] = []  # some numbers of them, while the first update is made
-        self._hides_changes = False  # passes change weights without torch's counting it
+        self._seen: list[Tensor] = []  # some of their elements, during the first update
+        self._hides_changes = False  # weights change without a version increment
 
     def keep(self) -> None:
         """Start an update."""
         if self._is_first:
-            self._look()
+            self._find_buffers()
         if self._draws_torch:
             self._torch = torch.get_rng_state()
         self._of_device = self._accelerator.generator_state()
@@ -176,20 +176,22 @@ class UpdateSnapshot:
 
     def _keep_buffers(self) -> None:
         now = [module._buffers.get(name) for module, name in self._places]
-        if len(now) != len(self._there) or any(one is not other for one, other in zip(now, self._there, strict=True)):
+        if len(now) != len(self._sources) or any(
+            one is not other for one, other in zip(now, self._sources, strict=True)
+        ):
             for index, (buffer, kept) in enumerate(zip(now, self._kept, strict=True)):
                 if buffer is not None and (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
                     self._kept[index] = torch.empty_like(buffer)
-            self._there = [kept if one is None else one for one, kept in zip(now, self._kept, strict=True)]
+            self._sources = [kept if one is None else one for one, kept in zip(now, self._kept, strict=True)]
         self._buffers = now
         if now:
             with torch.no_grad():
-                torch._foreach_copy_(self._kept, self._there)
+                torch._foreach_copy_(self._kept, self._sources)
 
     def passed(self) -> None:
-        """Record the state after the passes of the update, before any weight is changed."""
+        """Check before the optimizer step whether weights have changed unnoticed by torch."""
         if self._is_first and not self._hides_changes:
-            now = _some_of(self._weights)
+            now = _samples_of(self._weights)
             self._hides_changes = len(now) != len(self._seen) or not all(map(same_bits, self._seen, now))
 
     def learn(self) -> None:
@@ -198,7 +200,7 @@ class UpdateSnapshot:
             return
         self._is_first = False
         self._draws_torch = not torch.equal(self._torch, torch.get_rng_state())
-        self._draws_numpy = not _same(self._numpy, np.random.get_state(legacy=False))
+        self._draws_numpy = not _are_equal(self._numpy, np.random.get_state(legacy=False))
         self._draws_python = self._python != random.getstate()
         before = dict(zip(self._places, zip(self._buffers, self._kept, strict=True), strict=True))
         self._places, self._others, self._kept, self._seen = [], [], [], []
@@ -211,14 +213,14 @@ class UpdateSnapshot:
                 self._places.append(place)
                 self._kept.append(torch.empty_like(now))
 
-    def put_back(self) -> str:
+    def restore(self) -> str:
         """Restore the state; return what could not be restored, or ""."""
         if not self._draws_torch and not torch.equal(self._torch, torch.get_rng_state()):
             return "torch's random generator of the host, from which the first update did not draw"
         torch.set_rng_state(self._torch)
         if self._of_device is not None:
             self._accelerator.set_generator_state(self._of_device)
-        if not self._draws_numpy and not _same(self._numpy, np.random.get_state(legacy=False)):
+        if not self._draws_numpy and not _are_equal(self._numpy, np.random.get_state(legacy=False)):
             return "numpy's random generator, from which the first update did not draw"
         if not self._draws_python and self._python != random.getstate():
             return "Python's random generator, from which the first update did not draw"
@@ -228,12 +230,12 @@ class UpdateSnapshot:
             return "a parameter, or a buffer that the first update did not change"
         self.passed()
         if self._hides_changes:
-            return "a parameter that passes change"
+            return "a parameter, which the forward or backward pass changes"
         constant = [module._buffers.get(name) for module, name in self._others]
         if any(now is not before for now, before in zip(constant, self._constant, strict=True)):
             return "a buffer, which the first update did not replace"
         if not self._found().keys() <= {*self._places, *self._others}:
-            return "a buffer that was not there"
+            return "a buffer that did not exist before"
         for (module, name), buffer, kept in zip(self._places, self._buffers, self._kept, strict=True):
             now = module._buffers.get(name)
             if now is not buffer:
@@ -245,14 +247,14 @@ class UpdateSnapshot:
                     buffer.copy_(kept)
         return ""
 
-    def _look(self) -> None:
-        """Find the buffers, and take a place for a copy of each: on the host, for the device has no room to spare."""
+    def _find_buffers(self) -> None:
+        """Find the buffers and allocate memory for a copy of each on the host, because device memory may be full."""
         found = self._found()
         self._places = [place for place, buffer in found.items() if _is_plain(buffer)]
         self._others = [place for place, buffer in found.items() if not _is_plain(buffer)]
         self._kept = [torch.empty_like(found[place], device="cpu") for place in self._places]
         self._weights = [weight for weight in self.model.parameters() if not (weight.is_meta or weight.is_inference())]
-        self._seen = _some_of(self._weights)
+        self._seen = _samples_of(self._weights)
 
     def _found(self) -> dict[Place, Tensor]:
         return {
@@ -269,23 +271,23 @@ class UpdateSnapshot:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether its bits can be copied: no sparse or quantized one, no subclass, none of the inference mode."""
+    """Return whether its bits can be copied: not sparse, quantized, a subclass or an inference tensor."""
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_inference()
     return type(tensor) in (Tensor, nn.Parameter) and is_dense
 
 
-def _some_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of at most 64 numbers of each that is plain, from all over the memory in which it lies."""
+def _samples_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of at most 64 elements of each plain tensor, spread over its memory."""
     found = []
     for tensor in filter(_is_plain, tensors):
         numel, nbytes = tensor.numel(), tensor.untyped_storage().nbytes()
         count = min(64, numel)
-        if count and nbytes >= (tensor.storage_offset() + numel) * tensor.element_size():  # else it is expanded
+        if count and nbytes >= (tensor.storage_offset() + numel) * tensor.element_size():  # else it is an expanded view
             found.append(tensor.detach().as_strided((count,), (numel // count,)).clone())
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Return True if two states of numpy's generator are equal."""
     return (
         one["state"]["pos"] == other["state"]["pos"]

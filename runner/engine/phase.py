@@ -30,11 +30,12 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.loop import Position, StepInfo
-from runner.engine.phase_kinds import KINDS
+from runner.engine.objective_phase import phase_kind
 from runner.engine.resumption import load_model
-from runner.engine.run import PhaseRecord, TrainingRun
+from runner.engine.run import TrainingRun
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
-from runner.plan.planner import PhasePlan
+from runner.plan.run_plan import PhasePlan
+from runner.records.run_record import PhaseRecord
 
 
 class Phase(PhaseView):
@@ -62,7 +63,7 @@ class Phase(PhaseView):
         self.hooks = tuple(kind(self) for kind in self.kinds_of_hooks)
         oom = self.hook(OutOfMemory)
         self.order = replace(self.order, smaller=oom.smaller)
-        self.work = KINDS[planned.kind](planned, parts, self.order, self.position, oom if oom.is_on else None)
+        self.work = phase_kind(planned, parts, self.order, self.position, oom if oom.is_on else None)
         self.total = self.record.total = self.work.total
         if start:
             with understood(start):
@@ -165,9 +166,10 @@ class Phase(PhaseView):
         if self.record.finished and not self.hook(Checkpointing).is_unsaved:
             return None
         if self.run_.dropped:
-            return "to go on with fewer ranks"
+            return "to continue with fewer ranks"
         name = self.run_.stop.requested
-        return "as asked" if name is None or self.parts.world.is_watched else name  # ranks hear of it second-hand
+        # Under a launcher the signal's name would be that of the launcher, not of what the user sent.
+        return "as asked" if name is None or self.parts.world.is_supervised else name
 
     def close(self) -> None:
         """End the phase: evaluate and save what is still to be, and wait until it is on disk."""
@@ -241,7 +243,7 @@ class Phase(PhaseView):
 
 
 def restore_random_state_of(world: World, start: Loaded, seed: int) -> None:
-    """Put the generators back to where this rank left them; a rank that was not there begins a sequence of its own."""
+    """Restore the random generators of this rank; a rank that is not in the checkpoint gets a new seed."""
     stem, rest = "random", start.state["random"]
     if not world.is_first:
         stem, there = checkpoints.rank_stem("random", world.rank), start.state.get("random_of_ranks", [])

@@ -11,30 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import (
-    OPTIMIZERS,
-    expected_state_bytes,
-    export_state,
-    import_state,
-    is_under,
-    prefixes,
-    state_bytes,
-)
-from runner.axes.scheduler import SCHEDULERS
+from runner.axes.optimizer import is_under, optimizer_of, prefixes
+from runner.axes.scheduler import schedule_of
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
-from runner.base.option_table import make
+from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
-from runner.base.schema import did_you_mean
 from runner.base.task import Fit, State
+from runner.config.schema import did_you_mean
 from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
+from runner.engine.coupled import CoupledSource, checked_embedding, is_coupled
 from runner.engine.error_diagnosis import place_of
-from runner.engine.loop import Around, Position, StepInfo, Training, train_updates
+from runner.engine.extra_metrics import ExtraMetrics
+from runner.engine.gradient_source import GradientSource
+from runner.engine.loop import Around, Position, StepInfo, Training, UpdateInputs, train_updates
 from runner.engine.oom_retry import OomRetry, RetryPolicy
 from runner.engine.task_loading import CheckedLoss
-from runner.plan.planner import PhasePlan
+from runner.plan.run_plan import PhasePlan
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -107,20 +102,23 @@ class GradientPhase(PhaseKind):
         watch = parts.plan.choices["compile"].name == "off"
         self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
         self.loss = CheckedLoss(loss, parts.source, watch=watch)
+        whole_loss = self.loss
+        gradients = GradientSource()
+        extra = ExtraMetrics()
+        self.loss.observe = extra.add
+        self.is_additive = parts.task.loss_is_additive
+        if is_coupled(parts.task, phase.name):
+            self.is_additive = False
+            self.loss = CheckedLoss(parts.task.embed, parts.source, watch=watch, check=checked_embedding)
+            seed = parts.plan.settings.seed
+            gradients = CoupledSource(self.loss, parts.task.couple, parts.source, seed, lambda: position.update)
         self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained = _trained(parts.bare, phase)
-        for name, weight in parts.bare.named_parameters():
-            weight.requires_grad_(name in self.trained)
-        self.own = parts.parallel.owned(self.trained)
         self.prefixes = phase.trains
-        self._reached: set[str] = set()
-        self._watches = [
-            weight.register_post_accumulate_grad_hook(self._arrived(name))  # type: ignore[no-untyped-call]
-            for name, weight in self.own.items()
-        ]
+        self._train_only(self.trained)
         parts.parallel.begin(list(self.own.values()))
         own = list(self.own.values())
-        optimizer = make(OPTIMIZERS, phase.optimizer.function, [*self.own.items()], **phase.optimizer.options)
+        optimizer = optimizer_of(phase.optimizer.function, [*self.own.items()], phase.optimizer.options)
         around = Around()
         if guide is not None:
             alone = parts.world.world_size == 1
@@ -128,23 +126,47 @@ class GradientPhase(PhaseKind):
         self.training = Training(
             position=position,
             model=parts.model,
-            loss=self.loss,
+            loss=whole_loss,
             parameters=own,
             optimizer=optimizer,
-            schedule=make(SCHEDULERS, phase.scheduler.function, self.total, **phase.scheduler.options),
+            schedule=schedule_of(phase.scheduler.function, self.total, phase.scheduler.options),
             precision=parts.precision,
             parallel=parts.parallel,
             per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
             max_grad_norm=phase.max_grad_norm,
+            gradients=gradients,
+            extra=extra,
             around=around,
         )
+
+    def _train_only(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Require gradients of these parameters only, and note which of them receive one."""
+        parts = self.parts
+        for name, weight in parts.bare.named_parameters():
+            weight.requires_grad_(name in trained)
+        self.own = parts.parallel.owned(trained)
+        self._reached: set[str] = set()
+        self._watches = [
+            weight.register_post_accumulate_grad_hook(self._arrived(name))  # type: ignore[no-untyped-call]
+            for name, weight in self.own.items()
+        ]
+
+    @property
+    def inputs(self) -> UpdateInputs:
+        """The inputs of the training loop."""
+        return self.training
+
+    @property
+    def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
+        """The losses of an update by name: one without a name, or those of the objectives."""
+        return {"": self.task_loss}
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:
         return self.loss.attention
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
-        return train_updates(self.training, batches, self.total)
+        return train_updates(self.inputs, batches, self.total)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         schedule = self.training.schedule
@@ -295,12 +317,6 @@ class StatisticsPhase(PhaseKind):
 
     def _merged(self) -> State:
         return self.parts.parallel.merged(self.fit.merge, self.gathered)
-
-
-KINDS: Mapping[str, Callable[[PhasePlan, Parts, Order, Position, RetryPolicy | None], PhaseKind]] = {
-    "train": GradientPhase,
-    "fit": StatisticsPhase,
-}
 
 
 def updates_of(epochs: float, updates_per_epoch: int) -> int:

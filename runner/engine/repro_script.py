@@ -6,8 +6,8 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from runner.base.configuration import Request
 from runner.base.secret import redacted
+from runner.config.request import Request
 
 
 def script(request: Request, name: str, folder: Path, python: str, *, started_elsewhere: bool = False) -> bytes:
@@ -22,7 +22,9 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a folder
     name that contains a secret is written without it.
     """
-    words = words_of(replace(request, overrides=tuple(word for word in request.overrides if not _is_of_that_run(word))))
+    words = arguments_of(
+        replace(request, overrides=tuple(word for word in request.overrides if not _is_of_that_run(word)))
+    )
     lines = [
         "#!/bin/sh",
         f"# Trains with the settings of the run {name} again, as a new run. Words after it are settings too:",
@@ -37,7 +39,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     return redacted("".join(f"{line}\n" for line in lines)).encode(errors="surrogateescape")
 
 
-def words_of(request: Request) -> list[str]:
+def arguments_of(request: Request) -> list[str]:
     """Return the command-line arguments of `accel-run` for this request."""
     words = ["train"]
     words += ["--task", str(request.task_file)] if request.task_file else []

@@ -19,7 +19,12 @@ FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples",
 BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
 )  # fmt: skip
-ADDED = {"averaging": "none"}  # keys that older checkpoints lack, with what was done then
+ADDED = {
+    "averaging": "none",
+    "weights.strict": True,
+    "weights.only": [],
+    "weights.rename": {},
+}  # keys that older checkpoints lack, with what was done then
 MECHANICS = ("optimizer.kernel", "task_file", "phases")
 
 
@@ -53,12 +58,12 @@ def compare(
         if sort == "mechanics" or (sort == "by name" and (_under(key, allowed) or _under(_of_run(key), allowed))):
             fine.append(difference)
         elif sort == "by name":
-            fix = f"go on all the same with resume_allow=[{key}], or start anew with another run=NAME"
+            fix = f"continue anyway with resume_allow=[{key}], or start a new run with another run=NAME"
             if _of_run(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
                 fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
             problems.append(Problem(what, key, fix))
         else:
-            fix = "take the old value, or start anew with another run=NAME"
+            fix = "take the old value, or start a new run with another run=NAME"
             problems.append(Problem(f"{what}; this makes it another run", key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
@@ -82,7 +87,7 @@ def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None
         raise IncompatibleResume(
             f"the checkpoint is of another model: {shortened(wrong, 3, '; ')}",
             where=str(checkpoint.path),
-            fix="use the task options the run was trained with, or start anew with another run=NAME",
+            fix="use the task options the run was trained with, or start a new run with another run=NAME",
         )
     parallel.load(model, saved)
 

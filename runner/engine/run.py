@@ -8,25 +8,25 @@ from functools import cached_property
 from typing import Any
 
 from runner.base.errors import Exit, StorageError
-from runner.base.json_numbers import finite
+from runner.base.json_values import finite
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
 from runner.durable.tensors import HostBuffer
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import checked_figures
-from runner.engine.evidence import PhaseEvidence
 from runner.engine.meter import Row, TimedUpdate, UpdateClock, as_line
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import SaveCost
 from runner.engine.task_loading import explained
 from runner.engine.training_identity import Hashes
 from runner.engine.watchdog import ProgressMark
-from runner.observe.monitor_thread import NoMonitor
-from runner.observe.profiler import Profiler
-from runner.observe.step_times import Benchmark
-from runner.observe.trackers import Tracker
-from runner.plan.planner import Plan
+from runner.monitor.monitor_thread import NoMonitor
+from runner.plan.run_plan import Plan
+from runner.profiling.profiler import Profiler
+from runner.records.evidence import PhaseEvidence
+from runner.records.run_record import PhaseRecord
+from runner.trackers.tracker import Tracker
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Observers:
     tracker: Tracker
     monitor: Any
     profiler: Profiler
-    benchmark: Benchmark
     screen: Screen
 
     def write(self, row: Row) -> None:
@@ -94,32 +93,7 @@ class NoLog:
 
 def silent(screen: Screen, profiler: Profiler) -> Observers:
     """Return observers without output, for ranks that do not print."""
-    return Observers(NoLog(), Tracker(""), NoMonitor(), profiler, Benchmark(), screen)
-
-
-@dataclass
-class PhaseRecord:
-    """Progress and cost of a phase so far, over all processes that worked on it.
-
-    updates, total   made, and wanted; fewer where it was stopped early
-    finished         nothing is left to do in it
-    seconds          from its beginning to its last save, evaluations included
-    parts_s          part -> seconds: starting, first_update, those of updates and those between them
-    peak_host_gib    most resident memory of this process; peak_device_gib the most that torch held on the GPU, and
-                     peak_reserved_gib the most that it took from the driver for it
-    metrics          of its last evaluation, and what a fit found
-    """
-
-    kind: str
-    updates: int = 0
-    total: int = 0
-    finished: bool = False
-    seconds: float = 0.0
-    peak_host_gib: float = 0.0
-    peak_device_gib: float | None = None
-    peak_reserved_gib: float | None = None
-    parts_s: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    return Observers(NoLog(), Tracker(""), NoMonitor(), profiler, screen)
 
 
 @dataclass
@@ -178,7 +152,7 @@ class TrainingRun:
     rooms: tuple[HostBuffer, HostBuffer] = field(
         default_factory=lambda: (HostBuffer(), HostBuffer())
     )  # for copies of the state
-    dropped: tuple[int, ...] = ()  # ranks without which the run goes on: it is faster so
+    dropped: tuple[int, ...] = ()  # ranks to drop: the run continues without them, because it is faster
     pulse: ProgressMark = field(default_factory=ProgressMark)  # what the watchdog looks at
     tally: Tally = field(default_factory=Tally)
     changes: list[dict[str, Any]] = field(default_factory=list)  # of code and data, found when the run was resumed

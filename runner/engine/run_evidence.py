@@ -12,9 +12,9 @@ from runner.base.accelerator import accelerator_of
 from runner.base.stopwatch import PARTS
 from runner.base.task import Task
 from runner.engine.advice import odd_sizes
-from runner.engine.evidence import Evidence, PhaseEvidence
 from runner.engine.run import TrainingRun
 from runner.plan.inventory import Inventory
+from runner.records.evidence import Evidence, PhaseEvidence
 
 
 def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:

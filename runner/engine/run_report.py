@@ -7,18 +7,10 @@ from collections.abc import Mapping
 
 import torch
 
-from runner.base.json_numbers import metric_text
-from runner.base.option_table import make
-from runner.base.text import sized_gib
-from runner.durable.checkpoint import Loaded
-from runner.engine.assemble import Parts
-from runner.engine.evidence import Evidence
-from runner.engine.run import Outcome, PhaseRecord, TrainingRun
-from runner.engine.run_screen import Screen
-from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy
-from runner.observe import bottleneck
-from runner.observe.peak_memory import allocator_notes
-from runner.observe.run_summary import (
+from runner.base.text import metric_text, sized, sized_gib
+from runner.config.option_table import make
+from runner.console import bottleneck
+from runner.console.run_summary import (
     EndOfRun,
     MemoryLine,
     StartOfRun,
@@ -26,9 +18,17 @@ from runner.observe.run_summary import (
     end_summary,
     start_report,
 )
+from runner.durable.checkpoint import Loaded
+from runner.engine.assemble import Parts
+from runner.engine.run import Outcome, TrainingRun
+from runner.engine.run_screen import Screen
+from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy
 from runner.plan.inventory import Inventory
-from runner.plan.planner import Plan, rank_table
 from runner.plan.prediction_text import short
+from runner.plan.run_plan import Plan, rank_table
+from runner.profiling.peak_memory import allocator_notes
+from runner.records.evidence import Evidence
+from runner.records.run_record import PhaseRecord
 
 
 def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
@@ -69,7 +69,7 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
 
 def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
     """Print how the run ended, its bottleneck and the possible next steps."""
-    if run.observers.profiler.only:  # nothing was trained that one could go on with
+    if run.observers.profiler.only:  # there is nothing to resume
         screen.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
@@ -86,17 +86,13 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     tracker, notes = run.observers.tracker.note, []
     if run.observers.profiler.note:
         notes.append(run.observers.profiler.note)
-    if run.observers.benchmark.note:
-        notes.append(run.observers.benchmark.note)
     if plan.choices["tracker"].name != "none":
         notes.append(tracker)
     if run.num_skipped:
         notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
     notes += [_toll(run.toll, total)] if run.toll.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
-    before, after = run.state_bytes
-    if after < before:
-        notes.append(f"optimizer state {after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB")
+    notes += state_note(*run.state_bytes)
     baselines = run.baselines
     others = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
     notes += [f"baselines: {', '.join(others)}"] if others else []
@@ -128,6 +124,12 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     )
     screen.say("\n" + text)
     screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
+
+
+def state_note(expected: int, real: int) -> list[str]:
+    """Return a note if the optimizer state is smaller than expected, in bytes, by more than rounding hides."""
+    texts = sized(real), sized(expected)
+    return [f"optimizer state {texts[0]} instead of {texts[1]}"] if real < expected and texts[0] != texts[1] else []
 
 
 def _next(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:

@@ -6,25 +6,27 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from runner.axes.attention import Attention
-from runner.base.json_numbers import metric_text
 from runner.base.order import Order
-from runner.durable.directory import RunDirectory
-from runner.observe.alerts import Alert
-from runner.observe.events import Console, Events, level_said
-from runner.observe.progress_display import ProgressDisplay, make_progress
-from runner.observe.run_summary import (
+from runner.base.text import metric_text
+from runner.console.progress_display import ProgressDisplay, make_progress
+from runner.console.run_summary import (
     prints_only_ascii,
 )
+from runner.durable.directory import RunDirectory
+from runner.monitor.alerts import Alert
+from runner.records.events import Console, Events, level_said
 
 
 class Screen:
-    """Progress while a phase runs, words before and after it; a copy of the words in the run directory.
+    """Shows progress during a phase and messages before and after it; copies the messages to the run directory.
 
-    machine  `rank8`: rank 8 does not speak, but is the first of another machine, of which nobody else can tell
+    machine  such as `rank8`: rank 8 prints nothing itself, but is the first rank of another machine and reports for it
     """
 
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
@@ -131,3 +133,11 @@ class Screen:
 
 
 SLOW_START_S = 5.0
+
+
+@contextmanager
+def warnings_on(screen: Screen) -> Iterator[None]:
+    """Route Python warnings to the screen, without their code location."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
+        yield

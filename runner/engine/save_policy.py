@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from runner.base.values import Every, Positive, PositiveInt
-from runner.durable.checkpoint import Saved
+from runner.durable.checkpoint_choice import Ranking
+from runner.durable.checkpoint_writer import Saved
 
 AT_RISK_S = 600.0  # work that is lost at most under `every: auto`
 COST = 0.01  # share of the time that saving costs at most under `every: auto`, where AT_RISK_S lets it
@@ -43,6 +44,11 @@ class SavePolicy:
     _last: float = field(default_factory=time.monotonic)
     _again_at: float | None = None  # retry time after a failed save
     _has_failed: bool = False  # the previous save failed
+
+    @property
+    def ranking(self) -> Ranking:
+        """By what the best checkpoints are chosen."""
+        return Ranking(self.best, self.better, self.keep_best)
 
     @property
     def saves_on_the_way(self) -> bool:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from runner.axes.attention import observed_calls
-from runner.base.configuration import task_source
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.packages import check_installed
 from runner.base.paths import cache_folder
 from runner.base.task import Context, Task
-from runner.engine.contract_checks import Number, checked_loss
+from runner.config.option_table import load_file
+from runner.config.options import task_source
+from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import explain, place_of
-from runner.plan.planner import Plan
+from runner.plan.run_plan import Plan
 
 
 def load_task(plan: Plan) -> Task:
@@ -87,47 +86,57 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
 
 
 class CheckedLoss:
-    """The task's loss, whose answers are checked against the contract, and whose first call is watched.
+    """The task's loss or embedding, whose answers are checked against the contract, and whose first call is observed.
 
+    check         (answer, method, source, look=) -> checked answer
     attention     kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
     around_first  context for the first call
+    observe       receives the further metrics that a loss returns
     """
 
     around_first: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def __init__(self, loss: Callable[..., Any], source: Path, *, watch: bool) -> None:
-        self.loss, self.source, self.watch = loss, source, watch
+    def __init__(
+        self, loss: Callable[..., Any], source: Path, *, watch: bool, check: Callable[..., Any] = checked_loss
+    ) -> None:
+        self.loss, self.source, self.check, self.watch = loss, source, check, watch
         self.checked = False
+        self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _ignored
         self.attention: dict[tuple[str, str], int] = {}
 
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Number]:
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
         if self.checked:
-            return checked_loss(self.loss(model, batch), self.loss, self.source)
+            return self._checked(self.loss(model, batch))
         answers: list[Any] = []
         with self.around_first():
             if self.watch:
                 self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
             else:
                 answers.append(self.loss(model, batch))
-        answer = checked_loss(answers[0], self.loss, self.source, look=True)
-        self.checked = True  # not before: a first call in which memory runs out is made again
+        answer = self._checked(answers[0], look=True)
+        self.checked = True  # not before: a first call that runs out of memory is repeated
         return answer
+
+    def _checked(self, answer: Any, *, look: bool = False) -> Any:
+        if self.check is checked_loss and isinstance(answer, tuple) and len(answer) == 3:
+            verb = "the third value of loss must be"
+            found = checked_metrics(answer[2], self.loss, self.source, verb=verb)
+            for name in found.keys() & _RESERVED:
+                what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
+                raise TaskFault(what, where=place_of(self.loss, self.source), fix="choose another name")
+            self.observe(found)
+        return self.check(answer, self.loss, self.source, look=look)
+
+
+_RESERVED = {"loss", "grad_norm", "lr"}  # of an update, or of an objective
+
+
+def _ignored(found: Mapping[str, tuple[Number, Number]]) -> None:
+    """Drop further metrics, where none are reported."""
 
 
 def _import(name: str, file: Path | None) -> ModuleType:
     if file is None:
         return importlib.import_module(f"runner.tasks.{name}.task")
-    # Registered under its own name, and found from its own folder, so that data workers can import it too.
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise TaskFault("is not a Python file", where=str(file), fix="its name must end with .py")
-    if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):
-        raise TaskFault(
-            f"has the name of a module in use, {file.stem}", where=str(file), fix=f"call it my_{file.stem}.py"
-        )
-    sys.path.insert(0, str(file.parent))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
     with explained(file, "the file"):
-        spec.loader.exec_module(module)
-    return module
+        return load_file(file)

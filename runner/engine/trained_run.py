@@ -1,61 +1,103 @@
-"""Open a trained run for use: its model with the weights of the newest valid checkpoint."""
+"""Open a trained run for use: its model with the weights of one of its checkpoints."""
 
 from __future__ import annotations
 
 import gc
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.base.configuration import Request, compose
-from runner.base.errors import DataError, InputMissing
+import torch
+from torch import nn
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.global_rng import random_state, restore_random_state
 from runner.base.task import Progress
-from runner.durable.checkpoint import load_newest, verify
+from runner.base.world import World
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request, key_of, merge_overrides, word_of
+from runner.durable.checkpoint import load
+from runner.durable.checkpoint_choice import choose
 from runner.durable.directory import RunDirectory, default_name
+from runner.durable.record_files import read_record
 from runner.durable.run_request import find_run, origin_of
 from runner.engine.assemble import Parts, assemble
 from runner.engine.checkpoint_state import check_state
 from runner.engine.hooks import HOOKS
 from runner.engine.resumption import load_model
 from runner.engine.weights import begin_with
-from runner.observe.events import Console
-from runner.plan.planner import Plan, plan_here
+from runner.plan.planner import plan_here
+from runner.plan.run_plan import Plan
+from runner.records.events import Console
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What to open: a run with one of its checkpoints, or the task of a command line with given weights.
+
+    name        of the run, or of the new run directory for the results of given weights
+    run         its directory, opened for reading; None: given weights
+    checkpoint  its path; None: given weights
+    marks       what it is called: best or last, and its metric
+    """
+
+    configuration: Configuration
+    name: str
+    run: RunDirectory | None = None
+    checkpoint: Path | None = None
+    marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What using a run needs: where it lies, how it was planned for this machine, its parts, and the updates made."""
+    """A model in use: where results go, its plan on this machine, its parts, and what it has learned.
+
+    phase   phase of the task whose model it is
+    update  updates of all phases; 0 for given weights
+    """
 
     directory: RunDirectory
     plan: Plan
     parts: Parts
+    phase: str
     update: int
 
 
-def open_trained(request: Request, console: Console, stack: ExitStack) -> Trained:
-    """Return the run that the request names, built anew and with its weights; torch's switches go back with `stack`.
+def find_source(request: Request, console: Console, wanted: str | None = None) -> ModelSource:
+    """Return what the request names: a run, by default the last one, or the weights of `weights=`.
 
-    The run's own settings hold, so the model is the one that was trained; those of the request come on top.
-    Raises InputMissing where there is no such run or no checkpoint in it, DataError where all are damaged.
+    The run's own settings apply, so the model is the one that was trained; those of the request override them.
+
+    wanted  the checkpoint: best, last or an update; None: the best one if there is one, else the last one
+    Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for given weights
+    with the name of a trained run.
     """
-    if any(word.partition("=")[0] == "weights" for word in request.overrides):
-        return _open_weights(request, console, stack)
+    if any(key_of(word) in ("weights", "weights.source") for word in request.overrides):
+        configuration = compose(request)
+        name = configuration.settings.run or default_name(configuration.choices["task"].name)
+        if read_record(configuration.settings.root / name).is_known:
+            what = f"run {name} is a trained run, whose settings do not apply to given weights"
+            fix = f"leave out weights= to use its checkpoints, or name another folder for the results: run={name}-given"
+            raise ConfigError(Problem(what, f"run={name}", fix))
+        return ModelSource(configuration, name)
     directory, root = find_run(request, console.info)
-    plan, _ = plan_here(compose(origin_of(directory, root, request).request(request)))
-    run = directory.owner
-    found = load_newest(directory.checkpoints, run)
-    if found is None:
-        where = str(directory.checkpoints)
-        if directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir()):
-            fix = f"accel-run status run={directory.name}"
-            raise DataError("no checkpoint of this run is valid", where=where, fix=fix)
-        raise InputMissing("this run has no checkpoint yet", where=where, fix="train it first: accel-run train")
-    for newer in sorted(directory.checkpoints.glob("update-*")):
-        if newer.name > found.path.name:
-            console.warning(f"checkpoint {newer.name} is passed over: {'; '.join(verify(newer, run))}")
-    parts = assemble(plan, stack)
+    configuration = compose(origin_of(directory, root, request).request(request))
+    chosen = choose(directory, wanted, lambda text: console.warning(f"checkpoint {text}"))
+    return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.marks)
+
+
+def open_source(
+    source: ModelSource, plan: Plan, console: Console, stack: ExitStack, world: World | None = None
+) -> Trained:
+    """Build the task and load its weights; torch's global settings are restored when `stack` closes.
+
+    world  the ranks that use the model together; None: this process alone
+    """
+    parts = assemble(plan, stack, world)
     gc.enable()  # off while everything was imported and built, see cli.py
-    checkpoint = check_state(found)
+    if source.run is None or source.checkpoint is None:
+        return _open_weights(source, plan, parts, console, stack)
+    checkpoint = check_state(load(source.checkpoint))
     load_model(parts.bare, checkpoint, parts.parallel)
     for hook in HOOKS:
         hook.load_for_use(parts, checkpoint)
@@ -63,19 +105,51 @@ def open_trained(request: Request, console: Console, stack: ExitStack) -> Traine
     parts.task.begin_phase(state["phase"])
     parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
     device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
-    console.info(f"{directory.name}: {found.path.name}, on {device}, precision {precision}")
-    return Trained(directory, plan, parts, checkpoint.update)
+    ranks = f" and {plan.world_size - 1} more" if plan.world_size > 1 else ""
+    marks = f" ({', '.join(source.marks)})" if source.marks else ""
+    console.info(f"{source.name}: {source.checkpoint.name}{marks}, on {device}{ranks}, precision {precision}")
+    return Trained(source.run, plan, parts, state["phase"], checkpoint.update)
 
 
-def _open_weights(request: Request, console: Console, stack: ExitStack) -> Trained:
-    """Return a new run that was never trained: the task with the weights of a file."""
-    configuration = compose(request)
-    settings = configuration.settings
-    name = settings.run or default_name(configuration.choices["task"].name)
-    plan, _ = plan_here(configuration)
-    parts = assemble(plan, stack)
-    gc.enable()
-    said = begin_with(Path(str(settings.weights)).expanduser(), parts.bare, parts.parallel)
-    directory = stack.enter_context(RunDirectory.create_or_open(settings.root, name))
-    console.info(f"{directory.name}: {said}")
-    return Trained(directory, plan, parts, 0)
+def open_trained(request: Request, console: Console, stack: ExitStack, wanted: str | None = None) -> Trained:
+    """Open what `find_source` finds in this process alone."""
+    source = find_source(request, console, wanted)
+    return open_source(source, plan_here(source.configuration)[0], console, stack)
+
+
+def load_trained_model(directory: RunDirectory, request: Request, wanted: str | None) -> nn.Module:
+    """Return the model of a run with the weights of a checkpoint, on the CPU, in float32 and eval mode.
+
+    wanted  see `find_source`
+    The state of the global random generators, and torch's global settings, are as before.
+    """
+    cpu = torch.device("cpu")
+    tensors, rest = random_state(cpu)
+    plain = merge_overrides(request.overrides, (*_PLAIN, word_of("run", str(directory.path.absolute()))))
+    with ExitStack() as stack:
+        stack.callback(restore_random_state, tensors, rest, cpu)
+        trained = open_trained(replace(request, overrides=plain), Console(level="warning"), stack, wanted)
+    return trained.parts.bare.eval()
+
+
+def named(source: ModelSource, world: World) -> ModelSource:
+    """Return the source with the run name of rank 0: a name that is made up has a random part."""
+    return replace(source, name=world.broadcast(source.name))
+
+
+def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> Trained:
+    """Load given weights; results go to a run directory without training."""
+    settings, world = plan.settings, parts.world
+    said = begin_with(settings, parts.bare, parts.parallel)
+    path = settings.root / source.name
+    if world.is_first:
+        directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))
+    else:
+        directory = RunDirectory.join(path)
+    parts.task.begin_phase(plan.selected[-1].name)
+    console.info(f"{source.name}: {said}")
+    return Trained(directory, plan, parts, plan.selected[-1].name, 0)
+
+
+# Options that change neither the weights nor their names: a model for other code is a plain one.
+_PLAIN = ("device=cpu", "parallelism=single", "precision=fp32", "compile=off", "memory=none", "prefetch=none")

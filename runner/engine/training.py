@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable
 
 from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, TaskFault
-from runner.base.json_numbers import nan_for_none
-from runner.base.schema import did_you_mean
+from runner.base.json_values import nan_for_none
+from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
 from runner.engine.checkpoint_state import understood
@@ -17,31 +17,32 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.phase import Phase, restore_random_state_of
 from runner.engine.phase_kinds import check_parameters
 from runner.engine.resumption import ADDED, compare, load_model
-from runner.engine.run import Outcome, PhaseRecord, TrainingRun
+from runner.engine.run import Outcome, TrainingRun
 from runner.engine.training_identity import changed_files, code_of
-from runner.plan.planner import PhasePlan, Plan
+from runner.plan.run_plan import PhasePlan, Plan
+from runner.records.run_record import PhaseRecord
 
 
 def train(run: TrainingRun, start: Loaded | None) -> Outcome:
     """Run every unfinished phase. `start` is the checkpoint to resume from.
 
-    Raises what the task, the device or the disk make impossible to go on with; the last checkpoint is whole.
+    Raises errors of the task, the device or the disk; the last checkpoint stays valid.
     """
     run.identifies = True
     phases = phases_to_walk(run.plan, start, run.directory)
     check_parameters(phases, run.parts.bare)
     _check_names(run)
-    if run.parts.world.is_first:  # now: what is edited while the run trains is not what it trains with
+    if run.parts.world.is_first:  # before training: later edits are not what it trains with
         run.code = code_of(run.parts.source)
         run.edited = changed_files(start.state.get("code", run.code), run.code) if start else []
     if start is not None:
         with understood(start):
             _take_over(run, start)
-        if not _goes_on(start, phases[0], run.directory, run.plan):
+        if not _resumes(start, phases[0], run.directory, run.plan):
             _begin_after(run, start)
             start = None
     for planned in phases:
-        if start is None:  # else the record goes on with the phase
+        if start is None:  # else the record of the resumed phase is kept
             run.records[planned.name] = PhaseRecord(planned.kind)
         phase = _begun(run, planned, start)
         start = None
@@ -126,7 +127,7 @@ def _begin_after(run: TrainingRun, start: Loaded) -> None:
 def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:
     """Return the phases to run: that of the checkpoint where it is selected, then the selected ones not yet finished.
 
-    What another run has finished counts for what a phase needs; phases that are named run anew in this one.
+    Phases that another run finished satisfy `needs`; phases that the user names run again in this run.
     Raises IncompatibleResume where the phase of the checkpoint is neither selected nor finished, or nothing is left;
     InputMissing where a phase needs another that is neither finished nor comes before it.
     """
@@ -138,7 +139,7 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
             raise IncompatibleResume(
                 f"the checkpoint is of phase {current}, which the task does not have",
                 where="phases",
-                fix="take the task the run was trained with, or start anew with another run=NAME",
+                fix="take the task the run was trained with, or start a new run with another run=NAME",
             )
         finished = {name for name, record in start.state["records"].items() if record["finished"]}
         is_selected = current in [phase.name for phase in selected]
@@ -149,16 +150,16 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
                 where="phases",
                 fix=f"use phases=[{current}]",
             )
-        is_named_anew = _is_named_anew(plan, start, directory)
-        coming = [phase for phase in selected if is_named_anew or phase.name not in finished]
-        if is_selected and not (is_named_anew and current in finished):
+        is_repeated = _is_repeated(plan, start, directory)
+        coming = [phase for phase in selected if is_repeated or phase.name not in finished]
+        if is_selected and not (is_repeated and current in finished):
             coming = [phase for phase in selected if phase.name == current] + [
                 phase for phase in coming if phase.name != current
             ]
         if not coming:
             raise IncompatibleResume(
                 f"{', '.join(phase.name for phase in selected)} of this run is finished already", where="phases",
-                fix="start anew with another run=NAME",
+                fix="start a new run with another run=NAME",
             )  # fmt: skip
         selected = coming
     there = set(finished)
@@ -179,30 +180,30 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
 def _with_needs(plan: Plan, name: str) -> set[str]:
     """Return a phase and all phases that it depends on, transitively."""
     phase = plan.phase(name)
-    assert phase is not None, "PHASES names only phases of its own"
+    assert phase is not None, "PHASES refers to its own phases only"
     return {name}.union(*(_with_needs(plan, other) for other in phase.needs))
 
 
-def _is_named_anew(plan: Plan, start: Loaded, directory: RunDirectory) -> bool:
-    """Tell whether the user names phases to be made in this run with the model of another."""
+def _is_repeated(plan: Plan, start: Loaded, directory: RunDirectory) -> bool:
+    """Return True if the user names phases, and the checkpoint is of another run: they run again here."""
     return plan.settings.phases is not None and start.path.parent != directory.checkpoints
 
 
-def _goes_on(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
+def _resumes(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
     """Return True if the first phase resumes from the checkpoint; otherwise it starts with the checkpoint's model."""
     is_finished = start.state["records"][start.state["phase"]]["finished"]
-    return bool(start.state["phase"] == first.name) and not (is_finished and _is_named_anew(plan, start, directory))
+    return bool(start.state["phase"] == first.name) and not (is_finished and _is_repeated(plan, start, directory))
 
 
 def check_resume(plan: Plan, start: Loaded, say: Callable[[str], None]) -> None:
-    """Say what differs from the checkpoint. Raises IncompatibleResume where it may not.
+    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
 
-    Of the keys of phases only those of the phase that goes on count: the others are over, or have not begun.
+    Of the phase settings only those of the resumed phase are compared: the others are finished or not started.
     """
     current = start.state["phase"]
-    goes_on = current if current in [phase.name for phase in plan.selected] else None
+    resumed = current if current in [phase.name for phase in plan.selected] else None
     before, now = (
-        {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == goes_on}
+        {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == resumed}
         for values in ({**ADDED, **start.state["values"]}, json.loads(json.dumps(plan.values())))
     )
     for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):

@@ -27,7 +27,7 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import IncompatibleResume, Problem
 from runner.base.order import Micro
 from runner.base.paths import PACKAGE, shipped
-from runner.base.sample_rng import drawing_apart
+from runner.base.sample_rng import seeded_generators
 from runner.base.text import shortened
 
 Hashes = dict[str, str]  # of samples by index, or of files by path
@@ -86,7 +86,7 @@ class _Hashing(Fetcher):
 
 def sample_hash(fetcher: Fetcher, index: int) -> str | None:
     """Return the hash of a sample, read with seeded global generators; None for one that cannot be read."""
-    with drawing_apart(0, "content", index):
+    with seeded_generators(0, "content", index):
         try:
             if fetcher.set_epoch is not None:
                 fetcher.set_epoch(0)
@@ -170,11 +170,11 @@ def code_of(source: Path) -> Hashes:
 def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
     """Return file and package of loaded local modules in this folder, sorted by name."""
     found = {}
-    for module in list(sys.modules.values()):
+    below = f"{folder}{os.sep}"
+    for module in list(sys.modules.values()):  # thousands: a Path for each would take a tenth of a short start
         name = getattr(module, "__file__", None)
-        file = Path(name) if isinstance(name, str) else None
-        if file is not None and file.is_relative_to(folder) and _is_local(file):
-            found[file] = getattr(module, "__package__", None) or ""
+        if isinstance(name, str) and name.startswith(below) and _is_local(Path(name)):
+            found[Path(name)] = getattr(module, "__package__", None) or ""
     return sorted(found.items())
 
 

@@ -4,7 +4,7 @@ The run says what it does by setting one attribute (`ProgressMark.now`); it neve
 from time to time and counts its own looks, not the clock: a process that was stopped, a machine that slept, or a
 debugger make one long pause between two looks, which counts as one.
 
-A process on its own ends itself. A rank that our launcher watches only shows how it stands (runner.base.heartbeat): the
+A process on its own ends itself. A rank that our launcher watches only shows how it stands (runner.host.heartbeat): the
 launcher sees all ranks, so it knows who waits for whom.
 """
 
@@ -22,17 +22,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.base import scratch, stacks
-from runner.base.errors import Exit, Hang, SystemLimit, as_told, where_it_goes_on
-from runner.base.heartbeat import Heartbeat, HeartbeatTable
-from runner.base.option_table import make
-from runner.base.process_tree import descendants
+from runner.base.errors import Exit, Hang, SystemLimit, format_error, resume_note
 from runner.base.secret import fit_to_show
 from runner.base.values import Auto, Positive
 from runner.base.world import World
+from runner.config.option_table import make
 from runner.distributed.timeouts import within
 from runner.durable.checkpoint import newest
-from runner.plan.planner import Plan
+from runner.host import scratch, stacks
+from runner.host.heartbeat import Heartbeat, HeartbeatTable
+from runner.host.process_tree import descendants
+from runner.plan.run_plan import Plan
 
 START, DATA, UPDATE, EVALUATION, SUMMARY = "start", "data", "update", "evaluation", "summary"
 CHECKPOINT, FINISH, PREDICTION, SEARCH, END = "checkpoint", "finish", "prediction", "search", "end"
@@ -42,9 +42,9 @@ TICK_S = 0.25
 LEAST_S = 50.0  # an update that hangs is named within a minute, stacks and all
 TIMES = 10
 RECENT = 100  # pieces of work that lasted longer than a tick
-SETTLED = 3  # later updates, batches or predictions that are known: they tell more than the first, which may compile
+SETTLED = 3  # known later durations after which the first, which may include compilation, is ignored
 COMPILED_AGAIN = 1.5  # times the first: for another shape, on a busier machine
-TELL_S = 3.0  # to write down what happened, on a disk that may be what hangs
+TELL_S = 3.0  # to record the hang on a disk that may itself hang
 
 
 def _nowhere(_: Hang) -> None:
@@ -92,34 +92,40 @@ class WatchdogLimits:
         return max(LEAST_S, least_s, TIMES * longest_s) if given is None else given
 
 
+@dataclass(frozen=True)
+class HangTraces:
+    """Where a hang is recorded.
+
+    keep         writes the stacks; it may block, and is then abandoned, as `record` is
+    record       writes the error
+    checkpoints  folder of the checkpoints; None: the run cannot be resumed
+    file         name of the file with the stacks, in the run directory
+    """
+
+    keep: Callable[[str], object]
+    record: Callable[[Hang], object] = _nowhere
+    checkpoints: Path | None = None
+    file: str = "stacks.txt"
+
+
 @contextmanager
 def watched(
     plan: Plan,
     world: World,
-    *,
-    keep: Callable[[str], object],
-    record: Callable[[Hang], object] = _nowhere,
-    checkpoints: Path | None = None,
-    file: str = "stacks.txt",
+    traces: HangTraces,
 ) -> Iterator[ProgressMark]:
-    """A pulse that is watched while the context is open, as the plan says.
-
-    keep         writes the stacks; it may block, and is then left behind, as `record` is
-    record       writes the error
-    checkpoints  where the last one is looked for; None: nothing goes on from it
-    file         of the run's folder where the stacks are written
-    """
+    """Yield a progress mark that is watched while the context is open, as the plan says."""
     pulse, choice = ProgressMark(), plan.choices["watchdog"]
     limits = make(WATCHDOGS, choice.function, **choice.options)
-    board = HeartbeatTable(world.watched_from, world.rank) if world.watched_from is not None else None
+    board = HeartbeatTable(world.heartbeat_folder, world.rank) if world.heartbeat_folder is not None else None
     if board is not None:  # also without a watchdog: the launcher reads them to answer signals and to report a loss
-        pulse.made, pulse.ending = board.made(), board.ending()
+        pulse.made, pulse.ending = board.num_updates(), board.is_ending()
     if limits is None:
         yield pulse
         return
     compiles = plan.choices["compile"].name != "off"
-    alone = _Alone(world, pulse, limits.checkpoint_s, keep, record, checkpoints, file)
-    show: Callable[[Heartbeat], None] = board.put if board is not None else alone
+    alone = _Alone(world, pulse, limits.checkpoint_s, traces)
+    show: Callable[[Heartbeat], None] = board.publish if board is not None else alone
     looking = _Looking(pulse, limits, show, compiles=compiles, is_one_of_many=world.world_size > 1)
     thread = threading.Thread(target=looking.look_on, name="watchdog", daemon=True)
     # At once: a rank may be stopped, or keep the interpreter to itself, before the first look.
@@ -135,7 +141,7 @@ def watched(
         yield pulse
     finally:
         looking.stop.set()
-        thread.join()  # where it has begun to end the process, this waits for that
+        thread.join()  # blocks if it is already ending the process
         show(Heartbeat())
 
 
@@ -249,21 +255,11 @@ class _Looking:
 class _Alone:
     """End this process after a timeout."""
 
-    def __init__(
-        self,
-        world: World,
-        pulse: ProgressMark,
-        patience_s: float,
-        keep: Callable[[str], object],
-        record: Callable[[Hang], object],
-        checkpoints: Path | None,
-        file: str,
-    ) -> None:
-        self.world, self.pulse, self.patience_s, self.file = world, pulse, patience_s, file
-        self.keep, self.record, self.checkpoints = keep, record, checkpoints
+    def __init__(self, world: World, pulse: ProgressMark, patience_s: float, traces: HangTraces) -> None:
+        self.world, self.pulse, self.patience_s, self.traces = world, pulse, patience_s, traces
 
     def __call__(self, sign: Heartbeat) -> None:
-        # Nobody here knows what another rank is busy with: it may be writing a checkpoint.
+        # A rank does not know what others are doing: they may be writing a checkpoint.
         if not sign.is_overdue or (sign.waits and sign.waited_s <= self.patience_s):
             return
         try:
@@ -283,32 +279,32 @@ class _Alone:
         """Print and record the hang within seconds, even if something blocks or fails."""
         of_threads = {_named(self.world): "has no stacks to show"}
         with suppress(Exception):
-            of_threads[_named(self.world)] = stacks.own()
+            of_threads[_named(self.world)] = stacks.dump()
         with suppress(Exception):  # also TimeoutError
             of_threads |= within(stacks.ANSWER_S + 1.0, _of_workers)
         is_kept = False
         with suppress(Exception):
-            within(TELL_S, lambda: self.keep(stacks.together(of_threads)))
+            within(TELL_S, lambda: self.traces.keep(stacks.joined(of_threads)))
             is_kept = True
         who = _named(self.world) if self.world.world_size > 1 else ""
-        error = hang(sign, self.world.rank, who, of_threads, self.file if is_kept else None)
+        error = hang(sign, self.world.rank, who, of_threads, self.traces.file if is_kept else None)
         with suppress(Exception):
-            checkpoints = self.checkpoints
+            checkpoints = self.traces.checkpoints
             last = within(1.0, lambda: newest(checkpoints)) if checkpoints else None
             made = int(self.pulse.made.value)
             if last or made:
-                error.add_note(where_it_goes_on(last, made))
+                error.add_note(resume_note(last, made))
         with suppress(Exception):
             lead = "\n" if os.isatty(2) else ""  # a progress bar leaves its line open
-            within(1.0, lambda: os.write(2, f"{lead}{fit_to_show(as_told(error))}\n".encode()))
+            within(1.0, lambda: os.write(2, f"{lead}{fit_to_show(format_error(error))}\n".encode()))
         if is_kept:  # else the disk does not take this either
             with suppress(Exception):
-                within(TELL_S, lambda: self.record(error))
+                within(TELL_S, lambda: self.traces.record(error))
 
 
 def _of_workers() -> dict[str, str]:
     folder = scratch.shared_folder()
-    answers = stacks.asked(folder, descendants(os.getpid())) if folder is not None else {}
+    answers = stacks.request(folder, descendants(os.getpid())) if folder is not None else {}
     return {f"{WORKER} {pid}": text for pid, text in answers.items()}
 
 
@@ -322,7 +318,7 @@ def hang(sign: Heartbeat, rank: int, who: str, of_threads: Mapping[str, str], fi
     noun, key = _WORDS[sign.kind]
     key = "first_update_s" if sign.is_first and key != "checkpoint_s" else key
     what = noun.format(update=sign.update) + (f" of phase {sign.phase}" if sign.phase else "")
-    calls = (stacks.own_call(stacks.main_thread(text)) for text in of_threads.values())
+    calls = (stacks.user_frame(stacks.main_thread(text)) for text in of_threads.values())
     place = next(filter(None, calls), None)
     error = Hang(
         f"{what} hangs: waited {sign.waited_s:.0f} s, and it may take {sign.limit_s:.0f} s",
@@ -341,12 +337,12 @@ def way_out(of_threads: Mapping[str, str], longer: str = "", file: str | None = 
     for name, text in of_threads.items():
         frames = stacks.main_thread(text)
         if name.startswith(WORKER):
-            if num_workers or not stacks.own_call(frames):
+            if num_workers or not stacks.user_frame(frames):
                 continue
             num_workers += 1
         if len(lines) > _LINES:
             continue
-        lines += [f"{name} is at", *stacks.in_brief(frames)] if frames else [f"{name} {text.strip()}"]
+        lines += [f"{name} is at", *stacks.summary(frames)] if frames else [f"{name} {text.strip()}"]
     lines += [f"{file} in the run's folder has all threads" if file else "the stacks of all threads cannot be written"]
     lines += ["run the same command again" + (f"; if it takes that long: {longer}" if longer else "")]
     return "\n".join(lines)

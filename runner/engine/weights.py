@@ -1,273 +1,246 @@
-"""Load initial weights from a safetensors file, and convert pickle checkpoints to safetensors."""
+"""Load initial weights into a model: all of them, or those that fit, with a table of what was taken."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import re
-import resource
-import sys
-import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from runner.base.errors import (
-    AccelRunError,
-    CannotCreate,
-    ConfigError,
-    DataError,
-    HostMemoryError,
-    IncompatibleResume,
-    InputMissing,
-    Problem,
-    SecurityRefusal,
-    StorageError,
-    readable,
-)
-from runner.base.schema import did_you_mean
-from runner.base.secret import fit_to_show
+from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, SecurityRefusal
+from runner.base.text import shortened
+from runner.config.schema import did_you_mean
+from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
 from runner.durable import files
-from runner.durable.tensors import fault, pieces
+from runner.durable.weight_source import WeightSource, find_weights
 
 
-def begin_with(file: Path, model: nn.Module, parallel: Parallel) -> str:
-    """Load the weights of a safetensors file by name and shape; return a message for the user.
+@dataclass
+class WeightMatch:
+    """Which tensors of a source a model takes.
 
-    Floating-point weights take the model's type. Raises InputMissing, DataError for a file that is none,
-    SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape.
+    taken      names of the model, tied ones included
+    missing    names of the model that the source lacks; they keep their initialization
+    ignored    names of the source that the model lacks, or that `weights.only` leaves out
+    different  names with another shape or kind of number, described
+    stripped   prefix that was removed from all names of the source, such as "module."
+    cast       number of tensors in another precision
     """
-    wanted = model.state_dict()
-    found, taken = named_as(read_weights(file), wanted)
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in sorted(found) if name not in wanted]
-    different = [
-        f"{name} is {_shape(found[name])}, must be {_shape(tensor)}"
-        for name, tensor in wanted.items()
-        if name in found
-        and (found[name].shape != tensor.shape or found[name].is_floating_point() != tensor.is_floating_point())
-    ]
-    parts = [
-        f"{len(names)} {what}: {', '.join(names[:_NUM_SHOWN])}{', ...' if names[_NUM_SHOWN:] else ''}"
-        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", different))
+
+    taken: dict[str, Tensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    stripped: str = ""
+    cast: int = 0
+
+
+def begin_with(settings: Settings, model: nn.Module, parallel: Parallel) -> str:
+    """Load the weights that the settings name; return a message for the user.
+
+    Floating-point weights take the model's type. Raises InputMissing, DataError for files that are damaged,
+    SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape,
+    ConfigError for names in `weights.only` and `weights.rename` that do not exist.
+    """
+    wanted, options = model.state_dict(), settings.weights
+    source = find_weights(str(options.source), settings.root)
+    found = match(_renamed(read_tensors(source, f"weights={options.source}"), options.rename), model, wanted, options)
+    problems = [
+        f"{len(names)} {what}: {shortened(names, _NUM_SHOWN)}"
+        for what, names in (
+            ("missing", found.missing),
+            ("unexpected", [] if options.only else found.ignored),
+            ("of another shape", found.different),
+        )
         if names
     ]
-    if parts:
+    if (problems and options.strict) or not found.taken:
         raise IncompatibleResume(
-            f"these are weights of another model; {'; '.join(parts)}",
-            where=f"weights={file}",
-            fix="use the task options they were trained with; rename them with your own script and save them again",
+            f"these are weights of another model; {'; '.join(problems)}",
+            where=f"weights={options.source}",
+            fix="use the task options they were trained with; to take what fits: weights.strict=false, "
+            "weights.only=[MODULE] or weights.rename={OLD: NEW}",
         )
-    cast = sum(found[name].dtype != tensor.dtype for name, tensor in wanted.items())
-    parallel.load(model, {name: found[name].to(tensor.dtype) for name, tensor in wanted.items()})
-    changed = f", {cast} of them in another precision" if cast else ""
-    stripped = f"; {taken} was taken off their names" if taken else ""
-    return f"begins with the {len(found)} tensors of {file}{changed}{stripped}"
+    parallel.load(model, {name: tensor.to(wanted[name].dtype) for name, tensor in found.taken.items()})
+    return _table(found, source.shown)
 
 
-def require_weights(file: Path) -> None:
-    """Raise InputMissing if the file does not exist, before a run that needs it is created."""
-    if not file.is_file():
-        what = "must be a file, but is a folder" if file.is_dir() else "does not exist"
-        raise InputMissing(what, where=f"weights={file}", fix="name a .safetensors file")
+def match(
+    tensors: dict[str, Tensor], model: nn.Module, wanted: Mapping[str, Tensor], options: WeightsSettings
+) -> WeightMatch:
+    """Return which of the tensors the model takes, by name and shape.
+
+    wanted  the model's state_dict: of a sharded model, shapes are those of the full tensors
+    Raises ConfigError for modules in `weights.only` that the model lacks.
+    """
+    _check_modules(options.only, wanted)
+    found, stripped = named_as(tensors, wanted)
+    is_used = {name: not options.only or _under(name, options.only) for name in {*wanted, *found}}
+    result = WeightMatch(
+        stripped=stripped, ignored=sorted(name for name in found if name not in wanted or not is_used[name])
+    )
+    for name, tensor in wanted.items():
+        if not is_used[name]:
+            continue
+        given = found.get(name)
+        if given is None:
+            result.missing.append(name)
+        elif given.shape != tensor.shape or given.is_floating_point() != tensor.is_floating_point():
+            result.different.append(f"{name} is {_shape(given)}, must be {_shape(tensor)}")
+        else:
+            result.taken[name] = given
+            result.cast += given.dtype != tensor.dtype
+    _add_tied(result, model)
+    return result
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file."""
+def _add_tied(result: WeightMatch, model: nn.Module) -> None:
+    """Take a missing tensor from a parameter that it is tied to: files store a shared one once."""
+    shared: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(weight), []).append(name)
+    for names in shared.values():
+        there = next((name for name in names if name in result.taken), None)
+        for name in names if there else ():
+            if name in result.missing:
+                result.missing.remove(name)
+                result.taken[name] = result.taken[str(there)]
+
+
+def read_tensors(source: WeightSource, where: str) -> dict[str, Tensor]:
+    """Return all tensors of the source. Raises DataError if shards lack a tensor, or have it twice."""
+    found: dict[str, Tensor] = {}
+    for file in source.files:
+        for name, tensor in read_weights(file, where if len(source.files) == 1 else f"{where}: {file.name}").items():
+            if name in found:
+                raise DataError(
+                    f"two shards have the tensor {name}", where=where, fix="keep the files of one model in a folder"
+                )
+            found[name] = tensor
+    lacking = [name for name in source.index or () if name not in found]
+    if lacking:
+        what = f"the shards lack {len(lacking)} tensors of their index: {shortened(lacking, _NUM_SHOWN)}"
+        raise DataError(what, where=where, fix="fetch the folder again, with all its files")
+    return found | (read_weights(source.average, where) if source.average else {})
+
+
+def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file.
+
+    where  the setting to name in errors; empty: the file
+    """
     from safetensors.torch import load
 
-    require_weights(file)
     content = files.read(file)
     try:
         return load(content)
     except Exception as error:  # the reader promises no class of error
+        where = where or str(file)
         if content.startswith(_PICKLES):  # asked only now: the length of a header of 640 bytes begins like a pickle
             raise SecurityRefusal(
                 "is a pickle, which may run code when it is read",
-                where=f"weights={file}",
-                fix=f"make a safetensors file of it, without running anything: accel-run import {file}",
+                where=where,
+                fix=f"convert it to safetensors without executing it: accel-run import {file}",
             ) from None
         fix = "it may be cut off: fetch it again"
-        raise DataError(f"is not in the safetensors format: {error}", where=f"weights={file}", fix=fix) from error
-
-
-# ---------------------------------------------------------------- from a pickle
-
-
-@dataclass(frozen=True)
-class Imported:
-    """Result of converting a foreign file: its tensors, omitted entries, and whether the reader had network access."""
-
-    num_tensors: int
-    num_bytes: int
-    entry: str
-    left_out: int
-    had_network: bool
-
-
-def convert(source: Path, target: Path, key: str | None) -> Imported:
-    """`target` is a new safetensors file with the tensors of a file of torch.save.
-
-    To be called in a process of its own, for it gives up the network, other programs and most memory before it reads.
-    Only tensors and plain data are built, never what the file names. Raises SecurityRefusal where it asks for more,
-    DataError, ConfigError, CannotCreate where the target is there, HostMemoryError.
-    """
-    warnings.simplefilter("ignore")  # torch's advice is for those who trust the file
-    size = source.stat().st_size
-    had_network = not confine(size)
-    content = _unpickled(source)
-    state, entry = _descended(content, key, source)
-    given = [(str(name), value.detach()) for name, value in state.items() if isinstance(value, Tensor)]
-    tensors = dict(given)
-    problems = [f"{readable(name, 80)}: {why}" for name, tensor in given if (why := _why_not(name, tensor))]
-    problems += [f"{readable(name, 80)}: it is there twice" for name, tensor in given if tensors[name] is not tensor]
-    if not problems and (written := sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())) > 4 * (
-        size + _SMALL
-    ):
-        problems = [f"its tensors would take {written / 2**30:,.1f} GiB, which the file's size does not explain"]
-    if problems:
-        what = f"cannot be kept as safetensors: {'; '.join(problems[:_NUM_SHOWN])}"
-        fix = "save it as plain tensors where it was made"
-        raise DataError(what, where=str(source), fix=fix)
-    try:
-        size, _ = files.write_new(target, pieces(tensors))
-    except StorageError as error:
-        if isinstance(error.__cause__, FileExistsError):
-            raise _taken(target) from None
-        raise CannotCreate(error.problems[0].what, where=str(target), fix=error.problems[0].fix) from error
-    return Imported(len(tensors), size, entry, len(state) - len(tensors), had_network)
-
-
-def _why_not(name: str, tensor: Tensor) -> str | None:
-    """Return why a file cannot store this tensor under this name, or None if it can."""
-    if tensor.is_nested or tensor.device.type != "cpu":
-        return "it is nested" if tensor.is_nested else f"it has no values, for it is on {tensor.device}"
-    if name == "__metadata__":
-        return "the format has another use for this name"
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return "its name is no text that can be written"
-    return fault(tensor)
-
-
-def refuse_taken(target: Path) -> None:
-    """Raise an error with exit code 73 if the name exists."""
-    if files.exists(target):
-        raise _taken(target)
-
-
-def settle(temporary: Path, target: Path) -> None:
-    """Move the temporary file to `target`, flushed to disk, without replacing an existing file."""
-    try:
-        os.link(temporary, target, follow_symlinks=False)
-    except FileExistsError:
-        raise _taken(target) from None
-    except OSError:  # a file system without links, on which nobody else is likely to take the name meanwhile
-        refuse_taken(target)
-        files.rename(temporary, target)
-    files.fsync_directory(target.parent)
-
-
-def _taken(target: Path) -> AccelRunError:
-    return CannotCreate("exists already, and is left as it is", where=str(target), fix="give another name after FILE")
-
-
-def confine(size: int) -> bool:
-    """Drop privileges: no subprocesses and limited memory; return whether network access was removed too."""
-    is_alone = False
-    if sys.platform == "linux":
-        is_alone = int(ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUSER | _CLONE_NEWNET)) == 0
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    for what, most in ((resource.RLIMIT_AS, taken + 4 * size + (1 << 30)), (resource.RLIMIT_CPU, 3600)):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-    sys.addaudithook(_refuse)
-    return is_alone
-
-
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    if event in _REFUSED:
-        raise PermissionError(f"{event} is not for a file that is imported")
-
-
-def _unpickled(source: Path) -> Any:
-    """Unpickle the file, allowing only tensors and plain data."""
-    try:
-        try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251 - the one place
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251 - the older format
-    except MemoryError as error:
-        fix = "it is damaged, or made to harm: fetch it again from where you trust it"
-        raise HostMemoryError("asks for more memory than its size explains", where=str(source), fix=fix) from error
-    except OSError as error:
-        raise DataError(f"cannot be read: {error}", where=str(source), fix="see who may read it") from error
-    except Exception as error:  # of any class: the file decides where the reader fails
-        asked = _ASKED.search(str(error))
-        if asked:
-            raise SecurityRefusal(
-                f"asks for {fit_to_show(asked[1])}, which is code and not a weight",
-                where=str(source),
-                fix="have it saved as a plain mapping of names to tensors: torch.save(model.state_dict(), file)",
-            ) from None
-        operand = _OPERAND.search(str(error))
-        first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
-        what, fix = (
-            f"is not a file of torch.save, or damaged: {fit_to_show(first)}",
-            "fetch it again, or name another file",
-        )
-        raise DataError(what, where=str(source), fix=fix) from None
-
-
-def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any, Any], str]:
-    """Return the mapping that contains the tensors, and the key path to it."""
-    way: list[str] = []
-    for part in key.split(".") if key else ():
-        if not isinstance(content, Mapping) or part not in content:
-            raise ConfigError(Problem(f"has no entry {part}", str(source), _offer(content, part)))
-        content = content[part]
-        way.append(part)
-    while isinstance(content, Mapping):
-        inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
-        if not inner and any(isinstance(value, Tensor) for value in content.values()):
-            break  # not sooner: a checkpoint has tensors, such as its step, beside the weights
-        if not inner or len(way) > _NUM_WRAPPERS:
-            raise ConfigError(Problem("holds no tensors by name", str(source), _offer(content, "")))
-        content = content[inner[0]]
-        way.append(inner[0])
-    if not isinstance(content, Mapping):
-        what = f"must hold a mapping of names to tensors, but holds {type(content).__name__}"
-        raise DataError(what, where=str(source), fix="have it saved as torch.save(model.state_dict(), file)")
-    return content, ".".join(way)
-
-
-def _offer(content: Any, wanted: str) -> str:
-    known = [str(name) for name in content] if isinstance(content, Mapping) else []
-    near = did_you_mean(wanted, known) if wanted else ""
-    return near or (f"choose an entry with key=NAME; available: {', '.join(known[:_NUM_SHOWN])}" if known else "")
+        raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error
 
 
 def named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by the names of the model, and what wrappers had put before all of them.
+    """Return the tensors by the names of the model, and the prefix that was removed from all of them.
 
-    As they are where they fit so, or where they fit without it neither.
+    Wrappers such as DDP put a prefix before all names. It is removed where more names then fit.
     """
-    found, taken = tensors, ""
-    while found.keys() != set(wanted):
-        lead = next((lead for lead in _PREFIXES if found and all(name.startswith(lead) for name in found)), "")
-        if not lead:
-            return tensors, ""
+    found, stripped = tensors, ""
+    best, num_best = (tensors, ""), len(found.keys() & set(wanted))
+    while lead := next((lead for lead in _PREFIXES if found and all(name.startswith(lead) for name in found)), ""):
         found = {name.removeprefix(lead): tensor for name, tensor in found.items()}
-        taken += lead
-    return found, taken
+        stripped += lead
+        num_fitting = len(found.keys() & set(wanted))
+        if num_fitting > num_best:
+            best, num_best = (found, stripped), num_fitting
+    return best
+
+
+def _renamed(tensors: dict[str, Tensor], given: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors, the longest old first."""
+    rename = {str(old): str(new) for old, new in given.items()}
+    unused = set(rename)
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        old = max((old for old in rename if _under(name, [old])), key=len, default=None)
+        unused.discard(str(old))
+        new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
+        if new in found:
+            what = f"two tensors would be named {new}"
+            raise ConfigError(Problem(what, "weights.rename", "rename one of them to another name"))
+        found[new] = tensor
+    if unused:
+        modules = _modules(tensors)
+        raise ConfigError(
+            Problem(f"the weights have no {old}; they have {shortened(sorted(tensors), _NUM_SHOWN)}",
+                    f"weights.rename.{old}", did_you_mean(old, modules)) for old in sorted(unused)
+        )  # fmt: skip
+    return found
+
+
+def _check_modules(only: Iterable[str], wanted: Collection[str]) -> None:
+    """Raise ConfigError for names in `weights.only` under which the model has no tensor."""
+    problems = [
+        Problem(
+            f"the model has no {name}; it has {shortened(sorted({each.partition('.')[0] for each in wanted}), 8)}",
+            "weights.only",
+            did_you_mean(name, _modules(wanted)),
+        )
+        for name in only
+        if not any(_under(each, [name]) for each in wanted)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return the names and those of all modules above them."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        found |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return list(found)
+
+
+def _under(name: str, modules: Iterable[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _table(found: WeightMatch, shown: str) -> str:
+    """Return what was taken as one line, followed by a row for each other case that occurred."""
+    changed = f", {found.cast} of them in another precision" if found.cast else ""
+    stripped = f"; the prefix {found.stripped} was removed from their names" if found.stripped else ""
+    rows = [
+        ("missing", found.missing, "keep their initialization"),
+        ("ignored", found.ignored, "not used by the model"),
+        ("other shape", found.different, "keep their initialization"),
+    ]
+    lines = [f"initial weights: {len(found.taken)} tensors of {shown}{changed}{stripped}"]
+    if any(names for _, names, _ in rows):
+        lines.append(f"  {'taken':<12}{len(found.taken):>5}  {shortened(_summary(found.taken), _NUM_SHOWN)}")
+    lines += [
+        f"  {what:<12}{len(names):>5}  {shortened(names, _NUM_SHOWN)}: {meaning}"
+        for what, names, meaning in rows
+        if names
+    ]
+    return "\n".join(lines)
+
+
+def _summary(names: Iterable[str]) -> list[str]:
+    """Return the top modules of the names, each with its number of tensors."""
+    counts: dict[str, int] = {}
+    for name in names:
+        top = name.partition(".")[0]
+        counts[top] = counts.get(top, 0) + 1
+    return [f"{top} ({count})" for top, count in counts.items()]
 
 
 def _shape(tensor: Tensor) -> str:
@@ -275,17 +248,5 @@ def _shape(tensor: Tensor) -> str:
 
 
 _NUM_SHOWN = 5
-_SMALL = 16 << 20  # bytes that no file needs to explain
-_NUM_WRAPPERS = 4
-_WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 _PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel and DDP, torch.compile, Lightning
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-_ASKED = re.compile(r"GLOBAL\s+([\w.]+)")
-_OPERAND = re.compile(r"Unsupported operand \d+")
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
-_REFUSED = frozenset(
-    {
-        "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "socket.connect",
-        "socket.bind", "os.remove", "os.rename", "os.rmdir", "os.chmod", "os.symlink", "os.link", "shutil.rmtree",
-    }
-)  # fmt: skip

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from runner.base.configuration import Configuration
-from runner.base.option_table import make
 from runner.base.values import Annotated, Auto, Count, Matches, PositiveInt
+from runner.config.configuration import Configuration
+from runner.config.option_table import make
 from runner.launch.slurm import Slurm
 
 
@@ -14,7 +14,7 @@ class Launcher:
     """Base launcher: runs on this machine."""
 
     def launch(self, configuration: Configuration) -> int | None:
-        """Return the exit code of the launch, or None where the run takes place in this process."""
+        """Return the exit code of the submission, or None if the run takes place in this process."""
         return None
 
 
@@ -28,10 +28,10 @@ class ToSlurm(Launcher):
         return self.job.submit(configuration)
 
 
-def launched(configuration: Configuration) -> int | None:
-    """Return the exit code where the run was handed to a scheduler, None where it takes place in this process.
+def submit(configuration: Configuration) -> int | None:
+    """Submit the run if a scheduler is configured; return its exit code, or None to run in this process.
 
-    Raises ConfigError where it cannot be handed over.
+    Raises ConfigError if the run cannot be submitted.
     """
     choice = configuration.choices["launcher"]
     return make(LAUNCHERS, choice.function, **choice.options).launch(configuration)

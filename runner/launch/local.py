@@ -15,28 +15,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.base import output, stacks
 from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
-from runner.base.process_tree import LAST_S, adopting_orphans, children, clear_away
 from runner.base.rank_env import RankInfo
-from runner.base.scratch import private_folder
-from runner.launch.hangs import TICK_S, HangReport, Hangs
-from runner.launch.rank_process import Main, live, read_report
-from runner.observe.events import Console
+from runner.host import output, stacks
+from runner.host.process_tree import LAST_S, children, kill_descendants, subreaper
+from runner.host.scratch import private_folder
+from runner.launch.hangs import TICK_S, HangDetector, HangReport
+from runner.launch.rank_process import Main, read_report, run_rank
+from runner.records.events import Console
 
 
 @dataclass(frozen=True)
 class Failure:
     """How a rank failed.
 
-    exit_code   the rank's own; 128 + n for signal n
+    exit_code   exit code of the rank; 128 + n for signal n
     signal      name of the signal that ended it, or None
-    what        in words: "was ended by SIGKILL", "raised ValueError: no such file"
-    problems    of the AccelRunError it ended with, if any
-    traceback   also of a crash; empty where it left none
-    is_victim   it only saw that another rank had gone
+    what        description: "was ended by SIGKILL", "raised ValueError: no such file"
+    problems    of its AccelRunError, if any
+    traceback   of an exception or a crash; empty if there is none
+    is_victim   the failure is a consequence of another rank's exit
     seconds     since the start
+    has_left    it was killed, or exited without an exception
     """
 
     rank: int
@@ -47,19 +48,36 @@ class Failure:
     traceback: str
     is_victim: bool
     seconds: float
+    has_left: bool = False
+
+
+@dataclass(frozen=True)
+class RankNotice:
+    """A notice while ranks run.
+
+    failure  of the rank that failed first; None: a process does not exit after SIGKILL
+    """
+
+    text: str
+    failure: Failure | None = None
+
+    @property
+    def is_external(self) -> bool:
+        """True if a rank was killed or exited early; an error that it raised is reported after all have ended."""
+        return self.failure is None or self.failure.has_left
 
 
 @dataclass(frozen=True)
 class Ending:
     """How the ranks of one start ended.
 
-    code      0; 75 where a rank saved and stopped; 130 where the user would not wait; else the exit code of the cause
-    cause     the first failure that is not a mere consequence of another; None where there is no failure
-    failures  in the order of time
-    killed    ranks that were ended here, since they did not end after the failure of another, or in a hang
-    results   what `main` returned besides the code, by rank; None where a rank did not end well
-    stop      the first signal that asked to stop, such as "SIGINT", or None: who starts ranks again must not after it
-    made      updates that a rank had made, of all phases; 0 where none was made in this start
+    code      0; 75 if a rank saved and stopped; 130 if the user forced the end; else the exit code of the cause
+    cause     the first failure that is not a consequence of another one; None without failures
+    failures  in order of time
+    killed    ranks that were killed, because they hung or did not exit after the failure of another rank
+    results   the second value that `main` returned, by rank; None for ranks that failed
+    stop      the first signal that requested a stop, such as "SIGINT", or None; ranks must not be restarted after it
+    made      completed updates of all phases; 0 if this start completed none
     place     of the cause: rank, phase and update, as far as they are known
     """
 
@@ -79,45 +97,51 @@ def run_ranks(
     *,
     attempt: int = 0,
     grace_s: float = 2.0,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[RankNotice], None] | None = None,
 ) -> Ending:
-    """Call `main(member)` in a forked process per rank, and return how they ended once none of them is left.
+    """Call `main(member)` in a forked process per rank; return how they ended once all have exited.
 
-    `main` returns its exit code and something JSON can write; an AccelRunError ends the rank with its code. After the
-    first failure the others have `grace_s` to end by themselves (twice that, until a rank is known to be the cause),
-    and are killed then. SIGINT, SIGTERM or SIGUSR1 asks every rank to save and stop, by SIGUSR1; a second SIGINT or
-    SIGTERM kills them, or a third one where rank 0 shows that training is over. Where ranks show that they hang, the
-    stacks of all are collected, the odd one is named, and all are killed: 83. This process must have one thread, must
-    not have started CUDA, and must not have computed on several threads: their locks and pools do not survive a fork.
-    Raises SystemLimit or CannotCreate where the ranks cannot be started.
+    `main` returns an exit code and a JSON-serializable result; an AccelRunError ends the rank with its exit code.
 
-    say  told at once which rank failed, and of what; default: a warning on the console
+    After the first failure, the other ranks have `grace_s` seconds to exit (twice that, until a rank is known to be
+    the cause); then they are killed. SIGINT, SIGTERM and SIGUSR1 make every rank save and stop, by SIGUSR1; a second
+    SIGINT or SIGTERM kills them, or a third one if training is already over on rank 0. If the ranks hang, the stacks
+    of all are collected, the blocking rank is reported, and all are killed (exit code 83).
+
+    This process must have one thread, must not have initialized CUDA, and must not have computed on several threads:
+    locks and thread pools do not survive a fork. Raises SystemLimit or CannotCreate if the ranks cannot be started.
+
+    say  called immediately when a rank fails; default: a warning on the console
     """
-    output.rest()  # its thread, where the terminal is stalled
+    output.stop_threads()  # one runs while the terminal is stalled
     assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
     assert threading.active_count() == 1, f"cannot fork while other threads run: {threading.enumerate()}"
     assert not cuda_is_initialized(), "CUDA does not survive a fork: query devices in a subprocess"
-    with private_folder() as folder, _Asked() as asked, _everything_ended() as ranks:
+    with private_folder() as folder, _SignalRequests() as requests, _cleanup() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
             member = RankInfo(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
-            _fork(main, member, folder, asked, ranks)
-        watch = _Watch(ranks, folder, asked, started, grace_s, say or Console().warning)
+            _fork(main, member, folder, requests, ranks)
+        watch = _Watch(ranks, folder, requests, started, grace_s, say or _warn)
         watch.until_the_end()
         return watch.ending()
+
+
+def _warn(notice: RankNotice) -> None:
+    Console().warning(notice.text)
 
 
 def as_error(ending: Ending) -> AccelRunError:
     """Return the error for a failure: the rank's own, with its exit code, or RankLost."""
     cause = ending.cause
     assert cause is not None, "nothing failed"
-    if cause.exit_code == Exit.HANG and cause.problems:  # it names the rank itself
+    if cause.exit_code == Exit.HANG and cause.problems:  # its message names the rank
         return remake(Hang, cause.problems, Exit.HANG, ending.place)
     if cause.problems:
         is_of_one = cause.rank != 0 and not any(
             other.problems == cause.problems for other in ending.failures if other is not cause
         )
-        lead = f"rank {cause.rank}: " if is_of_one else ""  # what all ranks find is said as by one process
+        lead = f"rank {cause.rank}: " if is_of_one else ""  # an error that all ranks report names no rank
         named = [
             Problem(problem.what, f"{lead}{problem.where}".removesuffix(": "), problem.fix)
             for problem in cause.problems
@@ -127,27 +151,27 @@ def as_error(ending: Ending) -> AccelRunError:
     if cause.is_victim and ending.killed:
         ranks = ", ".join(str(rank) for rank in ending.killed)
         what += f"; rank {ranks} did not respond" if len(ending.killed) == 1 else f"; ranks {ranks} did not respond"
-    if cause.signal and cause.traceback:  # in C; all threads are in stacks.txt
-        fix = "\n".join([*_where_it_crashed(cause.traceback), _WAY_OUT])
+    if cause.signal and cause.traceback:  # a crash in C code; stacks.txt has all threads
+        fix = "\n".join([*_crash_site(cause.traceback), _WAY_OUT])
     else:
         fix = f"{cause.traceback}\n{_WAY_OUT}" if cause.traceback else _HINTS.get(cause.signal or "", _WAY_OUT)
     error = RankLost(what, fix=fix.replace("\n", "\n    "))
     error.place = ending.place
     if cause.signal is None and cause.exit_code == Exit.SOFTWARE and not cause.is_victim:
-        error.exit_code = Exit.SOFTWARE  # the same fault with one rank ends so too
+        error.exit_code = Exit.SOFTWARE  # the same exit code as with one rank
     return error
 
 
-def _where_it_crashed(traceback: str) -> list[str]:
+def _crash_site(traceback: str) -> list[str]:
     """Return the innermost calls of a rank that crashed in C, with a hint."""
     frames = stacks.main_thread(traceback)
-    lines = ["the main thread was at", *stacks.in_brief(frames), "stacks.txt in the run's folder has all threads"]
+    lines = ["the main thread was at", *stacks.summary(frames), "stacks.txt in the run's folder has all threads"]
     if frames and stacks.is_collective(frames[0]):
         lines.append("in a collective: do all ranks call the same ones in the same order, with tensors of one size?")
     return lines
 
 
-# ---------------------------------------------------------------- live
+# ---------------------------------------------------------------- supervision
 
 
 @dataclass
@@ -167,7 +191,7 @@ class _Rank:
                 signal.pidfd_send_signal(self.descriptor, number)
 
     def send_to_group(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # in the instant before it has one
+        with suppress(ProcessLookupError):  # the rank has not called setsid yet
             os.killpg(self.pid, number)
 
     def kill(self) -> None:
@@ -181,63 +205,64 @@ class _Watch:
 
     ranks: list[_Rank]
     folder: Path
-    asked: _Asked
+    requests: _SignalRequests
     started: float
     grace_s: float
-    say: Callable[[str], None]
+    say: Callable[[RankNotice], None]
     failures: list[Failure] = field(default_factory=list)
-    limit: float = float("inf")  # when the ranks that live are killed
+    limit: float = float("inf")  # time at which the remaining ranks are killed
     next_reminder: float = 0.0
-    is_named: bool = False
-    leaves_at_once: bool = False
-    hangs: Hangs = field(init=False)
+    is_reported: bool = False
+    is_forced: bool = False
+    hangs: HangDetector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.hangs = Hangs(self.folder, {rank.number: rank.pid for rank in self.ranks})
+        self.hangs = HangDetector(self.folder, {rank.number: rank.pid for rank in self.ranks})
 
     def until_the_end(self) -> None:
         while living := [rank for rank in self.ranks if rank.status is None]:
-            for rank in _wait(living, self.asked, self._patience()):
+            for rank in _wait(living, self.requests, self._wait_s()):
                 rank.status = _status(rank)
-                self._judge(rank)
-            self._heed()
-            found = None if self.failures else self.hangs.look([rank.number for rank in living if rank.status is None])
+                self._record_exit(rank)
+            self._handle_requests()
+            found = None if self.failures else self.hangs.check([rank.number for rank in living if rank.status is None])
             if found is not None:
                 self._end_hang(found)
             if time.monotonic() > self.limit + LAST_S:
-                self.say("a process does not die after SIGKILL: it is blocked in the kernel, as by a hanging disk")
+                text = "a process does not exit after SIGKILL: it is blocked in the kernel, as by a hanging disk"
+                self.say(RankNotice(text))
                 return
-        if self.failures and not self.is_named:
-            self._name(self._cause())
+        if self.failures and not self.is_reported:
+            self._report(self._cause())
 
     def ending(self) -> Ending:
         cause = self._cause() if self.failures else None
         stopped = [rank.status for rank in self.ranks if rank.status in (Exit.PREEMPTED, Exit.INTERRUPTED)]
         code = cause.exit_code if cause else int(max(stopped, default=Exit.DONE))
         return Ending(
-            int(Exit.INTERRUPTED) if self.leaves_at_once else code,
+            int(Exit.INTERRUPTED) if self.is_forced else code,
             cause,
             tuple(sorted(self.failures, key=lambda failure: failure.seconds)),
             tuple(rank.number for rank in self.ranks if rank.is_killed),
             tuple(rank.result for rank in self.ranks),
-            self.asked.stop,
-            self.hangs.made(),
-            self.hangs.place(cause.rank) if cause else {},
+            self.requests.stop,
+            self.hangs.num_updates(),
+            self.hangs.last_place(cause.rank) if cause else {},
         )
 
-    def _judge(self, rank: _Rank) -> None:
+    def _record_exit(self, rank: _Rank) -> None:
         """Record the exit of a rank."""
         assert rank.status is not None
         report = read_report(self.folder, rank.number)
         is_unsaved = rank.status == Exit.INTERRUPTED and report.result is not None
-        has_left = rank.status in (Exit.DONE, Exit.PREEMPTED) and not report.is_told  # by os._exit, in the middle
+        has_left = rank.status in (Exit.DONE, Exit.PREEMPTED) and not report.is_complete  # by os._exit during training
         if (rank.status in (Exit.DONE, Exit.PREEMPTED) and not has_left) or is_unsaved:
             rank.result = report.result
             return
         if rank.is_killed and rank.status == -signal.SIGKILL:
             return
-        rank.is_killed = False  # it was faster
-        by = _name_of(-rank.status) if rank.status < 0 else None
+        rank.is_killed = False  # it failed before the kill
+        by = _signal_name(-rank.status) if rank.status < 0 else None
         failure = Failure(
             rank.number,
             128 - rank.status if by else int(Exit.RANK_LOST) if has_left else rank.status,
@@ -247,12 +272,13 @@ class _Watch:
             report.traceback,
             not by and (report.is_victim or rank.status == Exit.RANK_LOST),
             (report.time_s or time.monotonic()) - self.started,
+            has_left=by is not None or not report.what,
         )
         self.failures.append(failure)
         now = time.monotonic()
         self.limit = min(self.limit, now + self.grace_s * (2 if failure.is_victim else 1))
-        if not failure.is_victim and not self.is_named:
-            self._name(failure)
+        if not failure.is_victim and not self.is_reported:
+            self._report(failure)
 
     def _end_hang(self, found: HangReport) -> None:
         """End all ranks after a hang; the blocking rank is the cause."""
@@ -261,58 +287,59 @@ class _Watch:
             Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
         )
         self.limit = time.monotonic()
-        self._name(self.failures[-1])
-        self._heed()
+        self._report(self.failures[-1])
+        self._handle_requests()
 
-    def _name(self, failure: Failure) -> None:
-        self.is_named = True
-        self.say(f"rank {failure.rank} of {len(self.ranks)} {failure.what}, after {failure.seconds:.1f} s")
+    def _report(self, failure: Failure) -> None:
+        self.is_reported = True
+        text = f"rank {failure.rank} of {len(self.ranks)} {failure.what}, after {failure.seconds:.1f} s"
+        self.say(RankNotice(text, failure))
 
     def _cause(self) -> Failure:
         return min(self.failures, key=lambda failure: (failure.is_victim, failure.seconds))
 
-    def _heed(self) -> None:
+    def _handle_requests(self) -> None:
         """Handle pending signals and deadlines."""
         now = time.monotonic()
-        if self.asked.suspends:
+        if self.requests.suspends:
             self._suspend()
-        if self.asked.stop and now >= self.next_reminder:
-            # Repeated, since a rank may not listen yet. To one that does, SIGUSR1 says nothing new.
+        if self.requests.stop and now >= self.next_reminder:
+            # Repeated, because a rank may not have installed its handler yet; for others, a repetition is a no-op.
             self.next_reminder = now + REMINDER_S
             for rank in self.ranks:
                 rank.send(signal.SIGUSR1)
-        if self.asked.num_stops > 1 + self.hangs.is_ending():
-            self.leaves_at_once = True
+        if self.requests.num_stops > 1 + self.hangs.is_ending():
+            self.is_forced = True
             self.limit = min(self.limit, now)
         if now >= self.limit:
             for rank in self.ranks:
                 rank.kill()
 
-    def _patience(self) -> float:
+    def _wait_s(self) -> float:
         """Return the seconds until the next deadline."""
         now = time.monotonic()
-        due = min(self.limit, self.next_reminder if self.asked.stop else float("inf"), now + TICK_S)
+        due = min(self.limit, self.next_reminder if self.requests.stop else float("inf"), now + TICK_S)
         return max(0.0, due - now) if now < self.limit else 0.1
 
     def _suspend(self) -> None:
         """Suspend this process and all ranks until SIGCONT; the terminal does not signal the ranks."""
         for rank in self.ranks:
             rank.send_to_group(signal.SIGSTOP)
-        self.asked.suspend()
+        self.requests.suspend()
         for rank in self.ranks:
             rank.send_to_group(signal.SIGCONT)
 
 
-class _Asked:
-    """What signals ask of this process while the context is open; `bell` can be read after each of them."""
+class _SignalRequests:
+    """Requests by signals to this process inside the context; `bell` becomes readable after each signal."""
 
     def __init__(self) -> None:
         self.stop: str | None = None
         self.suspends = False
-        self.num_stops = 0  # SIGINT and SIGTERM; a warning by SIGUSR1 does not count, as for a run of one process
+        self.num_stops = 0  # SIGINT and SIGTERM; the warning SIGUSR1 does not count, as in a run of one process
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _Asked:
+    def __enter__(self) -> _SignalRequests:
         self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_bell = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP):
@@ -330,13 +357,13 @@ class _Asked:
         os.close(self.bell)
         os.close(self._rope)
 
-    def hear(self) -> None:
-        """Empty the bell; the handlers have run by now."""
+    def drain(self) -> None:
+        """Drain the wake-up pipe; the handlers have run by now."""
         with suppress(BlockingIOError):
             os.read(self.bell, 4096)
 
     def suspend(self) -> None:
-        """Stop this process as the terminal meant to."""
+        """Stop this process, as the terminal requested by SIGTSTP."""
         self.suspends = False
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -350,14 +377,14 @@ class _Asked:
         self.num_stops += number not in (signal.SIGUSR1, signal.SIGHUP)
 
 
-def _wait(living: Iterable[_Rank], asked: _Asked, patience_s: float) -> list[_Rank]:
+def _wait(living: Iterable[_Rank], requests: _SignalRequests, patience_s: float) -> list[_Rank]:
     """Return the ranks that have exited; empty after `patience_s` or a signal."""
     by_descriptor = {rank.descriptor: rank for rank in living}
     poll = select.poll()
-    for descriptor in (asked.bell, *by_descriptor):
+    for descriptor in (requests.bell, *by_descriptor):
         poll.register(descriptor, select.POLLIN)
     ready = [descriptor for descriptor, _ in poll.poll(patience_s * 1000 + 1)]
-    asked.hear()
+    requests.drain()
     return [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
 
 
@@ -368,7 +395,7 @@ def _status(rank: _Rank) -> int:
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
-def _name_of(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -378,25 +405,25 @@ def _name_of(number: int) -> str:
 # ---------------------------------------------------------------- starting
 
 
-def _fork(main: Main, member: RankInfo, folder: Path, asked: _Asked, ranks: list[_Rank]) -> None:
-    """Add the rank that runs `main` to `ranks`. Raises SystemLimit where the system has no room for it.
+def _fork(main: Main, member: RankInfo, folder: Path, requests: _SignalRequests, ranks: list[_Rank]) -> None:
+    """Add the rank that runs `main` to `ranks`. Raises SystemLimit if the system cannot start it.
 
-    Signals wait meanwhile: what a handler raises, such as the time limit of a test, would leave a rank that is not in
-    the list, and would never be ended.
+    Signals are blocked meanwhile: an exception in a handler, such as the timeout of a test, would leave a rank that
+    is not in the list and would never be killed.
     """
     supervisor = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
-            stream.flush()  # or the rank would print again what waits here
+            stream.flush()  # otherwise the rank would print the buffered output again
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
-            asked.close()
-            live(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
+            requests.close()
+            run_rank(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
         try:
             ranks.append(_Rank(member.rank, pid, os.pidfd_open(pid)))
-        except BaseException:  # also what a handler raises: where there are other threads, one of them may be signaled
+        except BaseException:  # including exceptions in handlers, which run if another thread receives the signal
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             raise
@@ -410,16 +437,16 @@ def _fork(main: Main, member: RankInfo, folder: Path, asked: _Asked, ranks: list
 
 
 @contextmanager
-def _everything_ended() -> Iterator[list[_Rank]]:
-    """A list for ranks; at the end they and what they started are gone, whatever happened.
+def _cleanup() -> Iterator[list[_Rank]]:
+    """Yield a list for ranks; on exit, kill them and their descendants in any case.
 
-    While it is open, orphans come to this process, so that none gets out of sight. Every rank leads a session of its
-    own: what is left in that is killed. What made itself a session, as the process behind a tracker does to keep the
-    last rows, is let be where no rank failed, and else has some seconds to end.
+    Inside the context, this process is the subreaper, so that it finds orphans. Every rank leads a separate session;
+    the remaining processes of these sessions are killed. Processes in sessions that they created, such as that of a
+    tracker that writes the last rows, are left alone if no rank failed, and otherwise have some seconds to exit.
     """
     ranks: list[_Rank] = []
     known = children()
-    with adopting_orphans():
+    with subreaper():
         try:
             yield ranks
         finally:
@@ -427,7 +454,7 @@ def _everything_ended() -> Iterator[list[_Rank]]:
                 rank.kill()
             well = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
             has_failed = any(rank.status not in well and not rank.is_killed for rank in ranks)
-            clear_away({rank.pid for rank in ranks}, known, OTHERS_S if has_failed else None)
+            kill_descendants({rank.pid for rank in ranks}, known, OTHERS_S if has_failed else None)
             for rank in ranks:
                 os.close(rank.descriptor)
                 os.waitpid(rank.pid, os.WNOHANG)

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runner.base import output
 from runner.base.errors import AccelRunError, Exit, Problem
-from runner.base.parent_death import die_with_parent
 from runner.base.rank_env import RankInfo
-from runner.base.stacks import answer_in
 from runner.distributed.peer_loss import is_of_a_lost_rank
+from runner.host import output
+from runner.host.parent_death import die_with_parent
+from runner.host.stacks import dump_on_signal
 
 Main = Callable[[RankInfo], tuple[int, Any]]
 
@@ -29,9 +29,10 @@ Main = Callable[[RankInfo], tuple[int, Any]]
 class RankReport:
     """The report that a rank wrote before it exited.
 
-    is_told     it had time to tell anything: it has returned or raised
-    what        how it ended, as in "raised ValueError: no such file"; empty where it returned
-    time_s      of the monotonic clock, which all processes of a machine share
+    is_complete  False: the process exited before it could write the report
+    what         how it ended, such as "raised ValueError: no such file"; empty if it returned
+    is_victim    the error is a consequence of another rank's exit
+    time_s       on the monotonic clock, which all processes of a machine share
     """
 
     what: str = ""
@@ -40,61 +41,61 @@ class RankReport:
     traceback: str = ""
     is_victim: bool = False
     time_s: float | None = None
-    is_told: bool = True
+    is_complete: bool = True
 
 
-def live(main: Main, member: RankInfo, supervisor: int, folder: Path, mask: set[signal.Signals]) -> NoReturn:
-    """Be a rank until the process ends, with the code that `main` returned or raised; called right after the fork.
+def run_rank(main: Main, member: RankInfo, supervisor: int, folder: Path, mask: set[signal.Signals]) -> NoReturn:
+    """Run a rank and exit with the code that `main` returned or raised; called right after the fork.
 
-    supervisor  process to die with
-    folder      where the report goes
+    supervisor  PID of the process with which the rank dies
+    folder      folder for the report
     mask        signals that were blocked before the fork
     """
     code = int(Exit.SOFTWARE)
     try:
-        _settle_in(supervisor, folder, member.rank)
+        _set_up(supervisor, folder, member.rank)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        code, report = _lived(main, member)
+        code, report = _call_main(main, member)
         (folder / f"report-{member.rank}").write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
     except OSError:
-        code = code or int(Exit.INPUT_OUTPUT)  # an end whose result is lost is not a good one
+        code = code or int(Exit.INPUT_OUTPUT)  # without its report, the rank did not succeed
     finally:
         with suppress(Exception):
             output.finish()
-        os._exit(code)  # what the supervisor registered for its own exit must not run here
+        os._exit(code)  # skips the exit handlers that the supervisor registered
 
 
 def read_report(folder: Path, rank: int) -> RankReport:
     """Return the report of the rank, or the traceback of a crash without a report."""
     try:
-        told = json.loads((folder / f"report-{rank}").read_text(encoding="utf-8"))
-        return RankReport(**{**told, "problems": tuple(Problem(**problem) for problem in told["problems"])})
-    except (OSError, ValueError):  # killed before it was written, or while
+        found = json.loads((folder / f"report-{rank}").read_text(encoding="utf-8"))
+        return RankReport(**{**found, "problems": tuple(Problem(**problem) for problem in found["problems"])})
+    except (OSError, ValueError):  # killed before or while writing it
         pass
     try:
         crash = (folder / f"crash-{rank}").read_text(encoding="utf-8", errors="replace")
     except OSError:
         crash = ""
-    return RankReport(traceback=crash.partition("\nExtension modules:")[0].strip(), is_told=False)
+    return RankReport(traceback=crash.partition("\nExtension modules:")[0].strip(), is_complete=False)
 
 
-def _settle_in(supervisor: int, folder: Path, rank: int) -> None:
+def _set_up(supervisor: int, folder: Path, rank: int) -> None:
     """Die with the supervisor, ignore terminal signals, and write a traceback if Python itself crashes."""
     die_with_parent(supervisor)
-    gc.freeze()  # what was imported stays: looking through it again would take 0.2 s, and copy its pages
+    gc.freeze()  # imported modules stay: collecting them would take 0.2 s and copy their shared pages
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.SIG_DFL)
-    # The supervisor repeats it until the rank has ended: who does not listen yet, or no longer, must not die of it.
+    # The supervisor repeats SIGUSR1 until the rank exits. Without a handler, early or late, the signal would kill it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     descriptor = os.open(folder / f"crash-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     faulthandler.enable(descriptor, all_threads=True)
-    answer_in(folder)
+    dump_on_signal(folder)
 
 
-def _lived(main: Main, member: RankInfo) -> tuple[int, RankReport]:
+def _call_main(main: Main, member: RankInfo) -> tuple[int, RankReport]:
     """Call `main`; return the exit code and the report."""
     try:
         code, result = main(member)

@@ -14,13 +14,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from runner.base.configuration import Configuration, Request, merge_overrides
 from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
 from runner.base.packages import require
 from runner.base.rank_env import member_of
+from runner.config.configuration import Configuration
+from runner.config.request import Request, merge_overrides
 from runner.durable.directory import check_name, default_name
 from runner.durable.files import make_directory
-from runner.observe.events import Console
+from runner.records.events import Console
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,16 @@ class Slurm:
 
     @property
     def num_tasks(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.nodes * self.tasks_per_node
 
     def submit(self, configuration: Configuration) -> int:
-        """A job that trains waits in the queue, and the user knows its number; returns 0.
+        """Submit the training job and print its number; return 0.
 
-        The job's own output goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError where the job could not work,
-        MissingPackage without submitit, SystemLimit where SLURM does not answer.
+        The output of the job goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError if the job could not work,
+        MissingPackage without submitit, and SystemLimit if SLURM does not respond.
         """
-        problems = [*self._problems(configuration), *_not_here()]
+        problems = [*self._problems(configuration), *_local_problems()]
         if problems:
             raise ConfigError(problems)
         name = configuration.settings.run or default_name(configuration.choices["task"].name)
@@ -61,16 +62,16 @@ class Slurm:
         _refuse_unprintable(folder.absolute())
         make_directory(folder.parent)
         make_directory(folder)
-        job_id = self._submitted(folder, name, self._words(configuration, name))
+        job_id = self._submit_job(folder, name, self._command(configuration, name))
         say = Console().info
-        say(f"submitted SLURM job {job_id} for run {name}: {self._in_words()}")
+        say(f"submitted SLURM job {job_id} for run {name}: {self._summary()}")
         say(f"  output       tail -F {folder}/{job_id}_0_log.out")
         say(f"  status       squeue --job {job_id}; accel-run status run={name}{_root(configuration)}")
         say(f"  cancel       scancel {job_id} (saves within KillWait, usually 30 s)")
         return int(Exit.DONE)
 
     def _problems(self, configuration: Configuration) -> list[Problem]:
-        """Return why the job could not work on any cluster."""
+        """Return the reasons why the job could not work on any cluster."""
         problems = []
         if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
             fix = "use parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
@@ -81,16 +82,16 @@ class Slurm:
             problems.append(Problem(what, "launcher.signal_s"))
         return problems
 
-    def _words(self, configuration: Configuration, name: str) -> str:
-        """Return the shell words that train in a task of the job, the same for every rank."""
-        own = ["launcher=local", f"run={name}"]
+    def _command(self, configuration: Configuration, name: str) -> str:
+        """Return the command line of a task of the job, the same for every rank."""
+        overrides = ["launcher=local", f"run={name}"]
         if configuration.choices["checkpoint"].options["grace_s"] is None:
-            own.append(f"checkpoint.grace_s={self.signal_s}")
+            overrides.append(f"checkpoint.grace_s={self.signal_s}")
         if configuration.settings.resume == "fresh":
-            own.append("resume=fresh")
-        return _in_shell(configuration.request, own)
+            overrides.append("resume=fresh")
+        return _shell_command(configuration.request, overrides)
 
-    def _submitted(self, folder: Path, name: str, words: str) -> str:
+    def _submit_job(self, folder: Path, name: str, command: str) -> str:
         """Return the number of the submitted job."""
         submitit = require("submitit", "slurm")
         executor = submitit.SlurmExecutor(folder=folder)
@@ -111,26 +112,26 @@ class Slurm:
             additional_parameters={"signal": f"USR1@{self.signal_s}", "requeue": True},
             wckey=None,
             srun_args=self._srun_arguments(),
-            setup=_RESUME_ANEW if '"$resume"' in words else None,
-            teardown=_queue_again(self.requeue_times),
+            setup=_RESUME_LINES if '"$resume"' in command else None,
+            teardown=_requeue_lines(self.requeue_times),
         )
         try:
-            # Not `submit`: it would pickle a function here to unpickle it there, and hide its exit code.
-            with redirect_stderr(StringIO()):  # it repeats what sbatch says, which the error holds
-                return str(executor._submit_command(words).job_id)
+            # Not `submit`: it would pickle a function and hide the exit code of the run.
+            with redirect_stderr(StringIO()):  # submitit prints the message of sbatch, which the error contains
+                return str(executor._submit_command(command).job_id)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-            _leave_nothing(folder)
-            raise _refused(error) from error
+            _clean_up(folder)
+            raise _sbatch_error(error) from error
 
     def _srun_arguments(self) -> list[str]:
-        """Return what srun does not take over from the job, and how ranks leave.
+        """Return srun options that the job does not pass on, and those for the end of ranks.
 
-        One that has left must not take those with it that are still saving; nor may they wait for it for ever.
+        A rank that exits must not end ranks that are still saving, and these must not wait forever.
         """
         cores = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return ["--open-mode=append", "--kill-on-bad-exit=0", f"--wait={self.signal_s}", *cores]
 
-    def _in_words(self) -> str:
+    def _summary(self) -> str:
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
         gpus = (
             f" with {self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''} each" if self.gpus_per_node else ""
@@ -141,28 +142,28 @@ class Slurm:
         )
 
 
-def _in_shell(request: Request, own: list[str]) -> str:
-    words = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, own)]
-    words += ["--task", str(request.task_file)] if request.task_file else []
-    words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
-    return " ".join('"$resume"' if word == "resume=fresh" else shlex.quote(word) for word in words)
+def _shell_command(request: Request, overrides: list[str]) -> str:
+    command = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, overrides)]
+    command += ["--task", str(request.task_file)] if request.task_file else []
+    command += ["--config-dir", str(request.config_dir)] if request.config_dir else []
+    return " ".join('"$resume"' if argument == "resume=fresh" else shlex.quote(argument) for argument in command)
 
 
-_RESUME_ANEW = [
+_RESUME_LINES = [
     "resume=resume=fresh",
     'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then resume=resume=auto; fi',
 ]
 
 
-def _queue_again(times: int) -> list[str]:
-    """Return the lines of the job's script that put it back in the queue where the run was told to stop.
+def _requeue_lines(times: int) -> list[str]:
+    """Return the lines of the job script that requeue the job if the run was asked to stop.
 
-    A rank that was told before it listened, in its first seconds, was ended by the signal.
+    In its first seconds a rank has no signal handler yet, and the signal kills it.
     """
-    told = f"[ $code -eq {int(Exit.PREEMPTED)} ] || [ $code -eq {128 + signal.SIGUSR1} ]"
+    is_stopped = f"[ $code -eq {int(Exit.PREEMPTED)} ] || [ $code -eq {128 + signal.SIGUSR1} ]"
     return [
         "code=$?",
-        f'if {{ {told}; }} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then',
+        f'if {{ {is_stopped}; }} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
         "exit $code",
@@ -170,14 +171,14 @@ def _queue_again(times: int) -> list[str]:
 
 
 def _refuse_unprintable(folder: Path) -> None:
-    """Raise ConfigError where the name of the job's folder would end the line of the script in which it stands."""
+    """Raise ConfigError if the path of the job's folder would break the line of the script that contains it."""
     if not str(folder).isprintable():
         what = "must be one line of printable characters for a SLURM script"
         raise ConfigError(Problem(what, str(folder), "use another output_root, or start in another folder"))
 
 
-def _not_here() -> list[Problem]:
-    """Return why nothing can be submitted from this process."""
+def _local_problems() -> list[Problem]:
+    """Return the reasons why this process cannot submit jobs."""
     problems = []
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
     if missing:
@@ -190,8 +191,8 @@ def _not_here() -> list[Problem]:
     return problems
 
 
-def _leave_nothing(folder: Path) -> None:
-    """The script that was refused is gone, and the folder of a run that never was; those of other jobs stay."""
+def _clean_up(folder: Path) -> None:
+    """Remove the rejected script and, if empty, the folder of the run; files of other jobs stay."""
     for file in folder.glob(".submission_file_*.sh"):
         if not file.is_symlink():
             file.unlink()
@@ -200,16 +201,16 @@ def _leave_nothing(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _refused(error: Exception) -> ConfigError | SystemLimit:
-    """Return sbatch's own words as an error of ours, the fatal ones first: they ended it."""
+def _sbatch_error(error: Exception) -> ConfigError | SystemLimit:
+    """Convert the messages of sbatch to an error, fatal ones first, because they ended it."""
     lines = [line.removeprefix("sbatch: ") for line in str(error).splitlines() if line.startswith("sbatch: ")]
     fatal = [line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    said = "; ".join([*fatal, *errors]) or str(error).strip()
-    for words, fix in ((_NO_CLUSTER, _WHERE_TO_SUBMIT), (_NO_ANSWER, _WHEN_TO_SUBMIT)):
-        if any(word in said for word in words):
-            return SystemLimit(f"SLURM cannot be reached: {said}", where="sbatch", fix=fix)
-    what = f"SLURM rejected the job: {said}"
+    message = "; ".join([*fatal, *errors]) or str(error).strip()
+    for command, fix in ((_NO_CLUSTER, _WHERE_TO_SUBMIT), (_NO_ANSWER, _WHEN_TO_SUBMIT)):
+        if any(argument in message for argument in command):
+            return SystemLimit(f"SLURM cannot be reached: {message}", where="sbatch", fix=fix)
+    what = f"SLURM rejected the job: {message}"
     return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
 
 
@@ -222,7 +223,7 @@ _NO_ANSWER: Sequence[str] = (
 _WHEN_TO_SUBMIT = "try again when the controller responds: scontrol ping"
 
 _NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")
-"""What sbatch says that finds neither a slurm.conf it can use nor a controller that would give it one: SLURM 22.05."""
+"""Messages of sbatch without a usable slurm.conf and a controller that provides one (SLURM 22.05)."""
 _WHERE_TO_SUBMIT = (
     "submit from a login node of the cluster, or set the path of its slurm.conf: SLURM_CONF=/etc/slurm/slurm.conf"
 )

@@ -1,4 +1,4 @@
-"""What training needs, traced in a subprocess."""
+"""Trace the memory demand of training in a subprocess."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING
 
-from runner.base.subprocesses import in_subprocess
+from runner.host.subprocesses import in_subprocess
 
 if TYPE_CHECKING:
-    from runner.base.configuration import Configuration
+    from runner.config.configuration import Configuration
     from runner.plan.inventory import Inventory
     from runner.plan.memory_fit import Needs
 
@@ -19,18 +19,18 @@ def needs_in_subprocess(
     inventory: Inventory,
     *,
     beyond: bool = False,
-    long: Callable[[], object] | None = None,
+    on_wait: Callable[[], object] | None = None,
 ) -> Needs:
-    """Return what training takes, traced where fake tensors and what may abort a process do no harm.
+    """Return the demand of training; a crash during tracing ends only the subprocess.
 
-    beyond  trace what is needed to say what more would fit
-    long    called once if it takes longer than PATIENCE_S of runner.base.subprocesses
-    Raises what the task raises.
+    beyond   also trace what is needed to suggest larger sizes
+    on_wait  called once if it takes longer than PATIENCE_S of runner.host.subprocesses
+    Raises the exceptions of the task.
     """
-    import runner.engine.demand  # once, before the fork
+    import runner.forecast.demand  # before the fork, so that subprocesses share it
     from runner.plan.memory_fit import Needs
 
     try:
-        return in_subprocess(runner.engine.demand.needs_of, configuration, inventory, beyond, long=long)
+        return in_subprocess(runner.forecast.demand.needs_of, configuration, inventory, beyond, on_wait=on_wait)
     except BrokenProcessPool:
         return Needs({}, why_not="the tracing process crashed")

@@ -1,9 +1,10 @@
 """What torch's CUDA allocator takes from the driver for a sequence of allocations: rounding, segments, splits, merges.
 
 A model of its behavior, not its code. Source: c10/cuda/CUDACachingAllocator.cpp (round_size, get_allocation_size,
-get_free_block, should_split, free_block, release_cached_blocks, find_expandable_block) and c10/core/AllocatorConfig.h
-of torch 2.13. One stream is assumed. What it leaves out: `roundup_power2_divisions` as a list counts with its coarsest
-entry, `garbage_collection_threshold` is not followed, and of `backend:cudaMallocAsync` nothing is known.
+get_free_block, should_split, free_block, release_available_cached_blocks, release_cached_blocks, find_expandable_block)
+and c10/core/AllocatorConfig.h of torch 2.13. `scripts/first_contact.sh hollow` compares it with torch 2.14. One stream
+is assumed. What it leaves out: `roundup_power2_divisions` as a list counts with its coarsest entry,
+`garbage_collection_threshold` is not followed, and of `backend:cudaMallocAsync` nothing is known.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class _Device:
             needed = SMALL_SEGMENT
         else:
             needed = self.allocator.segment if size < LARGE else _up(size, ROUNDING)
-        if not self._has_room(needed):
+        if not self._has_room(needed, pool, size):
             return None
         block = _Block(self.next_address, needed, pool)
         self.next_address += needed + BLOCK  # segments are no neighbors
@@ -218,7 +219,7 @@ class _Device:
         end = pool.last
         there = end.size if end is not None and end.is_free else 0
         missing = _up(size - there, pool.page)
-        if not self._has_room(missing):
+        if not self._has_room(missing, pool, size):
             return None
         self.reserved += missing
         if end is not None and end.is_free:
@@ -249,15 +250,36 @@ class _Device:
         pool.put(left)
         return block
 
-    def _has_room(self, more: int) -> bool:
-        """Tell whether the driver has so much; where it has not, after all that is cached was given back."""
-        if self.limit is None or self.reserved + more <= self.limit:
+    def _is_free(self, more: int) -> bool:
+        return self.limit is None or self.reserved + more <= self.limit
+
+    def _give_back_large(self, pool: _Pool, size: int) -> bool:
+        """Return to the driver blocks that are not split, only as many as `size` needs; False if they do not suffice.
+
+        This does not count as a retry.
+        """
+        if self.allocator.max_split is None or self.allocator.expandable:
+            return False
+        wanted = max(size, self.allocator.max_split)
+        place = bisect_left(pool.free, (wanted, -1))
+        if place < len(pool.free):
+            self._release(pool, pool.at[pool.free[place][1]])
+            return True
+        released = 0
+        while released < wanted and pool.free and pool.free[-1][0] >= self.allocator.max_split:
+            released += pool.free[-1][0]
+            self._release(pool, pool.at[pool.free[-1][1]])
+        return released >= wanted
+
+    def _has_room(self, more: int, pool: _Pool, size: int) -> bool:
+        """Return whether the driver has `more` bytes, if need be after cached memory was returned to it."""
+        if self._is_free(more) or (self._give_back_large(pool, size) and self._is_free(more)):
             return True
         self.retries += 1
-        for pool in (self.small, self.large):
-            for block in list(pool.at.values()):
-                self._release(pool, block)
-        return self.reserved + more <= self.limit
+        for each in (self.small, self.large):
+            for block in list(each.at.values()):
+                self._release(each, block)
+        return self._is_free(more)
 
     def _release(self, pool: _Pool, block: _Block) -> None:
         """Give back a segment that is free as a whole; of one that expands, the free pages at its end."""

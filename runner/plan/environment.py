@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner import __version__
 from runner.plan.inventory import Inventory
+from runner.version import __version__
 
 
 def environment(inventory: Inventory) -> dict[str, Any]:

@@ -23,11 +23,12 @@ from runner.base.accelerator import (
     nvidia_formats,
     torch_devices,
 )
-from runner.base.cgroup import cgroup_limits
 from runner.base.errors import ConfigError, Problem, SystemLimit
-from runner.base.host import affinity
-from runner.base.subprocesses import in_subprocess
-from runner.observe.nvml import Gpu, Nvml, everything, open_nvml, visible
+from runner.host.cgroup import cgroup_limits
+from runner.host.resources import affinity
+from runner.host.subprocesses import in_subprocess
+from runner.monitor.gpu_driver import open_driver
+from runner.monitor.nvml import Gpu, Nvml, everything, visible
 
 GIB = 2**30
 Kind = Literal["cuda", "mps", "cpu"]
@@ -216,7 +217,7 @@ def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]
 
 def _look_at_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
     torch_view = ask_torch()
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         devices, notes = match_devices(nvml, torch_view, os.environ)
         return torch_view, devices, notes, nvml.driver_version
 
@@ -298,7 +299,7 @@ def match_devices(
     nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
     """Return torch's devices joined with NVML's by UUID, then NVML's that torch cannot use; and notes."""
-    pairs = [(known, nvml.find(known.uuid) if known.uuid else None) for known in torch_view.devices]
+    pairs = [(known, nvml.find_of_torch(known.uuid, environ) if known.uuid else None) for known in torch_view.devices]
     matched = {gpu for _, gpu in pairs}
     metal = [] if torch_view.mps_bytes is None else [Device("mps", 0, "Apple GPU", memory_bytes=torch_view.mps_bytes)]
     devices = (
@@ -334,14 +335,14 @@ def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tupl
 
 
 def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_view: TorchView) -> Device:
-    why_not = _lacks_kernels(known, torch_view)
+    why_not, free_bytes = _lacks_kernels(known, torch_view), _free_bytes(nvml, gpu)
     return Device(
         kind="cuda",
         index=index,
         name=known.name,
-        uuid=gpu.uuid if gpu else f"GPU-{known.uuid}" if known.uuid else "",
+        uuid=gpu.uuid if gpu else known.uuid and (known.uuid if torch_view.rocm else f"GPU-{known.uuid}"),
         memory_bytes=known.memory_bytes,  # what can be allocated; NVML counts a little more
-        free_bytes=_free_bytes(nvml, gpu) if gpu else known.free_bytes,
+        free_bytes=known.free_bytes if free_bytes is None else free_bytes,
         capability=known.capability,
         usable=not why_not,
         why_not=why_not,
@@ -350,13 +351,14 @@ def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_vie
 
 
 def _unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Device:
+    free_bytes = _free_bytes(nvml, gpu)  # first: this query finds out whether the GPU is lost
     return Device(
         kind="cuda",
         index=gpu.index,
         name=gpu.name,
         uuid=gpu.uuid,
         memory_bytes=gpu.memory_bytes or 0,
-        free_bytes=_free_bytes(nvml, gpu),
+        free_bytes=free_bytes,
         capability=gpu.capability,
         usable=False,
         why_not=_why_unseen(gpu, nvml, torch_view, environ),
@@ -388,6 +390,8 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def _why_unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> str:
+    if gpu in nvml.lost:
+        return f"lost: {nvml.lost[gpu]}"
     if torch_view.rocm:
         return f"this torch build is for ROCm ({torch_view.version}): install a CUDA build of torch"
     if torch_view.cuda_version is None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.base.configuration import Choice
 from runner.base.partition import in_flight_of
 from runner.base.text import sized
+from runner.config.configuration import Choice
 from runner.plan.corrections import Correction
 from runner.plan.cuda_allocator import Allocator, replay
 from runner.plan.memory_trace import Bytes, Layer, Traced

@@ -9,11 +9,11 @@ from itertools import groupby
 from typing import Any
 
 from runner.base.division import Batch
-from runner.base.text import sized
+from runner.base.text import aligned, sized
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.estimate import DevicePeaks, Seconds, peaks_of, update_seconds
 from runner.plan.memory_fit import Demand, MemoryPrediction, Needs, RankMemory, biggest, passes_of
-from runner.plan.planner import PhasePlan, Plan, part_of
+from runner.plan.run_plan import PhasePlan, Plan, part_of
 
 WIDTH = 80  # columns
 COLUMNS = 5  # kinds of ranks side by side
@@ -98,7 +98,7 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
     """Return the table of memory by part, with a column per kind of rank."""
     kinds = _alike(of_ranks)
     shown = kinds if len(kinds) <= COLUMNS else sorted(kinds, key=lambda kind: _room(kind[0]))[:COLUMNS]
-    rows = [("memory", *(_devices(plan, kind) for kind in shown))]
+    rows = [("memory".ljust(_NAME), *(_devices(plan, kind) for kind in shown))]
     rows += [
         (name, *(_part(kind[0].prediction, name) for kind in shown))
         for name in of_ranks[0].prediction.parts
@@ -107,14 +107,9 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
     rows.append(("predicted", *(sized(kind[0].prediction.total) for kind in shown)))
     rows.append(("available", *(_sized(kind[0].prediction.capacity) for kind in shown)))
     rows.append(("", *(_fits(kind[0]) for kind in shown)))
-    widths = [max(len(row[column]) for row in rows) for column in range(1, len(shown) + 1)]
-    lines = [
-        f"{row[0]:<12}  " + "  ".join(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=True))
-        for row in rows
-    ]
     if len(shown) < len(kinds):
-        lines.append(f"{'':<12}  the ones with the least free memory, of {len(kinds)} kinds of ranks")
-    return [line.rstrip() for line in lines]
+        rows.append((f"{'':<{_NAME}}  the ones with the least free memory, of {len(kinds)} kinds of ranks",))
+    return aligned(rows, "<>")
 
 
 def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
@@ -264,5 +259,8 @@ def _peaks(peaks: Mapping[str, DevicePeaks], name: str) -> DevicePeaks:
 
 
 def _wrapped(name: str, text: str) -> list[str]:
-    lead = f"{name:<12}  " if name else ""
+    lead = f"{name:<{_NAME}}  " if name else ""
     return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False)
+
+
+_NAME = 12  # letters of the name of a part of the memory

@@ -1,7 +1,7 @@
 """Whether advice is right: tasks with a bottleneck planted in them, what is advised first, and what it then brings.
 
 For each case `accel-run advise --json` says what to do first and what that gains. Then the task is trained as it was
-and as advised, in turns, by plain `accel-run train benchmark=blocks`; what is for the user to do in the code is done by
+and as advised, in turns, by plain `accel-run train`; what is for the user to do in the code is done by
 task.mended=true.
 
 right      the first advice is for what was planted
@@ -50,7 +50,7 @@ class Case:
 CASES = (
     Case("slow transform", "slow_transform", (), ("slow transform", "data wait"), 100),
     Case("workers 0", "far_away", ("dataloader.num_workers=0",), ("data wait",), 100),
-    Case(".item() each step", "counts_items", ("backend.threads=1",), ("hidden device waits",), 400),
+    Case(".item() each step", "counts_items", ("backend.threads=1",), ("hidden device waits",), 400, needs_gpu=True),
     Case(
         "tiny micro-batch",
         "layers",
@@ -99,14 +99,14 @@ def first_of(advice: dict[str, Any]) -> tuple[str, list[str], float]:
     return first["rule"], list(words), math.nan if first["gain"] is None else float(first["gain"])
 
 
-def blocks(case: Case, words: Sequence[str], folder: Path, name: str) -> list[float]:
-    """Return milliseconds per update of the blocks of a run."""
-    own = ("benchmark=blocks", f"updates={case.updates}", f"run={name}", f"output_root={folder}", "evaluate.every=0")
+def step_times(case: Case, words: Sequence[str], folder: Path, name: str) -> list[float]:
+    """Return the milliseconds per update of the rows of metrics of a run, without the first one."""
+    own = ("log_every=10", f"updates={case.updates}", f"run={name}", f"output_root={folder}", "evaluate.every=0")
     given = [word for word in case.words if word.partition("=")[0] not in {word.partition("=")[0] for word in words}]
     line = command("train", "--task", str(PLANTED / f"{case.task}.py"), *given, *words, *own)
     subprocess.run(line, check=True, capture_output=True)
-    found: list[float] = json.loads((folder / name / "benchmark.json").read_text())["step_time_ms"]["blocks"]
-    return found
+    rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
+    return [row["perf/step_time_ms"] for row in rows if "perf/step_time_ms" in row][1:]
 
 
 def applied(case: Case, words: Sequence[str], runs: int) -> float:
@@ -115,7 +115,7 @@ def applied(case: Case, words: Sequence[str], runs: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(runs):
             for does in (False, True) if number % 2 else (True, False):
-                times[does] += blocks(case, words if does else (), Path(folder), f"run-{number}-{does}")
+                times[does] += step_times(case, words if does else (), Path(folder), f"run-{number}-{does}")
     return statistics.median(times[False]) / statistics.median(times[True])
 
 

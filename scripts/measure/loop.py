@@ -115,8 +115,8 @@ def tuned(total: int) -> Iterator[None]:
 
 def ours(total: int, stack: ExitStack) -> Iterator[int]:
     """accel-run, through the same door as the command line."""
-    from runner.base.configuration import Request
-    from runner.engine.session import open_phase
+    from runner.config.request import Request
+    from runner.engine.opening import open_phase
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "tiny_mlp.py").write_text(TASK)

@@ -29,19 +29,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.configuration import Configuration, Request, compose
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order
-from runner.base.subprocesses import in_subprocess
 from runner.base.task import Progress
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request
 from runner.engine.assemble import Parts, assemble
-from runner.engine.forecast import forecast
 from runner.engine.loop import Position, train_updates
-from runner.engine.phase_kinds import GradientPhase
+from runner.engine.objective_phase import phase_kind
+from runner.forecast.memory_forecast import forecast
+from runner.host.subprocesses import in_subprocess
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_trace import Traced
-from runner.plan.planner import PhasePlan, make_plan
+from runner.plan.planner import make_plan
+from runner.plan.run_plan import PhasePlan
 
 HERE = Inventory((), Cpu("this processor", os.cpu_count() or 1, os.cpu_count() or 1, 0))
 TASKS = ("gpt", "nmt", "cape", "dynamo", "hyperspectral", "tractodiff")
@@ -111,11 +113,11 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
         count.add(tensor)
     with count:
         position = Position(phase.name)
-        work = GradientPhase(phase, parts, order, position)
+        work = phase_kind(phase, parts, order, position)
         handed = batches()
         for _ in range(2):
             parts.task.begin_update(Progress(phase.name, position.update, 2, 0.0))
-            next(train_updates(work.training, handed, position.update + 1))
+            next(train_updates(work.inputs, handed, position.update + 1))
     work.release()
     return count.most
 

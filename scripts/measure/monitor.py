@@ -35,7 +35,7 @@ LOOP_SHARE = 0.01  # of the time of an update, at one sample a second
 
 SAMPLER = """
 import json, pathlib, sys, threading, time
-from runner.observe.monitor_thread import Monitor
+from runner.monitor.monitor_thread import Monitor
 seconds = float(sys.argv[1])
 path = pathlib.Path(sys.argv[2])
 begun = time.monotonic()
@@ -56,9 +56,9 @@ print(json.dumps({"cpu": spent / passed, "opening_s": opened, "run_s": time.mono
 LOOP = """
 import contextlib, io, json, pathlib, sys, time
 import torch
-from runner.base.configuration import Request
-from runner.engine.session import open_phase
-from runner.observe.monitor_thread import Monitor
+from runner.config.request import Request
+from runner.engine.opening import open_phase
+from runner.monitor.monitor_thread import Monitor
 rounds, block_s, folder, interval_s = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 settings = ("updates=10000000", "run=measured", f"output_root={folder}", "monitor=off", "checkpoint=off", "device=cpu",
             "task=gpt", "task.size=tiny", "evaluate.every=0", f"backend.threads={torch.get_num_threads()}")

@@ -127,17 +127,17 @@ if dist.get_rank() == 0:
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
     """Return what `function(world)` returned on rank 0 of two forked ranks."""
-    from runner.measure.forked_ranks import on_ranks
+    from runner.tools.measure.forked_ranks import on_ranks
 
     return on_ranks(function, 2)
 
 
 def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
-    """Open a run on this rank, in silence and in a folder of its own."""
-    from runner.base.configuration import Request
-    from runner.measure.forked_ranks import opened
+    """Open a run on this rank, silently, in a separate folder."""
+    from runner.config.request import Request
+    from runner.tools.measure.forked_ranks import opened
 
-    folder = world.from_first(stack.enter_context(tempfile.TemporaryDirectory()))
+    folder = world.broadcast(stack.enter_context(tempfile.TemporaryDirectory()))
     file = Path(folder) / "task_of_script.py"
     if task and world.is_first:
         file.write_text(task)
@@ -149,7 +149,7 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
 
 def ms_per_update(updates: Iterator[Any], number: int) -> float:
     """Make some updates; return their mean milliseconds."""
-    from runner.measure.forked_ranks import ms_per_update as timed
+    from runner.tools.measure.forked_ranks import ms_per_update as timed
 
     return timed(updates, number)
 
@@ -158,7 +158,7 @@ def ms_per_update(updates: Iterator[Any], number: int) -> float:
 
 
 def hand_loop(world: Any, total: int) -> Iterator[None]:
-    """Return the loop of somebody who knows torch well."""
+    """Return a hand-written loop by an expert in torch."""
     from runner.tasks.gpt.task import build
     from torch.nn.parallel import DistributedDataParallel
 
@@ -280,7 +280,7 @@ def per_sample_ms(world: Any) -> float:
         updates = opened.updates()
         ms_per_update(updates, 10)
         spent = ms_per_update(updates, 30) / (BATCH / 2)
-    return float(world.from_first(spent))
+    return float(world.broadcast(spent))
 
 
 def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class Wide(Task):
 
 def opened(folder: Path, stack: ExitStack) -> Any:
     """Return accel-run's own Phase of this model, through the same door as the command line."""
-    from runner.base.configuration import Request
-    from runner.engine.session import open_phase
+    from runner.config.request import Request
+    from runner.engine.opening import open_phase
 
     (folder / "wide.py").write_text(TASK)
     settings = (
@@ -77,7 +77,7 @@ def saving_of(phase: Any) -> Any:
 
 def state_of(phase: Any) -> list[torch.Tensor]:
     """Return the tensors that a save copies, where training has them."""
-    from runner.axes.optimizer import export_state
+    from runner.base.optimizer_state import export_state
 
     return [*phase.run_.parts.bare.state_dict().values(), *export_state(phase.work.training.optimizer)[0].values()]
 

@@ -31,7 +31,7 @@ BATCH = 32
 
 
 def by_hand(total: int) -> Iterator[None]:
-    """The loop of somebody who knows torch well."""
+    """A hand-written loop by an expert in torch."""
     from runner.tasks.gpt.task import build
 
     from runner.base.paths import cache_folder
@@ -67,8 +67,8 @@ def by_hand(total: int) -> Iterator[None]:
 
 def ours(total: int, stack: ExitStack) -> Iterator[int]:
     """accel-run, through the same door as the command line."""
-    from runner.base.configuration import Request
-    from runner.engine.session import open_phase
+    from runner.config.request import Request
+    from runner.engine.opening import open_phase
 
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     settings = (

@@ -122,7 +122,7 @@ class DeformableMapAttention(nn.Module):
         self.value, self.output = nn.Linear(width, width), nn.Linear(width, width)
         self.offsets = nn.Linear(width, num_heads * num_levels * self.num_points * 2)
         self.weights = nn.Linear(width, num_heads * num_levels * self.num_points)
-        # Each head begins with a direction of its own, and its points one after the other along it; the weights are
+        # Each head starts with a different direction, and its points are placed along it; the weights are
         # small, not zero as published, so that what asks learns from the first update.
         nn.init.normal_(self.offsets.weight, std=0.01)
         nn.init.normal_(self.weights.weight, std=0.01)

@@ -289,7 +289,7 @@ def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
     left, top, side = annotation.square(crop)
     if (left, top, side) != (0.0, 0.0, float(image_size)) or image.size != (image_size, image_size):
         scale = side / image_size
-        # Pillow's affine map reads single pixels, so a larger picture is made smaller first.
+        # Pillow's affine map reads single pixels, so a larger picture is downscaled first.
         if (shrink := int(scale)) > 1:
             image = image.reduce(shrink)
             left, top, scale = left / shrink, top / shrink, scale / shrink
@@ -313,7 +313,7 @@ def augment(
     size: Tensor,
     mirrored: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Turn, scale, move, flip and light each picture (B, N, 3, S, S) by chances of its own; return all, and counts.
+    """Turn, scale, move, flip and light pictures (B, N, 3, S, S) with separate probabilities; return all, and counts.
 
     A flip puts left keypoints where right ones were: it happens only in categories that say which is which.
     A pose that leaves less than half of the visible keypoints in the picture is drawn again, at most ten times; then
@@ -377,7 +377,7 @@ def mirrored_keypoints(names: Sequence[str]) -> tuple[int, ...] | None:
 
 def _other_side(name: str) -> str:
     exchange = {"left": "right", "right": "left", "l": "r", "r": "l"}
-    # Letters alone count only as words of their own: L_Eye, eye.l
+    # Letters alone count only as separate words: L_Eye, eye.l
     return re.sub(r"left|right|(?<![a-z])[lr](?![a-z])", lambda found: exchange[found[0]], name)
 
 
@@ -450,7 +450,7 @@ def _annotation(
         x, y = points[first, :2]
         what = f"keypoint {first + 1} must be in the picture of {size[0]} x {size[1]} pixels, but is at {x:g}, {y:g}"
         raise _fault(path, f"{name}: {what}")
-    # What an invisible point holds has no meaning, so nobody shall see it.
+    # The coordinates of an invisible point are undefined, so they are masked.
     keypoints = np.where(visible[:, None], points[:, :2], 0.0)
     file, width, height = folder / image["file_name"], size[0], size[1]
     box = tuple(map(float, row["bbox"]))

@@ -170,7 +170,7 @@ class PoseTransformer(nn.Module):
         places, types = [proposals], []
         kept: Sequence[DecoderCache | None] = caches or [None] * len(self.decoder)
         for layer, cache in zip(self.decoder, kept, strict=True):
-            # As in Deformable DETR, a layer learns to mend the place it is given, not to choose it.
+            # As in Deformable DETR, a layer learns to refine the given position, not to choose it.
             x, moved, kinds = layer(x, places[-1].detach(), looking, cache)
             places.append(moved)
             types.append(kinds)

@@ -131,7 +131,7 @@ def build(
 class DynamoTask(Task):
     """Masked tokens, then five tasks with the adapter of each, then with a router.
 
-    teacher  share of the records that the phase joint gives the adapter of their own task: 0.8 to 0.2 over the phase
+    teacher  share of the records that the phase joint gives the adapter of the known task: 0.8 to 0.2 over the phase
     """
 
     phase = "pretrain"

@@ -23,7 +23,7 @@ def continuations(
     num_tokens   tokens that exist; the model's vocabulary may be larger
     temperature  divides the logits; 0 always takes the likeliest token
     top_k        only the k likeliest tokens can be drawn; None: all
-    Never waits for the device. A context that is full starts anew from its later half, since learned positions
+    Never waits for the device. A full context restarts from its later half, since learned positions
     cannot slide.
     """
     (batch, count), given = draws.shape, len(prompt)

@@ -55,7 +55,7 @@ def open_array(path: Path) -> Array:
 def open_envi(header: Path) -> Array:
     """Return the cube (H, W, C) that an ENVI header describes, mapped into memory.
 
-    The data lies beside the header, with the same name and no suffix or one of RAW_SUFFIXES, in any interleave.
+    The data is in the folder of the header, with the same name and no suffix or one of RAW_SUFFIXES, in any interleave.
     Raises DataError where the header is none or does not fit the data, InputMissing where the data is not there.
     """
     fields = read_header(header)

@@ -137,7 +137,7 @@ def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.rand
         is_target = number % 2 == 1
         lines = LINES if is_target else decoy_lines(rng)
         drawn.append((is_target, lines, _ellipse(height, width, rng), rng.uniform(*DEPTH)))
-    # Decoys first: one over a target would add lines of its own to pixels that the mask says are a target's.
+    # Decoys first: one over a target would add its lines to pixels that the mask assigns to a target.
     for is_target, lines, inside, depth in sorted(drawn, key=lambda each: each[0]):
         absorbed = sum(share * np.exp(-0.5 * ((wavelength - at) / LINE_WIDTH) ** 2) for at, share in lines)
         spectra = cube[inside]
@@ -187,7 +187,7 @@ def _prepared(cache: Path, name: str) -> Path:
 
 
 def _ellipse(height: int, width: int, rng: np.random.Generator) -> Any:
-    """Return which pixels (H, W) lie in an ellipse of random place, size and direction."""
+    """Return which pixels (H, W) are inside an ellipse of random place, size and direction."""
     size = min(height, width)
     along, across = rng.uniform(0.03, 0.09, 2) * size
     angle = rng.uniform(0, math.pi)

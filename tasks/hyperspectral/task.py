@@ -202,7 +202,7 @@ class AnomalyTask(Task):
 
 @dataclass
 class Detection(AnomalyTask):
-    """Targets are told from the rest by masks; the logit is the logarithm of the odds that a pixel is a target.
+    """Masks mark the targets; the logit is the logarithm of the odds that a pixel is a target.
 
     weights  of orthogonality, entropy and concentration, see TrainableRX.penalties
     """

@@ -21,7 +21,7 @@ def translations(model: nn.Module, shape: Shape, source: Rows, *, beam: int = 1)
     token = torch.full((num_rows, 1), BEGIN, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     scores = torch.zeros(num_rows // beam, beam, device=device)
-    scores[:, 1:] = float("-inf")  # all candidates are the same at first: go on with one
+    scores[:, 1:] = float("-inf")  # all candidates are equal at first: continue with one
     first = torch.arange(0, num_rows, beam, device=device)[:, None]
     cache = Cache(shape)
     for position in range(shape.target_length):

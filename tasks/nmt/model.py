@@ -136,7 +136,7 @@ def attend(
 ) -> Tensor:
     """Return the attention of queries (R, H, Q, D) to the keys that the fence lets them see, (R, H, Q, D).
 
-    Codes are appended to queries and keys as channels. The product of a query and a key of its own segment gains
+    Codes are appended to queries and keys as channels. The product of a query and a key of the same segment gains
     exactly 0; that with any other key, padding too, falls by FAR, and the exponential of it is exactly 0. So nothing
     but rounding differs from a mask, and no mask is given: every kernel takes such a call.
 
@@ -378,7 +378,7 @@ class Cache:
         self.layers = [LayerCache(shape.target_length) for _ in range(shape.num_layers)]
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows, which must have the same sources as those they replace."""
+        """Continue with these rows, which must have the same sources as those they replace."""
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 

@@ -1,1 +1,1 @@
-"""Diffusion of streamline pieces: tractography that draws how a fibre goes on."""
+"""Diffusion of streamline pieces: tractography that samples the continuation of a fibre."""

@@ -77,7 +77,7 @@ class Fields:
         return total
 
     def condition(self, points: Tensor, directions: Tensor, subject: Tensor) -> Tensor:
-        """Return what the model is told (B, 346) about points (B, 3) that directions (B, 8, 3) led to.
+        """Return the input of the model (B, 346) about points (B, 3) that directions (B, 8, 3) led to.
 
         The values at the point and at six neighbours, 1.5 voxels away along the axes R, A and S; then the directions,
         unit vectors, the latest last; zero where none is known.

@@ -62,7 +62,7 @@ def volume() -> list[Subject]:
         npeaks=1,
         return_sh=False,
     )
-    # dipy 1.12 names eudx_tracking in its place, which reads memory that nobody has written: its streamlines differ
+    # dipy 1.12 recommends eudx_tracking instead, which reads uninitialized memory: its streamlines differ
     # from process to process.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using EuDXDirectionGetter-based objects", DeprecationWarning)

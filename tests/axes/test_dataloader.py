@@ -16,11 +16,12 @@ import torch
 from torch.utils.data import default_collate
 
 from runner.axes.dataloader import DATALOADERS, Fetcher, cached, default, thread
-from runner.base.configuration import Request, compose
 from runner.base.errors import DataError, Exit
-from runner.base.option_table import make
 from runner.base.order import Micro, Order
 from runner.base.text import RemoteError
+from runner.config.configuration import compose
+from runner.config.option_table import make
+from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner

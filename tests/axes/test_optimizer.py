@@ -16,19 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.axes.optimizer import (
-    OPTIMIZERS,
-    adam,
-    adamw,
-    adamw8bit,
-    expected_state_bytes,
-    export_state,
-    import_state,
-    set_learning_rate,
-    sgd,
-    state_bytes,
-)
+from runner.axes.optimizer import OPTIMIZERS, adam, adamw, adamw8bit, set_learning_rate, sgd
 from runner.base.errors import ConfigError, IncompatibleResume
+from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -45,6 +35,13 @@ EVERY_RULE = {
     "sgd": made(sgd),
     "sgd nesterov for-loop": made(sgd, nesterov=True, kernel="for-loop"),
     "sgd without momentum": made(sgd, momentum=0.0),
+    "nadam": made(OPTIMIZERS["nadam"], lr_scales={"0": 0.5}),
+    "rmsprop": made(OPTIMIZERS["rmsprop"]),
+    "rmsprop centered": made(OPTIMIZERS["rmsprop"], momentum=0.9, centered=True),
+    "adafactor": made(OPTIMIZERS["adafactor"]),
+    "lion": made(OPTIMIZERS["lion"], lr_scales={"0": 0.5}),
+    "muon": made(OPTIMIZERS["muon"]),
+    "muon but one layer": made(OPTIMIZERS["muon"], adamw_for=["3"], lr_scales={"0": 0.5}),
 }
 
 
@@ -154,6 +151,88 @@ def test_the_rule_is_torchs_own() -> None:
     )
     train(theirs, reference, range(5))
     assert largest_difference(ours, theirs) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("option", "options", "reference"),
+    [
+        ("nadam", {"weight_decay": 0.1, "decoupled": True},
+         lambda model: torch.optim.NAdam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True)),
+        ("rmsprop", {"momentum": 0.9, "weight_decay": 0.1},
+         lambda model: torch.optim.RMSprop(model.parameters(), momentum=0.9, weight_decay=0.1)),
+        ("adafactor", {"weight_decay": 0.1}, lambda model: torch.optim.Adafactor(model.parameters(), weight_decay=0.1)),
+    ],
+)  # fmt: skip
+def test_an_option_is_the_rule_of_torch_with_the_same_arguments(
+    option: str, options: dict[str, Any], reference: Callable[[nn.Module], Optimizer]
+) -> None:
+    ours, theirs = network(torch.float64), network(torch.float64)
+    train(ours, made(OPTIMIZERS[option], decay_1d=True, **options)(ours), range(5))
+    train(theirs, reference(theirs), range(5))
+    assert largest_difference(ours, theirs) == 0.0
+    assert largest_difference(ours, network(torch.float64)) > 0.0
+
+
+def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest() -> None:
+    ours, theirs = network(torch.float64), network(torch.float64)
+    train(ours, made(OPTIMIZERS["muon"], adamw_for=["3"])(ours), range(5))
+    named = dict(theirs.named_parameters())
+    muon = torch.optim.Muon([named["0.weight"]], lr=3e-4, adjust_lr_fn="match_rms_adamw")
+    options: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "fused": True}
+    decayed = torch.optim.AdamW([named["3.weight"]], weight_decay=0.1, **options)
+    others = [weight for weight in named.values() if weight.dim() < 2]
+    rest = torch.optim.AdamW(others, weight_decay=0.0, **options)
+    for update in range(5):
+        train(theirs, Together([muon, decayed, rest]), range(update, update + 1))
+    assert largest_difference(ours, theirs) == 0.0
+
+
+class Together(Optimizer):
+    """Several optimizers of torch, one after the other."""
+
+    def __init__(self, parts: list[Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+
+    def step(self, closure: Any = None) -> Any:
+        for part in self.parts:
+            part.step()
+
+
+def test_lion_is_the_program_of_its_paper() -> None:
+    ours, weights = network(torch.float64), network(torch.float64)
+    momentum = {weight: torch.zeros_like(weight) for weight in weights.parameters()}
+    train(ours, made(OPTIMIZERS["lion"], decay_1d=True, weight_decay=0.5)(ours), range(4))
+    for update in range(4):
+        generator = torch.Generator().manual_seed(update)
+        weights(torch.randn(5, 6, generator=generator).double()).square().mean().backward()
+        with torch.no_grad():
+            for weight, kept in momentum.items():
+                assert weight.grad is not None
+                toward = torch.sign(0.9 * kept + 0.1 * weight.grad)
+                kept.copy_(0.99 * kept + 0.01 * weight.grad)
+                weight.sub_(1e-4 * (toward + 0.5 * weight))
+                weight.grad = None
+    # each of the 4 updates rounds values of order 1 at most 4 times
+    assert largest_difference(ours, weights) <= 16 * torch.finfo(torch.float64).eps
+
+
+def test_a_name_for_adamw_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="adamw_for"):
+        made(OPTIMIZERS["muon"], adamw_for=["head"])(network())
+
+
+def test_the_state_of_an_unknown_optimizer_survives_a_checkpoint_bit_for_bit() -> None:
+    """A task may bring its own."""
+
+    class Own(torch.optim.Adagrad):
+        pass
+
+    def make(model: nn.Module) -> Optimizer:
+        names, weights = zip(*model.named_parameters(), strict=True)
+        return Own([{"params": list(weights), "names": list(names), "base_lr": 0.01, "lr_scale": 1.0}])
+
+    assert_resuming_changes_nothing(make, network(), 3)
 
 
 def test_auto_takes_one_kernel_and_never_two() -> None:

@@ -17,12 +17,15 @@ from runner.axes.scheduler import (
     Schedule,
     constant,
     cosine,
+    inverse_sqrt,
     linear,
     multistep,
     one_cycle,
     plateau,
+    polynomial,
     step,
     warm_restarts,
+    wsd,
 )
 from runner.base.errors import ConfigError, IncompatibleResume
 
@@ -48,6 +51,18 @@ def torchs(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
+        (
+            polynomial(UPDATES, warmup=0, power=3.0),
+            torchs("PolynomialLR", total_iters=UPDATES, power=3.0),
+        ),
+        (
+            wsd(UPDATES, warmup=0, decay=1.0 / 3.0),
+            [1.0] * (UPDATES - 20) + torchs("LinearLR", 20, start_factor=1.0, end_factor=0.0, total_iters=20),
+        ),
+        (
+            inverse_sqrt(UPDATES, warmup=10),
+            torchs("LambdaLR", lr_lambda=lambda update: min((update + 1) / 10, (10 / (update + 1)) ** 0.5)),
+        ),
         (constant(UPDATES), torchs("ConstantLR", factor=1.0)),
         (
             constant(UPDATES, warmup=7),
@@ -199,3 +214,12 @@ def test_an_interval_of_nothing_is_refused() -> None:
         step(10, every=0.0)
     with pytest.raises(ConfigError, match=r"scheduler.milestones"):
         multistep(10, milestones=[0.5, 0])
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "sqrt"])
+def test_a_decay_begins_at_the_peak_and_the_stable_part_does_not_depend_on_the_length(shape: Any) -> None:
+    short, long = (curve_of(wsd(updates, warmup=6, decay=20, shape=shape), updates) for updates in (60, 90))
+    assert short[:40] == long[:40]
+    assert short[6:41] == [1.0] * 35
+    assert short[41:] == sorted(short[41:], reverse=True)
+    assert long[-20:] == pytest.approx(short[-20:], abs=0)

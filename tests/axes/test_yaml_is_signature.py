@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from runner.base.configuration import AXES as FILES
-from runner.base.schema import REQUIRED, fault, read_functions
+from runner.config.options import AXES as FILES
+from runner.config.schema import REQUIRED, fault, read_functions
 
 ROOT = Path(__file__).parents[2]
 AXES = sorted(FILES)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.cgroup import cgroup_limits, cgroup_processes, cpu_grant, memory_grant
+from runner.host.cgroup import cgroup_limits, cgroup_processes, cpu_grant, memory_grant
 
 GIB = 2**30
 

@@ -200,7 +200,7 @@ def test_draws_in_a_compiled_model_are_those_of_the_plain_one(fullgraph: bool) -
 
     torch.compiler.reset()
     plain, compiled = Model(), Model()
-    noise.keep_out_of_graphs()
+    noise.exclude_from_graphs()
     compiled.compile(backend="aot_eager", fullgraph=fullgraph)
     with torch.compiler.set_stance("default"):
         for one, other in zip(passes(plain), passes(compiled), strict=True):
@@ -213,7 +213,7 @@ def test_a_compiled_model_may_ask_for_its_draws_itself() -> None:
             return torch.tanh(x) + per_sample_noise(x, "model").normal(4)
 
     torch.compiler.reset()
-    noise.keep_out_of_graphs()
+    noise.exclude_from_graphs()
     plain, compiled = Model(), Model()
     compiled.compile(backend="aot_eager")
     for epoch in range(12):  # more than the compiler's limit of programs for one function
@@ -233,7 +233,7 @@ def test_layers_with_draws_of_their_own_share_compiled_code(asked: str) -> None:
             return given.named("end").dropout(x + given.normal(4), 0.5)
 
     torch.compiler.reset()
-    noise.keep_out_of_graphs()
+    noise.exclude_from_graphs()
     programs = CompileCounter()
     layers = [Layer() for _ in range(10)]  # more than the compiler's limit of programs for one function
     for layer in layers:

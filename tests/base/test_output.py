@@ -19,8 +19,8 @@ from typing import TextIO
 
 import pytest
 
-from runner.base import output
-from runner.base.output import never_waiting
+from runner.host import output
+from runner.host.output import nonblocking_streams
 from tests.waiting import wait_until
 
 LIMIT_S = 60.0  # only a defect takes as long
@@ -59,7 +59,7 @@ def pipe() -> Iterator[Pipe]:
 @contextmanager
 def printing(to: Pipe | TextIO) -> Iterator[None]:
     """Print there, without waiting; a fixture cannot do it, since pytest sets the streams again before the test."""
-    with contextlib.redirect_stdout(to.stream if isinstance(to, Pipe) else to), never_waiting():
+    with contextlib.redirect_stdout(to.stream if isinstance(to, Pipe) else to), nonblocking_streams():
         yield
 
 
@@ -284,7 +284,7 @@ def test_a_task_may_point_its_output_elsewhere(pipe: Pipe, tmp_path: Path) -> No
 def test_closed_streams_are_no_place_for_files(closed: str, tmp_path: Path) -> None:
     """The next file that is opened would get their numbers, and what is printed."""
     program = (
-        "import os, sys\nfrom runner.base.output import open_closed_streams\nopen_closed_streams()\n"
+        "import os, sys\nfrom runner.host.output import open_closed_streams\nopen_closed_streams()\n"
         "number = os.open('data', os.O_WRONLY | os.O_CREAT)\nprint('words'); print('words', file=sys.stderr)\n"
         "assert number > 2; assert sys.stdin and sys.stdout and sys.stderr\n"
     )

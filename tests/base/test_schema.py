@@ -12,18 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.base.schema import (
-    REQUIRED,
-    Expression,
-    defaults,
-    did_you_mean,
-    fault,
-    in_words,
-    nearest,
-    read_functions,
-    settings_keys,
-)
-from runner.base.settings import EvaluateSettings, Settings
 from runner.base.values import (
     Auto,
     Count,
@@ -37,6 +25,18 @@ from runner.base.values import (
     Range,
     Seed,
 )
+from runner.config.schema import (
+    REQUIRED,
+    Expression,
+    defaults,
+    did_you_mean,
+    fault,
+    in_words,
+    nearest,
+    read_functions,
+    settings_keys,
+)
+from runner.config.settings import EvaluateSettings, Settings
 
 # type, its words, values that fit, values that do not
 TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
@@ -95,7 +95,7 @@ def test_a_number_above_zero_is_one_that_python_calls_so(value: float) -> None:
 @given(st.integers(-5, 5), st.booleans(), st.booleans())
 def test_the_edges_of_a_range_belong_to_it_or_not(value: int, low: bool, high: bool) -> None:
     allowed = set(range(-1, 2)) | ({-2} if low else set()) | ({2} if high else set())
-    assert Range("", -2, 2, low_allowed=low, high_allowed=high).holds(value) == (value in allowed)
+    assert Range("", -2, 2, low_allowed=low, high_allowed=high).allows(value) == (value in allowed)
 
 
 @pytest.mark.parametrize(

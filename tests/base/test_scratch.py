@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import CannotCreate, Exit
-from runner.base.scratch import check_compile_cache, keep_compiled_code_private, private_folder
+from runner.host.scratch import check_compile_cache, keep_compiled_code_private, private_folder
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

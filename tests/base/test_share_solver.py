@@ -17,7 +17,6 @@ from runner.base.share_solver import (
     Decision,
     RankTiming,
     ShareSolution,
-    best_alone,
     fastest,
     fit,
     probe_splits,
@@ -118,15 +117,6 @@ def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
     assert fastest(8, lines) == (7, 1)
     assert fastest(8, lines, may_drop=True) == (8, 0)
     assert fastest(8, lines, (7, None), may_drop=True) == (7, 1)
-
-
-def test_fewer_ranks_are_best_where_the_exchange_costs_more_than_they_bring() -> None:
-    equal = [RankTiming(0.0, 1.0)] * 2
-    assert best_alone(8, equal, exchange_s=3.0) == ((0, 1), 7.0)
-    assert best_alone(8, equal, exchange_s=5.0) == ((0,), 8.0)
-    assert best_alone(8, equal, (4, None), exchange_s=5.0) == ((1,), 8.0)
-    assert best_alone(8, equal, (4, 4), exchange_s=5.0) == ((0, 1), 9.0)
-    assert best_alone(8, [*equal, RankTiming(9.0, 1.0)], exchange_s=1.0) == ((0, 1), 5.0)
 
 
 # ---------------------------------------------------------------- probing
@@ -362,7 +352,7 @@ def test_a_verdict_says_what_the_others_take_alone() -> None:
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.008)])
     verdict = run(ShareSolution(32, 2), ranks, 100, exchange_s=0.010)[-1]
     assert (verdict.drop, verdict.shares) == ((1,), (32, 0))
-    assert re.findall(r"rank \d|[\d.]+ ms", verdict.reason) == ["rank 1", "rank 0", "33.0 ms", "40.0 ms"]
+    assert re.findall(r"rank \d|[\d.]+ ms", verdict.reason) == ["rank 1", "33.0 ms", "rank 0", "40.0 ms"]
 
 
 def test_all_ranks_decide_the_same_from_the_same_times() -> None:

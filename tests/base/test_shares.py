@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.errors import Problem
-from runner.base.shares import RankShare, dealt, equal, fixed, identity, lines, proportional, slices, summed, table
+from runner.base.shares import (
+    RankShare,
+    equal,
+    fixed,
+    identity,
+    lines,
+    proportional,
+    slices,
+    summed,
+    table,
+    window_shares,
+)
 from tests.suggestions import suggested
 
 weights_of_ranks = st.lists(st.one_of(st.integers(0, 50), st.floats(0, 1e12)), min_size=1, max_size=9).filter(any)
@@ -101,7 +112,7 @@ def test_a_ragged_window_is_dealt_whole_and_nobody_gets_more_than_its_share(
     shares: list[int], data: st.DataObject
 ) -> None:
     window = data.draw(st.integers(0, sum(shares)))
-    parts = dealt(window, shares)
+    parts = window_shares(window, shares)
     assert sum(parts) == window
     assert all(part <= share for part, share in zip(parts, shares, strict=True))
     if window == sum(shares):
@@ -113,14 +124,14 @@ def test_slices_follow_each_other_and_cover_the_window(shares: list[int], window
     cuts = slices(window, shares)
     seen = [sample for start, stop in cuts for sample in range(start, stop)]
     assert seen == list(range(window))
-    assert tuple(stop - start for start, stop in cuts) == dealt(window, shares)
+    assert tuple(stop - start for start, stop in cuts) == window_shares(window, shares)
 
 
 def test_a_rank_may_get_nothing_of_a_small_window() -> None:
-    assert dealt(1, (19, 13)) == (1, 0)
+    assert window_shares(1, (19, 13)) == (1, 0)
     assert slices(1, (19, 13)) == ((0, 1), (1, 1))
-    assert dealt(2, (1, 1, 1)) == (1, 1, 0)
-    assert dealt(0, (19, 13)) == (0, 0)
+    assert window_shares(2, (1, 1, 1)) == (1, 1, 0)
+    assert window_shares(0, (19, 13)) == (0, 0)
 
 
 # ---------------------------------------------------------------- what the user says

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from runner.base.stragglers import PARTS, Straggler, StragglerDetector, slow
+from runner.base.stragglers import PARTS, Straggler, StragglerDetector, find_straggler
 
 Times = list[dict[str, float]]
 
@@ -40,19 +40,19 @@ def test_an_injected_rank_and_part_are_named_in_95_of_100_trials(world_size: int
     named = 0
     for seed in range(100):
         rank = seed % world_size
-        found = slow(updates(seed, delayed(world_size, rank, part, 0.010)))
+        found = find_straggler(updates(seed, delayed(world_size, rank, part, 0.010)))
         named += found is not None and (found.rank, found.part) == (rank, part)
     assert named >= 95
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_nobody_is_named_in_99_of_100_trials_without_injection(world_size: int) -> None:
-    quiet = sum(slow(updates(seed, [USUAL] * world_size)) is None for seed in range(100))
+    quiet = sum(find_straggler(updates(seed, [USUAL] * world_size)) is None for seed in range(100))
     assert quiet >= 99
 
 
 def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
-    found = slow(updates(0, delayed(2, 1, "backward", 0.020), noise=0.0))
+    found = find_straggler(updates(0, delayed(2, 1, "backward", 0.020), noise=0.0))
     assert found is not None
     assert found.lost_s == pytest.approx(0.020)
     assert found.lost == pytest.approx(0.020 / (sum(USUAL.values()) + 0.020 + EXCHANGE_S))
@@ -62,23 +62,23 @@ def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
 
 def test_ranks_that_are_balanced_are_left_in_peace() -> None:
     """Rank 1 is 3 times slower per sample and has a third of the samples: nobody waits."""
-    assert slow(updates(0, [USUAL, USUAL], noise=0.0), (24, 8)) is None
+    assert find_straggler(updates(0, [USUAL, USUAL], noise=0.0), (24, 8)) is None
 
 
 def test_a_long_part_that_keeps_nobody_waiting_is_not_named() -> None:
     """Rank 0 reads long and computes less: all are done at once."""
     parts = [{**USUAL, "data": 0.012, "backward": 0.010}, USUAL]
-    assert slow(updates(0, parts, noise=0.0)) is None
+    assert find_straggler(updates(0, parts, noise=0.0)) is None
 
 
 def test_a_small_loss_is_not_worth_a_word() -> None:
-    assert slow(updates(0, delayed(2, 1, "data", 0.003), noise=0.0)) is None
-    assert slow(updates(0, delayed(2, 1, "data", 0.006), noise=0.0)) is not None
+    assert find_straggler(updates(0, delayed(2, 1, "data", 0.003), noise=0.0)) is None
+    assert find_straggler(updates(0, delayed(2, 1, "data", 0.006), noise=0.0)) is not None
 
 
 def test_an_update_in_which_all_wait_for_the_exchange_names_nobody() -> None:
     rng = random.Random(0)
-    assert slow([update(rng, [USUAL] * 2, 0.0, exchange_s=0.5) for _ in range(20)]) is None
+    assert find_straggler([update(rng, [USUAL] * 2, 0.0, exchange_s=0.5) for _ in range(20)]) is None
 
 
 def test_a_busy_rank_for_which_nobody_waits_is_not_named() -> None:
@@ -87,44 +87,44 @@ def test_a_busy_rank_for_which_nobody_waits_is_not_named() -> None:
     window = [update(rng, delayed(2, 1, "optimizer", 0.020), 0.0, exchange_s=0.050) for _ in range(20)]
     for each in window:
         each[0]["wait"] = each[1]["wait"]
-    assert slow(window) is None
+    assert find_straggler(window) is None
 
 
 def test_a_single_hiccup_names_nobody_and_hides_nobody() -> None:
     quiet = updates(0, [USUAL] * 2, num=19, noise=0.02)
     loud = updates(0, delayed(2, 1, "data", 0.020), num=19, noise=0.02)
     hiccup = updates(0, delayed(2, 0, "data", 5.0), num=1)
-    assert slow(quiet + hiccup) is None
-    found = slow(loud + hiccup)
+    assert find_straggler(quiet + hiccup) is None
+    found = find_straggler(loud + hiccup)
     assert found is not None
     assert (found.rank, found.part) == (1, "data")
 
 
 def test_ranks_that_are_slow_in_turn_are_not_named() -> None:
     window = [updates(n, delayed(3, n % 3, "forward", 0.020), num=1, noise=0.0)[0] for n in range(21)]
-    assert slow(window) is None
+    assert find_straggler(window) is None
 
 
 def test_a_rank_that_is_slow_about_as_often_as_another_is_not_named() -> None:
     one, other = (updates(0, delayed(2, rank, "forward", 0.020), num=12, noise=0.0) for rank in (0, 1))
-    assert slow(one[:11] + other[:9]) is None
-    assert slow(one[:12] + other[:8]) is not None
+    assert find_straggler(one[:11] + other[:9]) is None
+    assert find_straggler(one[:12] + other[:8]) is not None
 
 
 def test_a_rank_that_only_has_more_samples_is_said_to_have_more() -> None:
     parts = [{**USUAL, "forward": 0.030, "backward": 0.060}, USUAL]
-    found = slow(updates(0, parts, noise=0.0), (24, 8))
+    found = find_straggler(updates(0, parts, noise=0.0), (24, 8))
     assert found is not None
     assert found.num_samples == (24, 32)
     assert "24 of 32" in str(found)
-    equal_shares = slow(updates(0, parts, noise=0.0), (16, 16))
+    equal_shares = find_straggler(updates(0, parts, noise=0.0), (16, 16))
     assert equal_shares is not None
     assert equal_shares.num_samples is None
 
 
 def test_one_rank_alone_and_no_updates_have_nobody_to_name() -> None:
-    assert slow(updates(0, [USUAL])) is None
-    assert slow([]) is None
+    assert find_straggler(updates(0, [USUAL])) is None
+    assert find_straggler([]) is None
 
 
 # ---------------------------------------------------------------- over time

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.base.subprocesses import in_subprocess
+from runner.host.subprocesses import in_subprocess
 
 
 def answer(value: float) -> float:
@@ -22,7 +22,7 @@ def late() -> None:
 def test_a_caller_that_waits_long_is_told_once_and_gets_the_answer() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as told, os.fdopen(writing, "wb", buffering=0) as tell:
-        assert in_subprocess(told.read, 1, long=lambda: tell.write(b"x"), patience_s=0.0) == b"x"
+        assert in_subprocess(told.read, 1, on_wait=lambda: tell.write(b"x"), patience_s=0.0) == b"x"
         tell.close()
         assert told.read() == b"", "told once"
 
@@ -30,13 +30,13 @@ def test_a_caller_that_waits_long_is_told_once_and_gets_the_answer() -> None:
 def test_a_caller_that_does_not_wait_is_told_nothing() -> None:
     told: list[int] = []
 
-    assert in_subprocess(answer, 0.0, long=lambda: told.append(1), patience_s=120.0) == 0.0
+    assert in_subprocess(answer, 0.0, on_wait=lambda: told.append(1), patience_s=120.0) == 0.0
     assert told == []
 
 
 def test_an_error_is_that_of_the_function() -> None:
     with pytest.raises(TimeoutError, match="its own"):
-        in_subprocess(late, long=lambda: None, patience_s=0.0)
+        in_subprocess(late, on_wait=lambda: None, patience_s=0.0)
 
 
 def test_no_process_is_forked_after_cuda_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from runner.base.configuration import Request
 from runner.base.errors import ConfigError, Problem
-from runner.base.sweep_syntax import MAX_TRIALS, SearchSpace, composed, expand_sweep, read_space
+from runner.config.request import Request
+from runner.sweeps.sweep_syntax import MAX_TRIALS, SearchSpace, composed, expand_sweep, read_space
 
 
 @cache
@@ -29,7 +29,7 @@ def told(lines: list[str], *, search: bool = False) -> str:
     ("word", "values"),
     [
         ("optimizer=glob(adam*)", "adam adamw adamw8bit"),
-        ("optimizer=glob(*,exclude=adam*)", "sgd"),
+        ("optimizer=glob(adam*,exclude=adamw*)", "adam"),
         ("updates=range(10,31,10)", "10 20 30"),
         ("updates=range(3,0,-1)", "3 2 1"),
         ("optimizer.lr=range(0,0.5,0.25)", "0.0 0.25"),

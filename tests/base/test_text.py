@@ -18,8 +18,8 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.text import aligned, for_terminal, reflowed, sized, sized_gib, wrapped
 from runner.cli import overview, print_problems
 from runner.commands import COMMANDS
-from runner.observe.events import Console
-from runner.observe.progress_display import Bar
+from runner.console.progress_display import Bar
+from runner.records.events import Console
 
 TABLE = """\
 GPU or CPU?        here    rule of thumb                                   says
@@ -58,6 +58,17 @@ def test_columns_of_a_table_give_way_in_their_order_and_are_named() -> None:
     assert narrow == ["run     task", "first   gpt", "second  nmt"]
     assert "size" in note
     assert aligned(rows, "<<>", ("size", "task"), 8)[0] == "run"
+
+
+def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
+    rows = [("", "lowest", "mean"), ("graphics-card",), ("cpu", "9", "10")]
+    assert aligned(rows, "<>", indent="  ") == [
+        "       lowest  mean",
+        "  graphics-card",
+        "  cpu       9    10",
+    ]
+    assert aligned([("a", "b", "c"), ("d", "eeee", "f")], widest={1: 2}) == ["a  b   c", "d  eeee  f"]
+    assert aligned([]) == []
 
 
 def test_what_a_terminal_is_told_fits_it_and_a_pipe_gets_it_whole() -> None:

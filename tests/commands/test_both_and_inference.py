@@ -93,7 +93,7 @@ def test_inference_takes_the_run_trained_last(server: ForkServer, folder: Path) 
         shutil.rmtree(folder / "outputs" / "second" / "predictions", ignore_errors=True)
         ended = server.run(words, folder)
         assert ended.code == 0, ended.err
-        assert ended.out.startswith("second: update-0000000030,")
+        assert ended.out.startswith("second: update-0000000030 ")
         assert sorted(predictions(folder / "outputs" / "second")) == ["answer-0.npy", "answer-1.npy"]
     assert not (folder / "outputs" / "first" / "predictions").exists()
 
@@ -135,7 +135,7 @@ def test_the_summary_holds_what_it_took(server: ForkServer, folder: Path) -> Non
     found = summary(folder / "outputs" / "second")
     assert found.keys() == {
         "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "model", "latency_ms",
-        "peak_host_gib",
+        "world_size", "peak_host_gib",
     }  # fmt: skip
     assert (found["checkpoint_update"], found["predictions"], found["items"], found["item"]) == (30, 7, 7, "sample")
     latency = found["latency_ms"]

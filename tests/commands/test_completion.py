@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import GROUPS, options_of, shipped_options
 from runner.cli import main
 from runner.commands import COMMANDS
 from runner.commands.benchmark import OWN
 from runner.commands.complete import TypedLine, candidates
 from runner.commands.completion import SCRIPTS
-from runner.measure.suites import SUITES, ladder
-from runner.measure.technique import techniques
+from runner.config.config_files import shipped_options
+from runner.config.options import GROUPS, options_of
+from runner.tools.measure.suites import SUITES, ladder
+from runner.tools.measure.technique import techniques
 
 TASK = """
 SETTINGS = {}
@@ -129,7 +130,10 @@ OFFERS = {
     "accel-run report ": "last second first out= benchmarks= output_root=",
     "accel-run report first ": "last second out= benchmarks= output_root=",
     "accel-run report out=x benchmarks=o": "benchmarks=outputs/",
-    "accel-run export ": "last second first format= device= output_root=",
+    "accel-run export ": "last second first format= checkpoint= device= output_root=",
+    "accel-run evaluate ": "last second first split= checkpoint= device= output_root= weights=",
+    "accel-run evaluate first split=t": "split=train split=test",
+    "accel-run evaluate first checkpoint=": "checkpoint=best checkpoint=last",
     "accel-run export first format=onnx,p": "format=onnx,program",
     "accel-run doctor -": "--quick --json --help",
     "accel-run doctor f": "first_contact",
@@ -148,12 +152,12 @@ OFFERS = {
     "accel-run benchmark re": "reset resume= resume_allow=",
     "accel-run benchmark --config-dir mine qui": "quick",
     "accel-run benchmark suite=l": "suite=ladder suite=loader",
-    "accel-run benchmark suite=loader w": "workers= watchdog= weights= watchdog.",
+    "accel-run benchmark suite=loader w": "workers= watchdog= weights= watchdog. weights.",
     "accel-run benchmark suite=loader cache=none,": "cache=none,memory cache=none,device",
     "accel-run benchmark suite=nothing ste": "",
     "accel-run benchmark st": "steps=",
     "accel-run benchmark techniques=[bf16,f": ("techniques=[bf16,fp16 techniques=[bf16,flash techniques=[bf16,fused"),
-    "accel-run benchmark modes=": "modes=all modes=isolated modes=cumulative modes=leave_one_out modes=best",
+    "accel-run benchmark modes=": "modes=all modes=isolated modes=cumulative",
     "accel-run benchmark precision=f": "precision=fp16 precision=fp32",
     "accel-run benchmark folder=mi": "folder=mine/",
     "accel-run benchmark --j": "--json",
@@ -186,7 +190,7 @@ def test_every_command_that_is_shown_is_offered_and_no_other() -> None:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_word_and_key_of_a_suite_is_offered_and_means_something_to_it(suite: str, folder: Path) -> None:
-    module = import_module(f"runner.measure.suites.{SUITES[suite][0]}")
+    module = import_module(f"runner.tools.measure.suites.{SUITES[suite][0]}")
     found = offered(f"accel-run benchmark suite={suite} ")
 
     own = found[: found.index("precision=")]

@@ -166,7 +166,8 @@ def test_what_is_not_there_is_answered_with_what_to_ask(
 
 def test_every_file_that_is_named_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For every key of the default configuration, and of a profile."""
-    from runner.base.configuration import Request, compose
+    from runner.config.configuration import compose
+    from runner.config.request import Request
 
     root = Path(__file__).parents[2]
     from runner.commands.explain import source_of

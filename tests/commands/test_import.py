@@ -153,7 +153,7 @@ def test_both_predicts_with_what_was_trained_and_not_with_what_it_began_with(
     )
     assert ended.code == 0, ended.err
     assert " of foreign.safetensors\n" in ended.out
-    assert "mine: update-0000000002," in ended.out
+    assert "mine: update-0000000002 (" in ended.out
     assert (tmp_path / "outputs" / "mine" / "predictions" / "answer-0.npy").is_file()
 
 
@@ -174,11 +174,11 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
         assert f"accel-run: weights={file}.safetensors: " in ended.err
         assert told in ended.err
         assert not list((tmp_path / "outputs" / file / "checkpoints").glob("update-*"))
-    for file, code in (("missing", 66), ("FOLDER", 66)):
+    for file, code in (("missing", 66), ("FOLDER", 78)):
         (tmp_path / "FOLDER.safetensors").mkdir(exist_ok=True)
         words = f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run=never"
         ended = server.run(words, tmp_path)
-        assert (ended.code, "name a .safetensors file" in ended.err) == (code, True), ended
+        assert (ended.code, "model.safetensors" in ended.err) == (code, True), ended
         assert not (tmp_path / "outputs" / "never").exists()
 
 
@@ -189,7 +189,7 @@ def test_a_run_takes_names_with_what_wrappers_put_before_them(server: ForkServer
     words = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
     ended = server.run(words, tmp_path)
     assert ended.code == 0, ended.err
-    assert f"; {prefix} " in ended.out
+    assert f" {prefix} " in ended.out
 
 
 def test_a_model_whose_own_names_begin_like_a_wrapper_takes_its_own_weights() -> None:
@@ -257,7 +257,7 @@ def test_a_folder_is_no_file_to_import(server: ForkServer, tmp_path: Path, word:
 
 def test_the_new_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     from runner.base.errors import CannotCreate
-    from runner.engine.weights import settle
+    from runner.engine.pickle_import import settle
 
     (tmp_path / "half").write_bytes(b"new")
     (tmp_path / "taken").write_bytes(b"mine")
@@ -270,7 +270,7 @@ def test_the_new_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_an_import_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import runner.commands.import_ as command
-    from runner.base import subprocesses
+    from runner.host import subprocesses
 
     def stopped(_: Any, __: Path, half: Path, ___: Any) -> None:
         assert half.parent == tmp_path
@@ -296,13 +296,13 @@ def test_the_process_that_reads_has_no_network_or_it_is_said(server: ForkServer,
 
 def _has_network() -> bool:
     """Tell whether a process confined as that of an import has more than a loopback that is down."""
-    from runner.base.subprocesses import in_subprocess
+    from runner.host.subprocesses import in_subprocess
 
     return in_subprocess(_networks)
 
 
 def _networks() -> bool:
-    from runner.engine.weights import confine
+    from runner.engine.pickle_import import confine
 
     here = str(Path("/proc/self/ns/net").readlink())
     confine(0)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from runner.base.process_identity import birth_of
 from runner.cli import main
 from runner.commands.monitor import RunningRuns
 from runner.durable.directory import RunDirectory
 from runner.engine.run_screen import Screen
-from runner.observe.alerts import Alert
-from runner.observe.samples import COLUMNS
+from runner.host.process_identity import process_identity
+from runner.monitor.alerts import Alert
+from runner.monitor.samples import COLUMNS
 from tests.forkserver import Ended, ForkServer
 from tests.nvml_stub import GIB, PAIR, T4, NvmlStub, build_stub
 from tests.suggestions import suggested
@@ -354,7 +354,7 @@ def test_a_run_without_samples_is_explained(server: ForkServer, tmp_path: Path) 
 
 def test_processes_are_known_by_the_run_they_belong_to(tmp_path: Path) -> None:
     def record(name: str, **changes: Any) -> None:
-        run = {"state": "running", "pid": os.getpid(), "birth": birth_of(os.getpid())} | changes
+        run = {"state": "running", "pid": os.getpid(), "birth": process_identity(os.getpid())} | changes
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps(run))
 
@@ -374,7 +374,7 @@ def test_processes_are_known_by_the_run_they_belong_to(tmp_path: Path) -> None:
 def test_ranks_are_all_those_of_their_starter(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as rank, subprocess.Popen(["sleep", "60"]) as other:
         (tmp_path / "both").mkdir()
-        record = {"state": "running", "pid": rank.pid, "birth": birth_of(rank.pid)}
+        record = {"state": "running", "pid": rank.pid, "birth": process_identity(rank.pid)}
         (tmp_path / "both" / "run.json").write_text(json.dumps(record))
         assert other.pid not in RunningRuns(tmp_path).by_pid()
         (tmp_path / "both" / "plan.json").write_text('{"ranks": [{}, {}]}')

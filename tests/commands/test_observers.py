@@ -1,4 +1,4 @@
-"""What a run leaves for those who watch it: tracker, monitor, profiler, benchmark, console and events."""
+"""What a run leaves for those who watch it: tracker, monitor, profiler, console and events."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_what_happens_to_a_gpu_is_said_once_and_training_goes_on(
     state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
     env = {"NVML_STUB": str(stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     words = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
-    as_on_gpus = "import runner.observe.monitor_thread as module; module.gpus_of = lambda uuids, device: None"
+    as_on_gpus = "import runner.engine.opening as module; module.gpus_of = lambda uuids, device: None"
     ended = server.run(
         ["train", "--task", str(TASK), "run=mine", "device=cpu", *words],
         tmp_path,
@@ -190,17 +190,6 @@ def test_a_run_shorter_than_the_profiler_still_writes_what_it_saw(server: ForkSe
     ended = train(server, tmp_path, "profiler=trace", "updates=8")
     assert ended.code == 0, ended.err
     assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json.gz").is_file()
-
-
-def test_the_benchmark_writes_the_step_times(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "benchmark=blocks", "updates=40")
-    assert ended.code == 0, ended.err
-    found = json.loads((tmp_path / "outputs" / "mine" / "benchmark.json").read_text())
-    times = found["step_time_ms"]
-    assert len(times["blocks"]) == 3  # ten updates pass first, then ten per block
-    assert 0 < times["min"] <= times["median"] <= times["max"]
-    assert (found["warmup_updates"], found["updates_per_block"]) == (10, 10)
-    assert "step time" in ended.out
 
 
 def test_console_log_holds_what_the_terminal_showed(server: ForkServer, tmp_path: Path) -> None:

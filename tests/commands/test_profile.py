@@ -74,15 +74,8 @@ def test_the_times_of_modules_add_up_to_those_of_what_holds_them_and_to_the_upda
     assert 0.8 < whole / summary["update_ms"]["modules timed"] <= 1.0  # less what the marks themselves take
 
 
-def test_each_line_that_would_wait_is_named_and_no_other(planted: tuple[Path, Ended]) -> None:
-    folder, _ = planted
-    in_loss, in_begin = line_of("# waits in loss"), line_of("# waits in begin_update")
-    waits = found(folder)["waits"]
-    assert {(row["place"].rpartition("/")[2], row["what"], row["per_update"]) for row in waits} == {
-        (f"task_to_profile.py:{in_loss} in loss", "item", 1.0),
-        (f"task_to_profile.py:{in_begin} in begin_update", "item", 1.0),
-    }
-    assert all(row["in_task"] for row in waits)
+def test_a_cpu_has_no_lines_that_wait(planted: tuple[Path, Ended]) -> None:
+    assert found(planted[0])["waits"] is None
 
 
 def test_the_trace_is_one_of_the_operators_and_the_shares_are_of_the_whole(planted: tuple[Path, Ended]) -> None:
@@ -134,7 +127,7 @@ def test_memory_is_told_by_kind_and_drawn(planted: tuple[Path, Ended]) -> None:
 def test_it_says_what_looking_costs(planted: tuple[Path, Ended]) -> None:
     folder, _ = planted
     times = found(folder)["update_ms"]
-    assert list(times) == ["as it is", "operators recorded", "modules timed", "memory recorded", "waits searched"]
+    assert list(times) == ["as it is", "operators recorded", "modules timed", "memory recorded"]
     assert all(milliseconds >= 30 for milliseconds in times.values())  # what was planted
 
 
@@ -144,7 +137,7 @@ def test_no_line_is_wider_than_the_screen(planted: tuple[Path, Ended]) -> None:
     assert max(map(len, text.splitlines())) <= 140
 
 
-def test_a_profile_changes_no_number_and_a_task_that_never_waits_is_told_so(server: ForkServer, tmp_path: Path) -> None:
+def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None:
     of_both = "device=cpu monitor=off log_every=1 epochs=3 global_batch_size=6 micro_batch_size=2"
     plain = [str(TASK), *of_both.split()]
     assert server.run(["train", "--task", *plain, "run=plain"], tmp_path).code == 0
@@ -159,8 +152,6 @@ def test_a_profile_changes_no_number_and_a_task_that_never_waits_is_told_so(serv
 
     assert len(losses("profiles/p")) == 12
     assert losses("profiles/p") == losses("plain")[:12]
-    assert ": none found" in " ".join(ended.out.split())
-    assert found(tmp_path)["waits"] == []
 
 
 def test_a_profile_is_beside_the_runs_and_saves_nothing(server: ForkServer, tmp_path: Path) -> None:
@@ -224,7 +215,6 @@ def test_a_graph_is_timed_as_one(server: ForkServer, tmp_path: Path) -> None:
     assert model["class"] == "Net, one graph"
     assert float(model["forward_mean_ms"]) > 0
     assert float(model["backward_mean_ms"]) > 0
-    assert "not searched" in ended.out
 
 
 def test_phases_and_ranks_have_profiles(server: ForkServer, tmp_path: Path) -> None:

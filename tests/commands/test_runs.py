@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request
 from runner.base.errors import ConfigError
 from runner.cli import main
 from runner.commands.arguments import read_of_a_run
+from runner.config.request import Request
 from runner.durable.run_state import standing
 from runner.engine.repro_script import script
+from runner.records.run_record import RunRecord
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_every_run_is_listed_the_newest_first(folder: Path, capsys: pytest.Captu
         ["saved", "gpt", "preempted (75)", "20/40", "train/loss 2.5"],
         ["killed", "gpt", "killed", "20/40", "train/loss 2.5"],
         ["alive", "\\x1b[31mgpt", "running", "20/40", "train/loss 2.5"],
-        ["odd", "-", "unknown", "20/40", "-"],
+        ["odd", "-", "unknown", "20/40", "train/loss 2.5"],
     ]
 
 
@@ -87,7 +88,7 @@ def test_what_is_said_to_go_on_with_a_run_names_it() -> None:
         ({**known, "name": ["x"]}, f"{resume} NAME"),
         (elsewhere, f"{resume} gpt-1 'output_root=my runs'"),
     ):
-        assert standing(state).sentence.endswith(f": {line}")
+        assert standing(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
 
 
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

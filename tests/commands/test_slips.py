@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import options_of
 from runner.cli import main
 from runner.commands import COMMANDS
-from runner.measure.technique import ORDER, files_of
+from runner.config.options import options_of
+from runner.tools.measure.technique import ORDER, files_of
 from tests.suggestions import suggested
 
 # words -> exactly what is printed on stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.json_numbers import NOT_MEASURED
+from runner.base.text import NOT_MEASURED
 from runner.cli import main
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
@@ -115,7 +115,7 @@ def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str])
     lines = status(capsys, "killed")
     assert lines[0].startswith("killed: killed; ")
     assert RESUME in lines[0]
-    assert lines[-1] == "  checkpoints update-0000000037: valid"
+    assert lines[-1].split()[1:] == ["update-0000000037:", "valid", "(last)"]
 
 
 def test_a_number_that_another_process_has_got_does_not_make_it_alive(
@@ -136,7 +136,7 @@ def test_a_run_on_another_machine_may_be_running(folder: Path, capsys: pytest.Ca
 def test_a_run_that_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "stopped")
     assert " resume stopped " in lines[0]
-    assert lines[-1].endswith(": valid")
+    assert lines[-1].endswith(": valid (last)")
 
 
 def test_a_run_that_is_running(
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_with_the_reason(folder: Path, capsys: pyt
     file.write_bytes(content)
     (checkpoints / "update-0000000080" / "optimizer.safetensors").unlink()
     first, second, third = (line.split(": ") for line in status(capsys, "finished")[-3:])
-    assert first[1:] == ["valid"]
+    assert first[1:] == ["valid (last)"]
     assert (second[1], second[2].split()[0]) == ("damaged", "optimizer.safetensors")
     assert (third[1], third[2].split()[0]) == ("damaged", "model.safetensors")
 

@@ -11,15 +11,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.base.aliases import ABSENT, FOREIGN_COMMANDS, FOREIGN_KEYS
-from runner.base.configuration import AXES, GROUPS, Request, compose, files_unchanged, function_of, options_of
 from runner.base.errors import AccelRunError, ConfigError, InputMissing
-from runner.base.schema import fault, nearest, settings_keys
-from runner.base.settings import Settings
 from runner.cli import main
-from runner.commands import COMMANDS, advise, benchmark, monitor, profile, report, search, tune
+from runner.commands import COMMANDS, advise, benchmark, evaluate_run, monitor, profile, report, search, tune
 from runner.commands.arguments import read
 from runner.commands.sweep_arguments import GRID
+from runner.config.aliases import ABSENT, FOREIGN_COMMANDS, FOREIGN_KEYS
+from runner.config.config_files import files_unchanged
+from runner.config.configuration import compose
+from runner.config.options import AXES, GROUPS, function_of, options_of
+from runner.config.request import Request
+from runner.config.schema import fault, nearest, settings_keys
+from runner.config.settings import MAIN_KEYS, Settings
 from tests.commands.foreign_slips import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING, VALUES
 from tests.commands.test_slips import SLIPS
 
@@ -179,11 +182,12 @@ def said_in_code() -> Iterator[tuple[str, str]]:
 
 def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
     keys, tried = all_keys(), 0
-    owners = (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN)
+    owners = (GRID, evaluate_run.OWN, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN)
     known = {
         *keys,
         *GROUPS,
         *OF_COMMANDS,
+        *MAIN_KEYS,
         *settings_keys(monitor.MonitorOptions),
         *(key for owner in owners for key in owner),
     }

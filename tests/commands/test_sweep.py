@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from runner.cli import main
-from runner.launch.pool import Pool
-from runner.launch.sweep import enlist
-from runner.launch.trials import Sweep, Trial
+from runner.sweeps.pool import Pool
+from runner.sweeps.sweep import enlist
+from runner.sweeps.trials import Sweep, Trial
 from tests.forkserver import Ended, ForkServer
 from tests.suggestions import suggested
 from tests.waiting import wait_until

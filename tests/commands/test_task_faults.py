@@ -188,7 +188,7 @@ FAULTS = {
         LOSS,
         f"        {AT_12.replace('==', '>=')}raise MemoryError\n{LOSS}",
         81,
-        "the machine's memory is used up",
+        "the machine is out of memory",
         saved=True,
     ),
 }

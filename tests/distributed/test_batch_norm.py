@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from runner.base.errors import ConfigError
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
-from runner.distributed.dummy_pass import pass_in_vain, unnoticed
+from runner.distributed.dummy_pass import run_dummy_pass, without_side_effects
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
@@ -111,7 +111,7 @@ def test_a_pass_in_vain_counts_for_nothing_on_any_rank() -> None:
             outputs.append(output)
         else:
             passes: Any = _Passes(model, lambda model, x: (loss_of(model(x), 5) * float("nan"), len(x)))
-            pass_in_vain(passes, mine * float("inf"), list(model.parameters()))
+            run_dummy_pass(passes, mine * float("inf"), list(model.parameters()))
             assert all(torch.equal(before[name], weight.grad) for name, weight in model.named_parameters())  # type: ignore[arg-type]
         gradients = {name: world.sum(weight.grad).tolist() for name, weight in model.named_parameters()}  # type: ignore[arg-type]
         buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
@@ -136,7 +136,7 @@ class _Passes:
 def test_buffers_of_one_rank_forget_a_pass_in_vain() -> None:
     model = make_model(1, torch.float64)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with unnoticed(model):
+    with without_side_effects(model):
         model(samples(1, torch.float64))
         assert not torch.equal(before["1.running_mean"], model.get_buffer("1.running_mean"))
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
@@ -238,7 +238,7 @@ def test_one_value_over_all_ranks_is_refused_everywhere() -> None:
     def single_value(world: World) -> str:
         model = synchronized(nn.BatchNorm1d(3), world)
         try:
-            with unnoticed(model) if world.rank else torch.enable_grad():
+            with without_side_effects(model) if world.rank else torch.enable_grad():
                 model(torch.zeros(1, 3))
         except Exception as error:
             return str(error)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.distributed.layer_costs import LayerCost, layer_names, measured, weighed
+from runner.distributed.layer_costs import LayerCost, estimate_costs, layer_names, measure_costs
 
 
 class Whole(nn.Module):
@@ -39,7 +39,7 @@ def test_layers_have_the_names_of_the_model() -> None:
 def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[0].bias.requires_grad_(False)
-    linear, norm = weighed(model, list(model))
+    linear, norm = estimate_costs(model, list(model))
     assert linear == LayerCost("0", 16, 4 * 4, seconds=20.0)
     assert linear.state_bytes() == 16 * 16 + 16
     assert linear.state_bytes(4.0) == 16 * 4 + 16
@@ -49,10 +49,10 @@ def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
 def test_activations_are_counted_once_and_weights_are_none() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(32, 8)
-    costs = measured(model, list(model), (x,), repeats=1)
+    costs = measure_costs(model, list(model), (x,), repeats=1)
     # a linear layer keeps its input, a ReLU its output; each layer's own is counted, as if it were on its own device
     assert [cost.activation_bytes for cost in costs] == [32 * 8 * 4, 32 * 16 * 4, 32 * 16 * 4]
-    twice = measured(model, list(model), (x,), repeats=1, scale=2.0)
+    twice = measure_costs(model, list(model), (x,), repeats=1, scale=2.0)
     assert [cost.activation_bytes for cost in twice] == [2 * cost.activation_bytes for cost in costs]
     assert all(cost.seconds > 0 for cost in costs)
 
@@ -75,7 +75,7 @@ def test_the_seconds_of_a_layer_are_those_that_it_took(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     model = nn.Sequential(nn.Linear(4, 4), Slow(4, 4), nn.Sequential(Slow(4, 4), Slow(4, 4)))
-    assert [cost.seconds for cost in measured(model, list(model), (torch.randn(2, 4),))] == [0.0, 3.0, 6.0]
+    assert [cost.seconds for cost in measure_costs(model, list(model), (torch.randn(2, 4),))] == [0.0, 3.0, 6.0]
 
 
 def test_measuring_leaves_no_trace() -> None:
@@ -83,7 +83,7 @@ def test_measuring_leaves_no_trace() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():  # whatever the caller's mode is
-        measured(model, list(model), (torch.randn(8, 4),))
+        measure_costs(model, list(model), (torch.randn(8, 4),))
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert all(weight.grad is None for weight in model.parameters())
@@ -93,13 +93,13 @@ def test_random_numbers_are_not_used_up() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     x = torch.randn(8, 4)
     state = torch.get_rng_state()
-    measured(model, list(model), (x,))
+    measure_costs(model, list(model), (x,))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_layers_that_look_up_are_measured_too() -> None:
     model = Whole()
-    costs = measured(model, model.layers(), (torch.randint(0, 10, (2, 3)),), repeats=1)
+    costs = measure_costs(model, model.layers(), (torch.randint(0, 10, (2, 3)),), repeats=1)
     assert [cost.num_trained for cost in costs] == [44, 20, 20, 0]
     assert costs[1].activation_bytes == 2 * 3 * 4 * 4
 
@@ -117,6 +117,6 @@ def test_the_device_is_waited_for_before_and_after_each_pass() -> None:
             return output
 
     model = nn.Sequential(Noted(4, 4))
-    measured(model, list(model), (torch.randn(2, 4),), repeats=3, synchronize=lambda: events.append("wait"))
+    measure_costs(model, list(model), (torch.randn(2, 4),), repeats=3, synchronize=lambda: events.append("wait"))
     timed = ["wait", "forward", "backward", "wait"] * 4  # the first one is not counted
     assert events == ["forward", *timed]  # what it keeps is measured apart, before

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from runner.tasks.gpt.model import Shape, Transformer
 from torch import Tensor, nn
 
-from runner.axes.optimizer import adamw, export_state
+from runner.axes.optimizer import adamw
 from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import ConfigError, RankLost, TaskFault
+from runner.base.optimizer_state import export_state
 from runner.base.order import Micro
 from runner.base.stopwatch import Lap
 from runner.base.world import World
@@ -533,15 +534,15 @@ def test_what_was_saved_by_some_ranks_is_loaded_by_any_number() -> None:
         list(train_updates(made, token_stream(), 2))
         return {name: tensor.tolist() for name, tensor in made.parallel.whole(made.model.state_dict()).items()}
 
-    def go_on(world: World) -> list[float]:
+    def reduce(world: World) -> list[float]:
         made = training(world, lambda: Tied(4).double(), loss=tokens_loss)
         made.parallel.load(made.model, saved)
         return [float(step.grad_norm) for step in train_updates(made, token_stream(), 3) if step.grad_norm is not None]
 
     saved |= {name: torch.tensor(value, dtype=torch.float64) for name, value in run_ranks(save, 3)[0].items()}
     assert list(saved) == list(Tied(4).state_dict())
-    on_three, on_two = run_ranks(go_on, 3)[0], run_ranks(go_on, 2)[1]
-    alone = go_on(ALONE)
+    on_three, on_two = run_ranks(reduce, 3)[0], run_ranks(reduce, 2)[1]
+    alone = reduce(ALONE)
     np.testing.assert_allclose(on_three, alone, rtol=PROMISED[torch.float64])
     np.testing.assert_allclose(on_two, alone, rtol=PROMISED[torch.float64])
 
@@ -570,7 +571,8 @@ def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
         with torch.no_grad():
             values = [float(pairs_loss(wrapped, batch.batch)[0]) for batch in batches([3, 2], torch.float64)]
         keys = [Micro(0, [0, 1], False), Micro(0, [2], True)]
-        return [values, [key.counts for key in parallel.dealt(keys)], len(parallel.dealt(keys))]
+        mine = parallel.evaluation_batches(keys)
+        return [values, [key.counts for key in mine], len(mine)]
 
     alone = run(ALONE)
     for rank, result in enumerate(run_ranks(run, 2)):

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from runner.axes.optimizer import adamw, export_state, import_state, sgd
+from runner.axes.optimizer import adamw, sgd
 from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, TaskFault
+from runner.base.optimizer_state import export_state, import_state
 from runner.base.order import Micro, Order
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
@@ -446,7 +447,7 @@ def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
         run.advance(2)
         return run.saved()
 
-    def go_on(saved: dict[str, Any], until: int, world: World) -> dict[str, Any]:
+    def reduce(saved: dict[str, Any], until: int, world: World) -> dict[str, Any]:
         run = Run(world, shares=(30, 2) if world.world_size > 1 else (32,), micro=32, **options)
         run.restore(saved)
         again = run.saved()
@@ -458,8 +459,8 @@ def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
     uninterrupted = Run(ALONE, **options)
     uninterrupted.advance(6)
     expected = uninterrupted.saved()
-    on_one = go_on(run_ranks(start, 2)[0], 4, ALONE)
-    result = run_ranks(partial(go_on, on_one, 6), 2)[0]
+    on_one = reduce(run_ranks(start, 2)[0], 4, ALONE)
+    result = run_ranks(partial(reduce, on_one, 6), 2)[0]
     assert result["optimizer"].keys() == expected["optimizer"].keys()
     assert distance_of_each(expected["model"], result["model"]) < PROMISED[torch.float64]
     assert distance_of_each(expected["optimizer"], result["optimizer"]) < PROMISED[torch.float64]
@@ -564,7 +565,7 @@ def test_blocks_may_return_views_that_are_changed_in_place() -> None:
 @pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
 def test_every_rank_evaluates_as_often_and_each_batch_counts_once(num_keys: int) -> None:
     keys = [Micro(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
-    dealt = [Sharded(World(CPU, rank, rank, 3, 3)).dealt(keys) for rank in range(3)]
+    dealt = [Sharded(World(CPU, rank, rank, 3, 3)).evaluation_batches(keys) for rank in range(3)]
     assert {len(mine) for mine in dealt} == {-(-num_keys // 3)}
     assert sorted(key.indices[0] for mine in dealt for key in mine if key.counts) == list(range(num_keys))
 
@@ -648,4 +649,4 @@ def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:
         trained(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
 
     for said in run_ranks(partial(refusal, learn), 2):
-        assert "past model(...)" in said
+        assert "outside of model(...)" in said

@@ -13,7 +13,7 @@ def collectives(world: World) -> list[object]:
     mine = torch.tensor([1.0 + world.rank, 10.0])
     return [
         world.gather({"rank": world.rank, "text": "x" * (5 * world.rank)}),
-        world.from_first(["first", world.rank]),
+        world.broadcast(["first", world.rank]),
         world.sum(mine.clone()).tolist(),
         world.largest(mine.clone()).tolist(),
         world.any(world.rank == 1),

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from runner.doctor import arithmetic, host_checks, kernels, software, storage, traffic
-from runner.doctor.checks import CHECKS
-from runner.doctor.findings import CheckContext, CheckResult, ok
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
+from runner.tools.doctor import arithmetic, host_checks, kernels, software, storage, traffic
+from runner.tools.doctor.checks import CHECKS
+from runner.tools.doctor.findings import CheckContext, CheckResult
 from tests.forkserver import ForkServer
 
 ROOT = Path(__file__).parents[2]
@@ -36,10 +36,6 @@ def by_subject(findings: Iterator[Any]) -> dict[str, CheckResult]:
 
 
 # ---------------------------------------------------------------- arithmetic
-
-
-def product_that(call: Any) -> arithmetic.OperationUnderTest:
-    return dataclasses.replace(arithmetic.products(), call=call)
 
 
 WRONG = {
@@ -60,7 +56,7 @@ def test_a_product_that_is_wrong_fails(what: str, name: str) -> None:
         return WRONG[what](one.float(), other.float()).to(one.dtype)  # type: ignore[no-untyped-call]
 
     (number,) = [each for each in arithmetic.formats(CPU.device, Inventory((), CPU)) if each.name == name]
-    assert arithmetic.try_format(number, product_that(call), "a product").state == "FAIL"
+    assert arithmetic.try_format(number, call).state == "FAIL"
 
 
 def test_float32_that_is_computed_in_tf32_fails() -> None:
@@ -68,19 +64,13 @@ def test_float32_that_is_computed_in_tf32_fails() -> None:
         return (factor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 bits after the point
 
     fp32 = arithmetic.formats(CPU.device, Inventory((), CPU))[0]
-    found = arithmetic.try_format(fp32, product_that(lambda one, other: rounded(one) @ rounded(other)), "a product")
-    assert found.state == "FAIL"
 
+    def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return rounded(one) @ rounded(other)
+
+    assert arithmetic.try_format(fp32, product).state == "FAIL"
     tf32 = dataclasses.replace(fp32, name="tf32", digits=11)
-    work = product_that(lambda one, other: rounded(one) @ rounded(other))
-    assert arithmetic.error_of(tf32, work, torch.device("cpu"), torch.float32) <= arithmetic.allowed_error(tf32, work)
-
-
-def test_a_convolution_that_is_wrong_fails() -> None:
-    work = arithmetic.convolutions()
-    fp32 = arithmetic.formats(CPU.device, Inventory((), CPU))[0]
-    shifted = dataclasses.replace(work, call=lambda images, kernels: work.call(images.roll(1, 2), kernels))
-    assert arithmetic.try_format(fp32, shifted, "a convolution").state == "FAIL"
+    assert arithmetic.error_of(tf32, product) <= arithmetic.allowed_error(tf32)
 
 
 def test_formats_are_those_of_the_device() -> None:
@@ -145,16 +135,6 @@ def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
         assert verdict(refused | {"cudnn": "FAIL"}, begun) == []
 
 
-def test_what_was_found_before_a_crash_is_known_after_it(
-    context: CheckContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arithmetic, "try_format", lambda number, *_: ok(number.subject, "", gflop_per_s=1.0))
-    inventory = Inventory((), dataclasses.replace(CPU, flags=("amx_bf16", "avx512_bf16")))
-    fast = ok("cpu fp32", "", gflop_per_s=100.0)
-    given = dataclasses.replace(context, inventory=inventory, begun=frozenset({"cpu fp32"}), found=(fast,))
-    assert by_subject(arithmetic.matmul(given))["cpu bf16"].state == "warn"
-
-
 def test_what_is_switched_off_is_not_said_to_compile(tmp_path: Path, server: ForkServer) -> None:
     name = "TORCHDYNAMO_DISABLE"
     ended = server.run("doctor --json checks=[compile] device=cpu", tmp_path, {name: "1"})
@@ -168,17 +148,17 @@ def test_what_is_switched_off_is_not_said_to_compile(tmp_path: Path, server: For
 # ---------------------------------------------------------------- ranks
 
 
-def died(rank: int, *_: object) -> tuple[float, float, float]:
+def died(rank: int, *_: object) -> float:
     if rank:
         os._exit(3)
-    return 0.0, 1e-3, 1e9
+    return 0.0
 
 
 RANKS: dict[str, tuple[Any, str, str]] = {
-    "right": (lambda rank, *_: (0.0, 1e-3, 1e9), "ok", "2 processes: 1.00 ms"),
-    "wrong here": (lambda rank, *_: (1.0 - rank, 1e-3, 1e9), "FAIL", "wrong by 1 in process 0"),
-    "wrong there": (lambda rank, *_: (2.0 * rank, 1e-3, 1e9), "FAIL", "wrong by 2 in process 1"),
-    "NaN there": (lambda rank, *_: (float("nan") if rank else 0.0, 1e-3, 1e9), "FAIL", "wrong by nan in process 1"),
+    "right": (lambda *_: 0.0, "ok", "2 processes"),
+    "wrong here": (lambda rank, *_: 1.0 - rank, "FAIL", "wrong by 1 in process 0"),
+    "wrong there": (lambda rank, *_: 2.0 * rank, "FAIL", "wrong by 2 in process 1"),
+    "NaN there": (lambda rank, *_: float("nan") if rank else 0.0, "FAIL", "wrong by nan in process 1"),
     "died there": (died, "FAIL", "process 1 of 2 left with exit code 3"),
 }
 
@@ -240,8 +220,8 @@ def limits_under(before: str) -> dict[str, Any]:
     if os.geteuid() != 0:
         pytest.skip("only root may change the limits of another")
     code = (
-        "import json, os, pathlib, resource\nfrom runner.doctor import host_checks\nimport psutil\n"
-        "from runner.doctor.findings import CheckContext\n"
+        "import json, os, pathlib, resource\nfrom runner.tools.doctor import host_checks\nimport psutil\n"
+        "from runner.tools.doctor.findings import CheckContext\n"
         f"{before}\n"
         "found = host_checks.limits(CheckContext(pathlib.Path('.'), pathlib.Path('.')))\n"
         "print(json.dumps({each.subject: each.to_json() for each in found}))"
@@ -308,7 +288,6 @@ def test_a_disk_is_written_synced_and_left_as_it_was(context: CheckContext) -> N
 
     assert {each.state for each in found.values()} <= {"ok", "warn"}
     assert {"room", "write", "replace", "lock"} <= set(found)
-    assert found["write"].figures["mib_per_s"] > 0
     assert not context.root.exists()
     assert list(context.root.parent.iterdir()) == []
 

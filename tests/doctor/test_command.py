@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.process_tree import state_of
 from runner.cli import main
-from runner.doctor.checks import CHECKS
-from runner.doctor.findings import CheckResult
+from runner.host.process_tree import state_of
 from runner.plan.inventory import Inventory
+from runner.tools.doctor.checks import CHECKS
+from runner.tools.doctor.findings import CheckResult
 from tests.forkserver import ForkServer
 from tests.nvml_stub import PAIR, NvmlStub
 from tests.waiting import wait_until
@@ -23,8 +23,8 @@ from tests.waiting import wait_until
 # A check that hangs with what must not stay: a process in a session of its own, and a folder in the output folder.
 HANGING = """
 import os, signal, subprocess
-from runner.doctor import checks, storage
-from runner.doctor.findings import DoctorCheck, ok
+from runner.tools.doctor import checks, storage
+from runner.tools.doctor.findings import DoctorCheck, ok
 
 def hang(context):
     yield ok("", "began")
@@ -46,14 +46,14 @@ torch._inductor.config.cpp_cache_precompile_headers = False
 # No check is late on a busy machine.
 PATIENT = """
 import dataclasses
-from runner.doctor import checks
+from runner.tools.doctor import checks
 
 for name, check in checks.CHECKS.items():
     checks.CHECKS[name] = dataclasses.replace(check, limit_s=200.0)
 """
 FAILING = """
-from runner.doctor import checks
-from runner.doctor.findings import DoctorCheck, failed, warn, ok
+from runner.tools.doctor import checks
+from runner.tools.doctor.findings import DoctorCheck, failed, warn, ok
 
 checks.CHECKS["bad"] = DoctorCheck(lambda context: [failed("x", "is bad", "mend it")], "fails", "because")
 checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at it")], "warns", "because")
@@ -189,8 +189,8 @@ def test_the_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_on_a_terminal_what_is_tried_is_shown_and_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
-    from runner.doctor.display import DoctorDisplay
-    from runner.doctor.findings import ok
+    from runner.tools.doctor.display import DoctorDisplay
+    from runner.tools.doctor.findings import ok
 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.base.configuration import Request
-from runner.doctor.arithmetic import FormatUnderTest
-from runner.doctor.first_contact import (
+from runner.config.request import Request
+from runner.plan.estimate import Seconds
+from runner.plan.inventory import Cpu, Device, Inventory
+from runner.tools.doctor.arithmetic import FormatUnderTest
+from runner.tools.doctor.first_contact import (
     MIB,
     contact_checks,
     of_contexts,
@@ -21,8 +23,6 @@ from runner.doctor.first_contact import (
     page,
     report,
 )
-from runner.plan.estimate import Seconds
-from runner.plan.inventory import Cpu, Device, Inventory
 from tests.forkserver import ForkServer
 
 T4 = Device("cuda", 0, "Tesla T4", memory_bytes=15 << 30, capability=(7, 5))

@@ -11,14 +11,14 @@ from typing import Any
 import psutil
 import pytest
 
-from runner.observe.machine_sample import numbers_are_the_hosts
+from runner.monitor.machine_sample import numbers_are_the_hosts
 from tests.nvml_stub import DRIVER, GIB, PAIR, SLICED, T4, NvmlStub, State, gpu
 
 # Makes checks that do not compute, under GPUs that torch is said to see in the order of SEES.
 EXAMINE = """
 import json, os, pathlib
-from runner.doctor import gpu_checks
-from runner.doctor.findings import CheckContext
+from runner.tools.doctor import gpu_checks
+from runner.tools.doctor.findings import CheckContext
 from runner.plan.inventory import Cpu, Device, Inventory
 
 if "CONTAINER" in os.environ:

@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.process_tree import adopting_orphans, children
-from runner.doctor.examine import Examination
-from runner.doctor.findings import CheckContext, CheckResult, DoctorCheck, failed, ok, skip, warn
+from runner.host.process_tree import children, subreaper
+from runner.tools.doctor.examine import Examination
+from runner.tools.doctor.findings import CheckContext, CheckResult, DoctorCheck, failed, ok, skip, warn
 
 SUBJECTS = ("one", "two", "three")
 LIMIT_S = 10.0
@@ -220,7 +220,7 @@ def test_a_check_that_needs_torch_is_left_out_where_torch_cannot_be_imported(tmp
 
 
 def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) -> None:
-    from runner.doctor.software import torch
+    from runner.tools.doctor.software import torch
 
     def devices(context: CheckContext) -> Iterator[CheckResult]:
         yield from (ok(device.torch_name, "fine") for device in context.devices)
@@ -237,7 +237,7 @@ def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) 
 def test_a_process_that_is_given_up_half_way_is_gone(tmp_path: Path) -> None:
     checks = {"hangs": check(breaking(hang))}
     before = children()
-    with adopting_orphans():
+    with subreaper():
         findings = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
         next(findings)
         assert any(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in children() - before)

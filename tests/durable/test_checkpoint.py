@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import DataError, Exit, StorageError
-from runner.durable import checkpoint, files, tensors
-from runner.durable.checkpoint import Snapshot, Writer, path_of, recover, retain, save, verify
+from runner.durable import checkpoint, checkpoint_writer, files, tensors
+from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save, verify
+from runner.durable.checkpoint_writer import Writer
 from runner.durable.system import System
+from runner.durable.system_errors import storage
 from tests.faults.recording import Faults, Killed
 from tests.faults.tallies import IS_LONG, SEED
 
@@ -373,7 +375,7 @@ def test_what_cannot_be_read_stays_where_there_is_no_other(tmp_path: Path, monke
     save(tmp_path, snapshot(1))
 
     def denied(path: Path, **_: Any) -> bytes:
-        with files.storage("read", path):
+        with storage("read", path):
             raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -649,7 +651,7 @@ def test_a_save_is_tried_three_times_each_time_in_a_new_folder(tmp_path: Path, m
                 raise OSError(errno.EIO, "broken")
             super().rename(source, target)
 
-    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
     tried: list[StorageError] = []
     failed: list[StorageError] = []
     writer = Writer(tmp_path, on_retry=tried.append, on_failure=failed.append)
@@ -665,7 +667,7 @@ def test_a_save_is_tried_three_times_each_time_in_a_new_folder(tmp_path: Path, m
 def test_a_failed_save_is_told_and_the_third_in_a_row_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
     obstacle, directory = tmp_path / "disk", tmp_path / "disk" / "checkpoints"
     told: list[StorageError] = []
     writer = Writer(directory, on_failure=told.append)
@@ -733,7 +735,7 @@ def test_retention_that_fails_is_told_but_is_no_failed_save(tmp_path: Path, monk
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot remove")
 
-    monkeypatch.setattr(checkpoint, "retain", fail)
+    monkeypatch.setattr(checkpoint_writer, "retain", fail)
     with Writer(tmp_path) as writer:
         for update in range(1, 6):
             writer.submit(snapshot(update))
@@ -777,7 +779,7 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
 
 def test_a_save_anew_takes_the_place_of_a_valid_one(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
-    save(tmp_path, dataclasses.replace(snapshot(1), state={"finished": True}), anew=True)
+    save(tmp_path, dataclasses.replace(snapshot(1), state={"finished": True}), overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["update-0000000001"]
     assert checkpoint.load(path_of(tmp_path, 1)).state == {"finished": True}
 

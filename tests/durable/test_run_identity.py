@@ -14,6 +14,7 @@ from runner.durable import checkpoint
 from runner.durable.checkpoint import Loaded, load_newest, path_of, recover, save, verify
 from runner.durable.directory import RunDirectory
 from runner.durable.run_identity import RunIdentity, is_uid, new_uid, owner_of
+from runner.records.run_record import RunRecord
 from tests.durable.test_checkpoint import snapshot
 
 MINE, OTHERS = (
@@ -40,10 +41,11 @@ def test_two_uids_differ_and_no_change_of_one_digit_makes_another() -> None:
 @pytest.mark.parametrize("value", [None, 7, 1e99, [], [MINE], {}, "", MINE[:-1], MINE + "0", MINE.upper(), "\ud800"])
 def test_what_is_not_a_uid_is_none(tmp_path: Path, value: Any) -> None:
     assert not is_uid(value)
-    record = {"name": "mine", "names": value, "uid": value, "adopted": [value, {"uid": value}, {"uid": OTHERS}]}
+    content = {"name": "mine", "names": value, "uid": value, "adopted": [value, {"uid": value}, {"uid": OTHERS}]}
+    record = RunRecord.decode(json.dumps(content).encode())
     assert owner_of(record, "mine").uid is None
     assert owner_of(record, "mine").adopted == {OTHERS}
-    assert owner_of({"adopted": value}, "mine") == RunIdentity()
+    assert owner_of(RunRecord.decode(json.dumps({"adopted": value}).encode()), "mine") == RunIdentity()
     loaded = saved(tmp_path, 1, run_id="mine", run_uid=value)
     assert verify(loaded.path, RUN) == [], "as of an earlier version"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request
 from runner.base.errors import DataError, SecurityRefusal
+from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.durable.run_request import RunRequest, origin_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -11,14 +12,20 @@ from typing import Any
 
 import pytest
 
-from runner.base.process_identity import birth_of
-from runner.durable.run_state import standing
+from runner.durable.run_state import RunState
+from runner.durable.run_state import standing as standing_of
+from runner.host.process_identity import process_identity
+from runner.records.run_record import RunRecord
 
 HOST = socket.gethostname()
 
 
+def standing(content: dict[str, Any]) -> RunState:
+    return standing_of(RunRecord.decode(json.dumps(content).encode()))
+
+
 def running(pid: int, **other: Any) -> dict[str, Any]:
-    return {"state": "running", "host": HOST, "pid": pid, "birth": birth_of(pid), "name": "mine", **other}
+    return {"state": "running", "host": HOST, "pid": pid, "birth": process_identity(pid), "name": "mine", **other}
 
 
 @pytest.mark.parametrize(

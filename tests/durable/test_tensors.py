@@ -161,7 +161,7 @@ import torch
 from pathlib import Path
 from runner.durable.checkpoint import Snapshot, load, save
 from runner.durable.tensors import HostBuffer
-from runner.observe.peak_memory import host_peak_gib, restart_host_peak
+from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 torch.set_num_threads(1)
 state = {{str(index): torch.full((2_500_000,), float(index)) for index in range(20)}}
 turned = {{"turned": torch.randn(2500, 1000).t()}}

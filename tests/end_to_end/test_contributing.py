@@ -24,7 +24,7 @@ import json, sys
 import pytest
 from runner.cli import main
 from runner.commands.benchmark import read_words
-from runner.measure.technique import techniques
+from runner.tools.measure.technique import techniques
 
 def run(words):
     if words[0] == "benchmark":
@@ -106,7 +106,7 @@ def environment() -> dict[str, str]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what the recipes change and use, with all of them followed."""
     root = tmp_path_factory.mktemp("followed")
-    for folder in ("conf", "runner", "tasks", "tests"):
+    for folder in ("conf", "runner", "scripts", "tasks", "tests"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     for recipe in RECIPES:

@@ -33,7 +33,9 @@ def test_the_blocks_of_the_page_run_one_after_another(
     monkeypatch.chdir(tmp_path)
     display = ModuleType("IPython.display")
     display.IFrame = Shown  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    package = ModuleType("IPython")
+    package.version_info, package.get_ipython = (9, 0), lambda: None  # type: ignore[attr-defined]  # for matplotlib
+    monkeypatch.setitem(sys.modules, "IPython", package)
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     names: dict[str, Any] = {}
     for block in BLOCKS:
@@ -41,7 +43,7 @@ def test_the_blocks_of_the_page_run_one_after_another(
             ended = server.run(shlex.split(line), tmp_path)
             assert ended.code == 0, (line, ended.err)
         exec(re.sub(r"^!.*$", "", block, flags=re.MULTILINE), names)  # noqa: S102 - the page is ours
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 7
     assert all(loss > 0 for loss in names["losses"])
     assert names["summary"]
     assert "first" in Path("outputs/first/report.html").read_text(encoding="utf-8")

@@ -54,8 +54,8 @@ def test_the_wheel_holds_every_config_task_and_module_of_the_checkout(wheel: Pat
         *(f"runner/{path}" for path in files("conf", "*.yaml")),
         *(f"runner/{path}" for path in files("tasks", "*.py")),
         *files("runner", "*.py"),
-        "runner/report/page.html.jinja",
-        "runner/report/page.css",
+        "runner/tools/report/page.html.jinja",
+        "runner/tools/report/page.css",
         "runner/py.typed",
     }
     assert "runner/conf/config.yaml" in expected

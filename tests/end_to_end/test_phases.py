@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from runner.base.configuration import Request
+from runner.config.request import Request
 from runner.durable.checkpoint import newest_valid
-from runner.engine.session import open_phase
+from runner.engine.opening import open_phase
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_two_phases.py")

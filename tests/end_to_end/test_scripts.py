@@ -17,6 +17,7 @@ import pytest
 from runner.commands import COMMANDS
 from tests.waiting import wait_until
 
+MODES = [name for name, (_, summary) in COMMANDS.items() if summary]
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     *sorted((ROOT / "scripts").glob("*.sh")),
@@ -259,7 +260,7 @@ def test_help_installs_nothing(checkout: Checkout) -> None:
 
 def test_every_command_of_accel_run_is_a_mode(checkout: Checkout) -> None:
     shown = checkout.run("run.sh", "--help").stdout
-    for command in (name for name, (_, summary) in COMMANDS.items() if summary):
+    for command in MODES:
         assert f"\n  {command} " in shown
 
 
@@ -297,7 +298,7 @@ def test_signals_reach_accel_run(checkout: Checkout) -> None:
         assert process.wait(timeout=60) == 75
 
 
-@pytest.mark.parametrize("answer", ["2", "inference"])
+@pytest.mark.parametrize("answer", [str(MODES.index("inference") + 1), "inference"])
 def test_on_a_terminal_a_menu_asks(checkout: Checkout, answer: str) -> None:
     shown, code = at_a_terminal(checkout, f"99\nnonsense\n\n{answer}\n")
     assert code == 0

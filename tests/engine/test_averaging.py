@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.base.configuration import Request
 from runner.base.errors import IncompatibleResume
 from runner.base.world import World
+from runner.config.request import Request
 from runner.durable import checkpoint
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.opening import open_phase
 from runner.engine.resumption import ADDED
-from runner.engine.session import open_phase
 from runner.engine.trained_run import open_trained
 from runner.engine.training import check_resume
-from runner.observe.events import Console
+from runner.records.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from runner.durable.checkpoint import NoWriter, Saved
+from runner.durable.checkpoint_writer import NoWriter, Saved
 from runner.durable.tensors import HostBuffer
 from runner.engine.checkpoint_saver import Saver
 from runner.engine.save_policy import SaveCost, SavePolicy, default

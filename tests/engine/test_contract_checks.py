@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.precision import fp32
 from runner.base.errors import Exit, TaskFault
-from runner.base.json_numbers import NOT_MEASURED
 from runner.base.task import Prediction, Task
+from runner.base.text import NOT_MEASURED
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine import infer

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from runner.engine.evidence import Evidence, PhaseEvidence, UpdatesEvidence, better_known, read_evidence
+from runner.base.json_converter import encode
+from runner.durable.record_files import read_record
+from runner.records.evidence import Evidence, PhaseEvidence, UpdatesEvidence, better_known
 
 FULL = Evidence(
     task="gpt", device="cuda:0", capability=(7, 5), parts_s={"data": 1.5, "forward": 2.0}, updates=10,
@@ -20,11 +22,11 @@ FULL = Evidence(
 
 def left_by(folder: Path, content: Any) -> Evidence | None:
     (folder / "run.json").write_text(json.dumps(content))
-    return read_evidence(folder)
+    return read_record(folder).evidence
 
 
 def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    assert left_by(tmp_path, {"evidence": FULL.to_json()}) == FULL
+    assert left_by(tmp_path, {"evidence": encode(FULL)}) == FULL
 
 
 def test_what_is_known_of_updates_is_said_once() -> None:
@@ -32,12 +34,12 @@ def test_what_is_known_of_updates_is_said_once() -> None:
     said = [set(kind.__annotations__) for kind in (UpdatesEvidence, PhaseEvidence, Evidence)]
 
     assert sum(map(len, said)) == len(set().union(*said))
-    assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= FULL.to_json().keys()
-    assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= FULL.to_json()["phases"][0].keys()
+    assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL).keys()
+    assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL)["phases"][0].keys()
 
 
 def test_what_no_run_has_left_is_none(tmp_path: Path) -> None:
-    assert read_evidence(tmp_path) is None
+    assert read_record(tmp_path).evidence is None
     assert left_by(tmp_path, {"name": "first"}) is None
 
 

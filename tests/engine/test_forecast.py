@@ -17,19 +17,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 from runner.base.batch import map_tensors
-from runner.base.configuration import Request, compose
 from runner.base.order import Order
-from runner.base.subprocesses import in_subprocess
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.engine.assemble import assemble
-from runner.engine.demand import needs_of
-from runner.engine.forecast import FEW, forecast
 from runner.engine.loop import Position, train_updates
 from runner.engine.phase_kinds import GradientPhase
+from runner.forecast.demand import needs_of
+from runner.forecast.memory_forecast import FEW, forecast
+from runner.host.subprocesses import in_subprocess
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.inventory import Device
 from runner.plan.memory_fit import Demand, predicted
-from runner.plan.planner import make_plan, part_of
+from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice
+from runner.plan.run_plan import part_of
 from tests.distributed.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure" / "memory.py"
@@ -180,7 +182,7 @@ def script():
 
 def composed(*words: str, micro: int = 4, file: Path | None = None):
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={2 * micro}")
-    return compose(Request((*words, *sizes, "device=cpu"), file))
+    return compose(Request((*sizes, *words, "device=cpu"), file))
 
 
 def test_a_budget_is_kept_with_no_more_blocks_than_it_takes(script, tmp_path):
@@ -222,9 +224,28 @@ def test_prediction_is_the_count_of_the_real_run(script, words):
     assert {(traced.phase, 4): traced.peak.total} == in_subprocess(script.counted, configuration, [4])
 
 
+def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
+    """Inputs and embeddings of an update are held throughout."""
+    file = SCRIPT.parents[2] / "docs" / "examples" / "own_clip.py"
+    configuration = composed(file=file)
+    (two,) = forecast(configuration, script.HERE, [4])
+    assert two.is_exact
+    assert {(two.phase, 4): two.peak.total} == in_subprocess(script.counted, configuration, [4])
+    (eight,) = forecast(composed("global_batch_size=32", file=file), script.HERE, [4])
+    assert eight.accumulation_steps == 8
+    assert eight.peak.total > two.peak.total
+
+
+def test_the_prediction_of_several_objectives_is_the_count_of_the_real_run(script):
+    file = SCRIPT.parents[2] / "docs" / "examples" / "own_gan.py"
+    configuration = composed(file=file)
+    (traced,) = forecast(configuration, script.HERE, [4])
+    assert {(traced.phase, 4): traced.peak.total} == in_subprocess(script.counted, configuration, [4])
+
+
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path, monkeypatch, has_room):
-    monkeypatch.setattr("runner.engine.forecast.has_room", lambda model: has_room)
+    monkeypatch.setattr("runner.forecast.memory_forecast.has_room", lambda model: has_room)
     file = tmp_path / f"averaged_{has_room}.py"
     file.write_text(STACKED if has_room else UNTRACEABLE)
     without, averaged = (
@@ -292,7 +313,7 @@ def test_what_a_run_would_do_otherwise_is_measured(script, tmp_path, name, task,
 
 
 def test_of_a_model_too_large_to_be_measured_the_parameters_are_known(script, tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.engine.forecast.has_room", lambda model: False)
+    monkeypatch.setattr("runner.forecast.memory_forecast.has_room", lambda model: False)
     file = tmp_path / "above_large.py"
     file.write_text(UNTRACEABLE)
     (traced,) = forecast(composed(file=file), script.HERE, [4])

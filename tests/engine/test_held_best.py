@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from runner.durable import checkpoint
-from runner.durable.checkpoint import Snapshot, Writer, path_of
+from runner.durable.checkpoint import Snapshot, path_of
+from runner.durable.checkpoint_choice import bests_beside
+from runner.durable.checkpoint_writer import Writer
 from runner.durable.run_identity import new_uid
 from runner.durable.tensors import HostBuffer
 from runner.engine import checkpoint_saver as saver_module
 from runner.engine import save_policy
-from runner.engine.checkpoint_saver import Saver, bests_on_disk
+from runner.engine.checkpoint_saver import Saver
 from runner.engine.save_policy import COST, SaveCost, SavePolicy, default, off
 from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
@@ -57,7 +59,7 @@ class Training:
         self.weights = torch.zeros(4)
         self.toll = SaveCost()
         writer = Writer(folder, keep_last=2, on_saved=lambda path: self.saved.append(int(path.name[-10:])))
-        self.saver = Saver(policy, writer, self.toll, (HostBuffer(), HostBuffer()), cast(Any, Screen()), None)
+        self.saver = Saver(policy, writer, self.toll, (HostBuffer(), HostBuffer()), cast(Any, Screen()), on_disk=None)
 
     def take(self) -> Snapshot:
         self.clock.now += self.copy_s
@@ -179,16 +181,16 @@ def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume
     training.saver.writer.wait()
     newest = checkpoint.load(path_of(tmp_path, 3))
     assert newest.state["bests"] == [[3.0, 1]]
-    assert bests_on_disk(newest, training.saver.policy) == bests
+    assert bests_beside(newest, training.saver.policy.ranking) == bests
     of_another = default(best="val/accuracy", best_is="max")
-    assert bests_on_disk(newest, of_another) == [], "values of another metric are not compared"
+    assert bests_beside(newest, of_another.ranking) == [], "values of another metric are not compared"
     two = checkpoint.load(path_of(tmp_path, 2))
     tensors = {stem: two.tensors(stem) for stem in two.stems}
     shutil.rmtree(two.path)
     checkpoint.save(tmp_path, checkpoint.Snapshot(2, tensors, two.state, {"run_uid": new_uid()}))
-    assert bests_on_disk(newest, training.saver.policy) == bests[1:], "one of another run does not count"
+    assert bests_beside(newest, training.saver.policy.ranking) == bests[1:], "one of another run does not count"
     shutil.rmtree(path_of(tmp_path, 2))
-    assert bests_on_disk(newest, training.saver.policy) == bests[1:], "one that is lost does not count"
+    assert bests_beside(newest, training.saver.policy.ranking) == bests[1:], "one that is lost does not count"
 
 
 def test_a_save_that_fails_does_not_drop_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:

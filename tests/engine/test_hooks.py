@@ -91,7 +91,7 @@ class Counted(Phase):
 def test_a_hook_is_called_between_updates_and_its_state_comes_back_from_a_checkpoint(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("runner.engine.phase.Phase", Counted)
+    monkeypatch.setattr("runner.engine.opening.Phase", Counted)
     with opened(tmp_path, "checkpoint=off", "checkpoint.best=null") as phase:
         stopped_by = phase.run()
         mine, folder = phase.hook(Counting), phase.run_.directory.checkpoints

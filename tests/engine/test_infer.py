@@ -20,6 +20,7 @@ from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
 from runner.engine.infer import OUTBOX_FILES, Outbox, PredictionSummary, timed_calls
 from tests.faults.recording import Faults, Quick
+from tests.forkserver import ForkServer
 
 CPU = torch.device("cpu")
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -110,6 +111,12 @@ def test_the_summary_tells_wall_clock_and_model_apart(time: Time) -> None:
     }  # fmt: skip
     assert found["latency_ms"] == {"mean": 2000.0, "median": 2000.0, "p95": 2000.0, "p99": 2000.0}
     assert json.loads(json.dumps(found)) == found
+
+
+def test_latency_leaves_out_the_first_call_of_each_rank() -> None:
+    calls = module.PredictCalls(seconds=[9.0, 5.0, 1.0, 3.0], samples=[1, 1, 1, 1], num_first=2)
+    found = module.summary_of(PredictionSummary(4, 4, 1.0, calls), "row", 0)
+    assert (found["latency_ms"]["mean"], found["model"]["first_call_ms"]) == (2000.0, 9000.0)
 
 
 @pytest.mark.parametrize(("calls", "known"), [(0, 0), (1, 2), (20, 2), (21, 3), (100, 3), (101, 4)])
@@ -221,3 +228,57 @@ def test_few_files_are_synced_alone(run: RunDirectory) -> None:
     with files.through(faults), Outbox(run, print) as outbox:
         outbox.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})
     assert "sync_file_system" not in [operation for operation, _ in faults.trace]
+
+
+# ---------------------------------------------------------------- on several ranks
+
+SHARDED = """
+import torch
+from torch import nn
+from runner import Prediction, Task
+
+SETTINGS = {"updates": 1}
+
+def build():
+    return Mine()
+
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.Linear(4, 2)
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+    def predict(self, model, generator, *, shard: int = 0, num_shards: int = 1, same: bool = False):
+        for number in range(shard, 9, num_shards):
+            x = torch.full((1, 4), float(number), device=generator.device)
+            name = "same" if same else f"{number}"
+            yield Prediction({f"{name}.npy": model(x).cpu().numpy()}, items=2)
+"""
+
+
+def test_ranks_share_the_predictions_and_each_is_made_once(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SHARDED)
+    trained = server.run(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
+    assert trained.code == 0, trained.err
+    folder = tmp_path / "outputs" / "first" / "predictions"
+    found, summaries = [], []
+    for words in ([], ["parallelism=ddp", "parallelism.world_size=2"]):
+        ended = server.run(["inference", "first", *words], tmp_path)
+        assert ended.code == 0, ended.err
+        found.append({path.name: path.read_bytes() for path in folder.glob("*.npy")})
+        summaries.append(json.loads((folder / "summary.json").read_text()))
+        for path in folder.glob("*.npy"):
+            path.unlink()
+    assert len(found[0]) == 9
+    assert found[0] == found[1]
+    assert [summary["world_size"] for summary in summaries] == [1, 2]
+    for summary in summaries:
+        assert (summary["predictions"], summary["items"], summary["model"]["calls"]) == (9, 18, 9)
+        assert summary["items_per_s"] == 18 / summary["seconds"]
+    twice = server.run(["inference", "first", "inference.same=true", *words], tmp_path)
+    assert twice.code == 70
+    assert "same.npy" in twice.err
+    part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *words], tmp_path)
+    assert part.code == 0, part.err
+    assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.axes.precision import NotFinite, Precision
 from runner.base.errors import DataError
-from runner.base.oom_errors import OomCause, shortage_of
+from runner.base.oom_errors import OomCause, oom_cause_of
 from runner.base.text import RemoteError, raised
 from runner.base.world import World
 from runner.engine.oom_retry import UpdateSnapshot
@@ -93,11 +93,11 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 def test_what_passes_change_is_put_back(name: str, update: int) -> None:
     model = Model()
     found = begun(CHANGES[name], update=update, model=model)
-    found.put_back()  # the change of this update
+    found.restore()  # the change of this update
     before, drawn = bits(model), (torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate())
     found.keep()
     CHANGES[name](model)
-    assert found.put_back() == ""
+    assert found.restore() == ""
     assert bits(model) == before
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]
@@ -109,12 +109,12 @@ def test_what_passes_change_is_put_back(name: str, update: int) -> None:
         (lambda model: model.constant.add_(1), 2, 2, "a parameter, or a buffer that the first update did not change"),
         (replace, 2, 2, "a buffer, which the first update did not replace"),
         (grow, 2, 0, "a buffer that grew"),
-        (add_one, 0, 0, "a buffer that was not there"),
-        (add_one, 2, 2, "a buffer that was not there"),
+        (add_one, 0, 0, "a buffer that did not exist"),
+        (add_one, 2, 2, "a buffer that did not exist"),
         (lambda model: nn.init.zeros_(model.weight), 2, 0, "a parameter, or a buffer that the first update did not"),
-        (through_data, 0, 0, "a parameter that passes change"),
-        (through_data, 2, 0, "a parameter that passes change"),
-        (through_new_data, 2, 0, "a parameter that passes change"),
+        (through_data, 0, 0, "a parameter, which the forward"),
+        (through_data, 2, 0, "a parameter, which the forward"),
+        (through_new_data, 2, 0, "a parameter, which the forward"),
         (lambda _: np.random.random(), 2, 2, "numpy's random generator"),
         (lambda _: random.random(), 2, 2, "Python's random generator"),
     ],
@@ -123,7 +123,7 @@ def test_what_cannot_be_put_back_is_named(
     change: Callable[[Model], object], update: int, since: int, said: str
 ) -> None:
     """Weights that a momentum encoder moves through `.data` too: torch counts no change there."""
-    assert begun(change, update=update, since=since).put_back().startswith(said)
+    assert begun(change, update=update, since=since).restore().startswith(said)
 
 
 @pytest.mark.parametrize("change", [replace, grow, add_one, drop, through_data, lambda _: None])
@@ -151,7 +151,7 @@ def odd() -> Model:
 @pytest.mark.parametrize("update", [0, 2])
 def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
     found = begun(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
-    assert found.put_back() == ""
+    assert found.restore() == ""
 
 
 def test_what_was_not_finite_before_is_still_found_when_the_update_after_it_is_discarded() -> None:
@@ -223,13 +223,13 @@ def of_numpy(nbytes: int) -> BaseException:
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
 )  # fmt: skip
 def test_who_says_that_memory_is_missing(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
-    found = shortage_of(error)
-    assert (found and (found.side, found.wanted_bytes)) == wanted
+    found = oom_cause_of(error)
+    assert (found and (found.side, found.requested_bytes)) == wanted
 
 
 @pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
 def test_the_sample_that_asked_for_too_much_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
-    found = shortage_of(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
+    found = oom_cause_of(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
     assert isinstance(found, OomCause)
     assert "sample 7" in found.text
     assert "of 7 EiB" in found.text

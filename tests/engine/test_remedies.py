@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runner.base.errors import ConfigError, Problem
-from runner.engine import demand as engine_needs
-from runner.engine import remedies
+from runner.forecast import demand as engine_needs
+from runner.forecast import remedies
 from runner.plan.memory_fit import GIB, Needs
 from tests.plan.test_memory_fit import HERE, composed, demand, plan
 

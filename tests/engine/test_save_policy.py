@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.base.schema import fault
 from runner.base.values import Every
-from runner.durable.checkpoint import Saved
+from runner.config.schema import fault
+from runner.durable.checkpoint_writer import Saved
 from runner.engine import save_policy
 from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy, default, off, parse_every
 

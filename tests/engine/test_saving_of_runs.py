@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from runner.base.configuration import Request
 from runner.base.errors import StorageError
-from runner.durable import checkpoint, files
+from runner.config.request import Request
+from runner.durable import checkpoint, checkpoint_writer, files
 from runner.durable.system import System
 from runner.engine import checkpoint_saver, save_policy
 from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.opening import open_phase
 from runner.engine.save_policy import SaveCost
-from runner.engine.session import open_phase
 
 TASK = Path(__file__).with_name("task_that_is_saved.py")
 
@@ -135,7 +135,7 @@ class Broken(System):
 
 
 def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
         updates, folder = phase.updates(), phase.run_.directory.checkpoints
         next(updates)
@@ -161,7 +161,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
 
 
 def test_a_save_that_failed_is_made_up_for_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(save_policy, "AGAIN_S", 0.0)
     with opened(tmp_path, "checkpoint.every=1000") as phase:
         updates = phase.updates()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError
-from runner.engine.session import name_of
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.engine.job import name_of
 
 
 @pytest.mark.parametrize("name", ["last", "../x", "a/b", ".", "..", "-x", "two words"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.base.settings import EarlyStoppingSettings
+from runner.config.settings import EarlyStoppingSettings
 from runner.engine.evaluate import EvaluationResult
 from runner.engine.hooks.early_stopping import EarlyStopping
 

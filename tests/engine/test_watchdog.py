@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.base import stacks
 from runner.engine.watchdog import (
     CHECKPOINT,
     DATA,
@@ -27,6 +26,7 @@ from runner.engine.watchdog import (
     Waited,
     WatchdogLimits,
 )
+from runner.host import stacks
 from tests.forkserver import ForkServer
 from tests.waiting import ON_DISK_AT_ONCE, wait_until
 
@@ -230,13 +230,13 @@ def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server
     """And where there is nothing to go on from, nobody is sent there."""
     gone = folder / "gone"
     gone.mkdir()
-    before = f"{HASTE}\nimport runner.base.stacks\n"
+    before = f"{HASTE}\nimport runner.host.stacks\n"
     if is_there:
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
-            "runner.base.stacks.os.memfd_create = runner.base.stacks.asked = full\n"
+            "runner.host.stacks.os.memfd_create = runner.host.stacks.request = full\n"
             "tell = watchdog._Alone._tell\n"
-            "def tell_in_vain(self, sign): self.keep = self.record = full; tell(self, sign)\n"
+            "def tell_in_vain(self, sign): self.traces = watchdog.HangTraces(full, full); tell(self, sign)\n"
             "watchdog._Alone._tell = tell_in_vain\n"
         )
     else:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from runner.base.stopwatch import PARTS
-from runner.engine.evidence import Evidence, read_evidence
+from runner.durable.record_files import read_record
+from runner.engine.run_report import state_note
+from runner.records.evidence import Evidence
 from tests.forkserver import ForkServer
 
 TASK = """
@@ -97,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 def evidence_of(server: ForkServer, folder: Path, words: str, env: Mapping[str, str] | None = None) -> Evidence:
     ended = server.run(f"{BASE} {words}", folder, {**VIRTUAL, **(env or {})})
     assert ended.code == 0, ended.err
-    found = read_evidence(folder / "outputs/r")
+    found = read_record(folder / "outputs/r").evidence
     assert found is not None
     return found
 
@@ -200,7 +202,7 @@ def test_no_save_is_lost_between_a_run_and_its_continuation(server: ForkServer, 
 def test_a_failed_run_leaves_what_it_measured_until_then(server: ForkServer, folder: Path, rank: str) -> None:
     ended = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder, VIRTUAL)
     assert ended.code not in (0, 75)
-    found = read_evidence(folder / "outputs/r")
+    found = read_record(folder / "outputs/r").evidence
     assert found is not None
     assert found.unfinished
     assert found.updates == 5, "six were made, and the first is start-up"
@@ -215,13 +217,13 @@ def test_a_run_that_fails_at_once_leaves_the_evidence_that_was_there(server: For
     ended = server.run(f"{BASE} updates=24 resume_allow=[updates]", folder, {**VIRTUAL, "FAILS_AT": "1"})
     assert ended.code not in (0, 75)
     assert "as planned" in ended.err, "it was under way when it failed"
-    assert read_evidence(folder / "outputs/r") == before
+    assert read_record(folder / "outputs/r").evidence == before
 
 
 def test_a_stopped_run_leaves_what_it_knows_and_the_next_one_counts_on(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} task.forward=50 updates=100 log_every=1", folder, {**VIRTUAL, "STOP_AT": "5"})
     assert ended.code == 75, ended.err
-    first = read_evidence(folder / "outputs/r")
+    first = read_record(folder / "outputs/r").evidence
     assert first is not None
     assert first.updates == first.phases[0].updates - 1
     assert first.updates < 7
@@ -265,3 +267,9 @@ Slow.losses = property(lambda self: {})
     assert "backward" not in fit.parts_s
     assert train.parts_s["backward"] > 0
     assert found.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])
+
+
+def test_a_difference_that_rounding_hides_is_not_reported() -> None:
+    assert len(state_note(2000, 1000)) == 1
+    assert state_note(100 << 20, (100 << 20) - 1) == []
+    assert state_note(1, 2) == []

@@ -102,16 +102,16 @@ def _forgets() -> None:
 
 def _loses(count: int | None) -> None:
     """The newest `count` checkpoints, None: all, are gone before the run looks where it goes on."""
-    from runner.engine import session
+    from runner.engine import opening
 
-    real = session.resume_point
+    real = opening.resume_point
 
     def resume_point(*given: Any) -> Any:
         for path in sorted(CHECKPOINTS.glob("update-*"), reverse=True)[:count]:
             shutil.rmtree(path)
         return real(*given)
 
-    session.resume_point = resume_point
+    opening.resume_point = resume_point
 
 
 BROKEN = {"forgets": _forgets, "begins anew": lambda: _loses(None), "takes an older one": lambda: _loses(1)}

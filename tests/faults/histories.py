@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from runner.durable import checkpoint, files
-from runner.durable.checkpoint import Snapshot, Writer, path_of, recover, retain, save
+from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save
+from runner.durable.checkpoint_writer import Writer
 from runner.durable.directory import RunDirectory
 from tests.faults.crash_states import State
 from tests.faults.recording import Quick, Recording
@@ -214,7 +215,7 @@ def _save_anew(root: Path, promise: Promise) -> None:
     directory = root / "runs" / "one" / "checkpoints"
     promise("update", 2)
     for _ in range(2):
-        save(directory, snapshot(2), anew=True)
+        save(directory, snapshot(2), overwrite=True)
     retain(directory, 2)
 
 

@@ -22,11 +22,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.base import configuration as configurations
-from runner.base.configuration import Configuration, Request, compose, options_of, text_of_value
 from runner.base.errors import AccelRunError, ConfigError, Exit
 from runner.base.paths import shipped
 from runner.cli import print_problems
+from runner.config.configuration import Configuration, compose, to_yaml
+from runner.config.options import GROUPS, options_of
+from runner.config.request import Request, text_of_value
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.planner import inventory_for, make_plan
 from tests.faults.mutations import FILES, slip, spoiled_word
@@ -71,7 +72,7 @@ class Case:
 def known() -> dict[str, str]:
     """Every key of the default configuration with a word for its value; groups with their options are apart."""
     found = compose(Request()).flat()
-    return {key: text_of_value(value) for key, value in found.items() if key not in configurations.GROUPS}
+    return {key: text_of_value(value) for key, value in found.items() if key not in GROUPS}
 
 
 # ---------------------------------------------------------------- cases
@@ -98,20 +99,20 @@ def _slip_of_key(rng: random.Random, known: dict[str, str]) -> Case:
     is_still_one = spoiled in known or not spoiled or spoiled.startswith((".", "-"))
     parts = [(one, other) for one, other in itertools.zip_longest(key.split("."), spoiled.split(".")) if one != other]
     is_in_a_word = len(parts) == 1 and len(parts[0][0] or "") >= 4  # not in a dot between two
-    meant = as_near(spoiled, [*known, *configurations.GROUPS]) if is_in_a_word and not is_still_one else frozenset()
+    meant = as_near(spoiled, [*known, *GROUPS]) if is_in_a_word and not is_still_one else frozenset()
     return Case("slip of a key", [f"{spoiled}={known[key]}"], meant=meant)
 
 
 def _slip_of_group(rng: random.Random, known: dict[str, str]) -> Case:
-    group = rng.choice(configurations.GROUPS)
+    group = rng.choice(GROUPS)
     option = rng.choice(options_of(group))
     spoiled = slip(rng, group)
-    meant = frozenset() if spoiled == group or len(group) < 4 else as_near(spoiled, [*known, *configurations.GROUPS])
+    meant = frozenset() if spoiled == group or len(group) < 4 else as_near(spoiled, [*known, *GROUPS])
     return Case("slip of a group", [f"{spoiled}={option}"], meant=meant)
 
 
 def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
-    group = rng.choice(configurations.GROUPS)
+    group = rng.choice(GROUPS)
     option = rng.choice(options_of(group))
     spoiled = slip(rng, option)
     is_still_one = spoiled in options_of(group) or spoiled in ("", "none", "off")
@@ -228,7 +229,7 @@ class Judge:
 
     def _used(self, found: Configuration) -> None:
         found.flat()
-        configurations.to_yaml(found)
+        to_yaml(found)
         names_machine = any(item.get("kind") != "cpu" for item in found.hardware.get("devices") or ())
         inventory = inventory_for(found)[0] if names_machine else self.cpu
         json.loads(make_plan(found, inventory).to_json())
@@ -331,7 +332,8 @@ def test_the_answer_to_many_words_takes_steps_in_proportion(word: str, tally: Ta
 
 ASK = """
 import json, sys
-from runner.base.configuration import Request, compose
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.base.errors import AccelRunError
 for words in json.load(sys.stdin):
     try:

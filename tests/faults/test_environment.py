@@ -329,8 +329,8 @@ LIMITS = {
     "few open files": Limit("few-files", 71, "too many files are open"),
     "few open files, with workers": Limit("few-files", 71, "too many files are open", "dataloader.num_workers=1"),
     "short files": Limit("short-files", 74, "File too large"),
-    "little memory": Limit("little-memory", 81, "the machine's memory is used up"),
-    "little memory for numpy": Limit("little-memory-for-numpy", 81, "the machine's memory is used up"),
+    "little memory": Limit("little-memory", 81, "the machine is out of memory"),
+    "little memory for numpy": Limit("little-memory-for-numpy", 81, "the machine is out of memory"),
 }
 
 
@@ -368,7 +368,7 @@ def test_full_shared_memory_is_told_and_not_waited_for(
 ) -> None:
     words = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
     ended = server.run(words, tmp_path, None, SMALL_SHM.format(size))
-    must_be_told(ended, 71, "the shared memory through which data workers hand over batches is full", "/dev/shm")
+    must_be_told(ended, 71, "the shared memory for batches of data workers is full", "/dev/shm")
     must_go_on(server, words, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
@@ -415,7 +415,7 @@ WORKERS = {
     "worker-exits": (85, "a data worker died"),
     "worker-leaves": (65, "SystemExit: 3"),
     "worker-raises": (65, "sample 77 cannot be read: Unpicklable: a"),
-    "worker-out-of-memory": (81, "memory is used up"),
+    "worker-out-of-memory": (81, "out of memory"),
 }
 
 
@@ -689,7 +689,7 @@ NO_WANDB = {
 }
 
 
-SOON_ALONE = "from runner.observe import trackers; trackers.LOCAL_LINGER_S = 3.0"  # of 60: it does not end before
+SOON_ALONE = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # of 60: it does not end before
 
 
 def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> Ended:

@@ -45,7 +45,7 @@ WAYS = {
     "the task raises": Way(Exit.SOFTWARE, BASE, "raised KeyError: 'points'", act="raise"),
     "asked to stop": Way(Exit.PREEMPTED, BASE, act="hang-up"),
     "a typo": Way(Exit.CONFIG, ["train", "lrr=3"], "did you mean"),
-    "a GPU that is full": Way(Exit.GPU_MEMORY, BASE, "the GPU's memory is used up", act="gpu-memory"),
+    "a GPU that is full": Way(Exit.GPU_MEMORY, BASE, "the GPU is out of memory", act="gpu-memory"),
     "a rank that is killed": Way(
         Exit.RANK_LOST,
         [*BASE, "parallelism=ddp", "parallelism.world_size=2", "parallelism.restarts=0", "dataloader.drop_last=true"],
@@ -65,9 +65,9 @@ WITHOUT_ADVICE = {
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
     },
     "of another rank, whose own words are what is told": {
-        "RankLost(f'rank {rank} cannot go on: {text}', where=where)", "RankLost(made.text, where=WHERE)",
+        "RankLost(f'rank {rank} failed: {text}', where=where)", "RankLost(answer.text, where=WHERE)",
         "RankLost(value.text, where=WHERE)", "AccelRunError(differs)",
-        "RankLost(f'rank {rank} cannot go on: its memory is used up', where=self._where(shortage))",
+        "RankLost(f'rank {rank} is out of memory', where=self._location(shortage))",
     },
     "the saver says what it does about it": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},
     "a process of ours that somebody killed, or a value before the first": {
@@ -280,7 +280,7 @@ RAISED = {
     ),
     "too much memory": Told(
         in_loss("x.new_empty(1 << 60)"),
-        "the machine's memory is used up",
+        "the machine is out of memory",
         ("in loss: x.new_empty(1 << 60)",),
         code=81,
     ),

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from runner.base import dirfd
 from runner.base.errors import AccelRunError, StorageError
 from runner.durable import checkpoint, files
 from runner.durable.directory import RunDirectory
 from runner.durable.system import System
+from runner.host import dirfd
 from tests.faults.crash_states import states
 from tests.faults.histories import BY_NAME, ROWS, SHORT, History, check, check_checkpoints, snapshot
 from tests.faults.recording import Acknowledge, Faults, Killed, Quick, Recording

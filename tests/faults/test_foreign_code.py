@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, SecurityRefusal
 from runner.commands.complete import candidates
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.durable.run_request import origin_of
-from runner.launch.launcher import launched
+from runner.launch.launcher import submit
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer
 
@@ -41,7 +42,7 @@ def test_no_text_of_a_configuration_ends_a_line_of_a_script(cluster: Path, key: 
     for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
         for word in (f'{key}="x{end}touch PWNED{end}#"', f"{key}='x{end}touch PWNED{end}#'"):
             with pytest.raises(ConfigError) as caught:
-                launched(compose(Request(("launcher=slurm", "run=a", word))))
+                submit(compose(Request(("launcher=slurm", "run=a", word))))
             assert key in str(caught.value)
             tally.tried += 1
     assert not (cluster / "PWNED").exists()
@@ -52,7 +53,7 @@ def test_a_file_does_not_write_the_script_of_a_job(cluster: Path) -> None:
     text = '# @package _global_\noutput_root: "o\\ntouch PWNED\\n#x"\nhardware: {title: x, devices: []}\n'
     (cluster / "conf" / "hardware" / "mine.yaml").write_text(text)
     with pytest.raises(ConfigError, match="one line"):
-        launched(compose(Request(("launcher=slurm", "run=a", "hardware=mine"), None, cluster / "conf")))
+        submit(compose(Request(("launcher=slurm", "run=a", "hardware=mine"), None, cluster / "conf")))
     assert not (cluster / "PWNED").exists()
 
 
@@ -60,7 +61,7 @@ def test_nor_does_the_name_of_the_folder_in_which_we_are(cluster: Path, monkeypa
     (cluster / "o\ntouch PWNED\n#x").mkdir()
     monkeypatch.chdir(cluster / "o\ntouch PWNED\n#x")
     with pytest.raises(ConfigError, match="printable"):
-        launched(compose(Request(("launcher=slurm", "run=a"))))
+        submit(compose(Request(("launcher=slurm", "run=a"))))
     assert not list(cluster.rglob("PWNED"))
 
 

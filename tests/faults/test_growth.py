@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import AccelRunError
+from runner.config.configuration import compose
+from runner.config.request import Request
 from tests.faults.steps import calls
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer

@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 
-from runner.base.configuration import GROUPS, Request, compose
 from runner.base.errors import AccelRunError, Exit, SecurityRefusal
-from runner.base.guarded_yaml import ENVIRONMENT, MAX_BYTES, read_guarded
-from runner.base.schema import read_functions
+from runner.config.configuration import compose
+from runner.config.guarded_yaml import ENVIRONMENT, MAX_BYTES, read_guarded
+from runner.config.options import GROUPS
+from runner.config.request import Request
+from runner.config.schema import read_functions
 from tests.faults import enemy
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import Ended, ForkServer

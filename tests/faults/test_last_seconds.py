@@ -19,7 +19,7 @@ BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "dataloader.n
 # The end waits, as for a tracker whose server is slow, until there is a file `go`.
 SLOW_END = """
 import pathlib
-from runner.observe.trackers import Tracker
+from runner.trackers.tracker import Tracker
 from tests.waiting import wait_until
 def finish(self, timeout_s=0.0, **named):
     pathlib.Path("ending").touch()
@@ -29,7 +29,7 @@ Tracker.finish = finish
 # Output takes as long to hand over, after all else.
 SLOW_OUTPUT = """
 import os, pathlib, signal
-from runner.base import output
+from runner.host import output
 real, process = output.finish, os.getpid()
 def finish(*given):
     if os.getpid() != process:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.errors import Exit, limit_of
+from runner.base.errors import Exit, system_limit_of
 
 TASK = Path(__file__).with_name("task_to_attack.py")
 LINE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "dataloader.num_workers=0", "updates=4", "run=mine"]
@@ -52,4 +52,4 @@ def chained(cause: BaseException) -> BaseException:
     ids=str,
 )
 def test_only_a_limit_of_the_system_is_one(error: BaseException, is_limit: bool) -> None:
-    assert (limit_of(error) is not None) == is_limit
+    assert (system_limit_of(error) is not None) == is_limit

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.base.process_identity import birth_of
 from runner.cli import main
 from runner.durable import checkpoint
 from runner.durable.directory import default_name, runs
 from runner.engine.save_policy import SavePolicy
-from runner.observe import events
+from runner.host.process_identity import process_identity
+from runner.records import events
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer
 
@@ -147,7 +147,7 @@ def test_who_runs_is_known_whatever_the_clock_was_set_to(
 ) -> None:
     run = tmp_path / "outputs" / "mine"
     run.mkdir(parents=True)
-    record = {"state": "running", "pid": os.getpid(), "started": started, "birth": birth_of(os.getpid())}
+    record = {"state": "running", "pid": os.getpid(), "started": started, "birth": process_identity(os.getpid())}
     (run / "run.json").write_text(json.dumps(record if is_ours else record | {"birth": "another boot 12"}))
     monkeypatch.chdir(tmp_path)
     assert main(["status", "mine"]) == 0

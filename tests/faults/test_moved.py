@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.process_identity import birth_of
 from runner.durable import checkpoint
+from runner.host.process_identity import process_identity
 from tests.forkserver import Ended, ForkServer
 
 TASK = Path(__file__).with_name("task_that_moves.py")
@@ -75,7 +75,7 @@ def test_without_a_lock_a_run_that_is_still_written_is_not_begun_twice(
     (folder / ".lock").unlink()
     record = json.loads((folder / "run.json").read_text())
     pid = os.getpid()
-    birth = birth_of(pid) if is_alive else "another"
+    birth = process_identity(pid) if is_alive else "another"
     started = datetime.now(UTC).isoformat()
     record |= {"state": "running", "pid": pid, "birth": birth, "host": socket.gethostname(), "started": started}
     (folder / "run.json").write_text(json.dumps(record))

@@ -24,11 +24,12 @@ import torch
 import torch._dynamo  # before the forks
 from torch.distributed.tensor import DTensor
 
-from runner.base.configuration import Configuration, Request, compose
 from runner.base.errors import AccelRunError
 from runner.base.oom_errors import halved
 from runner.base.world import World
-from runner.engine import oom_history, session
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request
+from runner.engine import oom_history, opening
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.oom_history import ReducedMicroBatch
 from tests.distributed.ranks import run_ranks
@@ -87,7 +88,7 @@ def trained(
             run.joinpath(oom_history.FILE).write_text(json.dumps({"smaller": [vars(row) for row in begins_with]}))
 
         def one(world: World) -> dict[str, Any]:
-            session.compose = lambda _: replace(  # type: ignore[assignment]
+            opening.compose = lambda _: replace(  # type: ignore[assignment]
                 configuration, settings=replace(configuration.settings, output_root=f"{folder}/outputs")
             )
             with short(*shortages), warnings.catch_warnings():
@@ -100,7 +101,7 @@ def trained(
 
 def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
     error = None
-    with session.open_phase(request, world if world.world_size > 1 else None) as phase:
+    with opening.open_phase(request, world if world.world_size > 1 else None) as phase:
         try:
             for _ in phase.updates():
                 if phase.is_over:
@@ -345,7 +346,7 @@ def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks:
     found = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
     error = found[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]
-    for words in ("1.00 MiB more were wanted", "for a pass of 1 samples", "update 2 of phase train, backward", "1. "):
+    for words in ("1.00 MiB requested", "for a micro-batch of 1 samples", "update 2 of phase train, backward", "1. "):
         assert words.replace("1.00", "1") in error[2], error[2]
     assert found[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
     assert [there["update"] for there in found] == [1] * ranks
@@ -374,7 +375,7 @@ def test_what_cannot_be_put_back_is_said_and_the_run_goes_back_to_its_checkpoint
     """A pass that changes what none changed before: the numbers of this update are lost, so it is not made again."""
     found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert found["error"][:2] == ["DeviceMemoryError", 80]
-    assert "with 4 samples" in found["error"][2]
+    assert "micro-batches of 4" in found["error"][2]
     assert found["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
@@ -486,7 +487,7 @@ def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: Fork
     code, out, said = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
     assert code == 0, said
     assert "update 1 (reading): " in out
-    assert "4 passes of 4 instead" in out
+    assert "4 micro-batches of 4" in out
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 

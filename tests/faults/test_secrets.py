@@ -293,7 +293,7 @@ def test_a_secret_that_is_typed_is_refused_and_not_repeated(
         assert ended.code == 78, (typed, ended)
         assert SECRET not in ended.out + ended.err, (typed, ended)
         if not typed.startswith("{"):
-            assert "is a secret" in ended.err, (typed, ended)
+            assert "like a secret" in ended.err, (typed, ended)
         tally.tried += 1
     left = [path for path in tmp_path.rglob("*") if path.name not in (".out", ".err")]
     assert left == []
@@ -395,9 +395,9 @@ def test_the_folder_of_a_shell_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_no_key_of_ours_has_the_name_of_a_secret() -> None:
-    from runner.base.configuration import AXES, GROUPS, function_of, options_of, task_source
-    from runner.base.schema import read_functions, settings_keys
-    from runner.base.settings import Settings
+    from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
+    from runner.config.schema import read_functions, settings_keys
+    from runner.config.settings import Settings
 
     keys = [*settings_keys(Settings), *GROUPS]
     for group in AXES:
@@ -506,7 +506,7 @@ def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp
     for command in ("plan", "train"):
         ended = server.run(f"{command} --task mine.py device=cpu updates=1 run=a", tmp_path)
         assert ended.code == 78, ended
-        assert "is a secret" in ended.err
+        assert "like a secret" in ended.err
         assert SECRET not in ended.out + ended.err
     assert not (tmp_path / "outputs").exists()
 
@@ -680,7 +680,7 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkS
     assert server.run(words, tmp_path, other).code == 0
     ended = server.run("plan --task mine.py data.path=vit_large_patch16_224", tmp_path, other)
     assert ended.code == 78
-    assert "is a secret" in ended.err
+    assert "like a secret" in ended.err
 
 
 def test_a_secret_is_known_as_soon_as_it_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -732,7 +732,9 @@ def test_numbers_hashes_and_data_are_no_secrets_whatever_they_are_called(show: C
 
 
 def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
-    from runner.base.configuration import Request, compose, options_of
+    from runner.config.configuration import compose
+    from runner.config.options import options_of
+    from runner.config.request import Request
 
     root = Path(__file__).parent.parent.parent
     for task in options_of("task"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.observe.trackers import TRACKERS
+from runner.trackers.tracker import TRACKERS
 from tests.faults.tallies import Tally
 from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows

@@ -23,7 +23,6 @@ import torch
 
 from runner.durable import checkpoint, files
 from runner.durable.system import System
-from tests.composed import composed
 from tests.faults import saver
 from tests.waiting import wait_until
 
@@ -116,7 +115,6 @@ def run(
         (output.with_suffix(".operations")).write_text(str(system.count))
         os._exit(code)
 
-    composed().answer()
     pid, listener = saver.start(work, System(), before)
     pids = (pid,)
     if end.heard is not None:

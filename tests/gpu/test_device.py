@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 from runner.axes.attention import why_not
 from runner.axes.prefetch import none, stream
 from runner.base.accelerator import accelerator_of, cuda_is_initialized, is_stand_in, torch_devices, torch_uuids
-from runner.base.async_copy import sent
+from runner.base.async_copy import start_copy
 from runner.base.batch import MicroBatch
 from runner.base.global_rng import random_state, restore_random_state
-from runner.base.oom_errors import shortage_of
-from runner.base.sample_rng import drawing_apart
-from runner.doctor.kernels import KERNELS, output_and_gradients
+from runner.base.oom_errors import oom_cause_of
+from runner.base.sample_rng import seeded_generators
 from runner.durable.tensors import HostBuffer
 from runner.engine.oom_report import account
 from runner.engine.oom_retry import UpdateSnapshot
+from runner.tools.doctor.kernels import KERNELS, output_and_gradients
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -83,7 +83,7 @@ def test_a_limit_of_memory_is_kept(device: torch.device) -> None:
 def test_being_out_of_memory_is_recognized_and_accounted_for(device: torch.device) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 44, dtype=torch.uint8, device=device)
-    shortage = shortage_of(caught.value)
+    shortage = oom_cause_of(caught.value)
     assert shortage is not None
     assert shortage.side == "device"
     found = account(shortage, device, "", 4, "")
@@ -118,7 +118,7 @@ def test_drawing_apart_leaves_the_generator_of_the_gpu_alone(device: torch.devic
     assert before is not None
     drawn = []
     for _ in range(2):
-        with drawing_apart(1, "sample"):
+        with seeded_generators(1, "sample"):
             drawn.append(torch.randn(8, device=device))
     after = accelerator.generator_state()
     assert after is not None
@@ -138,7 +138,7 @@ def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device)
     beginning.keep()
     mean = model[1].running_mean.clone()
     first = model(inputs), torch.rand(8, device=device)
-    assert not beginning.put_back()
+    assert not beginning.restore()
     assert torch.equal(model[1].running_mean, mean)
     assert torch.equal(torch.rand(8, device=device), first[1])
 
@@ -156,10 +156,10 @@ def test_a_copy_of_the_state_on_the_host_is_equal(dtype: torch.dtype, device: to
 
 def test_numbers_that_are_sent_arrive_and_later_changes_do_not(device: torch.device) -> None:
     numbers = torch.arange(4.0, device=device)
-    arriving = sent(numbers)
+    arriving = start_copy(numbers)
     numbers += 1
     assert arriving.read().tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert arriving.is_here()
+    assert arriving.is_complete()
 
 
 @pytest.mark.parametrize("prefetch", [none, stream])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runner.base.stopwatch import PARTS, DeviceStopwatch, between
-from runner.engine.evidence import read_evidence
+from runner.durable.record_files import read_record
 from tests.gpu.runs import Runs
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ PLAIN = "precision=fp32 prefetch=none"
     "words", [PLAIN, "precision=fp32 prefetch=stream", f"{PLAIN} dataloader.num_workers=2", "precision=fp16"]
 )
 def test_the_parts_of_a_run_add_up_to_it(words: str, runs: Runs) -> None:
-    found = read_evidence(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {words}"))
+    found = read_record(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {words}")).evidence
     assert found is not None
     (phase,) = found.phases
     assert phase.seconds is not None

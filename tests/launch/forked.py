@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from runner.base.errors import AccelRunError
-from tests.composed import composed
 from tests.waiting import wait_until
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -39,7 +38,6 @@ def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequenc
     spaces  the network namespace of each, by name; none: that of this process
     """
     torch.set_num_threads(1)
-    composed().answer()
     pids = [
         _forked(function, folder / str(number), spaces[number] if spaces else None)
         for number, function in enumerate(functions)

@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 
 TRIAL = (
-    "import signal, sys; from runner.base.parent_death import die_with_parent; "
+    "import signal, sys; from runner.host.parent_death import die_with_parent; "
     "die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM); from tests.launch.stand_in import trial; sys.exit(trial())"
 )
 
 
 def trial() -> int:
     """Be a run: three updates, an evaluation after each; return its exit code."""
-    from runner.base.process_identity import birth_of
     from runner.durable import files
     from runner.durable.directory import RunDirectory
+    from runner.host.process_identity import process_identity
     from tests.waiting import wait_until
 
     given = dict(word.partition("=")[::2] for word in sys.argv[2:] if "=" in word)
@@ -41,7 +41,8 @@ def trial() -> int:
         record = files.read_object(run.run_json)
         made = int(record.get("made", 0))
         record |= {
-            "name": run.name, "state": "running", "pid": os.getpid(), "birth": birth_of(os.getpid()), "metrics": {},
+            "name": run.name, "state": "running", "pid": os.getpid(), "birth": process_identity(os.getpid()),
+            "metrics": {},
             "host": os.uname().nodename, "overrides": sys.argv[2:], "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
             "threads": os.environ.get("OMP_NUM_THREADS"), "cores": len(os.sched_getaffinity(0)),
             "began": [*record.get("began", []), made],
@@ -83,7 +84,7 @@ def trial() -> int:
 
 def stand_in() -> None:
     """Trials of this process are stand-ins, and what is planned is not asked for."""
-    from runner.launch import pool, study, sweep
+    from runner.sweeps import pool, study, sweep
 
     pool.TRIAL_MAIN = TRIAL
     sweep.must_be_plannable = study.must_be_plannable = lambda configurations: None

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.base.configuration import Request, compose
+from runner.config.configuration import compose
+from runner.config.request import Request
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 MANIFEST = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))

@@ -14,13 +14,13 @@ import torch
 
 from runner.axes import precision
 from runner.base import async_copy
-from runner.base.heartbeat import Heartbeat, HeartbeatTable
-from runner.base.process_tree import state_of
-from runner.base.stacks import StackFrame, waits_for_ranks
 from runner.base.world import World
 from runner.engine import watchdog
 from runner.engine.watchdog import CHECKPOINT, LEAST_S, START, UPDATE
-from runner.launch.hangs import Hangs, RankState, odd_one
+from runner.host.heartbeat import Heartbeat, HeartbeatTable
+from runner.host.process_tree import state_of
+from runner.host.stacks import StackFrame, waits_for_ranks
+from runner.launch.hangs import HangDetector, RankState, blocking_rank
 
 # A child asks to be traced, stops, and is held by its parent, as by gdb.
 TRACED = """
@@ -80,7 +80,7 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
     ],
 )
 def test_the_odd_one_is_who_the_others_wait_for(states: list[RankState], expected: int | None) -> None:
-    assert odd_one(dict(enumerate(states))) == expected
+    assert blocking_rank(dict(enumerate(states))) == expected
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_a_rank_that_a_debugger_holds_is_neither_stopped_nor_silent(tmp_path: Pa
         assert child.stdin is not None
         assert child.stdout is not None
         traced = int(child.stdout.readline())
-        HeartbeatTable(tmp_path, 0).put(sign(1.0, 2.0))
+        HeartbeatTable(tmp_path, 0).publish(sign(1.0, 2.0))
         ticks = count(step=int(2 * watchdog.TICK_S) + 1)
-        hangs = Hangs(tmp_path, {0: traced}, clock=lambda: next(ticks))
+        hangs = HangDetector(tmp_path, {0: traced}, clock=lambda: next(ticks))
         states = []
         for _ in range(4):
-            assert hangs.look([0]) is None
+            assert hangs.check([0]) is None
             states.append(hangs.states[0])
         assert state_of(traced) == "t"
         assert all(state.is_traced and not state.stopped_s and not state.silent_s for state in states)
@@ -128,8 +128,8 @@ def test_a_rank_is_known_to_be_watched_before_its_first_look(tmp_path: Path, mon
         }
     )
     board = HeartbeatTable(tmp_path, 1)
-    world = World(torch.device("cpu"), rank=1, world_size=2, watched_from=tmp_path)
-    with watchdog.watched(plan, world, keep=lambda _: None):
+    world = World(torch.device("cpu"), rank=1, world_size=2, heartbeat_folder=tmp_path)
+    with watchdog.watched(plan, world, watchdog.HangTraces(lambda _: None)):
         assert board.read() == Heartbeat(ticks=1, limit_s=30.0, kind=START, is_first=True)
     assert board.read() == Heartbeat()
 
@@ -137,21 +137,21 @@ def test_a_rank_is_known_to_be_watched_before_its_first_look(tmp_path: Path, mon
 def test_a_rank_without_a_watchdog_shows_what_it_has_made_and_its_end(tmp_path: Path) -> None:
     """The launcher needs both, whoever looks for hangs."""
     plan: Any = SimpleNamespace(choices={"watchdog": SimpleNamespace(function="off", options={})})
-    hangs = Hangs(tmp_path, {0: 1, 1: 2})
-    world = World(torch.device("cpu"), rank=0, world_size=2, watched_from=tmp_path)
-    with watchdog.watched(plan, world, keep=lambda _: None) as pulse:
+    hangs = HangDetector(tmp_path, {0: 1, 1: 2})
+    world = World(torch.device("cpu"), rank=0, world_size=2, heartbeat_folder=tmp_path)
+    with watchdog.watched(plan, world, watchdog.HangTraces(lambda _: None)) as pulse:
         pulse.made.value = 7
-        assert (hangs.made(), hangs.is_ending()) == (7, False)
+        assert (hangs.num_updates(), hangs.is_ending()) == (7, False)
         pulse.ending.value = True
         assert hangs.is_ending()
-    assert hangs.made() == 7
+    assert hangs.num_updates() == 7
 
 
 def test_a_sign_is_read_as_it_was_put_up(tmp_path: Path) -> None:
     mine, theirs = HeartbeatTable(tmp_path, 3), HeartbeatTable(tmp_path, 3)
     assert theirs.read() == Heartbeat()
     shown = Heartbeat(2**40, 1.5, 50.25, True, CHECKPOINT, True, 10**9, "a phase with a long name é")
-    mine.put(shown)
+    mine.publish(shown)
     assert theirs.read() == shown
     mine.close()
     theirs.close()

@@ -35,10 +35,11 @@ from runner.distributed.join import joined
 from runner.distributed.peer_loss import is_of_a_lost_rank
 from runner.durable.signals import StopRequest
 from runner.launch import local
-from runner.launch.local import Ending, as_error
+from runner.launch.local import Ending, RankNotice, as_error
 from tests.waiting import wait_until
 
 EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # a system call
+IS_OVER_NCCL = os.environ.get("RANKS_OVER") == "nccl"
 LONG_S = 100.0  # of grace: nobody is killed
 GIVES_UP_S = 0.2  # where nobody can come, and so nobody comes too late
 
@@ -60,16 +61,37 @@ def _nobody_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def _raise(text: str) -> None:
+    raise ValueError(text)
+
+
+@pytest.mark.parametrize(
+    ("act", "is_external"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), True),
+        (lambda: os._exit(0), True),
+        (partial(_raise, "was ended by SIGKILL, exited early"), False),
+    ],
+)
+def test_only_a_rank_that_was_killed_or_exited_without_an_error_is_external(
+    act: Callable[[], object], is_external: bool
+) -> None:
+    """The text of an exception of a task does not decide that."""
+    said: list[RankNotice] = []
+    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, say=said.append)
+    assert [notice.is_external for notice in said] == [is_external]
+
+
 def family() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> Ending:
-    said: list[str] = []
+    said: list[RankNotice] = []
     ending = local.run_ranks(main, num_ranks, grace_s=grace_s, say=said.append)
     assert len(said) == (ending.cause is not None), said  # one line, or none
     if ending.cause is not None:
-        assert said[0].startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
+        assert said[0].text.startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
     return ending
 
 
@@ -87,18 +109,23 @@ def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any
 
 
 def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callable[[RankInfo], tuple[int, Any]]:
-    """Return a main that joins the others over gloo."""
+    """Return a main that joins the others over gloo, or over the stand-in's NCCL (tests/stand_ins)."""
 
     def main(member: RankInfo) -> tuple[int, Any]:
-        with joined(member, torch.device("cpu"), timeout_s=timeout_s) as world:
+        device = torch.device("cuda", member.rank) if IS_OVER_NCCL else torch.device("cpu")
+        with joined(member, device, timeout_s=600.0 if IS_OVER_NCCL else timeout_s) as world:
             return 0, act(world)
 
     return main
 
 
+def reduce_once(world: World) -> None:
+    world.sum(torch.ones(1000, device=world.device)).sum().item()
+
+
 def reduce_for_ever(world: World) -> None:
     while True:
-        world.sum(torch.ones(1000))
+        reduce_once(world)
 
 
 # ---------------------------------------------------------------- ends
@@ -231,7 +258,7 @@ def test_a_killed_rank_is_named_and_nobody_is_left(seed: int) -> None:
 
 def test_a_raising_rank_is_named_with_its_own_traceback_and_who_waited_is_a_victim() -> None:
     def act(world: World) -> None:
-        world.sum(torch.ones(1))
+        reduce_once(world)
         if world.rank == 1:
             raise ValueError("odd")
         reduce_for_ever(world)
@@ -240,9 +267,12 @@ def test_a_raising_rank_is_named_with_its_own_traceback_and_who_waited_is_a_vict
     assert ending.cause is not None
     assert (ending.code, ending.cause.rank, ending.cause.is_victim) == (Exit.SOFTWARE, 1, False)
     assert "in act\n" in ending.cause.traceback
-    victim = next(failure for failure in ending.failures if failure.rank == 0)
-    assert victim.is_victim
-    assert "all_reduce" in victim.traceback
+    victims = [failure for failure in ending.failures if failure.rank == 0]
+    if IS_OVER_NCCL:  # it is never told that the other has gone
+        assert (victims, ending.killed) == ([], (0,))
+    else:
+        assert victims[0].is_victim
+        assert "all_reduce" in victims[0].traceback
     error = as_error(ending)
     assert error.exit_code == Exit.SOFTWARE
     assert "ValueError: odd" in error.problems[0].what
@@ -301,7 +331,7 @@ def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_
         after_the_other(tmp_path, member)
         raise ValueError(member.rank)
 
-    def say(text: str) -> None:
+    def say(notice: RankNotice) -> None:
         wait_until(lambda: has_ended(tmp_path, 0))
         seen_s.append(time.monotonic())
         linger()
@@ -676,8 +706,8 @@ def test_handlers_and_orphans_are_as_before_whatever_happens() -> None:
             len(list(Path("/proc/self/fd").iterdir())),
         ]
 
-    def shout(text: str) -> None:
-        raise ZeroDivisionError(text)
+    def shout(notice: RankNotice) -> None:
+        raise ZeroDivisionError(notice.text)
 
     before = state()
     run_ranks(lambda member: (0, None))
@@ -729,7 +759,7 @@ def test_a_system_that_has_no_room_for_all_ranks_is_left_with_none(
 
 def test_a_missing_temporary_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-    with pytest.raises(AccelRunError, match="the processes of a run share cannot be made: No such file") as caught:
+    with pytest.raises(AccelRunError, match="the processes of a run share cannot be created: No such file") as caught:
         run_ranks(lambda member: (0, None))
     assert caught.value.exit_code == Exit.CANNOT_CREATE
 

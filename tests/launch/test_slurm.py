@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, Exit, InputMissing, MissingPackage, SystemLimit
-from runner.launch.launcher import launched
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.launch.launcher import submit
 
 SBATCH = """#!/bin/bash
 cp -- "$1" "$PLAYED/script"
@@ -48,7 +49,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(*words: str) -> int | None:
-    return launched(compose(Request(words)))
+    return submit(compose(Request(words)))
 
 
 def options(cluster: Path) -> dict[str, str]:
@@ -267,7 +268,7 @@ def test_a_task_file_and_a_folder_go_along(cluster: Path) -> None:
     (cluster / "conf" / "launcher").mkdir(parents=True)
     (cluster / "conf" / "launcher" / "ours.yaml").write_text("option: slurm\npartition: long\ntime_min: 600\n")
     request = Request(("launcher=ours", "run=a"), cluster / "my task.py", cluster / "conf")
-    assert launched(compose(request)) == 0
+    assert submit(compose(request)) == 0
     assert options(cluster)["partition"] == "long"
     given = run_script(cluster, 0)[1]
     assert given[-4:] == ["--task", str(cluster / "my task.py"), "--config-dir", str(cluster / "conf")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError, Exit
-from runner.launch.start import must_agree
+from runner.launch.on_ranks import must_agree
 from tests.launch.forked import Ended, forked, started_elsewhere
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}

@@ -19,16 +19,17 @@ from typing import Any
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, DataError
-from runner.base.json_numbers import NOT_MEASURED
-from runner.base.sweep_syntax import SearchSpace, composed, expand_sweep
+from runner.base.text import NOT_MEASURED
 from runner.cli import main
 from runner.commands.arguments import read
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.durable.directory import RunDirectory
-from runner.launch import sweep
-from runner.launch.packing import NUMBERS_ONLY, DeviceCapacity, Packing, TrialDemand, distinct, packed, packing_of
-from runner.launch.trials import Goal, Result, Sweep, Trial, as_csv, table, told, winner
+from runner.sweeps import sweep
+from runner.sweeps.packing import NUMBERS_ONLY, DeviceCapacity, Packing, TrialDemand, distinct, packed, packing_of
+from runner.sweeps.sweep_syntax import SearchSpace, composed, expand_sweep
+from runner.sweeps.trials import Goal, Result, Sweep, Trial, as_csv, table, told, winner
 from tests.faults.tallies import SEED
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
@@ -384,7 +385,7 @@ def test_a_damaged_sweep_is_not_begun_anew(
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
 def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
     needs_optuna()
-    from runner.launch.study import JOURNAL, Study
+    from runner.sweeps.study import JOURNAL, Study
 
     axes = (
         SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
@@ -407,7 +408,7 @@ def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(t
 
 def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
     needs_optuna()
-    from runner.launch.study import JOURNAL, Study
+    from runner.sweeps.study import JOURNAL, Study
 
     axes = (
         SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
@@ -500,7 +501,7 @@ def test_as_many_trials_run_at_once_as_memory_cores_and_their_number_allow(
 
 
 def test_trials_at_once_share_no_core_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.launch.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
+    monkeypatch.setattr("runner.sweeps.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
     slots = packing_of(TrialDemand((DeviceCapacity("", "Card", 0, 0),), 6), 3, 9).slots  # a quota leaves 6 of them
     assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]
 
@@ -537,7 +538,7 @@ def test_settings_that_change_numbers_only_are_traced_once() -> None:
 
 def test_what_is_planned_and_traced_for_a_sweep_leaves_torch_out_of_its_process(tmp_path: Path) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
-    main = "from runner.cli import main; from runner.launch import pool; from tests.launch.stand_in import TRIAL; "
+    main = "from runner.cli import main; from runner.sweeps import pool; from tests.launch.stand_in import TRIAL; "
     main += "import sys; pool.TRIAL_MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
     main += "sys.exit(code)"
     words = ["train", "-m", "seed=0,1", "together=auto", "device=cpu", "run=mine", "--task", str(task)]

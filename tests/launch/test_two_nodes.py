@@ -72,7 +72,7 @@ def summed(rank: int) -> list[float]:
         mine = torch.arange(5, dtype=torch.float64) * (rank + 1)
         found: list[float] = world.sum(mine).tolist()
         assert world.gather(rank) == [0, 1]
-        assert world.from_first(rank) == 0
+        assert world.broadcast(rank) == 0
         return found
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from runner.measure import advisor, compare, suite_common, tuner
-from runner.measure.suites import before_after, ladder
-from tests.composed import composed
+from runner.tools.measure import advisor, compare, fork_server, suite_common, tuner
+from runner.tools.measure.suites import before_after, ladder
 from tests.measure.nursery import Nurseries
 from tests.measure.planted_time import Planted, Select
 
-TIMED = (advisor, before_after, suite_common, ladder, compare, tuner)
+TIMED = (advisor, before_after, suite_common, ladder, compare, fork_server, tuner)
 
 
 @pytest.fixture
@@ -23,12 +22,6 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suites make few and short blocks: what tests plant is far above the noise."""
     monkeypatch.setattr(suite_common, "ROUNDS", (3, 4))
     monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _composed_before_forks() -> None:
-    """Ranks that suites fork from this process compose nothing that others before them have composed."""
-    composed().answer_before_forks()
 
 
 @pytest.fixture(scope="session")
@@ -42,8 +35,8 @@ def nurseries() -> Iterator[Nurseries]:
 def planted(nurseries: Nurseries) -> Iterator[Planted]:
     """Cells are forks of one process, and they and those who measure them know no time but the planted one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "subprocess", nurseries)
-        patch.setattr(compare, "select", Select(nurseries.time))
+        patch.setattr(fork_server, "subprocess", nurseries)
+        patch.setattr(fork_server, "select", Select(nurseries.time))
         for module in TIMED:
             patch.setattr(module, "time", nurseries.time)
         yield nurseries.time
@@ -59,8 +52,8 @@ def shown(screen: Callable[..., None]) -> Callable[..., None]:
 def real_time() -> Iterator[None]:
     """Nurseries are processes of their own here, and time is the machine's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "subprocess", subprocess)
-        patch.setattr(compare, "select", select)
+        patch.setattr(fork_server, "subprocess", subprocess)
+        patch.setattr(fork_server, "select", select)
         for module in TIMED:
             patch.setattr(module, "time", time)
         yield

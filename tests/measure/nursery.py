@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.secret import without_secrets
-from runner.measure import compare
+from runner.tools.measure.fork_server import STEADY
 from tests.measure.planted_time import Planted
 
 SERVER = """
 import gc, importlib, json, os, socket, sys, traceback
-from runner.base.configuration import Request, compose
-from runner.measure import variant_process
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.tools.measure import variant_process
 from tests.composed import composed
 from tests.measure.planted_time import Planted
 from tests.warm import IMPORTED
@@ -48,12 +49,10 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
         if "wait" in order:
             answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
         else:
-            composed().answer()
             us, answer = os.getpid(), os.fork()
             if answer == 0:
                 code = 70
                 try:
-                    composed().answer_before_forks()
                     line.close()
                     os.setsid()
                     os.dup2(given[1], 2)
@@ -82,7 +81,7 @@ class Nurseries:
 
     def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name that is stood in for
         """Return a nursery, to be killed and waited for."""
-        assert words[1:3] == ["-m", "runner.measure.variant_process"]
+        assert words[1:3] == ["-m", "runner.tools.measure.variant_process"]
         if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
             self._start()
         order = {"cores": int(words[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
@@ -122,7 +121,7 @@ class Nurseries:
                 [sys.executable, "-c", SERVER, str(theirs.fileno()), str(self.time.memory)],
                 pass_fds=[theirs.fileno(), self.time.memory], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={**compare.STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[2])},
+                env={**STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[2])},
             )  # fmt: skip
 
 

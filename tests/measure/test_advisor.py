@@ -11,23 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, Problem
+from runner.base.json_converter import encode
 from runner.cli import main
 from runner.commands.advise import run, screen
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.durable.directory import RunDirectory
-from runner.engine.evidence import Evidence, PhaseEvidence
-from runner.engine.session import Job
-from runner.measure.advisor import Advice, AdviceInputs, Tried, as_json, checks, filled, outcome, profile_of
-from runner.measure.compare import CompareLimits, ComparisonResult, Numerics, Variant, VariantResult
-from runner.measure.criteria import criteria, rule_of_thumb
-from runner.measure.facts import Facts, monitored
-from runner.measure.hardware_profile import write_profile
-from runner.measure.hint import hint, worth_a_line
-from runner.measure.rules import Candidate, RuleFinding
-from runner.measure.statistics import Ratio
+from runner.engine.job import Job
 from runner.plan.inventory import Cpu, take_inventory
 from runner.plan.planner import make_plan
+from runner.records.evidence import Evidence, PhaseEvidence
+from runner.tools.measure.advisor import Advice, AdviceInputs, as_json, checks, profile_of
+from runner.tools.measure.compare import CompareLimits
+from runner.tools.measure.comparison_result import ComparisonResult, Numerics, Variant, VariantResult
+from runner.tools.measure.criteria import criteria, rule_of_thumb
+from runner.tools.measure.facts import Facts, monitored
+from runner.tools.measure.hardware_profile import write_profile
+from runner.tools.measure.hint import hint, worth_a_line
+from runner.tools.measure.measuring_place import filled
+from runner.tools.measure.rules import Candidate, RuleFinding
+from runner.tools.measure.statistics import Ratio
+from runner.tools.measure.tried import Tried, outcome
 from tests.forkserver import ForkServer
 
 PLANTED = Path(__file__).parent / "planted"
@@ -378,9 +383,9 @@ def test_what_a_failed_run_measured_is_used_with_a_note(
         return advice(WORKERS)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runner.measure.advisor.advise", noted)
+    monkeypatch.setattr("runner.tools.measure.advisor.advise", noted)
     (tmp_path / "outputs").mkdir()
-    content = {"task": "gpt", "overrides": [], "evidence": replace(RUN, unfinished=True).to_json()}
+    content = {"task": "gpt", "overrides": [], "evidence": encode(replace(RUN, unfinished=True))}
     left_by(tmp_path / "outputs" / "first", json.dumps(content))
 
     assert run(["run=first"]) == 0
@@ -412,7 +417,7 @@ def test_the_hint_is_on_the_run_that_was_trained(tmp_path: Path, monkeypatch: py
         asked.append(folder)
         return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
 
-    monkeypatch.setattr("runner.measure.hint.facts_of", facts_there)
+    monkeypatch.setattr("runner.tools.measure.hint.facts_of", facts_there)
 
     assert hint(job).split()[-4:] == ["accel-run", "advise", "run=mine", "output_root=there"]
     assert [folder.absolute() for folder in asked] == [tmp_path / "there" / "mine"]
@@ -431,8 +436,8 @@ def test_what_was_measured_is_shown_although_the_profile_cannot_be_written(
         raise ConfigError(Problem("must be a new name", "profile=mine"))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runner.measure.advisor.advise", lambda *_: advice(WORKERS))
-    monkeypatch.setattr("runner.measure.hardware_profile.write_profile", refuse)
+    monkeypatch.setattr("runner.tools.measure.advisor.advise", lambda *_: advice(WORKERS))
+    monkeypatch.setattr("runner.tools.measure.hardware_profile.write_profile", refuse)
     for flags in ([], ["--json"]):
         with pytest.raises(ConfigError, match="must be a new name"):
             run(["task=gpt", "apply=true", "profile=mine", *flags])
@@ -443,7 +448,9 @@ def test_a_planted_wait_is_found_tried_and_applied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runner.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6)))
+    monkeypatch.setattr(
+        "runner.tools.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6))
+    )
     task = str(PLANTED / "far_away.py")
     words = ["--task", task, "task.pass_ms=4", "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
 
@@ -481,7 +488,9 @@ def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(
     assert server.run(["train", "--task", task, "run=first", *words], tmp_path).code == 0
     left = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runner.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6)))
+    monkeypatch.setattr(
+        "runner.tools.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6))
+    )
 
     assert run(["run=last", "budget_s=40", "--json"]) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -13,23 +14,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.base.configuration import Request
 from runner.base.errors import AccelRunError
-from runner.measure import compare
-from runner.measure.advisor import try_candidates
-from runner.measure.compare import (
+from runner.config.request import Request
+from runner.tools.measure import compare, comparison_result
+from runner.tools.measure.advisor import try_candidates
+from runner.tools.measure.compare import CompareLimits, Comparison
+from runner.tools.measure.comparison_result import (
     NO_TIME,
     UNTRIED,
-    CompareLimits,
-    Comparison,
     ComparisonResult,
-    NoAnswer,
     Variant,
     VariantResult,
     fuller_report,
 )
-from runner.measure.rules import Candidate, RuleFinding
-from runner.measure.statistics import Ratio
+from runner.tools.measure.fork_server import NoAnswer, VariantProcess
+from runner.tools.measure.rules import Candidate, RuleFinding
+from runner.tools.measure.statistics import Ratio
 
 LIMITS = CompareLimits(budget_s=60, rounds=(6, 12))
 
@@ -43,7 +43,7 @@ class Clock:
         return self.now
 
 
-class FakeProcess(compare.VariantProcess):
+class FakeProcess(VariantProcess):
     """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
 
     def __init__(self, number: int, clock: Clock, until: float) -> None:  # nothing is forked
@@ -77,7 +77,7 @@ class FakeProcess(compare.VariantProcess):
 
     def pause(self) -> None: ...
 
-    def go_on(self) -> None: ...
+    def reduce(self) -> None: ...
 
     def end(self) -> None: ...
 
@@ -94,7 +94,7 @@ def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half: float) 
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Comparison]:
     """Make arenas whose processes are fakes, on a clock of their own."""
     monkeypatch.setattr(compare, "STILL_S", 0.0)
-    monkeypatch.setattr(compare, "paired", interval)
+    monkeypatch.setattr(comparison_result, "paired", interval)
 
     def arena() -> Comparison:
         clock = Clock()
@@ -110,7 +110,7 @@ def cell(name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.
 
 def measured(arena: Comparison, cells: Sequence[Variant], budget_s: float, **more: Any) -> ComparisonResult:
     with arena:
-        return arena.measure(cells, compare.dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
+        return arena.compare(cells, dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
 
 
 def untried(trials: ComparisonResult) -> list[str]:
@@ -192,7 +192,7 @@ def test_what_compiles_begins_last(fake: Callable[[], Comparison]) -> None:
     cells = [cell("base", 1), cell("compiles", 1, compiles=True), cell("a", 1), cell("b", 1)]
 
     with fake() as arena:
-        trials = arena.measure(cells, compare.dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
+        trials = arena.compare(cells, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
     assert begun == ["starts a", "starts b", "starts compiles"]
     assert [each.cell.name for each in trials.cells] == [each.name for each in cells], "told in the order given"
@@ -287,7 +287,7 @@ def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
         return start(self, measured, until)
 
     monkeypatch.setattr(Comparison, "start", fails_later)
-    own = compare.dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
+    own = dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
     cells = [cell("base", 2.0, 0.1, noise=0.5), cell("rival", 2.0, 0.1, noise=0.5), own]
 
     trials = measured(fake(), cells, 120.0, rounds=(6, 600))

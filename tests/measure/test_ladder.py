@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request, compose
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from runner.commands.benchmark import run as benchmark
-from runner.measure import suite_common
-from runner.measure.compare import Comparison, ComparisonResult, Variant, VariantResult
-from runner.measure.results import Results, session_baseline
-from runner.measure.statistics import Ratio
-from runner.measure.suite import SuiteReport, SuiteRequest, screen
-from runner.measure.suites import ladder
-from runner.measure.suites.ladder import LadderRow, run
-from runner.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.tools.measure import suite_common
+from runner.tools.measure.compare import Comparison
+from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
+from runner.tools.measure.results import Results, session_baseline
+from runner.tools.measure.statistics import Ratio
+from runner.tools.measure.suite import SuiteReport, SuiteRequest, screen
+from runner.tools.measure.suites import ladder
+from runner.tools.measure.suites.ladder import LadderRow, run
+from runner.tools.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -114,20 +116,14 @@ def test_of_those_that_exclude_each_other_the_fastest_is_combined(
     assert not any(name.endswith(" slow") for name in rows)
 
 
-def test_each_is_put_on_top_of_those_before_and_left_out_of_all(rows: dict[str, dict[str, object]]) -> None:
-    assert rows["up to nothing"]["members"] == ["nothing"]
-    assert rows["up to quick"]["members"] == ["nothing", "quick"]
-    assert rows["all but quick"]["members"] == ["nothing"]
-    own = rows["all but quick"]["own"]
-    assert isinstance(own, dict)
-    assert own["middle"] > 1.05, "all are faster than all but that one"
-
-
-def test_the_best_combination_is_measured_anew(
+def test_each_is_put_on_top_of_those_before(
     measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
-    assert "quick" in rows["best"]["members"]  # type: ignore[operator]
-    assert rows["best"]["verdict"] == "better"
+    assert rows["up to nothing"]["members"] == ["nothing"]
+    assert rows["up to quick"]["members"] == ["nothing", "quick"]
+    own = rows["up to quick"]["own"]
+    assert isinstance(own, dict)
+    assert own["middle"] > 1.05, "faster than the stack before it"
     assert "quick" in measured[0].headline
 
 
@@ -178,16 +174,13 @@ def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> Non
     assert len(columns[BASELINE]) == 4
 
 
-def test_the_best_is_measured_where_nothing_else_is(tmp_path: Path, config_dir: Path) -> None:
-    """Nothing is known of its members then: it is all of them together."""
-    report = run(wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="best", steps="4", rounds="4"))
+def test_only_the_stack_is_measured_if_only_it_is_asked_for(tmp_path: Path, config_dir: Path) -> None:
+    wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="cumulative", steps="4", rounds="4")
 
-    assert [(row["cell"], row["members"]) for row in report.data["rows"]] == [
-        (BASELINE, []),
-        ("best", ["nothing", "quick"]),
-    ]
-    assert report.data["rows"][1]["ratio"]["middle"] > 1
-    assert set(Results(tmp_path).columns()) == {BASELINE, "best"}
+    report = run(wanted)
+
+    assert [row["cell"] for row in report.data["rows"]] == [BASELINE, "up to nothing", "up to quick"]
+    assert set(Results(tmp_path).columns()) == {BASELINE, "up to nothing", "up to quick"}
 
 
 def test_float16_begins_after_the_others_on_a_cpu(
@@ -202,7 +195,7 @@ def test_float16_begins_after_the_others_on_a_cpu(
         pass
 
     class Told:
-        def measure(self, cells: list[Variant], *_: object) -> None:
+        def compare(self, cells: list[Variant], *_: object) -> None:
             begun.extend(cell.name for cell in cells)
             raise Begun
 
@@ -396,7 +389,7 @@ def test_a_file_that_is_no_technique_is_a_clear_error(tmp_path: Path, text: str)
         techniques(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["step", "best", "all", "plots"])
+@pytest.mark.parametrize("name", ["step", "all", "plots"])
 def test_a_name_that_means_something_else_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / f"{name}.yaml").write_text("overrides: [precision=bf16]")
@@ -406,7 +399,7 @@ def test_a_name_that_means_something_else_is_refused(tmp_path: Path, name: str) 
 
 
 def test_every_word_of_the_ladder_is_taken() -> None:
-    assert {*ladder.ACTIONS, "all", "best"} <= set(TAKEN)
+    assert {*ladder.ACTIONS, "all"} <= set(TAKEN)
 
 
 def test_another_optimizer_keeps_the_mathematics_of_the_one_before() -> None:

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.base.errors import InputMissing
-from runner.measure import results as module
-from runner.measure.plots import BASELINE, HUE, PUBLISHED, Published, draw, figures, png_of
-from runner.measure.results import PICTURES, Results
+from runner.tools.measure import results as module
+from runner.tools.measure.plots import BASELINE, HUE, draw, figures, png_of
+from runner.tools.measure.results import PICTURES, Results
 
 matplotlib = pytest.importorskip("matplotlib")
 FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
@@ -120,28 +120,21 @@ def test_each_picture_lies_beside_the_results(results: Results) -> None:
         assert 300 < height < 2000
 
 
-def test_what_others_report_is_drawn_for_their_task_only(results: Results) -> None:
-    assert "published.png" in figures(results)
-    results.put(COLUMNS, {name: fact(1.0, 0.9, 1.1, task="gpt") for name in COLUMNS})
-    assert "published.png" not in figures(results)
-
-
 def test_a_picture_names_the_task_of_its_data_or_none(results: Results) -> None:
     for figure in figures(results).values():
         assert "task nmt" in notes(figure.axes[0])
     results.json.unlink()
-    drawn = figures(results)
-    assert "published.png" not in drawn
-    for figure in drawn.values():
+    for figure in figures(results).values():
         assert "task" not in notes(figure.axes[0])
 
 
 def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> None:
     draw(results)
     results.json.unlink()
+    results.csv.write_text("step,bf16\n1,2.0\n")  # without a baseline there is no speedup
     draw(results)
 
-    assert not results.file("published.png").exists()
+    assert not results.file("speedup.png").exists()
 
 
 def test_without_results_it_is_said_what_makes_them(tmp_path: Path) -> None:
@@ -338,40 +331,6 @@ def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp
     assert high > 1100
     norm = drawn["heatmap.png"].axes[0].collections[0].norm
     assert norm(110.0) - norm(60.0) > 0.2, "told apart, though the darkest is 1100"
-
-
-def test_others_and_ours_stand_side_by_side_each_against_its_own_baseline(
-    results: Results, screen: Callable[..., None]
-) -> None:
-    results.put(
-        {"up to compile": [30.0]},
-        {"up to compile": fact(3.0, 2.9, 3.1, mode="cumulative", members=["bf16", "compile"])},
-    )
-    figure = figures(results)["published.png"]
-    (axes,) = figure.axes
-    theirs = PUBLISHED["nmt"].times_ms
-
-    lengths = [length for _, length in bars(axes)]
-    assert labels(axes) == list(theirs)
-    assert lengths == pytest.approx(
-        [1, 1, 472.9 / 373.9, 472.9 / 250.8, 2.0, 472.9 / 199.8, 3.0, 472.9 / 163.1, 472.9 / 159.7, 472.9 / 162.3, 0.9]
-    )
-    assert whiskers(axes)[3.2] == pytest.approx((2.9, 3.1)), "on top of the others, as theirs is"
-    assert values(axes).count("not measured here") == 3
-    assert "RTX 3050 Ti" in notes(axes)
-    assert "a card, torch 2.13.0" in notes(axes)
-    assert PUBLISHED["nmt"].source in notes(axes)
-    screen("\n".join(legend_of(figure)))
-
-
-def test_another_report_can_be_given(results: Results) -> None:
-    other = Published({BASELINE: 10.0, "bf16": 4.0}, "another card", "another page")
-
-    (axes,) = figures(results, other)["published.png"].axes
-
-    assert [length for _, length in bars(axes)] == pytest.approx([1, 1, 2.5, 2.0])
-    assert "another card" in notes(axes)
-    assert "another page" in notes(axes)
 
 
 # ---------------------------------------------------------------- all of it can be read

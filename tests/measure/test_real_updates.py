@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.configuration import Request
-from runner.measure.real_updates import probe
+from runner.config.request import Request
 from runner.plan.corrections import FILE, corrections
 from runner.plan.rank_devices import RankDevice
+from runner.tools.measure.real_updates import probe
 
 TASK = Path(__file__).parent / "task_to_measure.py"
 WORDS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")

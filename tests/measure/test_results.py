@@ -20,10 +20,10 @@ from runner.base.errors import ConfigError, DataError, Exit, InputMissing, RunIn
 from runner.commands.benchmark import run as benchmark
 from runner.durable import files
 from runner.durable.system import System
-from runner.measure import results as module
-from runner.measure.results import Results
-from runner.measure.suites import machine
-from runner.measure.technique import is_name
+from runner.tools.measure import results as module
+from runner.tools.measure.results import Results
+from runner.tools.measure.suites import machine
+from runner.tools.measure.technique import is_name
 
 COLUMNS = {"baseline": [12.5, 12.25, 12.0], "bf16": [7.0, 6.125]}
 FACTS = {name: {"median_ms": column[0]} for name, column in COLUMNS.items()}

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from runner.base import stopwatch
-from runner.base.configuration import Request, compose
-from runner.engine.evidence import Evidence, PhaseEvidence
-from runner.measure.facts import Facts
-from runner.measure.rules import RULES, findings
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.plan.inventory import Cpu, Device
+from runner.records.evidence import Evidence, PhaseEvidence
+from runner.tools.measure.facts import Facts
+from runner.tools.measure.rules import RULES, findings
 
 CPU = Cpu("a processor", 8, 8, 32 * 2**30)
 H100 = Device("cuda", 0, "NVIDIA H100", memory_bytes=80 * 2**30, capability=(9, 0))
@@ -80,7 +81,7 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
     "evaluations": (facts({"evaluation": 9.0}, num_evaluations=50), "evaluates too often", "evaluate.every=10"),
     "hooks": (facts({"hooks": 5.0}, has_begin_update=True), "slow hooks", "begin_update"),
     "item": (
-        facts(gpu=None, probe={"waits": [{"file": "task.py", "line": 7, "times": 64, "share": 0.5}]}, precision="fp32"),
+        facts(probe={"waits": [{"file": "task.py", "line": 7, "times": 64}]}),
         "hidden device waits",
         "task.py:7",
     ),
@@ -234,7 +235,7 @@ def test_the_parts_are_those_that_are_measured() -> None:
     assert set(PARTS) <= {*stopwatch.PARTS, *stopwatch.BETWEEN}
 
 
-ITEM = {"waits": [{"file": "task.py", "line": 7, "times": 1, "share": 0.9}]}
+ITEM = {"waits": [{"file": "task.py", "line": 7, "times": 1}]}
 
 
 def test_a_wait_for_a_busy_gpu_is_no_lost_time() -> None:
@@ -244,13 +245,6 @@ def test_a_wait_for_a_busy_gpu_is_no_lost_time() -> None:
 
     assert busy.at_most == pytest.approx(1 / 0.95)
     assert [finding.at_most for finding in unwatched] == [None]
-    assert "90%" not in busy.evidence
-
-
-def test_on_a_cpu_reading_a_number_takes_what_it_takes() -> None:
-    (found,) = findings(facts(probe=ITEM, gpu=None, values={"precision": "fp32"}))
-
-    assert found.at_most == pytest.approx(10.0)
 
 
 def test_saves_at_the_ends_of_phases_are_no_habit() -> None:

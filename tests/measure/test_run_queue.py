@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from runner.base.cgroup import Grant
-from runner.measure import run_queue
-from runner.measure.run_queue import QueueSample, RunQueueWait
+from runner.host.cgroup import Grant
+from runner.tools.measure import run_queue
+from runner.tools.measure.run_queue import QueueSample, RunQueueWait
 
 NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.measure import results as module
-from runner.measure.plots import figures
-from runner.measure.results import Results, session_baseline
-from runner.measure.technique import BASELINE
+from runner.tools.measure import results as module
+from runner.tools.measure.plots import figures
+from runner.tools.measure.results import Results, session_baseline
+from runner.tools.measure.technique import BASELINE
 
 pytest.importorskip("matplotlib")
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runner.measure.compare import ComparisonResult, Variant, VariantResult
-from runner.measure.statistics import CONFIDENCE, ProcessSpread, Ratio, as_many_as, between, paired, student
+from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
+from runner.tools.measure.statistics import CONFIDENCE, ProcessSpread, Ratio, as_many_as, between, paired, student
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 

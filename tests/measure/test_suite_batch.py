@@ -10,8 +10,8 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.commands.benchmark import run as benchmark
-from runner.measure.suite import SuiteReport, screen
-from runner.measure.suites.batch import halves, run
+from runner.tools.measure.suite import SuiteReport, screen
+from runner.tools.measure.suites.batch import halves, run
 from tests.forkserver import ForkServer
 from tests.measure.suites import asked
 

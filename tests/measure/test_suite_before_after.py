@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from runner.base.configuration import Configuration, Request, compose, merge_overrides
 from runner.base.errors import ConfigError
 from runner.base.paths import shipped
-from runner.measure.suite import SuiteReport
-from runner.measure.suites.before_after import Biggest, largest_row, plain, run, watched
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request, merge_overrides
+from runner.tools.measure.suite import SuiteReport
+from runner.tools.measure.suites.before_after import Biggest, largest_row, plain, run, watched
 from tests.measure.suites import asked
 from tests.waiting import wait_until
 

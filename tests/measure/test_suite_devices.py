@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.compare import ComparisonResult, Variant, VariantResult
-from runner.measure.suite_common import limits_of
-from runner.measure.suites.devices import Blocks, blocks_of, crossing, devices_of, run
 from runner.plan.inventory import Cpu, Device, Inventory
+from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
+from runner.tools.measure.suite_common import limits_of
+from runner.tools.measure.suites.devices import Blocks, blocks_of, crossing, devices_of, run
 from tests.measure.planted_time import READ_S, Planted
 from tests.measure.suites import asked
 

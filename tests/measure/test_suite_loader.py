@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.compare import ComparisonResult, Variant, VariantResult
-from runner.measure.suite import SuiteReport
-from runner.measure.suite_common import measured_in
-from runner.measure.suites.loader import LoaderVariant, run, why_not
+from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
+from runner.tools.measure.suite import SuiteReport
+from runner.tools.measure.suite_common import measured_in
+from runner.tools.measure.suites.loader import LoaderVariant, run, why_not
 from tests.measure.suites import asked
 
 TASK = Path(__file__).parent / "task_of_sizes.py"
@@ -73,7 +73,7 @@ def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> No
 
 def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path) -> None:
     short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
-    place = SimpleNamespace(arena=SimpleNamespace(measure=lambda *_: short))
+    place = SimpleNamespace(arena=SimpleNamespace(compare=lambda *_: short))
 
     found = measured_in(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
 

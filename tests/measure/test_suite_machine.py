@@ -17,18 +17,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from runner.base.configuration import Request, facts_of_profiles, merge_overrides
 from runner.base.errors import ConfigError
 from runner.commands import benchmark
-from runner.doctor import arithmetic
-from runner.measure.compare import Asked as Asking
-from runner.measure.compare import CompareLimits, Variant, VariantResult
-from runner.measure.counting import Count, counted
-from runner.measure.roofline import RooflinePoint, Roofs, drawn, judged
-from runner.measure.suite import SuiteRequest, screen
-from runner.measure.suites import SUITES, machine
-from runner.measure.suites.machine import DataSheetPeaks, MachineRequest, MachineResults, Rate, Turn, best, in_turns
+from runner.config.config_files import facts_of_profiles
+from runner.config.request import Request, merge_overrides
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
+from runner.tools.doctor import arithmetic
+from runner.tools.measure import machine_rates
+from runner.tools.measure.compare import Asked as Asking
+from runner.tools.measure.compare import CompareLimits
+from runner.tools.measure.comparison_result import Variant, VariantResult
+from runner.tools.measure.counting import Count, counted
+from runner.tools.measure.machine_rates import MachineRequest, MachineResults, Rate, Turn, best, in_turns
+from runner.tools.measure.roofline import RooflinePoint, Roofs, drawn, judged
+from runner.tools.measure.suite import SuiteRequest, screen
+from runner.tools.measure.suites import SUITES, machine
+from runner.tools.measure.suites.machine import DataSheetPeaks
 
 TASK = Path(__file__).parent / "task_to_measure.py"
 CPU = Cpu("a CPU", 1, 1, 4 * GIB)
@@ -117,7 +121,7 @@ def test_a_size_that_fails_does_not_take_the_others_with_it() -> None:
 def test_a_small_budget_still_makes_a_few_rounds() -> None:
     rates, _ = in_turns([turn(taking(1.0))], rounds=50, seconds=0.0)
 
-    assert len(rates[0].per_s) == machine.LEAST_ROUNDS
+    assert len(rates[0].per_s) == machine_rates.LEAST_ROUNDS
 
 
 # ---------------------------------------------------------------- the parts
@@ -125,7 +129,7 @@ def test_a_small_budget_still_makes_a_few_rounds() -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path) -> MachineRequest:
-    return MachineRequest(Inventory((), CPU), "cpu", 3, tmp_path / "outputs", 4 * machine.MIB)
+    return MachineRequest(Inventory((), CPU), "cpu", 3, tmp_path / "outputs", 4 * machine_rates.MIB)
 
 
 @pytest.fixture
@@ -137,12 +141,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1e-3
 
     monkeypatch.setattr(arithmetic, "seconds", planted)
-    monkeypatch.setattr(machine, "LARGEST", 512)
+    monkeypatch.setattr(machine_rates, "LARGEST", 512)
 
 
 @pytest.mark.usefixtures("quick")
 def test_products_by_a_planted_clock_have_the_exact_rate(asked: MachineRequest) -> None:
-    rates = {(rate.name, rate.size): rate.median for rate in machine.matmul(asked, 60.0).rates}
+    rates = {(rate.name, rate.size): rate.median for rate in machine_rates.matmul(asked, 60.0).rates}
 
     assert {name for name, _ in rates} >= {"fp32", "bf16", "fp64"}
     for (name, size), rate in rates.items():
@@ -158,8 +162,8 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(
             raise RuntimeError("not implemented for 'Half'")
         return 1e-3
 
-    monkeypatch.setattr(machine, "product_seconds", refuses)
-    found = machine.matmul(asked, 60.0)
+    monkeypatch.setattr(machine_rates, "product_seconds", refuses)
+    found = machine_rates.matmul(asked, 60.0)
 
     assert set(found.skipped) == {"cpu fp16 matmul"}
     assert "'Half'" in found.skipped["cpu fp16 matmul"]
@@ -168,18 +172,18 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(
 
 @pytest.mark.usefixtures("quick")
 def test_the_triad_reads_two_arrays_and_writes_one(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LEAST_ARRAY", machine.MIB)
-    monkeypatch.setattr(machine, "cache_bytes", lambda device: 0)
-    (rate,) = machine.copies(asked, 60.0).rates
+    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", machine_rates.MIB)
+    monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 0)
+    (rate,) = machine_rates.copies(asked, 60.0).rates
 
-    assert rate.median == 3.0 * machine.MIB / 1e-3
+    assert rate.median == 3.0 * machine_rates.MIB / 1e-3
 
 
 def test_an_array_of_the_triad_is_four_times_the_cache(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "LEAST_ARRAY", 1)
-    monkeypatch.setattr(machine, "cache_bytes", lambda device: 10 * machine.MIB)
+    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", 1)
+    monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 10 * machine_rates.MIB)
 
-    assert machine.triad(asked.inventory.cpu.device).size == 40 * machine.MIB
+    assert machine_rates.triad(asked.inventory.cpu.device).size == 40 * machine_rates.MIB
 
 
 def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp_path: Path) -> None:
@@ -192,24 +196,24 @@ def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp
             for file, value in zip(("level", "size", "shared_cpu_list"), values, strict=True):
                 (index / file).write_text(value.format(core=core, shared=shared) + "\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "affinity", lambda: {0, 1, 2, 3})
-        assert machine.cache_bytes(torch.device("cpu"), tmp_path) == 96 * machine.MIB
-        patch.setattr(machine, "affinity", lambda: {2})
-        assert machine.cache_bytes(torch.device("cpu"), tmp_path) == 32 * machine.MIB
-    assert machine.cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
+        patch.setattr(machine_rates, "affinity", lambda: {0, 1, 2, 3})
+        assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path) == 96 * machine_rates.MIB
+        patch.setattr(machine_rates, "affinity", lambda: {2})
+        assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path) == 32 * machine_rates.MIB
+    assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
 
 
 def test_a_file_that_would_fill_the_disk_is_not_written(asked: MachineRequest, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
 
-    found = machine.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
+    found = machine_rates.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
 
     assert "more than half" in found.skipped["disk"]
     assert (found.rates, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_the_disk_is_written_and_read_and_nothing_is_left(asked: MachineRequest, tmp_path: Path) -> None:
-    rates = {rate.name: rate for rate in machine.disk(asked, 60.0).rates}
+    rates = {rate.name: rate for rate in machine_rates.disk(asked, 60.0).rates}
 
     assert [name.partition(" ")[0] for name in sorted(rates)] == ["read", "written"]
     assert all(rate.median > 0 and rate.size == asked.disk_bytes for rate in rates.values())
@@ -411,9 +415,9 @@ def test_slips_are_said_before_anything_is_measured(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little is measured that the forked processes are done in a moment."""
-    monkeypatch.setattr(machine, "LARGEST", 256)
-    monkeypatch.setattr(machine, "LEAST_ARRAY", machine.MIB)
-    monkeypatch.setattr(machine, "TIMES_CACHE", 0)
+    monkeypatch.setattr(machine_rates, "LARGEST", 256)
+    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", machine_rates.MIB)
+    monkeypatch.setattr(machine_rates, "TIMES_CACHE", 0)
 
 
 @pytest.mark.usefixtures("small")

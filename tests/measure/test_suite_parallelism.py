@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.measure.compare import UNTRIED
-from runner.measure.suite import SuiteReport
-from runner.measure.suites import parallelism
-from runner.measure.suites.parallelism import run
+from runner.tools.measure.comparison_result import UNTRIED
+from runner.tools.measure.suite import SuiteReport
+from runner.tools.measure.suites import parallelism
+from runner.tools.measure.suites.parallelism import run
 from tests.measure.suites import asked
 from tests.warm import IMPORTED
 

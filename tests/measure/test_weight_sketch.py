@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.measure import weight_sketch as module
-from runner.measure.compare import relative_distance
-from runner.measure.weight_sketch import NUM_SUMS, sketch
+from runner.tools.measure import weight_sketch as module
+from runner.tools.measure.comparison_result import relative_distance
+from runner.tools.measure.weight_sketch import NUM_SUMS, sketch
 
 
 def weights(seed: int, scale: float = 1.0) -> list[Tensor]:

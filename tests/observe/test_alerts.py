@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.observe.alerts import IN_A_ROW, Alert, AlertMonitor
-from runner.observe.machine_sample import GpuUser
-from runner.observe.nvml import Gpu, GpuEvent, Nvml, slowed_by
-from runner.observe.samples import Readings
-from runner.observe.xid import XIDS, explain
+from runner.monitor.alerts import IN_A_ROW, Alert, AlertMonitor
+from runner.monitor.machine_sample import GpuUser
+from runner.monitor.nvml import Gpu, GpuEvent, Nvml, slowed_by
+from runner.monitor.samples import Readings
+from runner.monitor.xid import XIDS, explain
 
 T4 = Gpu(0, "GPU-a", "Tesla T4")
 HOT: Readings = {"gpu0/throttle_reasons": 64, "gpu0/temperature_c": 95.4, "gpu0/clock_mhz": 300.0, "gpu0/power_w": 31.0}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.stopwatch import BETWEEN, PARTS
-from runner.observe.bottleneck import KINDS, MEANINGS, limited_by, mostly, table
+from runner.console.bottleneck import KINDS, MEANINGS, limited_by, mostly, table
 
 ALL = ("starting", "first_update", *PARTS, *BETWEEN, "closing")
 
@@ -30,28 +30,28 @@ def test_every_part_is_of_one_kind_and_every_kind_has_its_words() -> None:
             {"forward": 3.0, "backward": 4.0, "wait": 3.0},
             (
                 "compute: 70% of the time (7.0 of 10.0 s) was spent computing (forward 30%, backward 40%)"
-                "; besides, other ranks 30%"
+                "; also other ranks 30%"
             ),
         ),
         (
             {"forward": 2.0, "data": 8.0},
-            "data: 80% of the time (8.0 of 10.0 s) was spent waiting for the next batch; besides, compute 20%",
+            "data: 80% of the time (8.0 of 10.0 s) was spent waiting for the next batch; also compute 20%",
         ),
         ({"forward": 0.5}, "the rest: 95% of the time (9.5 of 10.0 s) was not accounted for"),
         (
             {"forward": 4.0, "data": 3.5, "evaluation": 2.0, "hooks": 0.5},
-            "nothing alone: compute 40%, data 35%, evaluation 20%",
+            "no single bottleneck: compute 40%, data 35%, evaluation 20%",
         ),
         (
             {"starting": 2.0, "forward": 3.0, "data": 5.0},
             (
                 "data: 62% of the time after start-up (5.0 of 8.0 s) was spent waiting for the next batch"
-                "; besides, compute 38%; start-up took 2.0 s"
+                "; also compute 38%; start-up took 2.0 s"
             ),
         ),
         (
             {"first_update": 2.0, "forward": 3.9, "data": 3.1, "saving": 1.0},
-            "nothing alone after start-up: compute 49%, data 39%, saving 12%; start-up took 2.0 s",
+            "no single bottleneck after start-up: compute 49%, data 39%, saving 12%; start-up took 2.0 s",
         ),
         ({}, "unknown: the time was not measured"),
     ],
@@ -106,7 +106,7 @@ def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float
 def test_a_part_that_does_not_recur_is_not_told_by_update(screen: Callable[..., None]) -> None:
     parts_s = {"starting": 2.0, "forward": 4.0, "evaluation": 4.0}
     screen("\n".join(table(parts_s, 10.0, updates=8)))
-    assert table(parts_s, 10.0)[0] == "forward     40.0%       4.00 s"
+    assert table(parts_s, 10.0)[0] == "forward     40.0%  4.00 s"
 
 
 def test_a_phase_is_told_in_a_few_words(screen: Callable[..., None]) -> None:

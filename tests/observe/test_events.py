@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.observe.events import Console, Events, level_said
+from runner.records.events import Console, Events, level_said
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 

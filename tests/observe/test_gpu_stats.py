@@ -16,7 +16,7 @@ import pytest
 
 from runner import GPUStats
 from runner.base.errors import ConfigError, InputMissing
-from runner.observe.samples import read_samples
+from runner.monitor.samples_file import read_samples
 from tests.nvml_stub import PAIR, ROOT, T4, NvmlStub, build_stub
 from tests.waiting import wait_until
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runner.observe.alerts import Alert
-from runner.observe.health_rules import MEMORY, RULES, SLOWED, UTILISATION, phases, table, verdicts
-from runner.observe.nvml import THROTTLE_REASONS
-from runner.observe.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
+from runner.monitor.alerts import Alert
+from runner.monitor.health_rules import MEMORY, RULES, SLOWED, UTILISATION, phases, table, verdicts
+from runner.monitor.nvml import THROTTLE_REASONS
+from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
 
 
 def summary_of(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.observe import machine_plots
-from runner.observe.machine_plots import MACHINE, PANELS, PlotLine, pictures, plots, thinned
-from runner.observe.nvml import THROTTLE_REASONS
-from runner.observe.samples import MachineSamples, SampledGpu
+from runner.monitor import machine_plots
+from runner.monitor.machine_plots import MACHINE, PANELS, PlotLine, pictures, plots, thinned
+from runner.monitor.nvml import THROTTLE_REASONS
+from runner.monitor.samples import MachineSamples, SampledGpu
 
 pytest.importorskip("matplotlib")
 NAN = math.nan
@@ -249,7 +249,7 @@ def test_files_are_for_their_owner_and_follow_no_link(tmp_path: Path) -> None:
 def test_pyplot_is_left_alone(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np, warnings; warnings.simplefilter('error')\n"
-        "from runner.observe.samples import MachineSamples\nfrom runner.observe.machine_plots import pictures\n"
+        "from runner.monitor.samples import MachineSamples\nfrom runner.monitor.machine_plots import pictures\n"
         "pictures(MachineSamples(np.arange(3.0), np.ones(3), ('',) * 3, {'cpu/percent': np.ones(3)}))\n"
         "assert 'matplotlib.pyplot' not in sys.modules\nassert 'torch' not in sys.modules\n"
     )

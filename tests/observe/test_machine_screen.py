@@ -7,11 +7,13 @@ import io
 import json
 import math
 import re
+from collections.abc import Callable
 
 import pytest
 
-from runner.observe.machine_display import FullScreen, SampleLines, as_object, make_display
-from runner.observe.machine_screen import KEPT, WAITING, Use, View, lines_of, sparkline
+from runner.monitor.machine_display import FullScreen, SampleLines, as_object, make_display
+from runner.monitor.machine_screen import KEPT, WAITING, Use, View, lines_of, sparkline
+from runner.monitor.monitor_thread import as_line
 from tests.observe.test_progress_display import plain, terminal
 
 T4 = {
@@ -49,22 +51,9 @@ def test_a_sparkline_has_a_height_for_each_eighth_and_a_gap_for_what_was_not_rea
     assert sparkline([1], 0) == sparkline([], 5) == ""
 
 
-def test_the_screen_shows_every_figure_of_a_t4_and_who_uses_it() -> None:
+def test_the_screen_shows_every_figure_of_a_t4_and_who_uses_it(screen: Callable[..., None]) -> None:
     lines = shown(view_of(*[T4] * 3, uses=USES, seconds=12.4))
-    assert lines[0].startswith("accel-run monitor ")
-    assert lines[0].endswith("12 s, every 1 s   Ctrl-C ends it")
-    assert re.fullmatch(r"GPU 0  Tesla T4 +61 °C   54/70 W   1590 MHz   slowed: power limit", lines[1])
-    assert lines[2:5] == [
-        "  util      85%                ▇▇▇",
-        "  memory    53%  8.0/15.0 GiB  ▅▅▅",
-        "CPU       45.3%                ▄▄▄",
-    ]
-    assert lines[6:] == [
-        "disk     120.0 GiB free, 1.5 MB/s read", "",
-        "GPU   PID  USER   MEMORY  RUN    COMMAND",
-        "  0  4242  ada   1.0 GiB  first  python",
-        "  0    77  ?           ?  -      ?",
-    ]  # fmt: skip
+    screen("\n".join(lines))
 
 
 def test_what_is_not_read_is_a_question_mark_or_absent_and_never_0() -> None:
@@ -101,16 +90,18 @@ def test_the_screen_fits_every_terminal(columns: int, rows: int) -> None:
         assert all(len(line) <= columns for line in lines)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_what_does_not_fit_is_said(screen: Callable[..., None]) -> None:
     lines = shown(eight(), 80, 17)
     assert sum(line.startswith("GPU") and "%" in line for line in lines) == 8, "each GPU keeps a line"
-    assert lines[-1] == "... 5 more processes: the terminal is too low"
+    screen("\n".join(lines), "17 rows")
     low = shown(eight(), 80, 7)
-    assert "... 5 more GPUs: the terminal is too low" in low
     assert any(line.startswith("CPU") for line in low)
+    screen("\n".join(low), "7 rows")
 
 
-def test_gpus_of_one_line_stand_in_columns_and_keep_their_figures_when_one_is_too_hot() -> None:
+def test_gpus_of_one_line_stand_in_columns_and_keep_their_figures_when_one_is_too_hot(
+    screen: Callable[..., None],
+) -> None:
     view = eight()
     view.latest = {**view.latest, "gpu5/throttle_reasons": 64.0, "gpu6/throttle_reasons": 64.0}
     found = shown(view, 90, 24)
@@ -118,7 +109,7 @@ def test_gpus_of_one_line_stand_in_columns_and_keep_their_figures_when_one_is_to
     assert {line.index("8.0/15.0 GiB") for line in lines} == {lines[0].index("8.0/15.0 GiB")}
     assert all("61 °C    54/70 W  1590 MHz" in line for line in lines)
     assert [line[:5] for line in lines if "!" in line] == ["GPU5!", "GPU6!"]
-    assert "slowed: hardware temperature limit (GPU5, GPU6)" in found
+    screen("\n".join(found))
 
 
 def test_a_power_limit_is_no_alarm_and_a_fault_is_one() -> None:
@@ -133,24 +124,23 @@ def test_a_power_limit_is_no_alarm_and_a_fault_is_one() -> None:
         assert reds(4.0 + 64, columns, rows) != []
 
 
-def test_no_figure_gives_way_to_what_slows_a_gpu_down() -> None:
+def test_no_figure_gives_way_to_what_slows_a_gpu_down(screen: Callable[..., None]) -> None:
     lines = shown(view_of(T4 | {"gpu0/throttle_reasons": 4.0 + 32 + 64}), 60)
     assert lines[1].endswith("61 °C   54/70 W   1590 MHz")
-    assert " ".join(line.strip() for line in lines[2:4]).startswith(
-        "slowed: software temperature limit, hardware temperature limit, power limit"
-    )
+    screen("\n".join(lines))
 
 
 def test_without_a_gpu_the_reason_is_shown() -> None:
-    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=["GPUs are not monitored: no driver"], waits=True))
-    assert "GPUs are not monitored: no driver" in lines
+    reason = "GPUs are not monitored: no driver"
+    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=[reason], waits=True))
+    assert reason in lines
     assert WAITING in lines
     assert not any("process" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("uses", "words"),
-    [(None, "the driver does not tell which processes use the GPU"), ([], "no process computes on the GPU")],
+    [(None, "the driver does not report which processes use the GPU"), ([], "no process computes on the GPU")],
 )
 def test_no_process_and_no_answer_are_told_apart(uses: list[Use] | None, words: str) -> None:
     assert shown(view_of(T4, uses=uses))[-1] == words
@@ -217,7 +207,7 @@ def test_lines_and_not_a_screen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pyte
     for _ in range(2):
         lines.sample(view)
     lines.draw(view)
-    assert out.getvalue() == 2 * "GPU: 8.0/15.0GB (53%) | Util: 85% | CPU: 45.3% | RAM: 67.2%\n"
+    assert out.getvalue() == 2 * f"{as_line(T4)}\n"
     assert aside.getvalue() == "no XID\n", "said once"
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.observe import module_times
-from runner.observe.module_times import ModuleTimes
+from runner.profiling import module_times
+from runner.profiling.module_times import ModuleTimes
 
 
 class Clock:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,20 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.base.errors import ConfigError
-from runner.observe import gpu_csv_history
-from runner.observe import monitor_thread as module
-from runner.observe.gpu_csv_history import sums_beside
-from runner.observe.machine_sample import Host
-from runner.observe.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, as_line, read_samples
-from runner.observe.nvml import Nvml
-from runner.observe.samples import SummaryPart, read_rows
+from runner.monitor import gpu_csv_history
+from runner.monitor import monitor_thread as module
+from runner.monitor.gpu_csv_history import sums_beside
+from runner.monitor.machine_sample import GrantedCpuLoad, Host
+from runner.monitor.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, as_line, read_samples
+from runner.monitor.nvml import Nvml
+from runner.monitor.samples import SummaryPart
+from runner.monitor.samples_file import read_rows
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub, build_stub
 from tests.waiting import wait_until
 
 WATCH = """
 import json, os, pathlib, time
-from runner.observe.monitor_thread import Monitor
+from runner.monitor.monitor_thread import Monitor
 path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
 monitor = Monitor(path, 0.02, uuids=json.loads(os.environ.get("WATCH", "null")))
@@ -84,8 +86,8 @@ def test_a_t4_is_in_the_file_the_metrics_and_the_line(nvml_stub: NvmlStub) -> No
     }  # fmt: skip
     assert (seen["latest"]["gpu0/util"], seen["latest"]["gpu0/memory_gib"]) == (85.0, 8.0)
     assert {"cpu/percent", "ram/percent", "process/cpu_percent", "process/memory_gib"} < set(seen["latest"])
-    assert seen["line"].startswith("GPU: 8.0/15.0GB (53%) | Util: 85% | CPU: ")
-    assert [note for note in seen["notes"] if "is also used by" not in note and "power limit" not in note] == []
+    assert seen["line"].split(" | ")[:2] == ["GPU: 8.0/15.0GB (53%)", "Util: 85%"]
+    assert [note for note in seen["notes"] if "also used" not in note and "power limit" not in note] == []
 
 
 def test_each_gpu_has_its_row_in_the_order_asked_for(nvml_stub: NvmlStub) -> None:
@@ -97,7 +99,9 @@ def test_each_gpu_has_its_row_in_the_order_asked_for(nvml_stub: NvmlStub) -> Non
     assert first["timestamp"] == second["timestamp"]
     assert (first["device"], first["uuid"]) == ("gpu0", PAIR["1.uuid"])
     assert (second["device"], second["uuid"]) == ("gpu1", PAIR["0.uuid"])
-    assert seen["line"].startswith("GPU0: 1.0/8.0GB (12%) | Util: 40% | GPU1: 2.0/11.0GB (18%) | Util: 90% | CPU: ")
+    parts = seen["line"].split(" | ")
+    assert parts[:2] == ["GPU0: 1.0/8.0GB (12%)", "Util: 40%"]
+    assert parts[2:4] == ["GPU1: 2.0/11.0GB (18%)", "Util: 90%"]
 
 
 def test_only_visible_gpus_are_watched(nvml_stub: NvmlStub) -> None:
@@ -131,21 +135,23 @@ def test_a_reading_of_0_is_a_0(nvml_stub: NvmlStub) -> None:
     assert "Util: 0%" in seen["line"]
 
 
-def test_without_a_gpu_the_cpu_is_watched_and_the_reason_noted(nvml_stub: NvmlStub) -> None:
+def test_without_a_gpu_the_cpu_is_watched_and_the_reason_noted(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
     seen = nvml_stub.run(WATCH, None)
     row = rows_of(seen["csv"])[0]
 
     assert (row["device"], row["uuid"], row["util_percent"]) == ("cpu", "", "")
     assert float(row["ram_percent"]) > 0
     assert seen["line"].startswith("CPU: ")
-    assert "no NVIDIA driver is installed" in seen["notes"][0]
+    screen(seen["notes"][0])
 
 
-def test_the_line_reads_as_promised() -> None:
+def test_the_line_reads_as_promised(screen: Callable[..., None]) -> None:
     machine = {"cpu/percent": 45.3, "ram/percent": 67.2}
     sample = {"gpu0/memory_gib": 8.2, "gpu0/memory_total_gib": 16.0, "gpu0/util": 85.0} | machine
 
-    assert as_line(sample) == "GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%"
+    screen(as_line(sample))
     assert as_line(machine) == "CPU: 45.3% | RAM: 67.2%"
     assert as_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
 
@@ -190,14 +196,16 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
     assert any("is not written" in note for note in monitor.notes)
 
 
-def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(
+    tmp_path: Path, screen: Callable[..., None]
+) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full, a device that is always full")
     with Monitor(Path("/dev/full"), 0.01) as full, Monitor(tmp_path / "missing" / "gpu.csv", 0.01) as missing:
         wait_until(lambda: full.summary().whole.samples > 3 and missing.summary().whole.samples > 3)
 
     (said,) = [note for note in full.notes if "/dev/full" in note]
-    assert said.startswith("/dev/full is no longer written: No space left on device; what is sampled from now on")
+    screen(said)
     assert full.lost == said
     assert "is not written" in missing.lost
     assert len([note for note in missing.notes if "is not written" in note]) == 1
@@ -216,20 +224,23 @@ def test_of_a_row_that_finds_no_room_nothing_stays(tmp_path: Path, monkeypatch: 
     with Monitor(path, 0.01) as monitor:
         wait_until(lambda: monitor.lost)
 
-    assert "No space left on device" in monitor.lost
+    assert os.strerror(errno.ENOSPC) in monitor.lost
     assert len(read_samples(path)) == 2
     assert path.read_text().endswith("\n")
 
 
-def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, screen: Callable[..., None]
+) -> None:
     def broken() -> None:
-        raise ValueError("nobody expects this")
+        raise ValueError("unexpected")
 
-    monkeypatch.setattr(module, "open_nvml", broken)
+    monkeypatch.setattr(module, "open_driver", broken)
     with Monitor(None, 0.01) as monitor:
         wait_until(lambda: monitor.notes)
 
-    assert monitor.notes == ("the monitor stopped: ValueError: nobody expects this",)
+    (note,) = monitor.notes
+    screen(note)
     assert monitor.latest() == {}
 
 
@@ -242,7 +253,7 @@ def test_a_driver_that_hangs_holds_up_neither_start_nor_stop(monkeypatch: pytest
         answered.set()
         return Nvml()
 
-    monkeypatch.setattr(module, "open_nvml", hang)
+    monkeypatch.setattr(module, "open_driver", hang)
     monitor = Monitor(None, 0.01)
     monitor.start()
     wait_until(asked.is_set)
@@ -306,12 +317,8 @@ def test_the_yaml_files_are_the_table_and_their_keys_the_signature() -> None:
 
 
 def test_watching_does_not_import_torch(nvml_stub: NvmlStub) -> None:
-    assert (
-        nvml_stub.run(
-            "import json, sys, runner.observe.monitor_thread; print(json.dumps('torch' in sys.modules))", None
-        )
-        is False
-    )
+    imported = "import json, sys, runner.monitor.monitor_thread; print(json.dumps(list(sys.modules)))"
+    assert "torch" not in nvml_stub.run(imported, None)
 
 
 @pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e-9, 3601, "one"])
@@ -326,7 +333,9 @@ OLD = (
 )
 
 
-def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(tmp_path: Path) -> None:
+def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(
+    tmp_path: Path, screen: Callable[..., None]
+) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text(f"{OLD}\n100.0,train,cpu,,,,,,,,12.5,50\n101.0,train,cpu,,,,,,,,37.5,50\n")
     with Monitor(path, 0.01) as monitor:
@@ -336,19 +345,18 @@ def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(tmp_pat
     assert {line.count(",") for line in lines} == {11}
     assert len(lines) > 3
     (note,) = [note for note in monitor.notes if "columns" in note]
-    assert "goes on with the 12 columns" in note
-    assert "move it away" in note
+    screen(note)
     assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
 
 
-def test_a_file_that_is_not_the_monitors_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_monitors_stays_as_it_is(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text("my,own,table\n1,2,3\n")
     with Monitor(path, 0.01) as monitor:
         wait_until(monitor.latest)
 
     assert path.read_text() == "my,own,table\n1,2,3\n"
-    assert [note for note in monitor.notes if "no table of the monitor's" in note]
+    screen("\n".join(note for note in monitor.notes if str(path) in note))
 
 
 def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
@@ -369,7 +377,7 @@ def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
 
 LOSE = """
 import json, pathlib, os, time
-from runner.observe.monitor_thread import Monitor
+from runner.monitor.monitor_thread import Monitor
 state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
 def wait(for_what):
@@ -387,12 +395,14 @@ print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dic
 """
 
 
-def test_after_a_gpu_is_lost_its_cells_are_empty_and_the_others_go_on(nvml_stub: NvmlStub) -> None:
+def test_after_a_gpu_is_lost_its_cells_are_empty_and_the_others_go_on(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
     seen = nvml_stub.run(LOSE, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     rows = rows_of(seen["csv"])
 
     (note,) = seen["notes"]
-    assert note.startswith("gpu1 (NVIDIA GeForce RTX 3070) is lost: it has fallen off the bus")
+    screen(note)
     assert rows[1]["util_percent"] == "40"
     assert rows[-1]["device"] == "gpu1"
     measured = [name for name in rows[-1] if name.endswith(("_gib", "_percent", "_c", "_w", "_mhz"))]
@@ -405,7 +415,7 @@ def test_after_a_gpu_is_lost_its_cells_are_empty_and_the_others_go_on(nvml_stub:
 def test_each_device_has_a_row_per_interval_of_the_run(nvml_stub: NvmlStub) -> None:
     code = """
 import json, pathlib, time
-from runner.observe.monitor_thread import Monitor
+from runner.monitor.monitor_thread import Monitor
 path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
 began = time.monotonic()
@@ -434,7 +444,7 @@ def test_the_last_moments_of_a_run_count(tmp_path: Path) -> None:
 def test_a_child_that_is_forked_while_it_watches_does_not_watch(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, threading, time
-from runner.observe.monitor_thread import Monitor
+from runner.monitor.monitor_thread import Monitor
 with Monitor(None, 0.01) as monitor:
     while not monitor.latest():
         time.sleep(0.01)
@@ -459,8 +469,8 @@ print(os.read(read, 1000).decode())
 
 USERS = """
 import json, os, pathlib, time
-from runner.observe import machine_sample
-from runner.observe.monitor_thread import Monitor
+from runner.monitor import machine_sample
+from runner.monitor.monitor_thread import Monitor
 state = pathlib.Path(os.environ["NVML_STUB"])
 mine = os.environ.get("MINE", "yes") == "yes"
 others = [os.getppid(), 1]
@@ -478,7 +488,7 @@ print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "
 """
 
 
-def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub) -> None:
+def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
     by_pid = {pid: rest for pid, *rest in seen["users"]}
 
@@ -488,8 +498,7 @@ def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub) -> None:
     assert by_pid[4000000][0] == "", "a process that /proc does not know has no name"
     assert seen["latest"]["gpu0/other_processes"] == 9
     (note,) = seen["notes"]
-    assert note.startswith("gpu0 (Tesla T4) is also used by 9 other processes: unknown (pid 4000006, 10.0 GiB)")
-    assert note.endswith(", 6 more")
+    screen(note)
 
 
 def in_a_container(root: Path, seconds: float, used: float) -> Path:
@@ -511,9 +520,8 @@ def in_a_container(root: Path, seconds: float, used: float) -> Path:
 
 def test_the_load_is_that_of_what_the_cgroup_grants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 104.0])
+    monkeypatch.setattr(GrantedCpuLoad, "now", staticmethod(lambda: next(clock)))
     host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
-    monkeypatch.setattr(host._cpu, "_before", (next(clock), 10.0))
-    monkeypatch.setattr(host._cpu, "_times", lambda: (next(clock), host._cpu._grant.cpu_seconds()))
     in_a_container(tmp_path, 11.5, 0.75)
     found = host.sample()
 
@@ -536,8 +544,8 @@ def test_the_load_is_that_of_the_cores_that_the_run_may_use(monkeypatch: pytest.
 def test_a_child_that_began_after_the_last_search_is_this_runs(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, pathlib, subprocess, sys
-from runner.observe import machine_sample
-from runner.observe.nvml import open_nvml
+from runner.monitor import machine_sample
+from runner.monitor.nvml import open_nvml
 state = pathlib.Path(os.environ["NVML_STUB"])
 host = machine_sample.Host()
 host.sample()
@@ -566,8 +574,8 @@ def test_numbers_of_another_namespace_are_nobodys(nvml_stub: NvmlStub) -> None:
 def test_of_two_gpus_the_driver_waits_for_one_at_a_time(nvml_stub: NvmlStub) -> None:
     code = """
 import json
-from runner.observe.machine_sample import Gpus, Host
-from runner.observe.nvml import open_nvml
+from runner.monitor.machine_sample import Gpus, Host
+from runner.monitor.nvml import open_nvml
 Gpus.TURN_S = 0.0
 with open_nvml() as nvml:
     machine = Gpus(nvml, nvml.gpus, Host().family)
@@ -583,9 +591,9 @@ with open_nvml() as nvml:
 
 HANG = """
 import json, os, pathlib, time
-from runner.observe import monitor_thread as module
-from runner.observe.gpu_csv_history import sums_beside
-from runner.observe.monitor_thread import Monitor
+from runner.monitor import monitor_thread as module
+from runner.monitor.gpu_csv_history import sums_beside
+from runner.monitor.monitor_thread import Monitor
 module.PATIENCE_S, module.OLD_S = 0.1, 0.3
 state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
@@ -616,9 +624,6 @@ def test_a_driver_that_hangs_leaves_no_old_readings_and_cpu_and_ram_go_on(nvml_s
     assert not [name for name in readings if name.startswith("gpu")]
     assert readings["ram/percent"] > 0
     assert line.startswith("CPU: ")
-    assert [text for text in news if "has not answered" in text] == [
-        text for text in news if "its readings are absent until it does" in text
-    ]
     assert len([text for text in news if "has not answered" in text]) == 1, "said once"
     assert not has_users
     assert stopped_s < 2.5
@@ -630,7 +635,7 @@ def test_a_driver_that_hangs_when_it_is_opened_leaves_cpu_and_ram(monkeypatch: p
     release = threading.Event()
     monkeypatch.setattr(module, "OPEN_S", 0.1)
     monkeypatch.setattr(module, "OLD_S", 0.2)
-    monkeypatch.setattr(module, "open_nvml", lambda: release.wait(20) and Nvml())
+    monkeypatch.setattr(module, "open_driver", lambda: release.wait(20) and Nvml())
     with Monitor(None, 0.02) as monitor:
         wait_until(lambda: "ram/percent" in monitor.latest())
         wait_until(lambda: any("the GPUs are not watched" in note for note in monitor.notes))

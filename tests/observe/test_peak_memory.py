@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.observe.peak_memory import allocator_metrics, allocator_notes
+from runner.profiling.peak_memory import allocator_metrics, allocator_notes
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.observe.profile_report import AS_IT_IS, Findings, report
+from runner.profiling.profile_report import AS_IT_IS, Findings, report
 
 
 @pytest.mark.parametrize(("milliseconds", "is_noise"), [(5.0, True), (99.0, True), (100.0, False), (140.0, False)])

@@ -10,8 +10,9 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from runner.observe.profile_report import Findings, report
-from runner.observe.profiler import Operators, Session, Subject, TraceOptions, recorded
+from runner.profiling.instruments import Operators, Subject, TraceOptions, recorded
+from runner.profiling.profile_report import Findings, report
+from runner.profiling.profiler import Session
 
 OPTIONS = TraceOptions(0, 2, 3, "self", with_stack=False, record_shapes=False, only=True)
 SUBJECT = Subject("train", "", nn.Linear(1, 1), torch.device("cpu"), 1, lambda file: False, lambda: None)
@@ -52,7 +53,9 @@ def test_the_time_of_a_kernel_counts_once() -> None:
 
 def test_the_device_has_nothing_left_to_do_when_recording_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
+    # lint-tests: private: without a GPU nothing else shows when the device is waited for
     now = Session._now
+    # lint-tests: private: as above
     monkeypatch.setattr(Session, "_now", lambda self: (done.append("wait"), now(self))[1])
     session = Session(SUBJECT, OPTIONS, shortened=False)
     session.parts[2].update = lambda: done.append("step")  # type: ignore[method-assign]

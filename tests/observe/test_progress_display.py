@@ -8,13 +8,13 @@ import pty
 import random
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 
-from runner.observe.progress_display import Bar, ProgressDisplay, ProgressLines, make_progress
+from runner.console.progress_display import Bar, ProgressDisplay, ProgressLines, make_progress
 
 MONITOR = "GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%"
 VALUES = {"train/loss": 2.345, "lr": 3e-4, "train/grad_norm": 1.25, "memory_gib": 8.21, "data_wait": 0.031}
@@ -69,13 +69,8 @@ def run_lines(total: int, done: int = 0, seconds_each: float = 2.0) -> str:
     return stream.getvalue()
 
 
-def test_a_pipe_gets_plain_lines_at_1_and_10_then_every_30_seconds_and_at_the_last() -> None:
-    assert run_lines(40) == (
-        "update=1 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=78\n"
-        "update=10 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=60\n"
-        "update=25 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=30\n"
-        "update=40 total=40 it_per_s=0.5 train/loss=1.5 lr=0.001 eta_s=0\n"
-    )
+def test_a_pipe_gets_plain_lines_at_1_and_10_then_every_30_seconds_and_at_the_last(screen: Callable[..., None]) -> None:
+    screen(run_lines(40))
 
 
 def test_a_resumed_run_counts_its_first_lines_from_where_it_goes_on() -> None:
@@ -87,7 +82,9 @@ def test_a_line_says_nan_and_leaves_out_the_unknown() -> None:
     lines = ProgressLines(stream, Clock())
     lines.start(1)
     lines.update(1, {"train/loss": float("nan"), "lr": None}, MONITOR)
-    assert stream.getvalue() == f'update=1 total=1 train/loss=nan monitor="{MONITOR}"\n'
+    assert dict(re.findall(r'(\S+?)=("[^"]*"|\S+)', stream.getvalue())) == {
+        "update": "1", "total": "1", "train/loss": "nan", "monitor": f'"{MONITOR}"'
+    }  # fmt: skip
 
 
 def test_lines_are_chosen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,19 +106,14 @@ def test_lines_reach_the_pipe_at_once() -> None:
         assert reader.read(100).startswith(b"update=1 total=1 ")
 
 
-def test_the_bar_shows_every_figure_and_the_machine_below() -> None:
+def test_the_bar_shows_every_figure_and_the_machine_below(screen: Callable[..., None]) -> None:
     clock = Clock()
     with terminal() as (stream, seen):
         bar = Bar(stream, clock)
         bar.start(1000)
         clock.now += 10
         bar.update(340, VALUES, MONITOR)
-        first, second = plain(seen()).splitlines()[-2:]
-        assert first == (
-            " 34% ████████░░░░░░░░░░░░░░░░   340/1000  34.0 it/s  loss 2.345  lr 3.00e-04  norm 1.25  mem 8.2GiB"
-            "  data 3%  ETA 0:19"
-        )
-        assert second == MONITOR
+        screen("\n".join(plain(seen()).splitlines()[-2:]))
         bar.finish()
 
 
@@ -270,19 +262,24 @@ def test_progress_for_silent_ranks_has_the_same_verbs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bar", "lines"])
-def test_an_update_that_is_not_due_costs_under_two_microseconds(kind: str) -> None:
-    def cost_us(progress: ProgressDisplay) -> float:
-        began = time.perf_counter()
-        for update in range(101, 10_101):
-            progress.update(update, VALUES)
-        return (time.perf_counter() - began) / 10_000 * 1e6
+def test_an_update_that_is_not_due_takes_three_calls(kind: str) -> None:
+    """`update`, `due` and the clock; `scripts/measure/monitor.py` prints what that takes."""
+    calls = 0
 
+    def count(frame: FrameType, event: str, value: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    clock = Clock()
     with terminal() as (stream, _):
-        progress: ProgressDisplay = Bar(stream, Clock()) if kind == "bar" else ProgressLines(stream, time.monotonic)
-        if isinstance(progress, Bar):
-            progress._clock = time.monotonic
+        progress: ProgressDisplay = Bar(stream, clock) if kind == "bar" else ProgressLines(stream, clock)
         progress.start(1_000_000)
         progress.update(1, VALUES)
-        # The best of some: other processes can only make it slower. A draw now and then is part of some of them.
-        assert min(cost_us(progress) for _ in range(7)) < 2.0
+        sys.setprofile(count)
+        try:
+            for update in range(101, 1_101):
+                progress.update(update, VALUES)
+        finally:
+            sys.setprofile(None)
+        assert calls <= 3 * 1000 + 1  # and setprofile
         progress.finish()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import DataError, InputMissing
-from runner.observe.samples import COLUMNS, SampledGpu, SampleTally, Summary, SummaryPart, read_samples
+from runner.monitor.samples import COLUMNS, SampledGpu, SampleTally, Summary, SummaryPart
+from runner.monitor.samples_file import read_samples
 
 
 def written(path: Path, *rows: dict[str, object], columns: tuple[str, ...] = COLUMNS) -> Path:
@@ -205,10 +206,10 @@ def test_what_is_no_file_or_no_table_is_said_in_words(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="cannot be read"):
         read_samples(tmp_path)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match="is no table of the monitor's"):
+    with pytest.raises(DataError, match="is not a table of the monitor"):
         read_samples(tmp_path / "other.csv")
     (tmp_path / "empty.csv").touch()
-    with pytest.raises(DataError, match="is no table of the monitor's"):
+    with pytest.raises(DataError, match="is not a table of the monitor"):
         read_samples(tmp_path / "empty.csv")
 
 

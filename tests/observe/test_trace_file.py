@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runner.observe.trace_file import MemoryTimeline, TraceFile, memory
+from runner.profiling.trace_file import MemoryTimeline, TraceFile, memory
 
 
 def span(kind: str, name: str, start: float, end: float, tid: int = 1, **args: Any) -> dict[str, Any]:

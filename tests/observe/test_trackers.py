@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ import pytest
 import yaml
 
 from runner.base.errors import MissingPackage
-from runner.base.schema import read_functions
-from runner.observe import trackers
-from runner.observe.trackers import FAREWELL_S, TRACKERS, Row, Tracker, TrackerProcess
+from runner.config.schema import read_functions
+from runner.trackers import tracker as trackers
+from runner.trackers.tracker import FAREWELL_S, TRACKERS, Row, Tracker, TrackerProcess
 from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
@@ -66,7 +67,8 @@ def until_all_ended() -> None:
 
 def next_second() -> None:
     """Wait, since folders and files of trackers are named by the second."""
-    time.sleep(1.01 - time.time() % 1)
+    second = int(time.time())
+    wait_until(lambda: int(time.time()) != second, "the next second")
 
 
 # The choices
@@ -83,14 +85,14 @@ def test_there_is_a_yaml_for_each_tracker_and_no_other() -> None:
     assert {path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml")} == set(TRACKERS)
 
 
-def test_no_tracker_has_the_same_verbs(tmp_path: Path) -> None:
+def test_no_tracker_has_the_same_verbs(tmp_path: Path, screen: Callable[..., None]) -> None:
     tracker = TRACKERS["none"](tmp_path / "run", "a run", {}, None)
     tracker.start()
     tracker.replay(tmp_path / "metrics.jsonl")
     tracker.log({"update": 1})
     tracker.finish(1.0)
     assert (tracker.id, tracker.num_dropped) == (None, 0)
-    assert tracker.note == "none (tracker=none); metrics.jsonl has every row"
+    screen(tracker.note)
     assert list((tmp_path / "run").iterdir()) == []
 
 
@@ -130,19 +132,19 @@ def test_a_key_in_netrc_counts_for_its_own_server_only(tmp_path: Path) -> None:
     assert not trackers.has_key({"HOME": str(home)})
 
 
-def test_disabled_starts_nothing(tmp_path: Path) -> None:
+def test_disabled_starts_nothing(tmp_path: Path, screen: Callable[..., None]) -> None:
     tracker = make(tmp_path, mode="disabled")
     tracker.start()
     tracker.log({"update": 1})
     tracker.finish(1.0)
-    assert tracker.note == "wandb disabled (mode=disabled); metrics.jsonl has every row"
+    screen(tracker.note)
     assert list((tmp_path / "run").iterdir()) == []
 
 
 # The real wandb, offline
 
 
-def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path) -> None:
+def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen: Callable[..., None]) -> None:
     tracker = make(tmp_path, tags=["t"], group="g")
     tracker.start()
     log_all(tracker, rows(0, 500))
@@ -152,7 +154,7 @@ def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path) -> None
     assert all(row["update"] == step and row["train/loss"] == 1 / (step + 1) for step, row in held)
     assert all("val/loss" not in row for _, row in held)  # unknown is left out
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
-    assert tracker.note == f"wandb offline; upload with: wandb sync {folder} (no API key)"
+    screen(tracker.note.replace(str(folder), "FOLDER"))
     assert folder.name.endswith(f"-{tracker.id}")
     assert tracker.num_dropped == 0
     for path in (tmp_path / "run" / "wandb").rglob("*"):
@@ -183,7 +185,7 @@ def test_a_resumed_run_holds_each_update_once(tmp_path: Path) -> None:
 RUN_TO_BE_KILLED = """
 import sys, time
 from pathlib import Path
-from runner.observe.trackers import TRACKERS, TrackerProcess
+from runner.trackers.tracker import TRACKERS, TrackerProcess
 confirmed, ask = 0, TrackerProcess.ask
 def counted(process, order, *limits):
     global confirmed
@@ -398,8 +400,7 @@ def test_a_start_online_that_fails_ends_offline_with_every_row(
     tracker.finish(LIMIT_S)
     assert fake_rows(tmp_path, "offline") == list(range(1000))
     assert tracker.num_dropped == 0
-    assert tracker.note.startswith("wandb offline; upload with: wandb sync ")
-    assert "(wandb online: " in tracker.note
+    assert "wandb sync" in tracker.note
     assert KEY not in tracker.note
 
 
@@ -425,8 +426,7 @@ def test_a_wandb_that_fails_both_ways_is_off_and_every_row_is_counted(tmp_path: 
     log_all(tracker, rows(0, 100))
     tracker.finish(LIMIT_S)
     assert tracker.num_dropped == 100
-    assert tracker.note.startswith("tracker off, metrics.jsonl has every row (wandb online: ")
-    assert tracker.note.endswith("; 100 rows are only in metrics.jsonl")
+    assert re.findall(r"\d+(?= rows)", tracker.note) == ["100"]
 
 
 @pytest.mark.parametrize("does", ["hangs in init", "hangs"])
@@ -447,8 +447,18 @@ def test_an_upload_that_never_ends_is_cut_short_and_told(tmp_path: Path, fake: A
     log_all(tracker, rows(0, 40))
     wait_until(lambda: "http://fake/run" in tracker.note, "it is online")
     assert timed(tracker.finish, 1.5) < LIMIT_S / 2
-    assert f"not all of it was uploaded, do: wandb sync --include-online {tmp_path / 'run'}" in tracker.note
+    assert "--include-online" in tracker.note
     assert tracker.num_dropped == 0
+
+
+def test_rows_that_a_killed_process_may_not_have_flushed_are_counted(tmp_path: Path, fake: Any) -> None:
+    fake(offline="never ends")
+    tracker = make(tmp_path, mode="offline")
+    tracker.start()
+    log_all(tracker, rows(0, 40))
+    wait_until(lambda: fake_rows(tmp_path, "offline") == list(range(40)), "all rows were handed over")
+    tracker.finish(1.5)
+    assert tracker.num_dropped == 40
 
 
 @pytest.mark.parametrize("does", ["ok", "dawdles", "dawdles in init"])
@@ -519,7 +529,7 @@ def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(
     (tmp_path / "go").touch()
     tracker.finish(LIMIT_S)
     assert fake_rows(tmp_path, "offline") == list(range(100))
-    assert tracker.note.endswith("; 9900 rows are only in metrics.jsonl")
+    assert re.findall(r"\d+(?= rows)", tracker.note) == ["9900"]
 
 
 def test_the_process_is_out_of_reach_of_signals_to_the_run(tmp_path: Path, fake: Any) -> None:
@@ -567,7 +577,7 @@ def test_a_machine_without_room_for_a_process_does_not_end_the_run(
     log_all(tracker, rows(0, 10))
     tracker.finish(5.0)
     assert tracker.num_dropped == 10
-    assert tracker.note.startswith("tracker off, metrics.jsonl has every row (")
+    assert "metrics.jsonl" in tracker.note
 
 
 def test_rows_of_a_tracker_that_was_never_started_are_counted(tmp_path: Path) -> None:

@@ -128,6 +128,18 @@ def test_before_torch_gives_up_it_gives_back_what_it_has_cached() -> None:
     assert (held.fits, held.retries, held.reserved) == (True, 1, 40 * m)
 
 
+def test_with_a_split_limit_large_blocks_are_given_back_first_and_that_is_no_retry() -> None:
+    m, unsplit = MIB, Allocator(max_split=32 * MIB)
+    too_large = [(0, 70 * m), (1, 2 * m), (1, 0), (0, 0), (2, 40 * m)]  # 70 is more than 20 above 40
+    held = replay(too_large, unsplit, limit=100 * m)
+    assert (held.fits, held.retries, held.reserved) == (True, 0, 90 * m), "the small segment stays"
+    several = [(0, 40 * m), (1, 40 * m), (0, 0), (1, 0), (2, 70 * m)]
+    held = replay(several, unsplit, limit=100 * m)
+    assert (held.fits, held.retries, held.reserved) == (True, 0, 80 * m), "both are needed"
+    too_small = [(0, 40 * m), (0, 0), (1, 70 * m)]
+    assert replay(too_small, unsplit, limit=80 * m).retries == 1, "the large ones do not suffice"
+
+
 def test_settings_are_read_as_they_are_written() -> None:
     text = "expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[256:8,512:4,>:1]"
     found = Allocator.of(text)

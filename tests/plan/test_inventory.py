@@ -12,7 +12,7 @@ import torch
 
 from runner.base.accelerator import TorchDevice
 from runner.base.errors import ConfigError
-from runner.observe.nvml import Gpu, Nvml
+from runner.monitor.nvml import Gpu, Nvml
 from runner.plan.inventory import (
     GIB,
     Cpu,
@@ -188,6 +188,24 @@ def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
 
     assert device.usable
     assert device.uuid == "MIG-77aa"
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, 0), ("MIG-77bb", 1), ("MIG-GPU-a100/2/0", 1)])
+def test_an_instance_that_torch_gives_the_uuid_of_its_gpu_has_its_own_free_memory(
+    wanted: str | None, found: int
+) -> None:
+    """cudaDeviceProp has the UUID of the whole GPU before CUDA 12; CUDA shows one instance, the first by default."""
+    instances = tuple(
+        Gpu(0, f"MIG-77{name}", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, mig_name=f"MIG-GPU-a100/{number}/0")
+        for number, name in ((1, "aa"), (2, "bb"))
+    )
+    parent = Gpu(0, "GPU-a100", "NVIDIA A100", 80 * GIB, (8, 0), mig=True, instances=instances)
+    seen = replace(CUDA_BUILD, devices=(TorchDevice(instances[0].name, "a100", 40 * GIB, (8, 0)),))
+    environ = {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}
+    (device,), _ = match_devices(OtherNvml([parent]), seen, environ)
+
+    assert device.uuid == instances[found].uuid
+    assert device.usable
 
 
 def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.base.configuration import Configuration, Request, compose
 from runner.base.text import sized
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request
 from runner.plan.corrections import FILE, Correction, corrections, keep
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.estimate import LAUNCH_S, DevicePeaks, peaks_of, update_seconds
@@ -22,9 +23,10 @@ from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.memory_fit import GIB, Demand, Needs, RankMemory, RankPart, biggest, may_fit, passes_of, predicted
 from runner.plan.memory_trace import Bytes, Layer, Traced
 from runner.plan.overhead import overhead_of
-from runner.plan.planner import Plan, make_plan, wants_needs
+from runner.plan.planner import make_plan, wants_needs
 from runner.plan.prediction_text import WIDTH, FittingChange, seconds_of, sheet, short
 from runner.plan.rank_devices import RankDevice
+from runner.plan.run_plan import Plan
 
 MIB = 2**20
 T4 = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from runner.observe.nvml import METRICS, Gpu, Nvml, slowed_by, visible
+from runner.monitor.nvml import METRICS, Gpu, Nvml, slowed_by, visible
 from tests.nvml_stub import GIB, MIB, PAIR, ROOT, SLICED, T4, NvmlStub, State, gpu
 
 LOOK = """
 import dataclasses, json
-from runner.observe.nvml import open_nvml
+from runner.monitor.nvml import open_nvml
 with open_nvml() as nvml:
     print(json.dumps({
         "why_not": nvml.why_not, "driver": nvml.driver_version, "cuda": nvml.cuda_version, "notes": nvml.notes,
@@ -129,7 +129,7 @@ def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
 def test_a_gpu_that_is_lost_on_the_way_is_not_asked_again(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, pathlib
-from runner.observe.nvml import open_nvml
+from runner.monitor.nvml import open_nvml
 with open_nvml() as nvml:
     gpu = nvml.gpus[0]
     state = pathlib.Path(os.environ["NVML_STUB"])
@@ -148,7 +148,7 @@ with open_nvml() as nvml:
 def test_what_a_user_may_not_read_is_named(nvml_stub: NvmlStub) -> None:
     code = """
 import json
-from runner.observe.nvml import open_nvml
+from runner.monitor.nvml import open_nvml
 with open_nvml() as nvml:
     nvml.read(nvml.gpus[0])
     print(json.dumps(sorted(nvml.denied[nvml.gpus[0]])))
@@ -159,7 +159,7 @@ with open_nvml() as nvml:
 def test_errors_are_told_once_each_with_their_gpu(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, pathlib
-from runner.observe.nvml import open_nvml
+from runner.monitor.nvml import open_nvml
 with open_nvml() as nvml:
     nvml.watch_events(nvml.gpus[1:])
     state = pathlib.Path(os.environ["NVML_STUB"])
@@ -253,7 +253,7 @@ def test_the_state_is_read_at_every_call(nvml_stub: NvmlStub) -> None:
     """The stub itself: without this, tests that watch a GPU change would watch nothing."""
     code = """
 import json, os, pathlib
-from runner.observe.nvml import open_nvml
+from runner.monitor.nvml import open_nvml
 nvml = open_nvml()
 before = nvml.read(nvml.gpus[0])["util_percent"]
 state = pathlib.Path(os.environ["NVML_STUB"])
@@ -271,6 +271,6 @@ def test_many_processes_are_all_listed(nvml_stub: NvmlStub) -> None:
 
 
 def test_looking_at_gpus_does_not_import_torch() -> None:
-    code = "import sys, runner.observe.nvml as door; door.open_nvml(); assert 'torch' not in sys.modules"
+    code = "import sys, runner.monitor.nvml as door; door.open_nvml(); assert 'torch' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -16,12 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.base.configuration import Configuration, Request, compose, selected_by_profile, shipped_options
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.shares import equal
+from runner.config.config_files import selected_options, shipped_options
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
-from runner.plan.planner import Plan, inventory_for, make_plan
+from runner.plan.planner import inventory_for, make_plan
+from runner.plan.run_plan import Plan
 from tests.suggestions import suggested
 
 CPU = Cpu("a processor", physical_cores=8, logical_cores=16, memory_bytes=64 * GIB)
@@ -84,9 +87,11 @@ def test_a_plan_shares_nothing_that_can_change_with_another_plan() -> None:
 def test_no_torch_is_needed() -> None:
     code = """if True:
         import sys
-        from runner.base.configuration import Request, compose
+        from runner.config.configuration import compose
+        from runner.config.request import Request
         from runner.plan.inventory import Cpu, Inventory
-        from runner.plan.planner import Plan, make_plan
+        from runner.plan.run_plan import Plan
+        from runner.plan.planner import make_plan
         plan = make_plan(compose(Request()), Inventory((), Cpu("a processor", 1, 1, 0)))
         assert Plan.from_json(plan.to_json()) == plan
         sys.exit("torch" in sys.modules)
@@ -296,7 +301,7 @@ def test_a_value_of_the_task_reaches_what_takes_the_place_of_auto(tmp_path: Path
 
 def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> None:
     made = plan("hardware=t4", on=machine())
-    selected = selected_by_profile("t4")
+    selected = selected_options("hardware", "t4")
     assert selected.keys() == {"precision", "attention", "backend"}
     found = {group: made.choices[group].name for group in selected}
     assert found == {**{group: shipped_options()[group] for group in selected}, "precision": "fp32"}
@@ -352,7 +357,7 @@ def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
     assert here.devices == inventory_of_profile(asked.hardware).devices
     made = make_plan(asked, here)
     assert made.device == "cuda:0"
-    assert made.choices["precision"].name == selected_by_profile(profile)["precision"]
+    assert made.choices["precision"].name == selected_options("hardware", profile)["precision"]
 
 
 @pytest.mark.parametrize(

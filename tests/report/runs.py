@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runner.observe.samples import COLUMNS
+from runner.monitor.samples import COLUMNS
 
 PARTS = ("data", "forward", "backward", "optimizer", "wait")
 

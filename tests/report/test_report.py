@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.base.json_numbers import NOT_MEASURED
-from runner.base.text import rate
+from runner.base.text import NOT_MEASURED, rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
-from runner.measure.results import Results
-from runner.report.charts import Drawing, binned, gradient_norm, smoothed
-from runner.report.run_data import Curve, flat, read_story
-from runner.report.run_page import MOST_BYTES
+from runner.tools.measure.results import Results
+from runner.tools.report.chart_parts import Drawing, binned, smoothed
+from runner.tools.report.charts import gradient_norm
+from runner.tools.report.page import MOST_BYTES
+from runner.tools.report.run_data import Curve, flat, read_story
 from tests.report.runs import full_run, make_run, plan, record, rows, watched
 
 matplotlib = pytest.importorskip("matplotlib")

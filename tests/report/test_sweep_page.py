@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import main
-from runner.report.run_page import MOST_BYTES
+from runner.tools.report.page import MOST_BYTES
 from tests.report.runs import make_run, record, rows
 from tests.report.test_report import Page, is_sound, labelled
 
@@ -110,7 +110,7 @@ def test_a_sweep_is_one_row_among_runs_and_its_trials_are_found_by_name(
 def test_a_run_and_a_sweep_do_not_share_a_folder(
     command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runner.launch import sweep
+    from runner.sweeps import sweep
 
     monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
     make_run(folder.parent, "alone", run__json=record("alone"))

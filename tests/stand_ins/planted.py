@@ -99,6 +99,36 @@ def event_of_another_stream() -> None:
 
 
 @planted("read-after-write")
+def event_that_another_stream_waits_for() -> None:
+    side, other, ready = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(side):
+        batch = page_locked().to("cuda", non_blocking=True)
+        ready.record()
+    other.wait_event(ready)
+    batch.sum()
+
+
+@planted("write-after-read")
+def device_buffer_refilled_while_it_is_read() -> None:
+    """A side stream copies the next batch into the buffer from which the current stream still computes."""
+    buffer, side = on_device(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    buffer.sum()
+    with torch.cuda.stream(side):
+        buffer.copy_(page_locked(), non_blocking=True)
+
+
+@planted("write-after-read")
+def weights_updated_during_a_snapshot() -> None:
+    """A checkpoint copies weights on a side stream, and the next update does not wait for it."""
+    weights, snapshot, side = on_device(), page_locked(0.0), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        snapshot.copy_(weights, non_blocking=True)
+    weights.add_(1.0)
+
+
+@planted("read-after-write")
 def event_that_was_never_recorded() -> None:
     side, ready = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(side):
@@ -238,6 +268,14 @@ def gradient_changed_during_a_collective() -> None:
     gradient = on_device()
     work = dist.all_reduce(gradient, async_op=True)
     gradient.mul_(0.5)
+    work.wait()
+
+
+@planted("write-after-write")
+def weights_changed_while_a_collective_broadcasts_them() -> None:
+    weights = on_device()
+    work = dist.broadcast(weights, src=0, async_op=True)
+    weights.add_(1.0)
     work.wait()
 
 

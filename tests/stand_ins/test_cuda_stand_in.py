@@ -38,6 +38,10 @@ def test_a_planted_error_is_raised(name: str, seen: Seen) -> None:
     assert not seen[name]["misuses"]
 
 
+def test_at_least_twenty_planted_misuses_are_named() -> None:
+    assert sum(kind is not None for kind, _ in PLANTED.values()) >= 20
+
+
 RIGHT = """
 import json, torch, _stand_in
 side = torch.cuda.Stream()

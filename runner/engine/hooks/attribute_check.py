@@ -39,7 +39,7 @@ class AttributeCheck(Hook):
     """Compares attributes before and after the first training pass and the first evaluation of a process.
 
     Most models change none, and are not looked at again. Some keep a result that no other pass reads, such as a map of
-    attention or an auxiliary loss, or a cache. So what has changed is put back for one more forward pass of the next
+    attention or an auxiliary loss, or a cache. So changed values are restored for one more forward pass of the next
     batch: the attribute is a state only if the loss depends on it. Such a state is lost when a run resumes, and makes
     training depend on when it is evaluated. Containers are compared by their elements, not by what those hold.
     """
@@ -114,7 +114,7 @@ class AttributeCheck(Hook):
             seed_everything(0)
             noise.start_pass(batch.samples)
             with parts.precision.forward(), restored(modules.values()):
-                total, _ = work.task_loss(parts.model, batch.batch)
+                total, *_ = work.task_loss(parts.model, batch.batch)
             return float(total)
 
         with ExitStack() as stack:
@@ -126,7 +126,7 @@ class AttributeCheck(Hook):
             stack.enter_context(noise.no_pass())
             if parts.plan.choices["compile"].name != "off":
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            with suppress(Exception):  # a model may need what was put back: nothing is known of it
+            with suppress(Exception):  # the model may depend on the changed value: no conclusion
                 if not batch.counts or not changed:
                     return []
                 one, other = loss(current), loss(current)

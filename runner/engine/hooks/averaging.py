@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from runner.axes.optimizer import copy_values
-from runner.base.option_table import make
+from runner.base.optimizer_state import copy_values
 from runner.base.values import Factor
+from runner.config.option_table import make
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView

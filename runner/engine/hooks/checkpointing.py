@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner import __version__
 from runner.base.errors import StorageError
 from runner.base.global_rng import random_state
-from runner.base.json_numbers import finite
-from runner.base.option_table import make
+from runner.base.json_values import finite
+from runner.config.option_table import make
 from runner.durable import checkpoint as checkpoints
-from runner.durable.checkpoint import Loaded, NoWriter, Snapshot, Writer
+from runner.durable.checkpoint import Loaded, Snapshot
+from runner.durable.checkpoint_choice import bests_beside
+from runner.durable.checkpoint_writer import NoWriter, Writer
 from runner.engine import non_finite
-from runner.engine.checkpoint_saver import Saver, bests_on_disk
+from runner.engine.checkpoint_saver import Saver
 from runner.engine.evaluate import EvaluationResult
 from runner.engine.hooks.bad_samples import BadSamples
 from runner.engine.hooks.evaluation import warn_of_unknown
@@ -32,6 +33,7 @@ from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
 from runner.engine.save_policy import CHECKPOINTS
 from runner.engine.watchdog import CHECKPOINT, UPDATE
+from runner.version import __version__
 
 
 class Checkpointing(Hook):
@@ -67,8 +69,8 @@ class Checkpointing(Hook):
                 sync_first=run.observers.metrics.sync,
                 check=self._check_finite,
             )
-        on_disk, bests = (start.update, bests_on_disk(start, policy)) if start else (None, [])
-        return Saver(policy, writer, run.toll, run.rooms, screen, on_disk, bests)
+        on_disk, bests = (start.update, bests_beside(start, policy.ranking)) if start else (None, [])
+        return Saver(policy, writer, run.toll, run.rooms, screen, on_disk=on_disk, bests=bests)
 
     def begin(self) -> None:
         work = self.phase.work
@@ -146,7 +148,7 @@ class Checkpointing(Hook):
 
     def keep_if_best(self, metrics: Mapping[str, float]) -> None:
         """Save or hold the state of this update if `checkpoint.best` is among `metrics` and one of the best."""
-        name, first = self.saver.policy.best, self.phase.parts.world.from_first
+        name, first = self.saver.policy.best, self.phase.parts.world.broadcast
         if name is None:
             return
         if name not in metrics:
@@ -171,22 +173,27 @@ class Checkpointing(Hook):
         """
         # Stopped in its last evaluation, a run was saved before it was finished: who resumes from it must know.
         is_saved = self.saved_at == self.phase.position.update
-        anew = is_saved and self.phase.record.finished and not self._is_saved_finished
-        if is_saved and not anew:
+        overwrite = is_saved and self.phase.record.finished and not self._is_saved_finished
+        if is_saved and not overwrite:
             return None
         too_late = self._too_late()
         if too_late:
             return too_late
         with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
-            self._save_now(value, anew=anew)
+            self._save_now(value, overwrite=overwrite)
         return None
 
-    def _save_now(self, value: float | None, *, anew: bool) -> None:
+    def _save_now(self, value: float | None, *, overwrite: bool) -> None:
         phase = self.phase
         self._begin_copy()
         self._check_place()
         self.saver.save(
-            phase.number, self.snapshot, value=value, kept=self._kept, is_waited_for=self._is_followed(), anew=anew
+            phase.number,
+            self.snapshot,
+            value=value,
+            kept=self._kept,
+            is_waited_for=self._is_followed(),
+            overwrite=overwrite,
         )
         phase.run_.tally.num_saves += 1
         self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
@@ -224,7 +231,7 @@ class Checkpointing(Hook):
             self.saver.write_held()
 
     def _is_followed(self) -> bool:
-        """Tell whether another update follows; the last one is saved in any case."""
+        """Return whether another update follows; the last one is saved in any case."""
         return not self.phase.is_over and not self.phase.must_stop
 
     @property
@@ -237,7 +244,7 @@ class Checkpointing(Hook):
         if self.saver.policy.grace_s is None:
             return None
         self.saver.count_written()
-        found: str | None = self.phase.parts.world.from_first(self.saver.why_too_late(self._asked_at))
+        found: str | None = self.phase.parts.world.broadcast(self.saver.why_too_late(self._asked_at))
         return found
 
     def _check_place(self) -> None:
@@ -319,7 +326,7 @@ class Checkpointing(Hook):
         return Snapshot(phase.number, tensors, state, facts)
 
     def _state_of_hooks(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the JSON-able states of the hooks by name, and the tensors among them, for files of their own."""
+        """Return the JSON-able states of the hooks by name, and the tensors among them, for separate files."""
         states = {hook.name: hook.state_dict() for hook in self.phase.hooks if hook.name}
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, state in states.items():

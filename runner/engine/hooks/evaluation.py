@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.axes.dataloader import Loader
 from runner.base.order import Indices, evenly_spread
-from runner.base.schema import did_you_mean
+from runner.config.schema import did_you_mean
 from runner.engine.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
@@ -77,7 +77,7 @@ class Evaluation(Hook):
         return Loader(fetcher), evenly_spread(len(fetcher), self.phase.planned.evaluate.samples)
 
     def _is_due(self) -> bool:
-        """Tell whether the evaluation of this update is missing; that of the last one is for `end`."""
+        """Return whether the evaluation of this update is missing; that of the last one is for `end`."""
         update = self.phase.position.update
         is_on_time = self.every > 0 and update > 0 and update % self.every == 0
         return is_on_time and update < self.phase.total and self.at != update
@@ -124,7 +124,7 @@ class Evaluation(Hook):
             hook.after_evaluation(found)
 
     def _must_stop(self) -> bool:
-        """Tell whether a stop was requested; asked before each batch, so that each has its time limit."""
+        """Return whether a stop was requested; asked before each batch, so that each has its time limit."""
         if self._num_batches:
             self.phase.pulse.done.add(EVALUATION)
         self._num_batches += 1

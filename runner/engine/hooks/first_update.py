@@ -1,4 +1,4 @@
-"""Check the loss before the first update, and start after it what must not delay it."""
+"""Check loss and metrics before the first update, and start after it what must not delay it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import gc
 import time
 
 from runner.axes.compile import nothing_was_compiled
+from runner.base.task import Task
 from runner.base.text import shortened
-from runner.engine.additivity_check import Reader, check_sum
+from runner.engine.additivity_check import Reader, check_metrics, check_sum
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -15,6 +16,8 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
+
+MOST_SAMPLES = 32  # of which the metrics are compared: an evaluation may be slow
 
 
 class FirstUpdate(Hook):
@@ -27,6 +30,7 @@ class FirstUpdate(Hook):
 
     def begin(self) -> None:
         self._check_loss()
+        self._check_metrics()
         self._since = time.perf_counter()
 
     def _check_loss(self) -> None:
@@ -39,19 +43,35 @@ class FirstUpdate(Hook):
         is_sharded = parts.parallel.in_step and parts.parallel.splits_batch
         if phase.position.update or phase.is_over:
             return
-        if not isinstance(phase.work, GradientPhase) or not parts.task.loss_is_additive:
+        if not isinstance(phase.work, GradientPhase) or not phase.work.is_additive:
             return
         if is_sharded and phase.hook(Evaluation).held_out is None:
             why = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
             read = Reader(phase.loader, parts.prefetch)
-            why = check_sum(parts, phase.work.task_loss, phase.feed.peek(), read)
+            reasons = [check_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()]
+            why = next(filter(None, reasons), "")
             phase.watch.lap("starting")
         if why:
             phase.run_.observers.screen.say(
                 f"{phase.name}: loss was not checked to be a sum: {why}. It must return the sum over the items of a"
                 ' batch, such as with reduction="sum", and their number'
             )
+
+    def _check_metrics(self) -> None:
+        """Raise TaskFault if `evaluate` returns means. The metrics of the base class are the loss, which is checked."""
+        phase, parts = self.phase, self.phase.parts
+        evaluation, size = phase.hook(Evaluation), min(phase.planned.batch.micro_batch_size, MOST_SAMPLES)
+        indices = list(evaluation.samples[:size])
+        if phase.position.update or phase.is_over or evaluation.held_out is None or not indices:
+            return
+        if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:
+            return
+        for why, names in check_metrics(parts, evaluation.held_out, indices).items():
+            phase.run_.observers.screen.say(
+                f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {why}"
+            )
+        phase.watch.lap("starting")
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_first:

@@ -19,9 +19,10 @@ from runner.engine.evaluate import EvaluationResult
 from runner.engine.feed import Feed
 from runner.engine.loop import Position, StepInfo
 from runner.engine.phase_kinds import PhaseKind
-from runner.engine.run import PhaseRecord, TrainingRun
+from runner.engine.run import TrainingRun
 from runner.engine.watchdog import ProgressMark
-from runner.plan.planner import PhasePlan
+from runner.plan.run_plan import PhasePlan
+from runner.records.run_record import PhaseRecord
 
 AnyHook = TypeVar("AnyHook", bound="Hook")
 

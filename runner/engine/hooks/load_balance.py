@@ -73,7 +73,7 @@ class LoadBalance(Hook):
         columns = {f"balance/{key}": value for key, value in row.items()}
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **columns})
         screen.event("shares", update=update, reason=decision.reason, **row)
-        if decision.drop and phase.parts.world.is_watched and not phase.is_over:
+        if decision.drop and phase.parts.world.is_supervised and not phase.is_over:
             phase.run_.dropped = decision.drop
             phase.stop()
 

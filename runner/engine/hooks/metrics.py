@@ -8,7 +8,7 @@ from runner.base.accelerator import accelerator_of
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 from runner.engine.meter import Meter, Row
-from runner.observe.peak_memory import allocator_metrics
+from runner.profiling.peak_memory import allocator_metrics
 
 
 class Metrics(Hook):

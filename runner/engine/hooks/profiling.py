@@ -1,4 +1,4 @@
-"""Profile some updates, and note what benchmarks compare."""
+"""Profile some updates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from runner.engine.error_diagnosis import is_of_task
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.loop import StepInfo
-from runner.observe.profiler import Subject
+from runner.profiling.instruments import Subject
 
 
 class Profiling(Hook):
-    """Hands updates to the profiler and the benchmark of the run, after everything else between them."""
+    """Hands updates to the profiler of the run, after everything else between them."""
 
     def begin(self) -> None:
         phase, run = self.phase, self.phase.run_
@@ -29,7 +29,6 @@ class Profiling(Hook):
 
     def after_update(self, step: StepInfo) -> None:
         self.phase.run_.observers.profiler(step.update)
-        self.phase.run_.observers.benchmark(step.update)
 
     def close(self, error: BaseException | None) -> None:
         self.phase.run_.observers.profiler.close()

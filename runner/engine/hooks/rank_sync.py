@@ -47,7 +47,7 @@ class Exchange:
         rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)
-        before, self._sent = self._sent, (vector, self.world.sum_later(vector))
+        before, self._sent = self._sent, (vector, self.world.sum_async(vector))
         return None if before is None else self._read(*before)
 
     def settle(self) -> None:

@@ -11,7 +11,7 @@ from runner.base.stopwatch import PARTS, Bookmark, Seconds
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.meter import added
-from runner.observe.peak_memory import host_peak_gib, restart_host_peak
+from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 
 
 class Timekeeping(Hook):

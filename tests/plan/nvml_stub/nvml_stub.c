@@ -12,8 +12,8 @@
 //   0.processes=4242:1048576,77:-   0.mig=1   0.mig_max=2   0.mig.0.uuid=MIG-...   0.mig.0.gi=7   0.mig.0.ci=0
 //   1.err.power=3       the reading `power` of GPU 1 fails with NVML's error 3
 //   1.err.all=15        every reading of GPU 1 does: it is lost
-//   events=0:8:79,1:2:0 events since the start, GPU:type:data; each is told once to each set that waits
-//   event_types=11      of all GPUs; without it there are no events
+//   events=0:8:79,0:8:13:2  events since the start, GPU:type:data[:GPU instance]; each is reported once to each set
+//   event_types=11      of all GPUs; without it there are no events; 0.err.events=4: registering fails
 // A reading without a line is NVML_ERROR_NOT_SUPPORTED. Built with -DOLD_DRIVER, the newer functions do not exist.
 
 #include <pthread.h>
@@ -310,8 +310,11 @@ int nvmlDeviceGetSupportedEventTypes(Handle *h, unsigned long long *types) {
 }
 
 int nvmlDeviceRegisterEvents(Handle *h, unsigned long long types, EventSet *set) {
+    char text[32];
     (void)types;
     if (!h || !set) return INVALID;
+    int code = text_of(h, "events", text, sizeof text);
+    if (code != OK && code != NOT_SUPPORTED) return code;
     set->watched |= 1u << h->gpu;
     return OK;
 }
@@ -322,12 +325,12 @@ int nvmlEventSetWait_v2(EventSet *set, struct Event *event, unsigned int timeout
     (void)timeout_ms;
     if (!look_up("events", text, sizeof text)) return TIMEOUT;
     for (char *item; (item = strsep(&rest, ","));) {
-        unsigned int gpu;
+        unsigned int gpu, instance = ~0u;
         unsigned long long type, data;
-        if (sscanf(item, "%u:%llu:%llu", &gpu, &type, &data) != 3 || number++ < set->num_told) continue;
+        if (sscanf(item, "%u:%llu:%llu:%u", &gpu, &type, &data, &instance) < 3 || number++ < set->num_told) continue;
         set->num_told = number;
         if (gpu >= 16 || !(set->watched & 1u << gpu)) continue;
-        *event = (struct Event){&handles[gpu][8], type, data, ~0u, ~0u};
+        *event = (struct Event){&handles[gpu][8], type, data, instance, instance == ~0u ? ~0u : 0};
         return OK;
     }
     return TIMEOUT;

@@ -1,0 +1,113 @@
+"""Convert frozen dataclasses to JSON objects and back; damaged input becomes unknown values, never an exception."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+INLINE: Mapping[str, Any] = {"json": "inline"}  # metadata of a field: its fields are keys of the enclosing object
+NOT_STORED: Mapping[str, Any] = {"json": "not stored"}
+
+
+@dataclass(frozen=True)
+class Decoded(Generic[T]):
+    """A dataclass read from JSON.
+
+    wrong  dotted names of the values of a wrong type; they have their defaults
+    """
+
+    value: T
+    wrong: tuple[str, ...] = ()
+
+
+def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
+    """Return the dataclass `kind` in a JSON object.
+
+    Missing values have their defaults, and unknown keys are ignored. A value of a wrong type has its default and is
+    listed in `wrong`. Entries of mappings, and rows of lists of objects, are judged one by one; other lists as a whole.
+
+    Raises TypeError if a value without default is missing or of a wrong type.
+    """
+    wrong: list[str] = []
+    return Decoded(_object(kind, tree, "", wrong), tuple(wrong))
+
+
+def encode(value: Any) -> Any:
+    """Return the value as JSON-serializable data; dataclasses become objects."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found: dict[str, Any] = {}
+        for each in dataclasses.fields(value):
+            if each.metadata == INLINE:
+                found.update(encode(getattr(value, each.name)))
+            elif each.metadata != NOT_STORED:
+                found[each.name] = encode(getattr(value, each.name))
+        return found
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode(item) for item in value]
+    return value
+
+
+def _object(kind: type[Any], tree: Mapping[str, Any], lead: str, wrong: list[str]) -> Any:
+    found = {}
+    for each, hint in _stored_fields(kind):  # type: ignore[arg-type]
+        if each.metadata == INLINE:
+            found[each.name] = _object(hint, tree, lead, wrong)
+        elif each.name in tree:
+            value = _value(hint, tree[each.name], f"{lead}{each.name}", wrong)
+            if value is not _WRONG:
+                found[each.name] = value
+    return kind(**found)
+
+
+@functools.cache
+def _stored_fields(kind: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
+    hints = get_type_hints(kind)
+    return [(each, hints[each.name]) for each in dataclasses.fields(kind) if each.metadata != NOT_STORED]
+
+
+def _value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
+    """Convert a JSON value to the type `hint`; return _WRONG, and add `name` to `wrong`, if it does not match."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):  # X | None
+        return None if value is None else _value(inner[0], value, name, wrong)
+    if origin is tuple and isinstance(value, list | tuple):
+        faults: list[str] = []
+        rows = [_value(inner[0], row, f"{name}.{number}", faults) for number, row in enumerate(value)]
+        wrong += faults
+        if dataclasses.is_dataclass(inner[0]) or all(row is not _WRONG for row in rows):
+            return tuple(row for row in rows if row is not _WRONG)
+        return _WRONG
+    if origin in (Mapping, dict) and isinstance(value, dict):
+        pairs = {str(key): _value(inner[1], item, f"{name}.{key}", wrong) for key, item in value.items()}
+        return {key: item for key, item in pairs.items() if item is not _WRONG}
+    found = _scalar(hint, value, name, wrong) if origin is None else _WRONG
+    if found is _WRONG:
+        wrong.append(name)
+    return found
+
+
+def _scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        try:
+            return _object(hint, value, f"{name}.", wrong)  # type: ignore[arg-type]
+        except TypeError:  # a value without default
+            return _WRONG
+    if hint is float and type(value) in (int, float):
+        return float(value) if abs(value) <= _LARGEST and math.isfinite(value) else _WRONG
+    if hint is int:
+        return value if type(value) is int and abs(value) < 2**63 else _WRONG
+    return value if type(value) is hint else _WRONG
+
+
+_WRONG = object()
+_LARGEST = 1.7976931348623157e308  # float64: an integer of 400 digits is no number of a run

@@ -1,0 +1,1 @@
+"""Settings: their names, meanings, sources and checks."""

@@ -1,0 +1,566 @@
+"""Settings and commands of other tools: suggest the equivalent here, without ever accepting them silently."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+
+def _names(words: str) -> list[str]:
+    return words.split()
+
+
+# Accepted aliases of the precision options.
+PRECISION_NAMES = {
+    "32": "fp32", "32-true": "fp32", "float32": "fp32", "full": "fp32",
+    "16": "fp16", "16-mixed": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16-mixed": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+
+_OWN_TASK = "a file of yours holds the model: accel-run new my_task.py, then --task ./my_task.py"
+_RANKS = "parallelism=ddp parallelism.world_size={}"
+_BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samples per pass)"
+_ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
+_RESUME = "accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME"
+_OF_TASK = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
+_OF_RANKS = "ranks on one machine find each other; several machines: docs/scale.md"
+
+# Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
+# other trainers, such as trainer.max_epochs, is also found without the group's name.
+_SAY: Mapping[str, str] = {
+    "accel-run benchmark suite=ladder to compare settings, or backend=fast for cuDNN's search": "benchmark",
+    _BATCH: "batch_size bs batchsize b"
+    " batch bsz",
+    "global_batch_size={}": "train_batch_size total_batch_size gbs",
+    "micro_batch_size={}": "per_device_train_batch_size per_device_batch_size train_micro_batch_size_per_gpu"
+    " per_gpu_train_batch_size device_batch_size micro_bsz mbs",
+    "micro_batch_size=auto": "auto_scale_batch_size auto_find_batch_size",
+    _ACCUMULATION: "accumulate_grad_batches gradient_accumulation_steps accumulation_steps grad_accum_steps"
+    " grad_accum accum accum_steps accum_iter update_freq",
+    "max_grad_norm={}": "clip_max_norm gradient_clip_val gradient_clip gradient_clipping grad_clip clip_grad "
+    "clip_grad_norm max_norm clip",
+    "epochs={}": "max_epochs num_epochs num_train_epochs n_epochs epoch e nepochs"
+    " max_epoch num_epoch total_epochs",
+    "updates={}": "max_steps steps num_steps train_steps iterations iters max_iters num_iterations niter n_iters"
+    " train_iters total_iters max_train_steps num_train_steps max_update max_updates total_updates num_updates",
+    "updates=2": "debug",
+    "optimizer.lr={}": "lr learning_rate base_lr init_lr max_lr",
+    "optimizer.weight_decay={}": "weight_decay wd",
+    "optimizer.eps={}": "eps adam_epsilon adam_eps epsilon opt_eps",
+    "optimizer.betas=[{},0.999]": "beta1 adam_beta1",
+    "optimizer.betas=[0.9,{}]": "beta2 adam_beta2",
+    "optimizer.kernel=fused": "fused fused_adam fused_adamw",
+    "optimizer.kernel=foreach": "foreach",
+    "optimizer=sgd optimizer.momentum={}": "momentum",
+    "optimizer=sgd optimizer.nesterov=true": "nesterov",
+    "optimizer.betas={}": "betas",
+    "optimizer={}": "optim opt optimizer.name optimizer.type optimizer.kind",
+    "scheduler={}": "lr_scheduler lr_scheduler_type sched scheduler.name scheduler.type lr_schedule lr_decay_style",
+    "scheduler.warmup={}": "warmup_steps num_warmup_steps warmup warmup_ratio warmup_epochs warmup_updates"
+    " warmup_iters lr_warmup lr_warmup_steps lr_warmup_iters num_warmup_updates warmup_proportion",
+    "scheduler.final_factor=0.1, a share of optimizer.lr": "min_lr eta_min lr_end end_lr",
+    "scheduler=step scheduler.every={}": "step_size lr_step_size lr_drop",
+    "scheduler=step scheduler.gamma={}": "gamma lr_gamma lr_decay",
+    "averaging=ema": "ema use_ema model_ema",
+    "averaging=ema averaging.decay={}": "ema_decay",
+    "averaging=swa": "swa swa_lr swa_lrs",
+    "seed={}": "random_seed manual_seed rng_seed data_seed seed_everything",
+    "device=cuda": "use_cuda cuda use_gpu",
+    "device={}": "accelerator gpu gpu_id device_id",
+    "device=cpu": "no_cuda cpu use_cpu",
+    f"{_RANKS}, or device=cuda:0 for one of them": "devices gpus num_gpus ngpus n_gpus gpu_ids device_ids",
+    _RANKS: "nproc_per_node world_size num_processes nprocs nproc",
+    "launcher=slurm launcher.nodes={}, or torchrun: docs/scale.md": "num_nodes nnodes nodes num_machines",
+    "launcher=slurm launcher.partition={}": "partition",
+    "launcher=slurm launcher.time_min={}": "time time_limit",
+    "parallelism={}": "strategy distributed_strategy",
+    "parallelism=ddp": "distributed ddp data_parallel dp multi_gpu standalone",
+    "parallelism=fsdp": "fsdp use_fsdp zero_stage stage zero deepspeed use_deepspeed"
+    " zero1 zero2 zero3 deepspeed_config ds_config fsdp_config",
+    "parallelism=pipeline": "pp pp_size pipeline_parallel pipeline_model_parallel_size",
+    "parallelism=ddp; its ranks are started here, or by torchrun -m runner": "local_rank rank",
+    "parallelism=ddp parallelism.batch_norm=sync": "sync_batchnorm sync_bn syncbn",
+    "parallelism=ddp parallelism.timeout_s={}": "ddp_timeout dist_timeout nccl_timeout",
+    "precision=bf16, or precision=fp16 where the GPU has no bfloat16": "use_amp amp autocast use_mixed_precision "
+    "native_amp apex opt_level fp16_opt_level",
+    "precision={}": "mixed_precision dtype torch_dtype amp_dtype",
+    "precision=fp16": "fp16 half",
+    "precision=fp32": "no_use_amp no_amp fp32 float32",
+    "precision=bf16": "bf16",
+    "precision=tf32": "tf32 allow_tf32",
+    "dataloader.num_workers={}": "num_workers workers dataloader_num_workers j",
+    "dataloader.pin_memory={}": "pin_memory dataloader_pin_memory pin_mem",
+    "dataloader.pin_memory=false": "no_pin_mem no_pin_memory",
+    "dataloader.prefetch_factor={}": "prefetch_factor dataloader_prefetch_factor",
+    "dataloader.drop_last={}": "drop_last dataloader_drop_last",
+    "leave it out: the workers live as long as the run": "persistent_workers dataloader_persistent_workers",
+    "data.path={}": "data dataset data_dir data_path dataroot data_root train_data data.dir data.root",
+    "data.train_samples={}": "max_train_samples num_train_samples",
+    "evaluate.samples={}": "max_eval_samples num_eval_samples",
+    "data.train_samples=320 (samples, not batches)": "limit_train_batches overfit_batches",
+    "evaluate.samples=320 (samples, not batches)": "limit_val_batches limit_eval_batches eval_iters",
+    "task.size={}": "size model_size",
+    f"task=NAME for one of ours; {_OWN_TASK}": "model model_name arch network backbone net script model_name_or_path",
+    "tracker.tags={}": "tags wandb_tags",
+    "run={}": "name run_name exp_name experiment experiment_name run_id job_name "
+    "wandb_run_name wandb_name",
+    "output_root={}, and run=NAME for the folder in it": "output_dir save_dir log_dir logdir out_dir default_root_dir "
+    "work_dir checkpoint_dir outdir"
+    " logging_dir tensorboard_dir results_dir exp_dir save_path output_path save",
+    "checkpoint.every={}": "save_every save_steps save_interval checkpoint_every save_freq every_n_train_steps"
+    " checkpointing_steps ckpt_every ckpt_interval",
+    "checkpoint.every=1epochs, or checkpoint.every=100 (updates)": "save_strategy",
+    "checkpoint.keep={}": "save_total_limit save_top_k checkpoints_total_limit checkpoint_hist max_to_keep",
+    "checkpoint.best={}": "metric_for_best_model eval_metric",
+    "checkpoint.best=val/loss": "load_best_model_at_end save_best save_best_only",
+    "checkpoint.best_is=max": "greater_is_better",
+    "early_stopping.metric={}": "early_stopping.monitor",
+    "early_stopping.best_is={}": "early_stopping.mode",
+    "checkpoint=off": "enable_checkpointing no_save",
+    "evaluate.every={}": "eval_every eval_steps eval_interval val_every val_check_interval eval_freq "
+    "val_interval validation_steps",
+    "evaluate.every=100 (updates)": "check_val_every_n_epoch evaluation_strategy eval_strategy do_eval",
+    "log_every={}": "log_interval logging_steps log_every_n_steps print_freq log_freq",
+    "early_stopping.patience={}": "patience early_stopping_patience early_stopping early_stop",
+    "early_stopping.patience=5": "callbacks",
+    _RESUME: "resume_from resume_from_checkpoint ckpt_path load_checkpoint checkpoint_path ckpt load load_dir",
+    "weights={} (safetensors; of a .pt: accel-run import)": "pretrained init_from load_from weights_path load_weights",
+    "memory=checkpoint": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpoint"
+    " recompute_activations use_gradient_checkpointing",
+    "attention=flash": "flash_attention use_flash flash flash_attn use_flash_attention "
+    "use_flash_attn use_flash_attention_2",
+    "attention={}": "attn_implementation attn",
+    "backend=deterministic": "deterministic cudnn_deterministic use_deterministic_algorithms",
+    "backend=fast": "cudnn_benchmark cudnn.benchmark",
+    "compile=default": "torch_compile use_compile torchcompile",
+    "compile=default compile.backend={}": "torch_compile_backend dynamo_backend compile_backend",
+    "compile={}": "torch_compile_mode compile_mode",
+    "profiler=trace": "profile use_profiler",
+    "tracker=wandb": "wandb use_wandb wandb_log log_wandb",
+    "tracker={}": "logger report_to loggers",
+    "tracker=wandb tracker.project={}": "wandb_project project wandb.project",
+    "tracker=wandb tracker.entity={}": "wandb_entity entity wandb.entity",
+    "tracker=wandb tracker.mode={}": "wandb_mode wandb.mode",
+    "tracker=tensorboard": "tensorboard use_tensorboard",
+    "--config-dir DIR, a folder with files of yours": "config config_file config_path cfg_file c config_name cn cp",
+    "resume=fresh": "no_resume overwrite overwrite_output_dir",
+    "phases=[NAME], with names of the task's phases, which accel-run plan lists": "phase",
+    "ACCEL_RUN_SAYS=debug accel-run train": "verbose verbosity",
+    "ACCEL_RUN_SAYS=warning accel-run train": "quiet q silent enable_progress_bar disable_tqdm",
+    "accel-run train": "do_train",
+    "accel-run evaluate split=test": "eval evaluate_only eval_only test test_only do_test",
+    "accel-run inference": "do_predict predict",
+    "accel-run plan": "dry_run dryrun cfg info resolve print_config",
+    "accel-run search 'optimizer.lr=log(1e-5,1e-2)'": "auto_lr_find lr_find find_lr",
+    "accel-run status": "status",
+    "accel-run search 'optimizer.lr=log(1e-5,1e-2)' trials={}": "n_trials trials",
+    "accel-run search 'optimizer.lr=log(1e-5,1e-2)' goal={}": "direction goal",
+    "accel-run monitor seconds=30: it trains nothing": "monitor_only",
+    "accel-run train --help": "help h",
+    "accel-run --version": "version v",
+    "CUDA_VISIBLE_DEVICES={} accel-run train": "cuda_visible_devices",
+    "OMP_NUM_THREADS={} accel-run train, or backend.threads={}": "omp_num_threads num_cpu_threads_per_process",
+}  # fmt: skip
+FOREIGN_KEYS: Mapping[str, str] = {key: say for say, keys in _SAY.items() for key in keys.split()}
+
+# Reason -> keys of other trainers that have no equivalent.
+_ABSENT: Mapping[str, str] = {
+    _OF_TASK: "label_smoothing dropout drop_path mixup cutmix img_size image_size input_size crop_size max_length "
+    "max_seq_length block_size num_classes hidden_size num_layers augment shuffle group_by_length"
+    " smoothing label_smoothing_factor n_layer n_head n_embd num_heads patch_size vocab_size seq_len max_seq_len "
+    "seq_length context_length",
+    _OF_RANKS: "dist_backend dist_url master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id init_method "
+    "ddp_find_unused_parameters find_unused_parameters"
+    " distributed_backend parallelism.backend machine_rank main_process_port main_process_ip",
+    "weights, gradients and optimizer state stay on the device": "offload offload_optimizer offload_param cpu_offload",
+    "a model is divided by parallelism=fsdp or parallelism=pipeline": "tp tp_size tensor_parallel "
+    "tensor_model_parallel_size",
+    "gradients are clipped by their norm": "gradient_clip_algorithm clip_mode",
+    "an evaluation has the batch of training, and float32 or the precision of training": "per_device_eval_batch_size "
+    "eval_batch_size val_batch_size fp16_full_eval bf16_full_eval",
+    "a schedule is as long as the phase: updates=N": "t_max total_steps max_lr_steps lr_decay_iters lr_decay_steps",
+    "the first module that makes a NaN is named when one appears": "detect_anomaly anomaly_detection",
+    "a run is as long as updates or epochs say": "min_epochs min_steps max_time",
+    "nothing is sent anywhere but to the tracker": "push_to_hub hub_model_id hub_token",
+    "what is not listed by accel-run plan cannot be set": "num_sanity_val_steps reload_dataloaders_every_n_epochs "
+    "barebones plugins",
+}  # fmt: skip
+ABSENT: Mapping[str, str] = {key: why for why, keys in _ABSENT.items() for key in keys.split()}
+# Group names of other trainers that carry no meaning.
+_CONTAINERS = _names(
+    "trainer training train model module args hparams params cfg config opts options data datamodule dataset "
+    "dataloader "
+    "loader optim optimizer scheduler lr_scheduler wandb logger logging checkpoint ckpt evaluate eval "
+    "parallelism memory "
+    "precision hf lightning deepspeed dist distributed"
+)
+_RENAMED_GROUPS = {
+    "optim": "optimizer",
+    "opt": "optimizer",
+    "ckpt": "checkpoint",
+    "lr_scheduler": "scheduler",
+    "sched": "scheduler",
+}
+
+# Group -> suggestion -> other names of the option.
+FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "scheduler": {
+        "cosine": "cos cosine_warmup cosine_annealing cosineannealinglr cosine_with_warmup cosineannealing",
+        "warm_restarts": "cosineannealingwarmrestarts cosine_with_restarts",
+        "one_cycle": "onecycle onecyclelr 1cycle",
+        "plateau": "reducelronplateau reduce_on_plateau",
+        "multistep": "multisteplr multi_step",
+        "step": "steplr",
+        "linear": "linearlr linear_with_warmup",
+        "wsd": "warmup_stable_decay warmup_stable trapezoidal",
+        "inverse_sqrt": "invsqrt rsqrt noam inverse_square_root",
+        "polynomial": "poly polynomiallr polynomial_decay",
+        "constant": "none off null no constant_with_warmup constantlr",
+    },
+    "precision": {"fp16 or precision=bf16": "mixed amp true on", "fp32": "none off false no"},
+    "compile": {"default": "true on inductor yes"},
+    "tracker": {"tensorboard": "tb tensor_board", "wandb": "w&b weights_and_biases true on yes"},
+    "parallelism": {
+        "ddp": "dp data ddp_spawn distributed dataparallel",
+        "fsdp": "fsdp2 zero deepspeed zero1 zero2 zero3 deepspeed_stage_1 deepspeed_stage_2 deepspeed_stage_3 "
+        "deepspeed_stage_2_offload deepspeed_stage_3_offload",
+        "pipeline": "pp gpipe",
+        "single": "none off false no null",
+    },
+    "attention": {
+        "flash": "flash_attention_2 flash2 flash_attention fa2",
+        "math": "eager",
+        "auto": "sdpa",
+        "efficient": "xformers mem_efficient memory_efficient",
+    },
+    "optimizer": {
+        "adamw8bit": "adam8bit 8bit adamw_8bit adam_8bit adamw_bnb_8bit",
+        "adamw": "adamw_torch adamw_fused adamw_torch_fused torch.optim.adamw",
+        "adam": "torch.optim.adam",
+        "sgd": "torch.optim.sgd",
+        "nadam": "torch.optim.nadam",
+        "rmsprop": "rms_prop torch.optim.rmsprop",
+        "lion": "lion_32bit",
+        "adafactor": "torch.optim.adafactor",
+        "muon": "torch.optim.muon muon_adamw",
+    },
+    "profiler": {"trace": "simple advanced pytorch true on torch"},
+    "launcher": {
+        "local": "none off false no null pytorch torchrun accelerate mpi",
+        "slurm": "submitit submitit_slurm sbatch srun",
+    },
+    "backend": {"fast": "benchmark cudnn_benchmark", "deterministic": "reproducible"},
+    "memory": {"checkpoint": "checkpointing gradient_checkpointing full true"},
+    "hardware": {
+        "auto": "gpu cuda default v100 p100 k80 l4 l40 l40s a10 a10g gtx1080ti rtx2080ti",
+        "rtx_high": "rtx4090 rtx3090 4090 3090 rtx4080 4080",
+        "rtx_mid": "rtx3060 3060 rtx4060 4060",
+        "rtx3050ti_4gb": "rtx3050 3050 rtx3050ti 3050ti",
+    },
+}
+
+# Command to type -> words that a user may try as a command.
+_COMMANDS: Mapping[str, str] = {
+    "accel-run train": "fit run start launch go main",
+    "accel-run resume": "continue restart go-on",
+    "accel-run inference": "predict generate sample serve",
+    "accel-run evaluate": "test eval validate",
+    "accel-run runs": "list ls history",
+    "accel-run status": "show info ps state",
+    "accel-run monitor": "watch top nvidia-smi gpu",
+    "accel-run doctor": "check diagnose env environment verify",
+    "accel-run new my_task.py": "init create scaffold template",
+    "accel-run tune": "optimize autotune",
+    "accel-run benchmark": "bench speed",
+    "accel-run train -m optimizer.lr=0.001,0.003": "sweep grid",
+    "accel-run search 'optimizer.lr=log(1e-5,1e-2)'": "lr_find lr-find hpo optuna",
+    "accel-run plan": "config settings args options dry-run dryrun",
+    "accel-run import FILE.pt": "convert load",
+    "accel-run tune, or accel-run advise": "faster",
+    "press Ctrl-C where it trains, or kill -TERM its process: all is saved, and accel-run resume goes on": "stop kill "
+    "cancel abort",
+    "accel-run --version": "version -v",
+}
+FOREIGN_COMMANDS: Mapping[str, str] = {word: say for say, words in _COMMANDS.items() for word in words.split()}
+
+
+def fix_of_key(key: str, value: str = "") -> str:
+    """Return a suggestion for a key of another tool and its value; empty if unknown."""
+    name = key.lower().replace("-", "_")
+    group, _, inner = name.partition(".")
+    names = [name, *([inner] if inner and group in _CONTAINERS else [])]
+    for each in names:
+        if said := _by_value(each, value):
+            return said
+        if each in ABSENT:
+            return f"there is no such setting: {ABSENT[each]}"
+        if each in FOREIGN_KEYS:
+            return _with_value(each, FOREIGN_KEYS[each], value)
+    return ""
+
+
+def _with_value(key: str, said: str, value: str) -> str:
+    is_switch = value.lower() in ("", "true", "yes", "1", "on")
+    if said.startswith("weights=") and is_switch:
+        value = "FILE"
+    elif key in _ENABLING and is_switch:
+        return "leave it out: it is on by default"
+    elif key in _SWITCHES and value.lower() in ("false", "no", "0", "off"):
+        if said.startswith("ACCEL_RUN"):
+            return "leave it out: it is off by default"
+        return f"leave it out: it is off unless said ({said.partition(' ')[0]})" if "=" in said else _say(said)
+    elif (
+        said.startswith("--config-dir")
+        and value
+        and not value.endswith((".yaml", ".yml"))
+        and key in ("config_path", "cp")
+    ):
+        said = f"--config-dir {value}"
+    elif said == _RESUME and value.endswith((".ckpt", ".pt", ".pth", ".bin")):
+        said = f"{_RESUME}; to begin with these weights: accel-run import FILE.pt, then weights=FILE.safetensors"
+    if "[{}" in said or "{}]" in said:
+        value = value if re.fullmatch(r"[\d.eE+-]+", value) else "0.95" if "0.9," in said else "0.9"
+    if said == _RESUME and value.lower() in ("null", "none", "false"):
+        return "leave it out: a new run resumes nothing"
+    if key in ("early_stopping", "early_stop") and is_switch:
+        value = "5"
+    return _say(said.replace("{}", value or "..."))
+
+
+def own_names(key: str) -> Iterator[str]:
+    """Yield our keys that a key of another tool's group may mean: trainer.precision, train.epochs, ckpt.every."""
+    group, _, inner = key.lower().replace("-", "_").replace("/", ".").partition(".")
+    yield f"{group}.{inner}" if inner else group
+    if inner and group in _RENAMED_GROUPS:
+        yield f"{_RENAMED_GROUPS[group]}.{inner}"
+    if inner and group in _CONTAINERS:
+        yield inner
+
+
+def _by_value(key: str, value: str) -> str:
+    """Return a suggestion for keys whose value matters: a count or list of devices, batches, a debug run."""
+    text = value.strip("[]()'\"").replace(" ", "").lower()
+    if key not in _BY_VALUE:
+        return ""
+    if _BY_VALUE[key] == "trainer" and text in ("ddp", "fsdp", "ddp_sim", "deepspeed"):
+        return f"use parallelism={'ddp' if text.startswith('ddp') else 'fsdp'}"
+    if _BY_VALUE[key] == "weights":  # nanoGPT
+        known = {"resume": f"use {_RESUME}", "scratch": "leave it out: training starts from new weights"}
+        return known.get(text, "")
+    if _BY_VALUE[key] == "batches" and text in ("1.0", "null", "none"):
+        return "leave it out: all samples are used by default"
+    if _BY_VALUE[key] == "batches":
+        samples = int(text) * 32 if text.isdigit() and int(text) else 1000
+        lead = "evaluate.samples" if "val" in key or "eval" in key else "data.train_samples"
+        return f"use {lead}={samples} (samples, not batches)"
+    if _BY_VALUE[key] == "updates" and text in ("false", "no", "off", "0"):
+        return "leave it out: a run is as long as updates or epochs say"
+    if _BY_VALUE[key] == "updates":
+        return f"use updates={text if text.isdigit() and int(text) > 1 else 2}"
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        return _ranks_on(text)
+    if _BY_VALUE[key] == "number" and value.startswith("[") and text.isdigit():
+        return f"use device=cuda:{text}"  # a list with one device
+    if _BY_VALUE[key] == "number":
+        if text in ("auto", "-1", "all", ""):
+            return "use parallelism=ddp, which takes all GPUs"
+        return "use device=cuda" if text == "1" else ""
+    if text in ("tpu", "hpu", "ipu", "xla"):
+        return "there is no such setting: devices are cpu, cuda and mps"
+    index = re.fullmatch(r"(?:cuda|gpu)?:?(\d+)", text)
+    return (
+        f"use device=cuda:{index[1]}" if index else f"use device={text if text in ('cpu', 'mps', 'auto') else 'cuda'}"
+    )
+
+
+def _ranks_on(gpus: str) -> str:
+    """Return how to run one rank on each of these GPUs, with any command."""
+    return f"use parallelism=ddp, with CUDA_VISIBLE_DEVICES={gpus} before accel-run"
+
+
+_BY_VALUE: Mapping[str, str] = {
+    **dict.fromkeys(_names("devices gpus num_gpus ngpus n_gpus gpu_ids device_ids"), "number"),
+    **dict.fromkeys(_names("accelerator gpu gpu_id device_id"), "kind"),
+    "trainer": "trainer",
+    "init_from": "weights",
+    **dict.fromkeys(
+        _names("limit_train_batches overfit_batches limit_val_batches limit_eval_batches eval_iters"), "batches"
+    ),
+    **dict.fromkeys(_names("fast_dev_run debug"), "updates"),
+}
+_ENABLING = _names("enable_checkpointing enable_progress_bar")  # suggested only if false
+# Keys that are used as flags, or with true and false.
+_SWITCHES = _names(
+    "no_save disable_tqdm quiet silent verbose "
+    "use_amp amp autocast use_mixed_precision fp16 half bf16 tf32 allow_tf32 use_cuda cuda use_gpu no_cuda cpu use_cpu "
+    "distributed ddp dp data_parallel multi_gpu use_fsdp gradient_checkpointing activation_checkpointing "
+    "grad_checkpoint "
+    "checkpoint_activations flash_attention use_flash flash flash_attn use_flash_attention deterministic "
+    "use_wandb wandb wandb_log log_wandb native_amp apex fused_adam recompute_activations use_flash_attn no_pin_mem "
+    "cudnn_deterministic cudnn_benchmark cudnn.benchmark torch_compile use_compile torchcompile tensorboard "
+    "use_tensorboard overwrite overwrite_output_dir no_resume sync_batchnorm sync_bn syncbn nesterov fused foreach"
+)
+
+
+def fix_of_option(group: str, option: str) -> str:
+    """Return a suggestion for an option under another tool's name; empty if unknown."""
+    if group == "dataloader" and option.isdigit():
+        return f"use dataloader.num_workers={option}"
+    if group == "parallelism" and option.isdigit():
+        return f"use {_RANKS.replace('{}', option)}"
+    if group == "checkpoint" and (re.search(r"[./]", option) or option in ("last", "latest", "best")):
+        if option.endswith((".pt", ".pth", ".ckpt", ".bin")):
+            return (
+                f"use accel-run import {option}, then weights=FILE.safetensors; to resume a run: accel-run resume NAME"
+            )
+        named = f" {option}" if "/" in option else ""
+        return (
+            f"use accel-run resume{named}; a new run that begins with the weights of a file: weights=FILE.safetensors"
+        )
+    if group == "backend" and option in ("nccl", "gloo", "mpi"):
+        return f"there is no such setting: {_OF_RANKS}"
+    if group == "monitor" and "/" in option:
+        return f"use checkpoint.best={option}"
+    if "," in option:
+        return ""
+    for name, others in FOREIGN_OPTIONS.get(group, {}).items():
+        if option.lower() in others.split():
+            return f"use {group}={name}"
+    return ""
+
+
+def fix_of_value(key: str, value: object) -> str:
+    """Return a suggestion for a value that other tools use for this key; empty if unknown."""
+    text = str(value).lower().replace(" ", "")
+    if key == "device":
+        if re.fullmatch(r"\[?(?:cuda:)?\d+(?:,(?:cuda:)?\d+)+\]?", text):
+            return _ranks_on(",".join(re.findall("[0-9]+", text)))
+        if gpu := re.fullmatch(r"(?:gpu|cuda|nvidia)?:?(\d*)", text):
+            return f"use device=cuda{':' if gpu[1] else ''}{gpu[1]}"
+    if key == "phases" and text in ("all", "every", "both", "*"):
+        return "leave it out: all phases run"
+    if key == "checkpoint.best" and text in ("true", "yes", "on"):
+        return "use checkpoint.best=val/loss"
+    if key == "weights" and text in ("true", "yes", "on"):
+        return "use weights=FILE"
+    if key == "resume" and text in ("false", "no", "never", "none", "off"):
+        return "use resume=fresh"
+    return f"use {_RESUME}" if key == "resume" and text in ("last", "latest", "newest", "true", "yes", "best") else ""
+
+
+def other_ways(key: str, value: object) -> Iterator[str]:
+    """Yield interpretations of a value that does not fit: 1k, 100steps, 3epochs, never, (1,2)."""
+    text = str(value).strip("'\" ").lower()
+    plain = text.replace("_", "").replace(",", "").replace(" ", "")
+    if found := re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)([a-z%]*)", plain):
+        number, unit = float(found[1]), found[2]
+        minutes_of_unit = {"d": 1440, "h": 60, "m": 1, "s": 1 / 60}.get(unit[:1], 0) if _TIME.fullmatch(unit) else 0
+        if re.fullmatch(r"ep(och)?s?", unit):
+            yield f"epochs={found[1]}" if key in ("updates", "epochs") else f"{key}={round(number)}epochs"
+        if minutes_of_unit:
+            yield f"{key}={max(1, round(number * minutes_of_unit))}min"
+        scale = {"k": 10**3, "m": 10**6, "%": 0.01}.get(unit, 1)
+        if unit in _UNITS and number * scale < 10**15 and (number * scale).is_integer():
+            yield f"{key}={round(number * scale)}"
+        if unit in ("", "%"):
+            yield f"{key}={number * scale:g}"
+    if re.fullmatch(r"(every_?)?epochs?", text):
+        yield f"{key}=1epochs"
+    if text in ("never", "none", "null", "off", "no", "false", "0", "0.0"):
+        if key == "checkpoint.every":
+            yield "checkpoint=off"
+        elif not re.search(r"(^|\.)(updates|epochs)$", key):  # a run needs a length
+            yield from (f"{key}=null", f"{key}=0")
+    if text:
+        yield f"{key}={text}"
+        yield f"{key}=[{text.strip('[](){} ')}]"
+
+
+_TIME = re.compile(r"d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?")
+_UNITS = ("", *_names("k m step steps it its iter iters iterations update updates samples batches"))
+
+
+def fix_of_word(word: str, groups: Mapping[str, Collection[str]]) -> str:
+    """Return a suggestion for a lone argument: the option of a group, a device, a file; empty if unknown.
+
+    groups  group -> its options
+    """
+    if word.endswith(".py"):
+        return f"use --task {word}"
+    if word.endswith((".yaml", ".yml")):
+        return "use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
+    if word.startswith(("cuda", "cpu", "mps")):
+        return f"use device={word}"
+    for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):
+        if word.lower() in groups[group]:
+            return f"use {'+' if group == 'hardware' else ''}{group}={word.lower()}"
+    return fix_of_key(word) if "{}" not in FOREIGN_KEYS.get(word, "{}") else ""
+
+
+def fix_of_command(
+    words: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
+) -> str:
+    """Return a suggestion for a command line that does not start with a command; empty if unknown.
+
+    proper  (key, value) -> "use key=value" for an option with dashes
+    """
+    first, *rest = words
+    if first in FOREIGN_COMMANDS:
+        return _say(FOREIGN_COMMANDS[first])
+    if first in ("python", "python3", "torchrun", "accelerate", "accel-run", "runner") or words[:2] == ["-m", "runner"]:
+        left = [word for word in rest if word not in ("-m", "runner", "runner.cli", "accel-run", "launch", "run")]
+        return f"use accel-run {' '.join(left[:1]) or 'train'}; several devices: parallelism=ddp"
+    if first in ("-m", "--multirun"):
+        return f"a command comes first: accel-run train -m {' '.join(rest)}".rstrip()
+    line, notes, is_known = _translated(words, proper, groups)
+    if not is_known:
+        return ""
+    if line.startswith("accel-run ") and line.count("accel-run") == 1:
+        return f"use {line}"
+    variables, has_command, after = line.rpartition("accel-run train")
+    line = f"{variables}accel-run train {after.strip()}" if has_command else f"accel-run train {line}"
+    return f"a command comes first: {line.strip()}{notes}"
+
+
+def _translated(
+    words: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
+) -> tuple[str, str, bool]:
+    """Return the translated arguments, a note about the last one, and whether any of them was recognized."""
+    found: list[str] = []
+    note, is_known, rest = "", False, list(words)
+    while rest:
+        word = rest.pop(0)
+        if word in ("--task", "--config-dir"):
+            found += [word, *rest[:1]]
+            rest, is_known = rest[1:], True
+            continue
+        if word.startswith(("--task=", "--config-dir=")):
+            found.append(word)
+            is_known = True
+            continue
+        if word.startswith("-"):
+            key, has_value, value = word.lstrip("-").partition("=")
+            takes_next = not has_value and rest and not rest[0].startswith("-") and not rest[0].endswith(".py")
+            if takes_next and "=" not in rest[0]:
+                value = rest.pop(0)
+            said = proper(key, value)
+        elif "=" in word:
+            said = f"use {word}"
+        else:
+            said = fix_of_word(word, groups)
+        if said.startswith("use "):
+            line, note = _line_of(said.removeprefix("use "))
+            found[:0] = [line] if line.startswith(("--task", "CUDA_", "ACCEL_", "OMP_")) else []
+            found += [] if line in found[:1] else [line]
+            is_known = True
+    return " ".join(found), note if len(words) <= 2 else "", is_known
+
+
+def _line_of(said: str) -> tuple[str, str]:
+    """Split a suggestion into the text to type and the comment on it."""
+    end = re.search(r"(?:,(?= )|;| \().*$", said)
+    return (said[: end.start()], said[end.start() :]) if end else (said, "")
+
+
+def _say(words: str) -> str:
+    return words if words.startswith(("leave", "press", "there is")) else f"use {words}"

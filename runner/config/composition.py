@@ -1,0 +1,222 @@
+"""Compose the options of all groups with Hydra."""
+
+from __future__ import annotations
+
+import errno
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.paths import shipped
+from runner.base.secret import secret_problems
+from runner.base.text import first_line
+from runner.config.config_files import GLOBAL, NamedText, file_of, kept_while_unchanged, text_of_file
+from runner.config.guarded_yaml import read_guarded, refuse_growth
+from runner.config.options import GROUPS, options_of
+from runner.config.request import Request
+from runner.config.schema import (
+    did_you_mean,
+)
+
+
+def compose_groups(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
+    """Let Hydra compose; return the tree with the chosen names under `hydra_choices`. Raises ConfigError."""
+    key = ("groups", tuple(sorted(groups.items())), request.task_file is not None, request.config_dir)
+    return kept_while_unchanged(key, partial(_composed_by_hydra, groups, request, problems))
+
+
+def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
+    import yaml  # type: ignore[import-untyped]
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    # an option of a task file or a package has no file: Hydra composes without the group
+    own = {group: option for group, option in groups.items() if file_of(group, option, request.config_dir) is None}
+    words = [f"~{group}" if group in own else f"{group}={option}" for group, option in groups.items()]
+    if request.task_file:
+        words.append("~task")
+    profile = file_of("hardware", groups.get("hardware", ""), request.config_dir)
+    if profile and not text_of_file(profile, request.config_dir).startswith(GLOBAL):
+        raise ConfigError([*problems, Problem(f"must begin with the line {GLOBAL}", str(profile))])
+    GlobalHydra.instance().clear()
+    try:
+        with (
+            _user_folder_first(request.config_dir),
+            initialize_config_dir(str(shipped("conf")), **_version_base()),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("error", ".*missing `_self_`")
+            composed = hydra_compose("config", overrides=words, return_hydra_config=True)
+    except yaml.MarkedYAMLError as error:
+        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
+        raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
+    except UserWarning as error:  # only a config.yaml in the user's folder can lack it
+        what = "must have _self_ in its defaults list, where its own values take their place"
+        fix = "begin the list with `- _self_`, as the shipped file does"
+        raise ConfigError([*problems, Problem(what, f"{request.config_dir}/config.yaml", fix)]) from error
+    except RecursionError as error:
+        files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
+        what = "a defaults list must not lead back to its own file"
+        raise ConfigError([*problems, Problem(what, files)]) from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # no fault of a file
+        raise ConfigError([*problems, _of_composing(error, groups, request.config_dir)]) from error
+    choices = OmegaConf.to_container(composed.hydra.runtime.choices)
+    assert isinstance(choices, dict)
+    choices |= own
+    missing = [group for group in GROUPS if not choices.get(group) and (group != "task" or not request.task_file)]
+    if missing:  # only a config.yaml in the user's folder can lack one
+        raise ConfigError(
+            Problem(
+                f"must choose an option of every group, but has none for {', '.join(missing)}",
+                f"{request.config_dir}/config.yaml",
+                f"begin with a copy of {shipped('conf')}/config.yaml, or give the file another name",
+            )
+        )
+    tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}
+    plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
+    assert isinstance(plain, dict)
+    problems = [
+        *(
+            Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
+            for group in GROUPS
+            if not isinstance(plain.get(group, {}), (dict, NoneType))
+        ),
+        *_of_packages({str(group): str(option) for group, option in choices.items()}, request.config_dir),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    chosen = {str(group): str(option) for group, option in choices.items() if option is not None}
+    return {**plain, "hydra_choices": {"task": "", **chosen}}
+
+
+def _of_packages(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
+    """Say of the user's files whose keys would not be those of their group."""
+    for group, option in choices.items():
+        file = file_of(group, option, config_dir)
+        if config_dir is None or file is None or not file.is_relative_to(config_dir):
+            continue
+        found = re.match(r"(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)", text_of_file(file, config_dir))
+        if found and found[1] not in (group, "_global_"):
+            what = f"must have no # @package line but {GLOBAL}, which is for keys of the whole configuration"
+            yield Problem(f"{what}, but has {found[1]}", str(file), "leave the line out")
+
+
+def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:
+    """Say what Hydra says, with the user's files that it may mean and what there is to choose from."""
+    chosen = [(config_dir or Path()) / group / f"{option}.yaml" for group, option in (("", "config"), *groups.items())]
+    where = ", ".join(str(file) for file in chosen if config_dir and file.is_file()) or str(config_dir or "conf")
+    what = first_line(str(error) or type(error).__name__).rstrip(".")
+    if "Invalid loaded object type" in what:
+        return Problem("must be a mapping of keys to values", where)
+    missing = re.search(r"'([a-z]+)/([^']+)'$", what)
+    known = options_of(missing[1], config_dir) if missing else []
+    if missing is None or not known:
+        return Problem(what, where, "fix the file, or leave the option out")
+    return Problem(f"{what}; must be one of {', '.join(known)}", where, did_you_mean(missing[2], known))
+
+
+def _version_base() -> dict[str, Any]:
+    """Hydra 1.3 warns when version_base is missing, 1.4 when it is given."""
+    import hydra
+
+    return {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
+
+
+_user_folder: Path | None = None
+
+
+@contextmanager
+def _user_folder_first(folder: Path | None) -> Iterator[None]:
+    """Put the user's folder before the shipped one in Hydra's search path; after it its files would be ignored."""
+    global _user_folder
+    if folder is not None:
+        _register_user_folder()
+        _user_folder = folder.resolve()
+    try:
+        yield
+    finally:
+        _user_folder = None
+
+
+@cache
+def _register_user_folder() -> None:
+    """Register the plugin that adds the user's folder to Hydra's search path, once in a process."""
+    from hydra._internal.core_plugins.file_config_source import FileConfigSource
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.config_source import ConfigResult, ConfigSource
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+    from omegaconf import OmegaConf
+
+    class GuardedSource(FileConfigSource):
+        """The user's files, each measured and searched before it is built."""
+
+        @staticmethod
+        def scheme() -> str:
+            return "guarded"
+
+        def load_config(self, config_path: str) -> ConfigResult:
+            text = read_guarded(Path(self.path) / self._normalize_file_name(config_path), Path(self.path))
+            return ConfigResult(
+                config=OmegaConf.load(NamedText(text, self.path, config_path)),
+                path=self.full_path(),
+                provider=self.provider,
+                header=ConfigSource._get_header_dict(text[:512]),
+            )
+
+    class UserFolder(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            if _user_folder is not None:
+                search_path.prepend("user", f"guarded://{_user_folder}")
+
+    Plugins.instance().register(GuardedSource)
+    Plugins.instance().register(UserFolder)
+
+
+def resolved(
+    composed: Mapping[str, Any], file_of_key: Callable[[str], Path | None], problems: list[Problem]
+) -> Mapping[str, Any]:
+    """Return the tree with each ${...} replaced by its value.
+
+    Raises ConfigError if a value is a secret then.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    given = composed
+    try:
+        if _interpolates(composed):
+            refuse_growth(composed)
+            given = OmegaConf.to_container(OmegaConf.create(dict(composed)), resolve=True)  # type: ignore[assignment]
+    except RecursionError:
+        problems.append(Problem("one ${KEY} leads to the next too often", "the configuration", "write the value"))
+        return {}
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", None) or "conf")
+        file = file_of_key(key)
+        fix = "write the value, or ${KEY} with a key that the files have"
+        problems.append(Problem(first_line(str(error)), f"{file}: {key}" if file else key, fix))
+    if by_reference := secret_problems(given, "the configuration, each ${...} replaced"):
+        raise ConfigError(by_reference)
+    return given
+
+
+def _interpolates(value: Any) -> bool:
+    """Return whether a value refers to another one; only then OmegaConf has to build the tree, which is slow."""
+    if isinstance(value, Mapping):
+        return any(_interpolates(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_interpolates(item) for item in value)
+    return isinstance(value, str) and "${" in value

@@ -1,0 +1,266 @@
+"""Compose, merge and validate a request once: the result is a checked, frozen Configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.base.errors import ConfigError, InputMissing
+from runner.base.secret import refuse_secrets
+from runner.config.composition import compose_groups
+from runner.config.config_files import flatten, shadows
+from runner.config.known_keys import PhaseKeys, Schema, check_phases, functions_behind, schema_of
+from runner.config.layers import (
+    for_hydra,
+    merge,
+    merge_phases,
+    notes_of,
+    of_defaults,
+    of_files,
+    of_groups,
+    of_task_file,
+    of_task_groups,
+    phase_choices,
+    placed,
+    sources_of,
+    task_size,
+    typed_setting,
+    unused_of_files,
+    values_of,
+)
+from runner.config.options import AXES, names_of_options, own_choices, reference_of
+from runner.config.overrides import parse, split
+from runner.config.own_options import table_problems
+from runner.config.phases import GROUPS as PHASE_GROUPS
+from runner.config.request import Request
+from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
+from runner.config.task_file import read_task
+from runner.config.value_checks import check, contradictions
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One option of a group: the name chosen, the function behind it, and its keys."""
+
+    name: str
+    function: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PhaseSettings:
+    """What one phase is: its place in the run, and its own values of the settings that a phase may have.
+
+    trains  names or prefixes of the parameters that are trained; None: all that want a gradient
+    needs   phases that must be finished before
+    """
+
+    name: str
+    kind: str
+    needs: tuple[str, ...]
+    trains: list[str] | None
+    updates: int | None
+    epochs: float | None
+    global_batch_size: int
+    micro_batch_size: int | Literal["auto"]
+    max_grad_norm: float | None
+    evaluate: EvaluateSettings
+    early_stopping: EarlyStoppingSettings
+    optimizer: Choice
+    scheduler: Choice
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Everything the user fixed, checked; after this nobody sees Hydra.
+
+    choices  group -> choice, for every group but hardware
+    phases   all phases of the task, in order; `settings.phases` says which of them run
+    own_keys keys of the phases, empty where the task declares none and the one phase has the settings of the run
+    hardware facts of the chosen profile; its name is `profile`
+    for_auto keys of the task for the option that the plan chooses in the place of `auto`, such as precision.keep_fp32
+    sources  key or group -> who set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
+    notes    what the user should know, such as shadowed files
+    """
+
+    settings: Settings
+    choices: Mapping[str, Choice]
+    inference: Mapping[str, Any]
+    profile: str
+    hardware: Mapping[str, Any]
+    request: Request
+    for_auto: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    phases: tuple[PhaseSettings, ...] = ()
+    own_keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def asked_by_name(self, key: str) -> bool:
+        """Tell whether the user typed this key or group, so that it must not be changed silently."""
+        return self.sources.get(key) == "command line"
+
+    def flat(self) -> dict[str, Any]:
+        """Return every key with its value; a group's own key holds the name of the option."""
+        found: dict[str, Any] = dict(flatten(_as_mapping(self.settings)))
+        for group, choice in self.choices.items():
+            found[group] = choice.name
+            found.update({f"{group}.{key}": value for key, value in choice.options.items()})
+        found.update(self.own_keys)
+        found["hardware"] = self.profile
+        found.update({f"inference.{key}": value for key, value in self.inference.items()})
+        return found
+
+
+def compose(request: Request) -> Configuration:
+    """Return the checked configuration of a command line.
+
+    Raises ConfigError with all problems, InputMissing if the task file or the config folder does not exist, and
+    SecurityRefusal for what would call something or leave the folder. A secret is refused before all else, alone, so
+    that no other message repeats it.
+    """
+    refuse_secrets(request.overrides, partial(names_of_options, request.task_file, request.config_dir))
+    _require_paths(request)
+    parsed, problems = parse(request)
+    typed_groups, words = split(parsed, request, problems)
+    typed = [typed_setting(*word) for word in words]
+    notes = list(shadows(request.config_dir))
+
+    groups = [*of_groups(typed_groups, request)]
+    first = {"task": "", **values_of(merge(groups))}
+    size_of = partial(task_size, typed, first["task"], first["hardware"], request)
+    problems += table_problems(request.task_file)
+    task = read_task(first["task"], request, size_of, problems)
+    chosen = merge([*groups, *of_task_groups(task, request, problems)])
+
+    composed = compose_groups(for_hydra(chosen, request.task_file), request, problems)
+    choices = composed.pop("hydra_choices")
+    functions = functions_behind(choices, composed, request, problems)
+    of_phases = [phase_choices(phase, chosen, functions, typed, request.task_file, problems) for phase in task.phases]
+    schema = schema_of(functions, task, [values_of(each) for each in of_phases], request)
+
+    unused = unused_of_files(chosen, choices["hardware"], schema, request.config_dir)
+    of_composed = of_files(composed, choices, schema, request, problems, unused=unused, notes=notes)
+    files = [*of_defaults(schema), *of_composed]
+    of_task, for_auto = of_task_file(task, choices, schema, problems, notes)
+    typed = [each for setting in typed for each in placed(setting, schema, problems)]
+    run = merge(each for each in (*files, *of_task, *typed) if not each.of_phase)
+    merged = {**run, **merge_phases(of_phases, run, [*files, *typed], schema, task, problems)}
+    notes += [f"{group}={name} is from {origin}" for group, name, origin in own_choices(functions, request.task_file)]
+    notes += [*notes_of([*of_task, *typed], run, schema), *check_phases(schema, problems)]
+
+    problems += check(merged, schema, already={problem.where for problem in problems})
+    is_alone = choices["parallelism"] == "single"  # what ranks can do is for the plan to decide
+    problems += contradictions(values_of(merged), schema, is_alone=is_alone)
+    if problems:
+        raise ConfigError(problems)
+    return _frozen(
+        values_of(merged),
+        choices,
+        schema,
+        request,
+        hardware=composed.get("hardware") or {},
+        for_auto=for_auto,
+        sources={**sources_of(chosen), **sources_of(merged)},
+        notes=tuple(notes),
+    )
+
+
+def to_yaml(configuration: Configuration) -> str:
+    """Return the resolved configuration as YAML, for people and for the run directory."""
+    from omegaconf import OmegaConf
+
+    tree = dict(_as_mapping(configuration.settings))
+    for group, choice in configuration.choices.items():
+        tree[group] = {"option": choice.name, **choice.options}
+    for key, value in configuration.own_keys.items():
+        _, phase, name = key.split(".", 2)
+        tree.setdefault("phase", {}).setdefault(phase, {})[name] = value
+    tree["inference"] = dict(configuration.inference)
+    tree["hardware"] = {"profile": configuration.profile, **configuration.hardware}
+    return str(OmegaConf.to_yaml(OmegaConf.create(tree)))
+
+
+def _require_paths(request: Request) -> None:
+    if request.task_file and not request.task_file.is_file():
+        file = request.task_file.with_suffix(".py")
+        fix = f"use --task {file}" if file.is_file() else f"make it: accel-run new {file}"
+        raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
+    if request.config_dir and not request.config_dir.is_dir():
+        raise InputMissing(
+            f"{request.config_dir} is not a folder", where="--config-dir", fix="name the folder that holds your files"
+        )
+
+
+def _frozen(
+    tree: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, **rest: Any
+) -> Configuration:
+    def under(group: str) -> dict[str, Any]:
+        return {key.removeprefix(f"{group}."): value for key, value in tree.items() if key.startswith(f"{group}.")}
+
+    chosen = {
+        group: Choice(choices[group], reference_of(group, schema.functions[group], request.task_file), under(group))
+        for group in AXES
+    }
+    task = request.task_file.stem if request.task_file else choices["task"]
+    chosen["task"] = Choice(task, task, under("task"))
+    settings = _settings(Settings, tree)
+    phases = [_phase_settings(phase, tree, request.task_file) for phase in schema.phases]
+    return Configuration(
+        settings=settings,
+        choices=chosen,
+        inference=under("inference"),
+        profile=choices["hardware"],
+        request=request,
+        phases=tuple(phases) or (_only_phase(settings, chosen),),
+        own_keys={key: value for key, value in tree.items() if key.startswith("phase.")},
+        **rest,
+    )
+
+
+def _phase_settings(phase: PhaseKeys, tree: Mapping[str, Any], task_file: Path | None) -> PhaseSettings:
+    """Return the settings of a declared phase; what a fit does not have is what does nothing."""
+
+    def choice(group: str) -> Choice:
+        lead, option = phase.declared.key(f"{group}."), phase.options[group]
+        options = {key.removeprefix(lead): value for key, value in tree.items() if key.startswith(lead)}
+        return Choice(option, reference_of(group, option, task_file), options)
+
+    own = {name: tree[phase.declared.key(name)] for name in phase.keys}
+    plain = ("trains", "updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm")
+    values: dict[str, Any] = {name: own.get(name) for name in plain} | {group: choice(group) for group in PHASE_GROUPS}
+    for name, kind in (("evaluate", EvaluateSettings), ("early_stopping", EarlyStoppingSettings)):
+        lead = f"{name}."
+        values[name] = kind(**{key.removeprefix(lead): value for key, value in own.items() if key.startswith(lead)})
+    return PhaseSettings(name=phase.declared.name, kind=phase.declared.kind, needs=phase.declared.needs, **values)
+
+
+def _only_phase(settings: Settings, choices: Mapping[str, Choice]) -> PhaseSettings:
+    """Return the one phase of a task that declares none: it has the settings of the run."""
+    same = ("updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm", "evaluate", "early_stopping")
+    values: dict[str, Any] = {name: getattr(settings, name) for name in same}
+    values |= {group: choices[group] for group in PHASE_GROUPS}
+    return PhaseSettings(name="train", kind="train", needs=(), trains=None, **values)
+
+
+def _settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
+    import dataclasses
+    import typing
+
+    hints = typing.get_type_hints(kind)
+    return kind(
+        **{
+            field.name: _settings(hints[field.name], tree, f"{prefix}{field.name}.")
+            if dataclasses.is_dataclass(hints[field.name])
+            else tree[prefix + field.name]
+            for field in dataclasses.fields(kind)
+        }
+    )
+
+
+def _as_mapping(settings: Settings) -> Mapping[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(settings)

@@ -1,0 +1,423 @@
+"""Precedence: the settings of every source, merged once.
+
+Each source contributes settings, `(key, value, rank, source)`. `merge` is the only function that decides which of them
+wins, for groups, for settings of the run, and for settings of its phases.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import Problem
+from runner.config.composition import resolved
+from runner.config.config_files import (
+    file_keys,
+    file_of,
+    flatten,
+    load_file,
+    option_values,
+    selected_options,
+    shipped_options,
+)
+from runner.config.known_keys import PhaseKeys, Schema, for_auto_of, unknown, why_not_for
+from runner.config.options import AXES, GROUPS, function_of, options_of
+from runner.config.own_options import own_options
+from runner.config.phases import GROUPS as PHASE_GROUPS
+from runner.config.phases import LENGTHS, Declared
+from runner.config.request import Request, text_of_value
+from runner.config.schema import as_data, defaults, did_you_mean
+from runner.config.settings import MAIN_KEYS
+from runner.config.suggestions import MAX_HINTS, SHOWN_BY
+from runner.config.task_file import TaskFile
+
+COMMAND_LINE = "command line"
+FOLDER = "config folder"
+DEFAULT = "default"
+TASK = "task"
+
+
+class Rank(IntEnum):
+    """The sources of settings, weakest first.
+
+    A config.yaml of the user's folder is a copy of the shipped one with changes: it sets every key, so it must not
+    override the task. The file of an option sets what the user wrote into it.
+    """
+
+    DEFAULT = 0
+    FOLDER_CONFIG = 1
+    TASK = 2
+    FOLDER_OPTION = 3
+    PROFILE = 4
+    COMMAND_LINE = 5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value that one source gives to a key.
+
+    source     who set it, as in Configuration.sources
+    where      what a message names: an override, a place in the task's file; empty for a default
+    file       user's configuration file that sets it
+    entry      the entry of the mapping `key` that is set; empty: the whole value
+    of_phase   set for one phase, not for the whole run
+    """
+
+    key: str
+    value: Any
+    rank: Rank = Rank.DEFAULT
+    source: str = DEFAULT
+    where: str = ""
+    file: Path | None = None
+    entry: str = ""
+    of_phase: bool = False
+
+    @property
+    def strength(self) -> tuple[bool, bool, Rank]:
+        """Return the sort key of precedence: a key given for the whole run overrides what a task sets for a phase."""
+        return self.rank == Rank.COMMAND_LINE, self.of_phase, self.rank
+
+
+Merged = Mapping[str, Setting]
+
+
+def merge(settings: Iterable[Setting], lengths: tuple[str, str] = LENGTHS) -> dict[str, Setting]:
+    """Return the setting that wins for each key.
+
+    Updates and epochs exclude each other: a source that sets one of them resets the other one of weaker sources.
+    """
+    found: dict[str, Setting] = {}
+    for _, together in groupby(sorted(settings, key=lambda each: each.strength), key=lambda each: each.strength):
+        level: dict[str, Setting] = {}
+        for setting in together:
+            level[setting.key] = _with_entry(setting, level.get(setting.key) or found.get(setting.key))
+        for key, other in (lengths, lengths[::-1]):
+            if key in level and other not in level and level[key].value is not None:
+                level[other] = replace(level[key], key=other, value=None)
+        found |= level
+    return found
+
+
+def _with_entry(setting: Setting, before: Setting | None) -> Setting:
+    if not setting.entry:
+        return setting
+    held = before.value if before else {}
+    if not isinstance(held, dict):  # its wrong type is reported
+        return before or setting
+    return replace(setting, value={**held, setting.entry: setting.value}, entry="")
+
+
+# ---------------------------------------------------------------- groups
+
+
+def of_groups(typed: Mapping[str, str], request: Request) -> Iterator[Setting]:
+    """Yield the options that the configuration files and the command line choose."""
+    folder = request.config_dir
+    shipped_ones = shipped_options()
+    of_config = {**shipped_ones, **selected_options("", "config", folder)} if folder else shipped_ones
+    for group, option in of_config.items():
+        is_own = option != shipped_ones.get(group)
+        yield Setting(group, option, *((Rank.FOLDER_OPTION, FOLDER) if is_own else ()))
+    profile = typed.get("hardware", of_config.get("hardware", ""))
+    for group, option in selected_options("hardware", profile, folder).items():
+        yield Setting(group, option, Rank.PROFILE, f"profile {profile}")
+    for group, option in typed.items():
+        yield Setting(group, option, Rank.COMMAND_LINE, COMMAND_LINE)
+
+
+def of_task_groups(task: TaskFile, request: Request, problems: list[Problem]) -> Iterator[Setting]:
+    """Yield the options that the task was tuned with."""
+    for group in GROUPS:
+        option = task.settings.get(group)
+        if option is None or isinstance(option, dict):
+            continue
+        known = options_of(group, request.config_dir, request.task_file)
+        if group not in PHASE_GROUPS:
+            fix = f"use {group}={text_of_value(option)} on the command line"
+            what = f"a task chooses options of {' and '.join(PHASE_GROUPS)} only"
+            problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
+        elif option not in known:
+            what = f"unknown {group}; must be one of {', '.join(known)}"
+            problems.append(Problem(what, f"SETTINGS[{group!r}]", did_you_mean(str(option), known)))
+        else:
+            yield Setting(group, str(option), Rank.TASK, task.label)
+
+
+def for_hydra(chosen: Merged, task_file: Path | None) -> dict[str, str]:
+    """Return the options that Hydra cannot know from its files.
+
+    They are those that the task and the command line choose, and those that have no file, whoever chooses them.
+    """
+    own = own_options(task_file)
+    return {
+        group: setting.value
+        for group, setting in chosen.items()
+        if setting.rank in (Rank.TASK, Rank.COMMAND_LINE) or (group, setting.value) in own
+    }
+
+
+# ---------------------------------------------------------------- settings of the run
+
+
+def of_defaults(schema: Schema) -> Iterator[Setting]:
+    """Yield the defaults of the signatures."""
+    for key, value in defaults(schema.keys).items():
+        if not key.startswith("phase."):
+            yield Setting(key, value)
+
+
+def of_files(
+    composed: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, problems: list[Problem],
+    *, unused: Mapping[str, str], notes: list[str],
+) -> Iterator[Setting]:  # fmt: skip
+    """Yield the settings of the configuration files, with the user's file that has the key.
+
+    composed  the tree that Hydra composed of all of them
+    unused    keys of `unused_of_files`, whose values are those of the option's file instead
+    """
+    origins = _origins(choices, schema, request, unused)
+
+    def origin(key: str) -> Setting:
+        return origins.get(key) or origins.get(schema.known(key)) or Setting(key, None)
+
+    given = resolved(composed, lambda key: origin(key).file, problems)
+    values = dict(flatten({key: value for key, value in given.items() if key != "hardware"}, stop=schema.keys))
+    for key, why in unused.items():
+        group, _, name = key.partition(".")
+        notes.append(f"{key}={text_of_value(values.pop(key, None))} of {why}")
+        of_option = option_values(group, choices[group], request.config_dir)
+        values |= {key: of_option[name]} if name in of_option else {}
+    for key, value in values.items():
+        group, _, name = key.partition(".")
+        if name != "option" or group not in AXES:
+            file = origin(key).file
+            where = f"{file}: {key}={text_of_value(value)}" if file else f"{key}={text_of_value(value)}"
+            yield from placed(replace(origin(key), key=key, value=value, where=where), schema, problems)
+
+
+def unused_of_files(chosen: Merged, profile: str, schema: Schema, folder: Path | None) -> dict[str, str]:
+    """Return key -> why the value of a profile or of the user's config.yaml does not apply.
+
+    As with a task, the keys of a group are for the option that the file chooses. Without this rule the command line
+    could not choose another option: the keys of the file would be unknown, or tuned for something else.
+    """
+    found: dict[str, str] = {}
+    for group_of_file, option, rank in (("", "config", Rank.FOLDER_CONFIG), ("hardware", profile, Rank.PROFILE)):
+        selected = selected_options(group_of_file, option, folder)
+        for key in file_keys(group_of_file, option, folder, schema.keys):
+            group, _, name = key.partition(".")
+            found.pop(key, None)  # of two files, the last one sets the value
+            if group not in AXES or not name or chosen[group].rank <= rank:
+                continue
+            now = chosen[group].value
+            who = f"profile {profile}" if rank == Rank.PROFILE else str(file_of("", "config", folder))
+            if selected.get(group, now) != now:
+                found[key] = f"{who} is not used: it is for {group}={selected[group]}"
+            elif schema.known(key) not in schema.keys and schema.option_with(group, name):
+                found[key] = f"{who} is not used: {group}={now} has no such key"
+    return found
+
+
+def _origins(
+    choices: Mapping[str, str], schema: Schema, request: Request, unused: Container[str]
+) -> dict[str, Setting]:
+    """Return key -> a setting without value, with the rank and the file of who sets it; no entry: a default."""
+    folder, found = request.config_dir, {}
+    chosen = {"": "config", **{group: option for group, option in choices.items() if group != "hardware"}}
+    for of_group, option in chosen.items():
+        file = file_of(of_group, option, folder)
+        is_own = folder is not None and file is not None and file.is_relative_to(folder)
+        for key in file_keys(of_group, option, folder, schema.keys) if is_own else ():
+            is_of_option = key.partition(".")[0] in (*AXES, "phase")
+            rank = Rank.FOLDER_OPTION if is_of_option else Rank.FOLDER_CONFIG
+            found[key] = Setting(key, None, rank, FOLDER, "", file)
+    task, profile = choices["task"], choices["hardware"]
+    for key in () if request.task_file else file_keys("task", task, folder, schema.keys):
+        file = found[key].file if key in found else None
+        found[key] = Setting(key, None, Rank.TASK, f"task {task}", "", file)
+    for key in file_keys("hardware", profile, folder, schema.keys):
+        file = file_of("hardware", profile, folder)
+        if key not in unused:
+            found[key] = Setting(key, None, Rank.PROFILE, f"profile {profile}", "", file)
+    return found
+
+
+def of_task_file(
+    task: TaskFile, choices: Mapping[str, str], schema: Schema, problems: list[Problem], notes: list[str]
+) -> tuple[list[Setting], dict[str, Any]]:
+    """Return the settings of the task's file that apply, and those for an option that the plan chooses for `auto`."""
+    flat = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in PHASE_GROUPS}
+    for_auto = for_auto_of(flat, schema, problems)
+    settings: list[Setting] = []
+    for key, value in flat.items():
+        why = "" if key in for_auto else why_not_for(key, choices, schema)
+        if why:
+            notes.append(f"{key}={text_of_value(value)} of the task is not used: {why}")
+        elif key not in for_auto and key not in GROUPS:  # an option that it may not choose is reported already
+            setting = Setting(key, value, Rank.TASK, task.label, f"SETTINGS[{key!r}]")
+            settings += placed(setting, schema, problems)
+    return settings, for_auto
+
+
+def typed_setting(key: str, value: Any, word: str) -> Setting:
+    """Return the setting of an override of the command line."""
+    return Setting(key, value, Rank.COMMAND_LINE, COMMAND_LINE, word, of_phase=key.startswith("phase."))
+
+
+def placed(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterator[Setting]:
+    """Yield the setting with the key that it belongs to: an entry of a mapping, or several keys under one name."""
+    key, value = setting.key, setting.value
+    if not isinstance(value, dict):
+        key = MAIN_KEYS.get(key, key)
+    if key in schema.keys:
+        yield replace(
+            setting, key=key, value=_with_names(schema.keys[key].type, value), of_phase=key.startswith("phase.")
+        )
+        return
+    inside = schema.known(key)
+    if inside != key and isinstance(schema.keys[inside].default, dict):  # optimizer.lr_scales.head=0.1
+        entry = key.removeprefix(f"{inside}.")
+        yield replace(setting, key=inside, entry=entry, of_phase=inside.startswith("phase."))
+    elif isinstance(value, dict) and any(known.startswith(f"{key}.") for known in schema.keys):
+        for name, item in value.items():
+            yield from placed(replace(setting, key=f"{key}.{name}", value=item), schema, problems)
+    elif len(problems) < MAX_HINTS:
+        problems.append(unknown(key, setting.where, schema))
+    else:
+        problems.append(Problem("unknown key", setting.where, SHOWN_BY))
+
+
+def _with_names(kind: Any, value: Any) -> Any:
+    """Return lists and mappings of texts with whole numbers as texts: the `0` of a module's name reads as a number."""
+    items = typing.get_args(kind)[-1:]
+    if isinstance(value, list) and items == (str,):
+        return [_named(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = _with_text_keys(value)
+    return {key: _named(item) for key, item in found.items()} if items == (str,) else found
+
+
+def _named(item: Any) -> Any:
+    return str(item) if type(item) is int else item
+
+
+def _with_text_keys(value: Any) -> Any:
+    return {str(key): _with_text_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+# ---------------------------------------------------------------- phases
+
+
+def phase_choices(
+    declared: Declared,
+    run: Merged,
+    functions: Mapping[str, str],
+    given: Iterable[Setting],
+    file: Path | None,
+    problems: list[Problem],
+) -> dict[str, Setting]:
+    """Return group -> the setting that selects the option of a phase.
+
+    run    group -> the setting that selects the option of the run, behind which are the `functions`
+    given  settings of the command line for phases
+    file   of the task, which may bring options
+    """
+    chosen = {}
+    for group in PHASE_GROUPS:
+        of_run = replace(run[group], key=declared.key(group), value=functions[group])
+        settings = [of_run, *(setting for setting in given if setting.key == of_run.key)]
+        if group in declared.settings:
+            where = f"PHASES[{declared.name!r}]"
+            settings.append(Setting(of_run.key, declared.settings[group], Rank.TASK, TASK, where, of_phase=True))
+        winner = merge(settings)[of_run.key]
+        known = [option for option in options_of(group, None, file) if function_of(group, option, file)]
+        if winner.value not in (*known, functions[group]):
+            what = f"unknown {group}; must be one of {', '.join(known)}"
+            problems.append(Problem(what, winner.where, did_you_mean(str(winner.value), known)))
+            winner = of_run
+        chosen[group] = winner
+    return chosen
+
+
+def of_phase(
+    phase: PhaseKeys, run: Merged, schema: Schema, task: TaskFile, problems: list[Problem]
+) -> Iterator[Setting]:
+    """Yield the settings of a phase: its defaults, those of the run, and those that the task declares for it.
+
+    The run's keys of a group count only where the phase uses the same option.
+    """
+    declared = phase.declared
+    for name, key in phase.keys.items():
+        yield Setting(declared.key(name), as_data(key.default))
+        group = name.partition(".")[0]
+        if name in run and (group not in PHASE_GROUPS or phase.options[group] == schema.functions[group]):
+            yield replace(run[name], key=declared.key(name), file=None)  # the problem is reported for the run
+    for name, value in phase.declared_values(schema.tuned).items():
+        where = f"PHASES[{declared.name!r}][{name!r}]"
+        yield from placed(Setting(declared.key(name), value, Rank.TASK, task.label, where), schema, problems)
+
+
+def merge_phases(
+    chosen: Sequence[Merged], run: Merged, settings: Iterable[Setting], schema: Schema, task: TaskFile,
+    problems: list[Problem],
+) -> dict[str, Setting]:  # fmt: skip
+    """Return the settings of all phases.
+
+    chosen    for each phase, group -> the setting that selects its option
+    settings  those of the files and of the command line
+    """
+    found: dict[str, Setting] = {}
+    for phase, options in zip(schema.phases, chosen, strict=True):
+        lead = phase.declared.key("")
+        own = [setting for setting in settings if setting.key.startswith(lead)]
+        lengths = phase.declared.key(LENGTHS[0]), phase.declared.key(LENGTHS[1])
+        found |= merge([*of_phase(phase, run, schema, task, problems), *own], lengths)
+        for setting in options.values() if phase.declared.kind == "train" else ():
+            found[setting.key] = replace(setting, source=task.label if setting.source == TASK else setting.source)
+    return found
+
+
+def notes_of(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterator[str]:
+    """Yield a note for each setting that does not count, though its key has a value.
+
+    settings  those of the task's file and of the command line
+    """
+    for setting in settings:
+        said = f"{setting.key}={text_of_value(setting.value)}"
+        winner, group = run.get(setting.key, setting), setting.key.partition(".")[0]
+        if setting.rank == Rank.TASK and winner.rank in (Rank.FOLDER_OPTION, Rank.PROFILE):
+            yield f"{said} of the task is not used: {winner.file or winner.source} sets it"
+        for phase in schema.phases if setting.rank == Rank.COMMAND_LINE and group in PHASE_GROUPS else ():
+            if phase.declared.kind == "train" and phase.options[group] != schema.functions[group]:
+                option = phase.options[group]
+                yield f"{said} does not reach phase {phase.declared.name}, whose {group} is {option}"
+
+
+def task_size(typed: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:
+    """Return the size of the task, which selects settings of SIZES before anything is composed."""
+    folder = request.config_dir
+    sizes = [Setting("task.size", default)]
+    for rank, content in (
+        (Rank.TASK, {} if request.task_file else load_file("task", task, folder)),
+        (Rank.PROFILE, load_file("hardware", profile, folder).get("task")),
+    ):
+        if isinstance(content, Mapping) and content.get("size") is not None:
+            sizes.append(Setting("task.size", content["size"], rank))
+    sizes += [setting for setting in typed if setting.key == "task.size"]
+    return str(merge(sizes)["task.size"].value)
+
+
+def values_of(merged: Merged) -> dict[str, Any]:
+    """Return key -> value."""
+    return {key: setting.value for key, setting in merged.items()}
+
+
+def sources_of(merged: Merged) -> dict[str, str]:
+    """Return key -> source, for the keys that a source other than the defaults sets."""
+    return {key: setting.source for key, setting in merged.items() if setting.source != DEFAULT}

@@ -1,0 +1,148 @@
+"""Groups and their options: which exist, and the function and keys behind each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runner.base.paths import PACKAGE, shipped
+from runner.config.aliases import (
+    PRECISION_NAMES,
+)
+from runner.config.own_options import by_reference, own_options
+from runner.config.request import text_of_value
+from runner.config.schema import (
+    Key,
+    Signature,
+    choices_of,
+    read_functions,
+    settings_keys,
+)
+from runner.config.settings import Settings
+
+# group -> the file whose functions are its options
+AXES: Mapping[str, str] = {
+    "precision": "axes/precision.py",
+    "parallelism": "axes/parallelism.py",
+    "dataloader": "axes/dataloader.py",
+    "prefetch": "axes/prefetch.py",
+    "optimizer": "axes/optimizer.py",
+    "scheduler": "axes/scheduler.py",
+    "averaging": "engine/hooks/averaging.py",
+    "compile": "axes/compile.py",
+    "attention": "axes/attention.py",
+    "memory": "axes/memory.py",
+    "backend": "axes/backend.py",
+    "checkpoint": "engine/save_policy.py",
+    "watchdog": "engine/watchdog.py",
+    "tracker": "trackers/tracker.py",
+    "monitor": "monitor/monitor_thread.py",
+    "profiler": "profiling/profiler.py",
+    "launcher": "launch/launcher.py",
+}
+
+
+GROUPS = (*AXES, "task", "hardware")
+
+
+SOURCES = {group: PACKAGE / file for group, file in AXES.items()}
+
+
+def options_of(group: str, config_dir: Path | None = None, task_file: Path | None = None) -> list[str]:
+    """Return the names of a group's options, those of the user's folder, task file and packages included."""
+    of_folder = (file.stem for file in (config_dir / group).glob("*.yaml")) if config_dir else ()
+    own = (name for of_group, name in own_options(task_file) if of_group == group)
+    return sorted({*_names_shipped(group), *of_folder, *own})
+
+
+def options_of_groups() -> dict[str, list[str]]:
+    """Return every group with the names of its shipped options."""
+    return {group: options_of(group) for group in GROUPS}
+
+
+def names_of_options(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
+    """Return the name of every option, and every choice of a key: of the settings, the options and the tasks."""
+    found = {file.stem for file in shipped("conf").rglob("*.yaml")}
+    found.update(*(options_of(group, config_dir, task_file) for group in GROUPS))
+    keys = [*settings_keys(Settings).values()]
+    for file in {*SOURCES.values(), *(task_source(task.name, None) for task in shipped_tasks()), task_file}:
+        with suppress(OSError, SyntaxError, ValueError):  # errors in a task's file are reported when it is read
+            functions = read_functions(file).values() if file else ()
+            keys += [key for function in functions for key in function.keys.values()]
+    return found.union(*(choices_of(key.type) for key in keys))
+
+
+@cache
+def _names_shipped(group: str) -> tuple[str, ...]:
+    return tuple(file.stem for file in (shipped("conf") / group).glob("*.yaml"))
+
+
+def function_of(group: str, option: str, task_file: Path | None = None) -> Signature | None:
+    """Return the signature behind an option, or None where it has no function (such as `auto`).
+
+    option  a name, or what `reference_of` returns
+    """
+    own = by_reference(option) if ":" in option else own_options(task_file).get((group, option))
+    return own.signature if own else read_functions(SOURCES[group]).get(option.replace("-", "_"))
+
+
+def reference_of(group: str, option: str, task_file: Path | None) -> str:
+    """Return what names the function of an option for `option_table.make`: its name if it is shipped."""
+    own = own_options(task_file).get((group, option))
+    return own.reference if own else option
+
+
+def own_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterator[tuple[str, str, str]]:
+    """Yield group, option and origin of the chosen options that are not shipped."""
+    own = own_options(task_file)
+    for group, option in functions.items():
+        if (group, option) in own:
+            yield group, option, own[group, option].origin
+
+
+def task_source(name: str, task_file: Path | None) -> Path:
+    """Return the Python file that defines the task."""
+    return task_file if task_file else shipped("tasks") / name / "task.py"
+
+
+def shipped_tasks() -> list[Path]:
+    return sorted(file.parent for file in shipped("tasks").glob("*/task.py"))
+
+
+@cache
+def all_keys() -> Mapping[str, tuple[Key, ...]]:
+    """Return the keys of the settings and of all shipped options, each as every option that has it declares it."""
+    found = {name: (key,) for name, key in settings_keys(Settings).items()}
+    for group in AXES:
+        for option in options_of(group):
+            signature = function_of(group, option)
+            for name, key in (signature.keys if signature else {}).items():
+                found[f"{group}.{name}"] = (*found.get(f"{group}.{name}", ()), key)
+    return found
+
+
+def plain_keys() -> list[str]:
+    return list(all_keys())
+
+
+def option_name(group: str, value: Any, known: Iterable[str]) -> str:
+    """Return the option meant. Absence is called off in some groups and none in others: any word for it will do."""
+    if value is None or value is False or value in ("none", "off"):
+        return next((name for name in ("off", "none") if name in known), text_of_value(value))
+    name = "on" if value is True else str(value)
+    return PRECISION_NAMES.get(name.lower(), name) if group == "precision" else name
+
+
+def option_with(group: str, key: str, task_file: Path | None = None) -> str | None:
+    """Return the first option of the group that has this key, or the mapping of which it is an entry."""
+    order = [*read_functions(SOURCES[group])]  # the usual options come first in the source
+    for option in sorted(
+        options_of(group, None, task_file), key=lambda each: order.index(each) if each in order else len(order)
+    ):
+        signature = function_of(group, option, task_file)
+        if signature and key.partition(".")[0] in signature.keys:
+            return option
+    return None

@@ -1,0 +1,344 @@
+"""Configuration schema, read from function signatures without importing the code.
+
+An axis is a Python file with one function per option. The parameters after `*` are the option's keys: their
+annotations are the types, their defaults the default values, their docstring lines the help. The file is parsed, not
+imported, so an invalid key is reported before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import difflib
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from runner.base import values
+from runner.base.errors import readable
+from runner.base.values import Matches, Range
+
+MAX_SHOWN = 200  # maximum characters of a value in a message
+REQUIRED = object()  # sentinel: the key has no default
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A default that cannot be evaluated without running the code."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Key:
+    """A configuration key: its type, default and help text."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str = ""
+
+
+Keys = Mapping[str, Key]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The signature of an option: `runner` parameters are passed by the runner, `keys` are set by the user."""
+
+    name: str
+    runner: tuple[str, ...]
+    keys: Mapping[str, Key]
+    summary: str
+
+
+@cache
+def read_module(path: Path) -> ast.Module:
+    """Parse a Python file. Raises SyntaxError as Python would."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@cache
+def read_functions(path: Path) -> Mapping[str, Signature]:
+    """Return the signatures of a Python file, methods as `Class.method`, without importing it.
+
+    Raises SyntaxError as Python would.
+    """
+    found = {}
+    for node in read_module(path).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = _signature(node, path)
+        elif isinstance(node, ast.ClassDef):
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    found[f"{node.name}.{member.name}"] = _signature(member, path)
+    return found
+
+
+def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
+    """Return the keys of a settings dataclass, nested ones with dots."""
+    hints = typing.get_type_hints(settings, include_extras=True)
+    help_lines = _help_lines(inspect.cleandoc(settings.__doc__ or ""))
+    keys: dict[str, Key] = {}
+    for field in dataclasses.fields(settings):
+        annotation = hints[field.name]
+        name = prefix + field.name
+        if dataclasses.is_dataclass(annotation):
+            assert isinstance(annotation, type)
+            keys.update(settings_keys(annotation, name + "."))
+            continue
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        keys[name] = Key(name, annotation, default, help_lines.get(field.name, ""))
+    return keys
+
+
+def defaults(keys: Mapping[str, Key]) -> dict[str, Any]:
+    """Return the default of each key that has one, as in a YAML file; lists and mappings are copied."""
+    return {name: as_data(key.default) for name, key in keys.items() if key.default is not REQUIRED}
+
+
+def fault(annotation: Any, value: Any) -> str | None:
+    """Return a description of the expected type if `value` does not match it, else None."""
+    return None if _fits(annotation, value) else f"must be {in_words(annotation)}, but is {_shown(value)}"
+
+
+def in_words(annotation: Any) -> str:
+    """Describe a type: `a number above 0, or auto`."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        words = [item.description for item in arguments[1:] if isinstance(item, (Range, Matches))]
+        return words[0] if words else in_words(arguments[0])
+    if origin is typing.Literal:
+        return _one_of([_plain(item) for item in arguments])
+    if origin in (typing.Union, types.UnionType):
+        return _one_of([in_words(item) for item in arguments])
+    if origin is list or annotation is list:
+        return "a list" + (f" of {_plural(arguments[0])}" if arguments else "")
+    if origin is tuple:
+        return f"a list of {_plural(arguments[0]) if Ellipsis in arguments else f'{len(arguments)} values'}"
+    if origin in (dict, Mapping) or annotation in (dict, Mapping):
+        return "a mapping"
+    return _TYPE_WORDS.get(annotation, str(annotation))
+
+
+def choices_of(annotation: Any) -> set[str]:
+    """Return the literal strings of a type, e.g. those of `Literal["sum", "mean"] | float`."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return {item for item in typing.get_args(annotation) if isinstance(item, str)}
+    return set().union(*map(choices_of, typing.get_args(annotation)))
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+    """Return the most similar known word, or None if none is similar enough: a wrong suggestion is worse than none."""
+    if len(word) > MAX_SHOWN:
+        return None
+    candidates = list(known)
+    lowered = {candidate.lower(): candidate for candidate in candidates}
+    group, dot, name = word.lower().rpartition(".")
+    if dot:  # a long common prefix does not make keys similar
+        siblings = {key.removeprefix(f"{group}."): key for key in lowered if key.rpartition(".")[0] == group}
+        if close := _close(name, siblings, cutoff):
+            return lowered[siblings[close]]
+        lowered = {key: candidate for key, candidate in lowered.items() if key not in siblings.values()}
+    if close := _close(word.lower(), lowered, cutoff):
+        return lowered[close]
+    last = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}
+    close = _close(word.rsplit(".", 1)[-1].lower(), last, max(cutoff, 0.85))
+    return last[close] if close else None
+
+
+def _close(word: str, known: Iterable[str], cutoff: float) -> str | None:
+    """Return a known word that is one typo away, else the most similar one above the cutoff.
+
+    A word of up to three letters may have the typo anywhere but in the first letter (l4 is not t4, tpu is not cpu);
+    one of up to four letters may have one typo only.
+    """
+    known = list(known)
+    one_away = [each for each in known if is_one_typo(word, each) and (len(word) > 3 or word[:1] in each[:2])]
+    if one_away:
+        cutoff = 0.0
+    elif len(word) <= 4:
+        return None
+    return next(iter(difflib.get_close_matches(word, one_away or known, n=1, cutoff=cutoff)), None)
+
+
+def is_one_typo(word: str, other: str) -> bool:
+    """Return whether two words are equal or differ by one letter: replaced, inserted, deleted, or transposed."""
+    if word == other:
+        return True
+    if not 0 <= abs(len(word) - len(other)) <= 1 or min(len(word), len(other)) < 2:
+        return False
+    start = next(
+        (at for at, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]),
+        len(min(word, other, key=len)),
+    )
+    rests = word[start:], other[start:]
+    swapped = rests[0][:2] == rests[1][:2][::-1] and rests[0][2:] == rests[1][2:]
+    return swapped or rests[0][1:] == rests[1][1:] or rests[0][1:] == rests[1] or rests[0] == rests[1][1:]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "did you mean X?" or an empty string."""
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else ""
+
+
+_TYPE_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    None: "null",
+    type(None): "null",
+    Any: "anything",
+}
+# Names allowed in annotations; `_fits` implements their checks.
+_NAMESPACE: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, object, bytes, complex, set)},
+    **{name: getattr(values, name) for name in values.__all__},
+    "Optional": typing.Optional,
+    "Union": typing.Union,
+    "List": list,
+    "Dict": dict,
+    "Tuple": tuple,
+}
+_TYPING = ("typing", "t")
+
+
+def _signature(node: ast.FunctionDef, path: Path) -> Signature:
+    help_lines = _help_lines(ast.get_docstring(node) or "")
+    keys = {}
+    for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        kind = _type_of(argument.annotation)
+        value = REQUIRED if default is None else _literal(default)
+        keys[argument.arg] = Key(argument.arg, kind, value, help_lines.get(argument.arg, ""))
+    runner = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
+    summary = (ast.get_docstring(node) or "").split("\n", 1)[0]
+    return Signature(node.name, runner, keys, summary)
+
+
+def _type_of(annotation: ast.expr | None) -> Any:
+    """Return the type, or Any for a user-defined one, which the function itself must check."""
+    try:
+        return _read_type(annotation) if annotation is not None else Any
+    except Exception:  # an invalid combination of types may raise anything
+        return Any
+
+
+def _read_type(node: ast.expr) -> Any:
+    """Evaluate an annotation that uses names of `_NAMESPACE` only; no code of the file is executed.
+
+    `plan` and shell completion parse task files that the user has not yet decided to execute.
+    """
+    if isinstance(node, ast.Constant):
+        return _read_type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else _none(node)
+    if isinstance(node, ast.Name):
+        return _NAMESPACE[node.id]
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _TYPING:
+        return _NAMESPACE[node.attr]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return _read_type(node.left) | _read_type(node.right)
+    if isinstance(node, ast.Subscript):
+        base = _read_type(node.value)
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        read = ast.literal_eval if base is typing.Literal else _read_item
+        return base[tuple(map(read, items)) if len(items) > 1 or base is tuple else read(items[0])]
+    raise ValueError(f"{ast.unparse(node)} is no type")
+
+
+def _read_item(node: ast.expr) -> Any:
+    """Return an item in the brackets of a type: another type, an ellipsis, a range or a pattern."""
+    if isinstance(node, ast.Constant) and node.value is Ellipsis:
+        return Ellipsis
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Range", "Matches"):
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        return _NAMESPACE[node.func.id](*map(ast.literal_eval, node.args), **named)
+    return _read_type(node)
+
+
+def _none(node: ast.Constant) -> None:
+    if node.value is not None:
+        raise ValueError(f"{node.value!r} is no type")
+
+
+def _literal(default: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(default)
+    except (ValueError, TypeError):  # not a literal, or an invalid one such as {[]: 1}
+        return Expression(ast.unparse(default))
+
+
+def as_data(value: Any) -> Any:
+    """Return a default as a YAML file has it: tuples as lists, and nothing shared with the signature."""
+    return [as_data(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
+
+
+def _help_lines(docstring: str) -> dict[str, str]:
+    """Parse `name  meaning` lines, with their indented continuation lines, from a dedented docstring."""
+    found: dict[str, str] = {}
+    current = ""
+    for line in docstring.splitlines():
+        name, gap, meaning = line.partition("  ")
+        if gap and name.isidentifier():
+            current, found[name] = name, meaning.strip()
+        elif current and line.startswith(" "):
+            found[current] += " " + line.strip()
+        else:
+            current = ""
+    return found
+
+
+def _fits(annotation: Any, value: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is typing.Annotated:
+        ranges = [item for item in arguments[1:] if isinstance(item, (Range, Matches))]
+        return _fits(arguments[0], value) and all(item.allows(value) for item in ranges)
+    if origin is typing.Literal:
+        return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(item, value) for item in arguments)
+    if origin is list or annotation is list:
+        return isinstance(value, list) and all(_fits(arguments[0], item) for item in value if arguments)
+    if origin is tuple:
+        fixed = arguments[:-1] if arguments[-1:] == (Ellipsis,) else arguments
+        if len(fixed) != len(arguments):
+            return isinstance(value, (list, tuple)) and all(_fits(fixed[0], item) for item in value)
+        return isinstance(value, (list, tuple)) and len(value) == len(fixed) and all(map(_fits, fixed, value))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        names, items = arguments
+        return isinstance(value, Mapping) and all(_fits(names, key) and _fits(items, value[key]) for key in value)
+    if annotation in (None, type(None)):
+        return value is None
+    if annotation is float:
+        # Integers above the largest float, infinities and NaN cannot be used in arithmetic.
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation) if isinstance(annotation, type) else True
+
+
+def _one_of(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _plural(annotation: Any) -> str:
+    return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown(value: Any) -> str:
+    return f'"{readable(value, MAX_SHOWN)}"' if isinstance(value, str) else readable(_plain(value), MAX_SHOWN)

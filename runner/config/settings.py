@@ -1,0 +1,117 @@
+"""Top-level settings: length, batch size, device, folders and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from runner.base.paths import as_path
+from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, Seed
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where the samples come from.
+
+    path           folder or file in the task's own format; null: the task's own data
+    train_samples  maximum number of training samples, taken from the beginning; null: all
+    """
+
+    path: Place | None = None
+    train_samples: PositiveInt | None = None
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """When and on how much the model is evaluated while it trains.
+
+    every    updates between evaluations; auto: ten evaluations per phase; 0: only at the end of a phase
+    samples  number of validation samples, evenly spaced and always the same; null: all
+    """
+
+    every: Count | Literal["auto"] = "auto"
+    samples: PositiveInt | None = None
+
+
+@dataclass(frozen=True)
+class EarlyStoppingSettings:
+    """When a phase ends before its last update.
+
+    patience   consecutive evaluations without improvement after which the phase ends; null: never
+    metric     evaluation metric to monitor
+    best_is    min or max: whether lower or higher values are better
+    min_delta  minimum improvement over the best value
+    """
+
+    patience: PositiveInt | None = None
+    metric: str = "val/loss"
+    best_is: Literal["min", "max"] = "min"
+    min_delta: NonNegative = 0.0
+
+
+@dataclass(frozen=True)
+class WeightsSettings:
+    """The initial weights of a new run; `weights=X` is short for `weights.source=X`.
+
+    source  a run, a checkpoint, a safetensors file, or a folder with one or with shards; null: none of these
+    strict  every tensor must fit; false: take those that fit, and print what is missing and what is ignored
+    only    modules or tensors of the model to take, e.g. [backbone]; []: all
+    rename  names in the source -> names in the model, for modules or tensors, e.g. {encoder: backbone}
+    """
+
+    source: Place | None = None
+    strict: bool = True
+    only: list[str] = field(default_factory=list)
+    rename: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Top-level keys of the configuration.
+
+    updates            optimizer steps of the run (or give epochs)
+    epochs             passes over the training data (or give updates); 0: only phases without gradients
+    global_batch_size  samples per update over all ranks and micro-batches
+    micro_batch_size   samples per forward and backward pass on a device; auto: derived
+    max_grad_norm      maximum gradient norm for clipping; null: no clipping
+    seed               random seed of weights, data order and dropout
+    device             auto, cpu, cuda, cuda:N or mps
+    phases             names of the phases to run; null: all of the task's but infer
+    run                train: name of the run, an existing name resumes; others: last, a name or a folder
+    output_root        folder that holds the runs
+    resume             auto: continue the run of that name; fresh: restart from scratch; or a run folder to start from
+    resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
+    log_every          updates between rows of metrics.jsonl
+    on_oom             after out of memory: retry: repeat the update with smaller micro-batches and keep that size;
+                       stop: end the run
+    """
+
+    updates: PositiveInt | None = None
+    epochs: NonNegative | None = None
+    global_batch_size: PositiveInt = 32
+    micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    max_grad_norm: Positive | None = 1.0
+    seed: Seed = 0
+    device: DeviceName = "auto"
+    phases: list[str] | None = None
+    run: str | None = None
+    output_root: Place = "outputs"
+    resume: str = "auto"
+    resume_allow: list[str] = field(default_factory=list)
+    log_every: PositiveInt = 10
+    on_oom: Literal["retry", "stop"] = "retry"
+    weights: WeightsSettings = field(default_factory=WeightsSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    evaluate: EvaluateSettings = field(default_factory=EvaluateSettings)
+    early_stopping: EarlyStoppingSettings = field(default_factory=EarlyStoppingSettings)
+
+    @property
+    def root(self) -> Path:
+        """Return the folder that holds the runs."""
+        return as_path(self.output_root)
+
+
+# A group of settings is also the name of its main key: weights=FILE sets weights.source.
+MAIN_KEYS: Mapping[str, str] = {"weights": "weights.source"}

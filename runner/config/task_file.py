@@ -1,0 +1,121 @@
+"""Read the literals and signatures of a task file without executing it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.secret import secret_problems
+from runner.config.options import options_of, shipped_tasks, task_source
+from runner.config.phases import Declared, read_phases
+from runner.config.request import Request
+from runner.config.schema import (
+    REQUIRED,
+    Expression,
+    Keys,
+    did_you_mean,
+    read_functions,
+    read_module,
+)
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """What a task's file declares: the keys of `build` and `predict`, and its literals.
+
+    label  who set a value, in messages: `task gpt`
+    """
+
+    source: Path
+    label: str
+    build: Keys = field(default_factory=dict)
+    predict: Keys = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    phases: tuple[Declared, ...] = ()
+
+
+def read_task(name: str, request: Request, size_of: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
+    """Return what the task's file declares, without executing it; SIZES of the size in use override SETTINGS.
+
+    name     task of the configuration files and the command line
+    size_of  default of task.size -> the size in use
+    """
+    source = task_source(name, request.task_file)
+    label = f"task {request.task_file.name if request.task_file else name}"
+    if not request.task_file and name not in options_of("task", request.config_dir):
+        return TaskFile(source, label)  # Hydra reports it
+    try:
+        functions, tree = read_functions(source), read_module(source)
+    except SyntaxError as error:
+        problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line"))
+        return TaskFile(source, label)
+    except (RecursionError, MemoryError):  # Python's parser has no memory left: it means its stack
+        problems.append(Problem("must be nested less deeply: Python cannot read it", str(source)))
+        return TaskFile(source, label)
+    except (UnicodeDecodeError, ValueError) as error:
+        problems.append(Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py"))
+        return TaskFile(source, label)
+    except OSError as error:  # an option of the user's folder for which there is no task
+        known = [folder.name for folder in shipped_tasks()]
+        what = f"there is no task of that name; must be one of {', '.join(known)} ({source}: {error.strerror})"
+        problems.append(Problem(what, f"task={name}", "use --task FILE for a task of your own"))
+        return TaskFile(source, label)
+    if "build" not in functions:
+        what, fix = "has no function build()", "an example: accel-run new my_task.py"
+        problems.append(Problem(what, str(source), fix))
+        return TaskFile(source, label)
+    build = functions["build"].keys
+    predict = {
+        name: key for found in functions if found.endswith(".predict") for name, key in functions[found].keys.items()
+    }
+    for argument, key in [*build.items(), *predict.items()]:
+        if isinstance(key.default, Expression):
+            what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"
+            problems.append(
+                Problem(what, str(source), "make it None or a literal, and what is to be computed in build")
+            )
+    settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
+    by_default = {
+        f"{place}.{name}": key.default
+        for place, keys in (("task", build), ("inference", predict))
+        for name, key in keys.items()
+        if key.default is not REQUIRED and not isinstance(key.default, Expression)
+    }
+    if hidden := secret_problems(by_default, source.name):  # before the defaults reach config.yaml and plan.json
+        raise ConfigError(hidden)
+    kept_in_it = [*secret_problems(settings, source.name), *secret_problems(sizes, source.name)]
+    if kept_in_it or (kept_in_it := secret_problems(phases, source.name)):
+        raise ConfigError(kept_in_it)
+    of_size = sizes.get(size_of(build["size"].default if "size" in build else ""))
+    settings = {**settings, **(of_size if isinstance(of_size, dict) else {})}
+    of_phases = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}
+    for short in {"phase", *(f"phase.{name}" for name in phases)} & set(settings):
+        problems.append(Problem("must be written in full: phase.NAME.KEY", f"SETTINGS[{short!r}]"))
+        del settings[short]
+    declared = read_phases(phases, of_phases, source.name, problems)
+    names = [phase.name for phase in declared]
+    for setting in of_phases:
+        phase = setting.split(".")[1]
+        if phase not in names:
+            problems.append(Problem("PHASES has no such phase", f"SETTINGS[{setting!r}]", did_you_mean(phase, names)))
+    rest = {key: value for key, value in settings.items() if key not in of_phases}
+    return TaskFile(source, label, build, predict, rest, declared)
+
+
+def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
+    """Return the literal mapping that the module binds to a name; nothing where it does not."""
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == name and node.value:
+            try:
+                settings = ast.literal_eval(node.value)
+            except (ValueError, TypeError, RecursionError, MemoryError):
+                settings = None
+            if isinstance(settings, dict):
+                return settings
+            problems.append(Problem(f"{name} must be a literal mapping of keys to values", str(source)))
+    return {}

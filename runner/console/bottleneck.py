@@ -1,0 +1,126 @@
+"""Find the bottleneck of a run from its time breakdown, as a table and as one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from runner.base.stopwatch import OUTSIDE
+from runner.base.text import aligned
+
+LIMITING_SHARE = 0.10  # parts below this share of the time are not reported as a bottleneck
+DOMINANT_SHARE = 0.50  # minimum share of a single bottleneck
+IDLE_PERCENT = 50.0  # below this utilization, a computing GPU is waiting for the host
+SHOWN_SHARE = 0.005  # smaller parts are combined in the table
+
+Seconds = Mapping[str, float]
+
+
+def limited_by(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, float] | None = None) -> str:
+    """Return the bottleneck of the run in one sentence, with the supporting numbers.
+
+    A kind of work with at least half of the time is the bottleneck; others are mentioned from a tenth on. Start-up
+    that takes at least a tenth, but less than half, is excluded, because its share falls in a longer run.
+
+    parts_s       part -> seconds; the rest of `total_s` is unaccounted for
+    busy_percent  GPU -> percent of the time in which it computed, if monitored
+    """
+    if total_s <= 0 or not parts_s:
+        return "unknown: the time was not measured"
+    kinds, when, before = _kinds(parts_s, total_s), "", ""
+    started_s = kinds["start-up"]
+    if LIMITING_SHARE * total_s <= started_s < DOMINANT_SHARE * total_s:
+        del kinds["start-up"]
+        total_s -= started_s
+        when, before = " after start-up", f"; start-up took {started_s:.1f} s"
+    (first, seconds), *others = sorted(kinds.items(), key=lambda kind: -kind[1])
+    worth = [f"{kind} {spent / total_s:.0%}" for kind, spent in others if spent >= LIMITING_SHARE * total_s]
+    busy = _busy(busy_percent or {}, computes=first == "compute")
+    if seconds < DOMINANT_SHARE * total_s:
+        return f"no single bottleneck{when}: {', '.join([f'{first} {seconds / total_s:.0%}', *worth])}{busy}{before}"
+    meaning = MEANINGS.get(first, "was not accounted for")
+    share = f"{first}: {seconds / total_s:.0%} of the time{when} ({seconds:.1f} of {total_s:.1f} s) {meaning}"
+    inner = [
+        f"{part} {parts_s[part] / total_s:.0%}"
+        for part in KINDS.get(first, ())
+        if parts_s.get(part, 0.0) >= SHOWN_SHARE * total_s
+    ]
+    named = f" ({', '.join(inner).replace('_', ' ')})" if len(inner) > 1 else ""
+    also = f"; also {', '.join(worth)}" if worth else ""
+    return f"{share}{named}{also}{busy}{before}"
+
+
+def spent_on(kind: str, share: float) -> str:
+    """Return the sentence for a kind of work that took this share of the time, for reports and advice alike."""
+    return f"{share:.0%} of the time {MEANINGS[kind]}"
+
+
+def mostly(parts_s: Seconds, total_s: float) -> str:
+    """Return the kinds of work with at least a tenth of the time, largest first: `compute 82%, data 12%`."""
+    if total_s <= 0 or not parts_s:
+        return ""
+    kinds = sorted(_kinds(parts_s, total_s).items(), key=lambda kind: -kind[1])
+    return ", ".join(f"{kind} {spent / total_s:.0%}" for kind, spent in kinds if spent >= LIMITING_SHARE * total_s)
+
+
+def table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
+    """Return a line per part, largest first: share, seconds and, if it recurs, milliseconds per update.
+
+    updates  number of timed updates; 0: unknown
+    """
+    if total_s <= 0 or not parts_s:
+        return []
+    rest = total_s - sum(parts_s.values())
+    shown = {part: spent for part, spent in parts_s.items() if spent >= SHOWN_SHARE * total_s}
+    rest += sum(spent for part, spent in parts_s.items() if part not in shown)
+    lines = sorted(shown.items(), key=lambda part: -part[1])
+    lines += [("other", rest)] if rest >= SHOWN_SHARE * total_s else []
+    rows = []
+    for part, spent in lines:
+        each = "" if part in ONCE or not updates else f"{1e3 * spent / updates:,.3f} ms per update"
+        rows.append((part.replace("_", " "), f"{spent / total_s:.1%}", f"{spent:,.2f} s", each))
+    return aligned(rows, "<>")
+
+
+def _kinds(parts_s: Seconds, total_s: float) -> dict[str, float]:
+    kinds = {kind: sum(parts_s.get(part, 0.0) for part in parts) for kind, parts in KINDS.items()}
+    return {**kinds, "the rest": max(0.0, total_s - sum(parts_s.values()))}
+
+
+def _busy(busy_percent: Mapping[str, float], *, computes: bool) -> str:
+    """Return GPU utilization, and what it means if compute is the bottleneck."""
+    if not busy_percent:
+        return ""
+    alone = len(busy_percent) == 1
+    gpus = "the GPU was" if alone else f"{', '.join(busy_percent)} were"
+    waits = "it waits" if alone else "they wait"
+    idle = computes and max(busy_percent.values()) < IDLE_PERCENT
+    figures = ", ".join(f"{percent:.0f}%" for percent in busy_percent.values())
+    return f"; {gpus} busy {figures} of the time" + (f": {waits} for the host's commands" if idle else "")
+
+
+# Kind of work -> its parts.
+KINDS: Mapping[str, Sequence[str]] = {
+    "compute": ("forward", "backward", "optimizer"),
+    "data": ("data",),
+    "transfer": ("transfer",),
+    "other ranks": ("wait",),
+    "start-up": ("starting", "first_update"),
+    "evaluation": ("evaluation",),
+    "saving": ("saving",),
+    "logging": ("logging", "drawing"),
+    "hooks": ("hooks",),
+    "the end": ("closing",),
+}
+MEANINGS: Mapping[str, str] = {
+    "compute": "was spent computing",
+    "data": "was spent waiting for the next batch",
+    "transfer": "was spent copying batches to the device",
+    "other ranks": "was spent waiting for other ranks and exchanging gradients",
+    "start-up": "was spent before the second update, including one-time compilation and tuning",
+    "evaluation": "was spent in evaluation",
+    "saving": "was spent saving checkpoints",
+    "logging": "was spent writing metrics and drawing progress",
+    "hooks": "was spent between updates",
+    "the end": "was spent closing the run",
+}
+ONCE = (*OUTSIDE, "evaluation", "saving", "other")  # not repeated with every update

@@ -1,0 +1,259 @@
+"""Progress of a phase: a bar on a terminal, plain lines elsewhere. Drawing is rate-limited, so calls are cheap."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TextIO
+
+from rich.console import Console, ConsoleDimensions, Group
+from rich.live import Live
+from rich.text import Text
+
+from runner.base.text import for_terminal
+
+Values = Mapping[str, float | None]
+
+DRAW_EVERY_S = 0.25
+LINE_EVERY_S = 30.0
+PACE_WINDOW_S = 30.0
+BAR_COLUMNS = 24
+PACE = "it_per_s"
+LEAST_BAR = 6  # narrower bars are not drawn
+BEFORE_THE_BAR = 4  # figures up to this rank are more important than the bar
+
+
+class ProgressDisplay:
+    """Interface of progress displays; the base class shows nothing, for ranks that do not print."""
+
+    def start(self, total_updates: int, done: int = 0) -> None:
+        """Start at update `done` of `total_updates`."""
+
+    def due(self, update: int) -> bool:
+        """Return whether `update` would show something now; if not, the caller need not read values from the device.
+
+        Costs one clock read.
+        """
+        return False
+
+    def update(self, update: int, values: Values, monitor: str = "") -> None:
+        """Show the state after `update` if it is due; values that are None are omitted.
+
+        values   by metric name; `train/loss` is shown as `loss`. data_wait is a fraction, memory_gib in GiB;
+                 it_per_s replaces the displayed pace; the ETA uses the pace of the last 30 s
+        monitor  one line about the machine, shown below
+        """
+
+    def note(self, text: str) -> None:
+        """Print a permanent line above the bar."""
+
+    def finish(self) -> None:
+        """Leave the last state on the screen and release the terminal."""
+
+
+def make_progress(stream: TextIO | None) -> ProgressDisplay:
+    """Return a bar for a terminal, lines for a pipe or a file, nothing for None."""
+    if stream is None:
+        return ProgressDisplay()
+    drawable = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return Bar(stream) if drawable else ProgressLines(stream)
+
+
+class Pace:
+    """Updates per second over the last 30 s."""
+
+    def __init__(self, update: int, now: float) -> None:
+        self._marks = deque([(now, update)])
+
+    def mark(self, update: int, now: float) -> float | None:
+        """Record `update` and return the pace; None while it is unknown."""
+        self._marks.append((now, update))
+        while len(self._marks) > 2 and now - self._marks[0][0] > PACE_WINDOW_S:
+            self._marks.popleft()
+        since, first = self._marks[0]
+        return (update - first) / (now - since) if update > first and now > since else None
+
+
+class ProgressLines(ProgressDisplay):
+    """Plain `key=value` lines after the first and the tenth update, then every 30 s, and after the last."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._total = self._done = 0
+        self._next_s = float("inf")
+        self._pace = Pace(0, 0.0)
+
+    def start(self, total_updates: int, done: int = 0) -> None:
+        self._total, self._done = total_updates, done
+        self._next_s = self._clock() + LINE_EVERY_S
+        self._pace = Pace(done, self._clock())
+
+    def due(self, update: int) -> bool:
+        return self._clock() >= self._next_s or update == self._total or update - self._done in (1, 10)
+
+    def update(self, update: int, values: Values, monitor: str = "") -> None:
+        if not self.due(update):
+            return
+        now = self._clock()
+        self._next_s = now + LINE_EVERY_S
+        pace = self._pace.mark(update, now)
+        fields: dict[str, float | None] = {"update": update, "total": self._total, PACE: pace}
+        fields.update(values)
+        fields["eta_s"] = round((self._total - update) / pace) if pace else None
+        words = [f"{name}={_plain(value)}" for name, value in fields.items() if value is not None]
+        self.note(" ".join([*words, f'monitor="{monitor}"'] if monitor else words))
+
+    def note(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
+            print(_printable(text, self._stream.encoding), file=self._stream, flush=True)
+
+
+class Bar(ProgressDisplay):
+    """A progress bar with figures, and a line about the machine below it; drawn at most four times a second.
+
+    On a narrow terminal the least important figures are dropped first.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        # The bar is what the user watches while output is redirected elsewhere, so nothing but `stream` decides.
+        self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+        self._clock = clock
+        self._live: Live | None = None
+        self._total = 0
+        self._next_s = float("inf")
+        self._pace = Pace(0, 0.0)
+        self._widths: dict[str, int] = {}  # widest text of each figure, so that the bar keeps its place
+
+    def start(self, total_updates: int, done: int = 0) -> None:
+        self._total = total_updates
+        self._widths = {}
+        self._next_s = self._clock()
+        self._pace = Pace(done, self._clock())
+        # No refresh thread: drawing happens only inside `update`.
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+        self._draw(lambda live: live.start())
+
+    def due(self, update: int) -> bool:
+        return self._clock() >= self._next_s or update == self._total
+
+    def update(self, update: int, values: Values, monitor: str = "") -> None:
+        if not self.due(update):
+            return
+        now = self._clock()
+        self._next_s = now + DRAW_EVERY_S
+        pace = self._pace.mark(update, now)
+        self._draw(lambda live: live.update(self._frame(update, pace, values, monitor), refresh=True))
+
+    def note(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            text = for_terminal(_printable(text, self._console.encoding), self._console.file)
+            self._console.print(text, soft_wrap=True)
+
+    def finish(self) -> None:
+        self._draw(lambda live: live.stop())
+        self._live, self._next_s = None, float("inf")
+
+    def _draw(self, do: Callable[[Live], None]) -> None:
+        """Draw; after the terminal is gone, do nothing."""
+        if self._live is not None and not self._console.draw(partial(do, self._live)):
+            self._live, self._next_s = None, float("inf")
+
+    def _frame(self, update: int, pace: float | None, values: Values, monitor: str) -> Group:
+        fraction = min(1.0, update / self._total) if self._total else 1.0
+        figures = [(f"{update:>{len(str(self._total))}}/{self._total}", 0)]
+        shown = values.get(PACE) or pace
+        if shown:
+            figures.append(self._wide("pace", (f"{shown:.1f} it/s" if shown >= 1 else f"{1 / shown:.1f} s/it", 3)))
+        for name, value in values.items():
+            if value is not None and name != PACE:
+                figures.append(self._wide(name, _figure(name.rpartition("/")[2], value)))
+        if pace or "ETA" in self._widths:  # its space is kept after the last update
+            left = f"ETA {_clock_time((self._total - update) / pace)}" if pace and update < self._total else ""
+            figures.append(self._wide("ETA", (left, 1)))
+        # Some terminals wrap a line that fills the last column.
+        percent, width = f"{fraction:4.0%}", self._console.width - 1
+        while len(figures) > 1:
+            least = max(figures, key=lambda figure: figure[1])
+            bar = LEAST_BAR + 1 if least[1] > BEFORE_THE_BAR else 0
+            if _columns(percent, figures) + bar <= width:
+                break
+            figures.remove(least)
+        line = Text(no_wrap=True, overflow="crop").append(percent, style="bold")
+        columns = min(BAR_COLUMNS, width - _columns(percent, figures) - 1)
+        if columns >= LEAST_BAR:
+            done, rest = ("█", "░") if self._unicode else ("#", ".")
+            filled = int(fraction * columns)
+            line.append(" ").append(done * filled, style="green").append(rest * (columns - filled), style="dim")
+        line.append(("  " + "  ".join(text for text, _ in figures)).rstrip())
+        machine = _printable(monitor, self._console.encoding)
+        return Group(line, Text(machine, style="dim", no_wrap=True, overflow="crop")) if monitor else Group(line)
+
+    def _wide(self, name: str, figure: tuple[str, int]) -> tuple[str, int]:
+        """Pad the figure to the width of its widest text so far."""
+        text, rank = figure
+        self._widths[name] = max(self._widths.get(name, 0), len(text))
+        return text.ljust(self._widths[name]), rank
+
+    @property
+    def _unicode(self) -> bool:
+        return self._console.encoding.lower().startswith("utf")
+
+
+class TerminalConsole(Console):
+    """A console with the size of its terminal that never hides the cursor: a killed run could not restore it."""
+
+    def fit(self) -> None:
+        """Use the size of this terminal; rich queries those of the standard streams."""
+        columns, rows = os.get_terminal_size(self.file.fileno())
+        self.size = ConsoleDimensions(columns or 80, rows or 24)
+
+    def draw(self, do: Callable[[], None]) -> bool:
+        """Draw at the current size of the terminal; return False if it is gone."""
+        try:
+            self.fit()
+            do()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def show_cursor(self, show: bool = True) -> bool:
+        return False
+
+
+def _figure(name: str, value: float) -> tuple[str, int]:
+    """Return a figure as text, and its rank: higher ranks are dropped first on a narrow terminal."""
+    if name not in FIGURES:
+        return f"{name} {value:.4g}", 8
+    pattern, rank = FIGURES[name]
+    return pattern.format(value), rank
+
+
+def _columns(percent: str, figures: list[tuple[str, int]]) -> int:
+    return len(percent) + sum(2 + len(text) for text, _ in figures)
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def _printable(text: str, encoding: str | None) -> str:
+    return text.encode(encoding or "utf-8", errors="replace").decode(encoding or "utf-8")
+
+
+FIGURES: Mapping[str, tuple[str, int]] = {
+    "loss": ("loss {:.4g}", 2),
+    "lr": ("lr {:.2e}", 4),
+    "grad_norm": ("norm {:.3g}", 7),
+    "memory_gib": ("mem {:.1f}GiB", 6),
+    "data_wait": ("data {:.0%}", 5),
+}

@@ -1,0 +1,201 @@
+"""Write checkpoints in a thread beside training, one at a time, with retries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runner.base.errors import StorageError
+
+if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
+    pass
+from runner.durable.checkpoint import Snapshot, retain, save
+from runner.durable.system_errors import answers_to
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Time and size of a saved checkpoint.
+
+    nbytes   size of its tensors
+    write_s  seconds until it was durable under its name
+    total_s  seconds until the checkpoints that it replaces were removed
+    """
+
+    path: Path
+    update: int
+    nbytes: int
+    write_s: float
+    total_s: float
+
+
+class Writer:
+    """Save snapshots on a background thread, one at a time, while training continues.
+
+    sync_first  syncs the files that a checkpoint depends on, before its final rename
+
+    A save is attempted three times, each time in a new folder: a failure before the last is passed to `on_retry`.
+    A final failure is passed to `on_failure` and training continues; after three in a row `submit` and `wait`
+    raise. If `check` raises, a snapshot is not saved. All callbacks run on the writer's thread. Any error except
+    StorageError is raised by the next `submit` or `wait`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 2,
+        on_saved: Callable[[Path], None] = lambda _: None,
+        on_retry: Callable[[StorageError], None] = lambda _: None,
+        on_failure: Callable[[StorageError], None] = lambda _: None,
+        sync_first: Callable[[], None] = lambda: None,
+        check: Callable[[Snapshot], None] = lambda _: None,
+    ) -> None:
+        self.directory = directory
+        self.keep_last = keep_last
+        self.acknowledged: int | None = None  # last durable update
+        self.last: Saved | None = None  # last checkpoint that was written, including retention
+        self.failures: list[StorageError] = []  # all of them, including those of retention
+        self._in_a_row = 0
+        self._on_saved = on_saved
+        self._on_retry = on_retry
+        self._on_failure = on_failure
+        self._sync_first = sync_first
+        self._valid: set[Path] = set()
+        self._began, self._update = 0.0, 0
+        self._check = check
+        self._fault: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), overwrite: bool = False) -> None:
+        """Start saving `snapshot`; blocks only while the previous one is being written, or if there is no thread.
+
+        best  checkpoints to keep regardless of age; may include the new one
+        overwrite  replace an existing checkpoint of the same update
+
+        Raises StorageError if the last three saves failed; `snapshot` is then not saved.
+        """
+        self.wait()
+        self._began, self._update = time.monotonic(), snapshot.update
+        thread = threading.Thread(target=self._work, args=(snapshot, best, overwrite), name="checkpoint-writer")
+        try:
+            thread.start()
+        except RuntimeError:  # no thread available: save synchronously
+            self._work(snapshot, best, overwrite)
+        else:
+            self._thread = thread
+
+    @property
+    def busy_s(self) -> float | None:
+        """Return the seconds since the current write started, None if there is none."""
+        is_alive = self._thread is not None and self._thread.is_alive()
+        return time.monotonic() - self._began if is_alive else None
+
+    @property
+    def under_way(self) -> tuple[int, int, int] | None:
+        """Return the update being written and a counter of disk progress; None if there is none."""
+        thread = self._thread
+        if thread is None or thread.ident is None or not thread.is_alive():
+            return None
+        return self._update, thread.ident, answers_to(thread.ident)
+
+    def wait(self) -> int | None:
+        """Wait for pending writes; return the last durable update. Raises as `submit` does."""
+        self.close()
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise fault
+        if self._in_a_row >= _NUM_FAILURES:
+            last = self.failures[-1].problems[0]
+            lasting = StorageError(
+                f"{self._in_a_row} saves in a row failed, the last one: {last.what}",
+                where=last.where,
+                fix=last.fix or "see that the disk can be written, then run the same command again",
+            )
+            lasting.exit_code = self.failures[-1].exit_code
+            raise lasting
+        return self.acknowledged
+
+    def close(self) -> None:
+        """Stop the thread. Never raises, so that it can be called while another error propagates."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        self.close()
+
+    def _work(self, snapshot: Snapshot, best: Collection[Path], overwrite: bool) -> None:
+        try:
+            try:
+                self._check(snapshot)
+                path = self._saved(snapshot, overwrite)
+            except StorageError as error:
+                self._in_a_row += 1
+                self._report(error)
+                return
+            self._in_a_row = 0
+            self.acknowledged = snapshot.update
+            self._valid.add(path)
+            write_s = time.monotonic() - self._began
+            self._on_saved(path)
+            try:
+                retain(self.directory, self.keep_last, best, known=self._valid)
+            except StorageError as error:  # too many checkpoints do not prevent saving
+                self._report(error)
+            nbytes = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
+            self.last = Saved(path, snapshot.update, nbytes, write_s, time.monotonic() - self._began)
+        except BaseException as fault:  # re-raised in the training thread
+            self._fault = fault
+
+    def _saved(self, snapshot: Snapshot, overwrite: bool) -> Path:
+        """Write the snapshot and return its path. Raises the StorageError of the last attempt."""
+        for pause_s in PAUSES_S:
+            try:
+                return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)
+            except StorageError as error:
+                self._on_retry(error)
+                time.sleep(pause_s)
+        return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)
+
+    def _report(self, error: StorageError) -> None:
+        self.failures.append(error)
+        self._on_failure(error)
+
+
+class NoWriter:
+    """Writer that saves nothing, for ranks other than the one that writes."""
+
+    failures: tuple[StorageError, ...] = ()
+    last: Saved | None = None
+    busy_s: float | None = None
+    under_way: tuple[int, int, int] | None = None
+
+    def __init__(self) -> None:
+        self.acknowledged: int | None = None
+
+    def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), overwrite: bool = False) -> None:
+        """Mark the snapshot as saved."""
+        self.acknowledged = snapshot.update
+
+    def wait(self) -> int | None:
+        """Return the last update that was submitted."""
+        return self.acknowledged
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+_NUM_FAILURES = 3  # consecutive failures after which saving stops
+
+
+PAUSES_S = (0.5, 1.0)  # s before the second and the third attempt of a save

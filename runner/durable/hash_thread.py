@@ -1,0 +1,64 @@
+"""Hash memory on a thread while it is written."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+
+def blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes in order: small views merged, large ones split."""
+    together = bytearray()
+    for view in views:
+        if len(together) + len(view) < BLOCK:
+            together += view
+            continue
+        if together:
+            yield memoryview(together)
+            together = bytearray()
+        for start in range(0, len(view), BLOCK):
+            yield view[start : start + BLOCK]
+    if together:
+        yield memoryview(together)
+
+
+class HashThread:
+    """SHA-256 of `views`, computed on a thread if that is faster."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self._digest = hashlib.sha256()
+        self._is_stopped = self._is_done = False
+        self._thread: threading.Thread | None = None
+        if sum(map(len, views)) >= BLOCK:
+            thread = threading.Thread(target=self._work, name="checkpoint-hash", daemon=True)
+            with suppress(RuntimeError):  # no thread available: computed on demand
+                thread.start()
+                self._thread = thread
+
+    def hexdigest(self) -> str:
+        """Wait for the hash and return it."""
+        if self._thread is None:
+            self._work()
+        else:
+            self._thread.join()
+        assert self._is_done, "the thread that hashes died"
+        return self._digest.hexdigest()
+
+    def close(self) -> None:
+        """Wait for the thread to end."""
+        self._is_stopped = True
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self) -> None:
+        for block in blocks(self._views):
+            if self._is_stopped:
+                return
+            self._digest.update(block)
+        self._is_done = True
+
+
+BLOCK = 8 << 20  # bytes per write or hash call; below 4 MiB the call overhead matters

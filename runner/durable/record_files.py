@@ -1,0 +1,37 @@
+"""Read the records of a run from its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import StorageError
+from runner.durable import files
+from runner.records.run_record import ErrorRecord, RunRecord
+
+RUN, ERROR = "run.json", "error.json"
+
+
+def read_record(folder: Path, clean: Callable[[Any], Any] | None = None) -> RunRecord:
+    """Return the record of the run in `folder`; what cannot be read is unknown.
+
+    clean  applied to the JSON object first, as to redact it
+    """
+    return RunRecord.decode(_content(folder / RUN), clean)
+
+
+def read_error(folder: Path, clean: Callable[[Any], Any] | None = None) -> ErrorRecord | None:
+    """Return why the last attempt failed; None if it did not, or if it cannot be read."""
+    return ErrorRecord.decode(_content(folder / ERROR), clean)
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of the file, None if there is none, and nothing if it cannot be read."""
+    try:
+        return files.read(path, at_most=_MOST_BYTES) if files.exists(path) else None
+    except StorageError:
+        return b""
+
+
+_MOST_BYTES = 64 << 20  # run.json has a few thousand bytes

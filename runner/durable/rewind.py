@@ -1,0 +1,69 @@
+"""Go back to an earlier checkpoint of a run, to resume from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runner.base.errors import AccelRunError
+from runner.durable import files
+from runner.durable.checkpoint import Loaded, newest, put_back, set_aside_newer
+from runner.durable.checkpoint_choice import choose
+from runner.durable.directory import RunDirectory
+
+
+@contextmanager
+def rewound(run: RunDirectory, wanted: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Set the checkpoints after the one that `wanted` names aside, so that the run resumes from it in the context.
+
+    Nothing is removed: the checkpoints are renamed to `earlier-...`, and the metrics are copied to
+    `metrics-earlier-N.jsonl`. If the settings are refused, or the run fails before it has trained, checkpoints and
+    metrics are restored.
+
+    Raises InputMissing, DataError (see `choose`), RunInUse.
+    """
+    chosen = choose(run, wanted)
+    start = chosen.checkpoint
+    marks = f" ({', '.join(chosen.marks)})" if chosen.marks else ""
+    with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
+        is_last = newest(directory.checkpoints) == start.path.name
+        copy = None if is_last else _copy_metrics(directory)  # first: a kill in between must not lose rows
+        moved = set_aside_newer(directory.checkpoints, start.update)
+    later = (
+        f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} set aside in checkpoints/earlier-*" if moved else ""
+    )
+    say(f"goes back to {start.path.name}{marks}{later}")
+    try:
+        yield
+    except AccelRunError:
+        if moved:
+            with suppress(AccelRunError):  # the cause must come through; what was set aside stays there
+                if _undo(run, start, moved, copy):
+                    say(f"the run remains at {moved[0][0].name}")
+        raise
+
+
+def _undo(run: RunDirectory, start: Loaded, moved: Sequence[tuple[Path, Path]], copy: Path | None) -> bool:
+    """Restore checkpoints and metrics, and return True; return False if the run has trained since. Raises RunInUse."""
+    with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
+        if newest(directory.checkpoints) != start.path.name:
+            return False
+        if copy is not None:
+            size = files.size_of(directory.metrics)
+            if size != files.size_of(copy) and size > start.manifest["metrics_bytes"]:  # neither untouched nor cut
+                return False
+            files.rename(copy, directory.metrics)
+            files.fsync_directory(directory.path)
+        put_back(moved)
+        return True
+
+
+def _copy_metrics(directory: RunDirectory) -> Path | None:
+    """Copy metrics.jsonl, which the resumed run truncates to its checkpoint; return the copy."""
+    if not files.exists(directory.metrics):
+        return None
+    number = 1
+    while files.exists(directory.path / f"metrics-earlier-{number}.jsonl"):
+        number += 1
+    return directory.write(f"metrics-earlier-{number}.jsonl", files.read(directory.metrics))

@@ -1,0 +1,91 @@
+"""Convert errors of the operating system into errors with the action, the path and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runner.base.errors import Exit, StorageError
+
+
+@contextmanager
+def storage(action: str, path: Path) -> Iterator[None]:
+    """Convert an OSError into a StorageError with the action, the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        out_of_inodes = error.errno == errno.ENOSPC and _has_no_inodes(path)
+        reason, fix = (_NO_INODES, _REMOVE_FILES) if out_of_inodes else (in_words(error), _fix(error))
+        refused = StorageError(f"cannot {action}: {reason}", where=str(path), fix=fix)
+        refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
+        raise refused from error
+    finally:
+        has_answered()
+
+
+def answers_to(thread: int) -> int:
+    """Return the number of system calls that have returned in this thread (`ident`), to detect a hang."""
+    return _answers.get(thread, 0)
+
+
+def has_answered() -> None:
+    thread = threading.get_ident()
+    _answers[thread] = _answers.get(thread, 0) + 1
+
+
+def in_words(error: OSError) -> str:
+    """Describe a system error for users."""
+    number = error.errno or 0
+    reason = _WORDS.get(number) or error.strerror or str(error)
+    return f"{reason} ({errno.errorcode[number]})" if number in errno.errorcode else reason
+
+
+def _has_no_inodes(path: Path) -> bool:
+    """Return whether a write failed for lack of inodes: ENOSPC means either, and `df` then shows free space.
+
+    Some file systems (btrfs, many network mounts) have no fixed number of inodes and report 0 in total.
+    """
+    with suppress(OSError):
+        folder = next((each for each in (path, *path.parents) if each.is_dir()), None)
+        if folder is not None:
+            found = os.statvfs(folder)
+            return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
+    return False
+
+
+def _fix(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space there, then run the same command again: it resumes"
+    if error.errno == errno.EMFILE:
+        return "raise the limit with ulimit -n, then run the same command again"
+    return ""
+
+
+_answers: dict[int, int] = {}
+
+
+_NO_INODES = "the file system has free space but no free inodes (ENOSPC)"
+
+
+_REMOVE_FILES = "remove files there (df -i shows how many it may hold), then run the same command again: it resumes"
+
+
+_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not errors of a disk
+
+
+_WORDS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EIO: "the disk reports an error",
+    errno.ELOOP: "it is a link, and links are not followed",
+    errno.EEXIST: "it exists already",
+    errno.ENOENT: "it does not exist",
+    errno.EMFILE: "too many files are open",
+}

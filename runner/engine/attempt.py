@@ -1,0 +1,237 @@
+"""What an attempt to run leaves in the run directory: its record, the files to reproduce it, and why it failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.base.errors import AccelRunError, Exit, Hang, RunInUse, resume_note, update_of
+from runner.base.json_values import to_json
+from runner.base.rank_env import launcher_id, member_of
+from runner.base.secret import fit_to_show
+from runner.base.text import error_line
+from runner.config.configuration import to_yaml
+from runner.config.request import Request
+from runner.durable import files
+from runner.durable.directory import RunDirectory
+from runner.durable.record_files import ERROR, RUN, read_error, read_record
+from runner.durable.run_identity import RunIdentity, new_uid, uid_of
+from runner.durable.run_state import state_word
+from runner.engine import repro_script
+from runner.engine.job import Job
+from runner.host.process_identity import process_identity
+from runner.plan.environment import environment
+from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRecord, RunOrigin, RunRecord
+
+if TYPE_CHECKING:
+    from runner.durable.checkpoint import Loaded
+
+
+class RunAttempt:
+    """One attempt to run, as rank 0 records it.
+
+    record   content of run.json, written once nothing prevents the run from starting: a refused attempt must not
+             change what the run is
+    began    seconds since 1970
+    reached  completed updates of all phases, saved or not; 0: unknown
+    """
+
+    def __init__(self, directory: RunDirectory, record: RunRecord, began: float) -> None:
+        self.directory, self.record, self.began = directory, record, began
+        self.reached = 0
+
+    @classmethod
+    def of(cls, job: Job, directory: RunDirectory) -> RunAttempt:
+        """Return an attempt at a job; what must outlive a restart is taken from the run's previous record."""
+        previous, plan, request = read_record(directory.path), job.plan, job.request
+        # The arguments of `resume run=first` do not describe the run; the settings that it resumes with do.
+        arguments = repro_script.arguments_of(request) if sys.argv[1:2] == ["resume"] else sys.argv[1:]
+        record = RunRecord(
+            name=job.name,
+            names=tuple(sorted({directory.name, *directory.owner.names})),  # a folder may have been renamed
+            origin=RunOrigin(
+                task=plan.choices["task"].name,
+                task_file=plan.task_file,
+                config_dir=plan.config_dir,
+                folder=str(Path.cwd()),
+                overrides=tuple(request.overrides),
+                command=shlex.join(["accel-run", *arguments]),
+            ),
+            process=ProcessRecord(
+                state="running",
+                pid=os.getpid(),
+                birth=process_identity(os.getpid()),
+                host=socket.gethostname(),
+                started_by=launcher_id(),
+                started=now(),
+            ),
+            tracker_id=previous.tracker_id,
+            evidence=previous.evidence,  # until there is more, and if this process runs no update
+            changes=previous.changes,
+            adopted=previous.adopted,
+        )
+        return cls(directory, record, time.time())
+
+    def identify(self, run: RunIdentity, start: Loaded | None, *, is_new: bool) -> None:
+        """Record the uid of the run: its own, that of its checkpoint if run.json has lost it, or a new one.
+
+        start   checkpoint that it resumes from; one of another run, which the user has accepted, is recorded as adopted
+        is_new  the run restarts from scratch
+        """
+        known = uid_of(start.manifest) if start else None
+        adopted = () if is_new else self.record.adopted
+        if not is_new and start is not None and known is not None and run.has_other_uid(start.manifest):
+            adopted += (AdoptedCheckpoint(uid=known, checkpoint=start.path.name, time=now()),)
+        uid = new_uid() if is_new else run.uid or known or new_uid()
+        self.record = replace(self.record, uid=uid, adopted=adopted)
+
+    def begin(self, job: Job) -> None:
+        """Write the files needed to understand and reproduce the run, then its record."""
+        request, write = job.configuration.request, self.directory.write
+        write("config.yaml", to_yaml(job.configuration))
+        words = "".join(f"- {json.dumps(word)}\n" for word in request.overrides)
+        write("overrides.yaml", words or "[]\n")
+        write("command.sh", _script(request, self.directory.name))
+        write("plan.json", job.plan.to_json())
+        write("environment.json", to_json(environment(job.inventory)))
+        self.save()
+
+    def save(self, **changes: Any) -> None:
+        """Write run.json, with these fields of the record changed. Raises StorageError."""
+        self.record = replace(self.record, **changes)
+        self.directory.write(RUN, to_json(self.record.to_json()))
+
+    def finish(self, code: Exit) -> None:
+        """Record that the run ended without error; the error of an earlier attempt no longer applies."""
+        state = {Exit.PREEMPTED: "preempted", Exit.INTERRUPTED: "interrupted"}.get(code, "done")
+        self.save(process=replace(self.record.process, state=state, exit_code=int(code), ended=now()))
+        if files.exists(self.directory.error):
+            files.remove(self.directory.error)
+
+    def fail(self, error: BaseException) -> bool:
+        """Write error.json and the run state if possible, and return whether it was; never mask the original error."""
+        expected = error if isinstance(error, AccelRunError) else None
+        interrupted = Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE
+        code = int(expected.exit_code if expected else interrupted)
+        problems = expected.problems if expected else ()
+        started = self.record.process.started
+        try:
+            last = _last_checkpoint(error, self.directory)
+            known, before = read_record(self.directory.path), read_error(self.directory.path)
+            if before is None or before.attempt != started:  # else a rank has recorded this failure already
+                before = ErrorRecord()
+            has_begun = known.process.started == started
+            reached = self.reached or before.reached or update_of(last)
+            self.reached = 0
+            if has_begun and (last or reached) and not getattr(error, "__notes__", ()):  # a hang has it already
+                error.add_note(resume_note(last, reached))
+            content = ErrorRecord(
+                cause=problems[0].what if problems else error_line(error),
+                where=problems[0].where if problems else "",
+                fix=problems[0].fix if problems else "",
+                problems=tuple(problems),
+                exit_code=code,
+                place={**before.place, **(expected.place if expected else {})},
+                last_checkpoint=last,
+                reached=reached,
+                updates_repeated=max(0, reached - update_of(last)),
+                traceback="".join(traceback.format_exception(error)),
+                attempt=started,
+                time=now(),
+                seconds=time.time() - self.began,
+            )
+            self.directory.write(ERROR, fit_to_show(to_json(content.to_json())))
+            if has_begun or not known.is_known:  # a refused attempt leaves the run as it was
+                process = replace(self.record.process, state="failed", exit_code=code, ended=now())
+                self.directory.write(RUN, to_json(replace(self.record, process=process).to_json()))
+            return True
+        except Exception:  # the disk is full, or there is no memory: the error itself must come through
+            return False
+
+
+class UnrecordedAttempt(RunAttempt):
+    """An attempt that only measures: it writes no record."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        super().__init__(directory, RunRecord(), time.time())
+
+    def begin(self, job: Job) -> None:
+        """Do nothing."""
+
+
+def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "", made: int = 0) -> None:
+    """Write error.json and the state of the run for ranks that could not do it themselves, if they had started.
+
+    began   seconds since 1970 when the ranks were started
+    stacks  of all ranks if they hung, for stacks.txt
+    made    completed updates of all phases, saved or not; 0: unknown
+    """
+    if not job.folder.is_dir():
+        return
+    with suppress(AccelRunError), RunDirectory.create_or_open(job.folder.parent, job.name) as directory:
+        attempt = RunAttempt(directory, read_record(directory.path), began)
+        if attempt.record.process.is_since(began):
+            if stacks:
+                with suppress(AccelRunError):  # a full disk
+                    directory.write("stacks.txt", stacks)
+            attempt.reached = made
+            attempt.fail(error)
+
+
+@contextmanager
+def only_writer(directory: RunDirectory) -> Iterator[None]:
+    """Raise RunInUse if the recorded process still writes the run and only its lock file was removed."""
+    process = read_record(directory.path).process if directory.lacked_lock else ProcessRecord()
+    is_here = process.host == socket.gethostname() and process.pid != os.getpid()
+    if is_here and state_word(process) == "running":
+        raise RunInUse(
+            f"process {process.pid} still writes this run, though its lock file was removed",
+            where=f"run={directory.name}",
+            fix="wait for it or stop it, or take another name",
+        )
+    yield
+
+
+def written_before(directory: RunDirectory) -> dict[str, bytes]:
+    """Return the files that `RunAttempt.begin` replaces, with their content; empty for a new run."""
+    found = {}
+    for name in ("config.yaml", "overrides.yaml", "command.sh", "plan.json", "environment.json", RUN):
+        with suppress(AccelRunError):
+            found[name] = files.read(directory.path / name, at_most=1 << 26)
+    return found if RUN in found else {}
+
+
+def now() -> str:
+    """Return the time in UTC, in ISO format with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _script(request: Request, name: str) -> bytes:
+    member = member_of(os.environ)
+    elsewhere = member is not None and member.world_size > 1
+    return repro_script.script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
+
+
+def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
+    """Return the name of the newest valid checkpoint; of the newest one if it cannot be checked now."""
+    from runner.durable.checkpoint import newest, newest_valid
+
+    if isinstance(error, Hang):  # no time to read it; a checkpoint gets its name only once it is complete
+        return newest(directory.checkpoints)
+    try:
+        valid = newest_valid(directory.checkpoints, directory.owner)
+    except Exception:  # no memory for it, or no thread
+        return newest(directory.checkpoints)
+    is_out = isinstance(error.__cause__, OSError) or getattr(error, "exit_code", 0) in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
+    return valid.name if valid else newest(directory.checkpoints) if is_out else None

@@ -1,0 +1,23 @@
+"""How an update computes the gradients of its samples; this one adds the losses of its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from runner.base.batch import MicroBatch
+from runner.distributed.parallel import ForwardPasses, Parallel, Sums
+
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class GradientSource:
+    """Gradients of a loss that is a sum over samples."""
+
+    def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
+        """Accumulate the gradients of this rank's share of an update; return its sums."""
+        return parallel.accumulate(passes, batches)
+
+    def watched(self, around: Around) -> GradientSource:
+        """Return the same with `around` applied to forward passes that do not go through `passes.loss`."""
+        return self

@@ -1,0 +1,293 @@
+"""Metrics that are not sums: their states are merged over batches and ranks, and computed once per evaluation."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runner.base.batch import MicroBatch
+from runner.base.errors import TaskFault
+from runner.base.oom_errors import oom_cause_of
+from runner.base.task import Gather, Task
+from runner.base.text import error_line
+from runner.base.world import World
+from runner.distributed.row_gather import RowSpec, gather_rows, gather_tensors
+from runner.engine.contract_checks import checked_figures, checked_loss, described
+from runner.engine.coupled import Embedding, check_rows, checked_embedding, is_coupled
+from runner.engine.error_diagnosis import place_of
+
+
+class MetricState(Protocol):
+    """State of one metric on this rank."""
+
+    def add(self, contribution: Any, first: int) -> None:
+        """Add what `evaluate` returned for a batch; `first` is the position of its first sample."""
+
+    def result(self, world: World) -> Mapping[str, float]:
+        """Return name -> value over all ranks, NaN without samples; collective."""
+        ...
+
+
+class MetricStates:
+    """The metrics of one evaluation that `Task.metrics` declares, and the loss of a task with `embed` and `couple`.
+
+    samples_per_loss  samples of which a coupled loss is computed together; 0: all
+    """
+
+    def __init__(self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0) -> None:
+        self.task, self.split, self.world, self.source = task, split, world, source
+        self.samples_per_loss = samples_per_loss
+        self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
+        self.states: dict[str, MetricState] = {}
+        self.lost: set[str] = set()  # metrics of the last results whose sum is not finite
+
+    def begin(self) -> None:
+        """Start from empty states."""
+        declared: Any = self.task.metrics(self.split)
+        if not isinstance(declared, Mapping):
+            raise TaskFault(
+                f"metrics must return a mapping of names to metrics, but returned {described(declared)}",
+                where=place_of(self.task.metrics, self.source),
+                fix='return {"auroc": runner.Gather(auroc)}',
+            )
+        self.states = {name: self._state_of(name, metric) for name, metric in declared.items()}
+        if self.is_coupled:
+            self.states["loss"] = _CoupledState(self.task, self.source, self.samples_per_loss)
+
+    def sums_of(self, model: nn.Module, micro: MicroBatch) -> Mapping[str, Any]:
+        """Return what `evaluate` returns for a batch, without the metrics that are not sums: those are recorded."""
+        if self.is_coupled:
+            embedding = checked_embedding(self.task.embed(model, micro.batch), self.task.embed, self.source)
+            check_rows(embedding, micro.samples, self.task.embed, self.source)
+            found: Any = {"loss": embedding.structure}
+        else:
+            found = self.task.evaluate(model, micro.batch)
+        if not self.states or not isinstance(found, Mapping):
+            return found  # type: ignore[no-any-return]
+        missing = [name for name in self.states if name not in found]
+        if missing:
+            raise TaskFault(
+                f"metrics declares {', '.join(missing)}, but evaluate returns only {', '.join(map(str, found))}",
+                where=place_of(self.task.evaluate, self.source),
+                fix=f'return {{"{missing[0]}": (scores, labels)}}: the arguments of its update',
+            )
+        for name, state in self.states.items() if micro.counts else ():
+            assert micro.samples is not None, "an evaluation reads known samples"
+            state.add(found[name], min(micro.samples.places))
+        return {name: value for name, value in found.items() if name not in self.states}
+
+    def results(self) -> dict[str, float]:
+        """Return name -> value over all ranks, NaN without samples; collective. Empties the states."""
+        with torch.no_grad():
+            found = {name: value for state in self.states.values() for name, value in state.result(self.world).items()}
+        coupled = self.states.get("loss") if self.is_coupled else None
+        self.lost = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_lost else set()
+        self.states = {}
+        return {name: float(value) for name, value in self.world.broadcast(found).items()}
+
+    def _state_of(self, name: str, metric: Any) -> MetricState:
+        if isinstance(metric, Gather):
+            return _GatherState(name, metric.compute, self.source)
+        if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
+            return _TorchMetricState(name, metric.to(self.world.device), self.source)
+        raise TaskFault(
+            f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {described(metric)}",
+            where=place_of(self.task.metrics, self.source),
+            fix=f'return {{"{name}": runner.Gather(lambda scores, labels: ...)}}',
+        )
+
+
+class _Rows:
+    """Rows of all batches, with the position of each batch."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.blocks: list[tuple[int, Embedding]] = []
+
+    def add(self, answer: Any, first: int, method: Callable[..., Any]) -> None:
+        found = checked_embedding(answer, method, self.source)
+        self.blocks.append((first, found._replace(tensors=tuple(each.detach().clone() for each in found.tensors))))
+
+    def gathered(self, world: World) -> list[tuple[int, Embedding]]:
+        """Return (first, rows) of the batches of all ranks, in the order of the samples."""
+        columns = list(zip(*(block.tensors for _, block in self.blocks), strict=True))
+        mine = [torch.cat(column) for column in columns]
+        kind = self.blocks[0][1].kind if self.blocks else None
+        sizes = [[first, [len(each) for each in block.tensors]] for first, block in self.blocks]
+        told = world.gather([kind, [RowSpec.of(rows) for rows in mine], sizes])
+        specs = [[RowSpec(*each) for each in there] if kind else None for kind, there, _ in told]
+        known = next((each for each in specs if each), [])
+        parts: list[Iterator[Tensor]] = []
+        for k in range(len(known)):
+            of_ranks = [None if each is None else each[k] for each in specs]
+            rows = gather_rows(mine[k] if mine else None, of_ranks, world)
+            parts.append(iter(torch.split(rows, [counts[k] for _, _, there in told for _, counts in there])))
+        kinds = [kind for kind, _, there in told for _ in there]
+        firsts = [first for _, _, there in told for first, _ in there]
+        blocks = [
+            (first, Embedding(tuple(next(part) for part in parts), kind if isinstance(kind, str) else tuple(kind)))
+            for first, kind in zip(firsts, kinds, strict=True)
+        ]
+        return sorted(blocks, key=lambda block: block[0])
+
+
+def _joined(blocks: Iterable[tuple[int, Embedding]]) -> Embedding:
+    embeddings = [block for _, block in blocks]
+    columns = zip(*(each.tensors for each in embeddings), strict=True)
+    return Embedding(tuple(torch.cat(column) for column in columns), embeddings[0].kind)
+
+
+class _GatherState:
+    """Rows of all samples, for a function of all of them."""
+
+    def __init__(self, name: str, compute: Callable[..., Any], source: Path) -> None:
+        self.name, self.compute, self.source = name, compute, source
+        self.rows = _Rows(source)
+
+    def add(self, contribution: Any, first: int) -> None:
+        self.rows.add(contribution, first, self.compute)
+
+    def result(self, world: World) -> Mapping[str, float]:
+        blocks = self.rows.gathered(world)
+        if not blocks:
+            return {self.name: math.nan}
+        return _figures(self.name, _called(self.compute, _joined(blocks).structure), self.compute, self.source)
+
+
+class _CoupledState:
+    """The loss of a task with `embed` and `couple`, over groups of as many samples as an update has."""
+
+    def __init__(self, task: Task, source: Path, size: int) -> None:
+        self.task, self.source, self.size = task, source, size
+        self.rows = _Rows(source)
+        self.is_lost = False
+
+    def add(self, contribution: Any, first: int) -> None:
+        self.rows.add(contribution, first, self.task.embed)
+
+    def result(self, world: World) -> Mapping[str, float]:
+        groups: dict[int, list[tuple[int, Embedding]]] = {}
+        for first, block in self.rows.gathered(world):
+            groups.setdefault(first // self.size if self.size else 0, []).append((first, block))
+        total = items = 0.0
+        for blocks in groups.values():
+            answer = self.task.couple(_joined(blocks).structure)
+            loss, count = checked_loss(answer, self.task.couple, self.source, name="couple")
+            total, items = total + float(loss), items + float(count)
+        self.is_lost = items > 0 and not math.isfinite(total)
+        return {"loss": total / items if items else math.nan}
+
+
+class _TorchMetricState:
+    """A metric of torchmetrics, or a collection of some: each rank updates its own, and the states are merged."""
+
+    def __init__(self, name: str, metric: Any, source: Path) -> None:
+        self.name, self.metric, self.source = name, metric, source
+        metric.reset()  # the task may return the same object for every evaluation
+        # Wrappers and collections keep their states in submodules.
+        self.parts = [each for each in metric.modules() if hasattr(each, "_reductions")]
+        for part in self.parts:
+            part.distributed_available_fn = _never  # it would gather on its own, with ranks that have no samples
+        self.is_updated = False
+
+    def add(self, contribution: Any, first: int) -> None:
+        named = contribution if isinstance(contribution, Mapping) else {}
+        given = () if named else contribution if isinstance(contribution, (tuple, list)) else (contribution,)
+        try:
+            self.metric.update(*given, **named)
+        except Exception as error:
+            if oom_cause_of(error) is not None:
+                raise
+            raise TaskFault(
+                f"metric {self.name} does not accept what evaluate returned, {described(contribution)}:"
+                f" {error_line(error)}",
+                where=str(self.source),
+                fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
+            ) from error
+        self.is_updated = True
+
+    def result(self, world: World) -> Mapping[str, float]:
+        if not any(world.gather(self.is_updated)):
+            return {self.name: math.nan}
+        if world.world_size > 1:
+            self._merge(world)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a merged metric was never updated
+            return _figures(self.name, self.metric.compute(), self.metric.compute, self.source)
+
+    def _merge(self, world: World) -> None:
+        """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
+
+        Neither its `merge_state` nor its synchronization is used: the first one supports few metrics, and the second
+        one blocks where ranks have lists of different lengths.
+        """
+        if isinstance(self.metric, nn.ModuleDict):
+            list(self.metric.items())  # gives the members of a collection, which share states, copies of them
+        places = [(part, name, state) for part in self.parts for name, state in part.metric_state.items()]
+        tensors: list[Tensor] = []
+        for _, name, state in places:
+            elements = state if isinstance(state, list) else [state]
+            if not all(isinstance(each, Tensor) for each in elements):
+                raise TaskFault(
+                    f"the states of metric {self.name} cannot be merged over ranks: {name} contains other objects than"
+                    " tensors",
+                    where=str(self.source),
+                    fix="use runner.Gather, or parallelism=single",
+                )
+            tensors += elements
+        told = world.gather([self.is_updated, [len(state) if isinstance(state, list) else -1 for *_, state in places]])
+        of_ranks = [
+            [_taken(parts, length) for length in lengths]
+            for (is_updated, lengths), parts in zip(told, map(iter, gather_tensors(tensors, world)), strict=True)
+            if is_updated
+        ]
+        for (part, name, _), states in zip(places, zip(*of_ranks, strict=True), strict=True):
+            setattr(part, name, _reduced(states, part._reductions[name]))  # private: torchmetrics 1.5 to 1.9
+
+
+def _taken(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:
+    """Return the next tensors as a list of this length; -1: the next tensor."""
+    return next(tensors) if length < 0 else [next(tensors) for _ in range(length)]
+
+
+def _reduced(states: Sequence[Any], reduction: Callable[[Tensor], Any] | None) -> Any:
+    """Return the states of several ranks as one; a list continues those of the earlier ranks."""
+    if isinstance(states[0], list):
+        return [element for state in states for element in state]
+    if len(states) == 1:
+        return states[0]
+    stacked = torch.stack(list(states))
+    return stacked if reduction is None else reduction(stacked)
+
+
+def _never() -> bool:
+    return False
+
+
+def _called(compute: Callable[..., Any], packed: Any) -> Any:
+    if isinstance(packed, Mapping):
+        return compute(**packed)
+    return compute(*packed) if isinstance(packed, tuple) else compute(packed)
+
+
+def _figures(name: str, value: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
+    """Return name -> number; a mapping gives several names."""
+    named = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    fix = 'return one number, or a mapping of names to numbers, such as {"cat": ap[0], "dog": ap[1]}'
+    return checked_figures(named, method, source, fix=fix)
+
+
+def positions(num_samples: int, batch: int, group: int) -> Sequence[range]:
+    """Divide positions into batches, none of which crosses a multiple of `group`; 0: one group."""
+    group = group or max(1, num_samples)
+    return [
+        range(first, min(first + batch, start + group, num_samples))
+        for start in range(0, num_samples, group)
+        for first in range(start, min(start + group, num_samples), batch)
+    ]

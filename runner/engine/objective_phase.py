@@ -1,0 +1,189 @@
+"""The phase kind of several objectives in one update, and the choice of the kind of a phase."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner.axes.optimizer import OPTIMIZERS
+from runner.axes.precision import Precision
+from runner.axes.scheduler import SCHEDULERS
+from runner.base.errors import TaskFault
+from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+from runner.base.order import Order
+from runner.base.task import Task
+from runner.config.option_table import make
+from runner.distributed.parallel import Copy
+from runner.durable.checkpoint import Loaded
+from runner.engine.assemble import Parts
+from runner.engine.error_diagnosis import place_of
+from runner.engine.extra_metrics import ExtraMetrics
+from runner.engine.loop import Around, Position, Training
+from runner.engine.objectives import Objectives, ObjectiveSpec, OwnPosition, objectives_of
+from runner.engine.oom_retry import OomRetry, RetryPolicy
+from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, updates_of
+from runner.engine.task_loading import CheckedLoss
+from runner.plan.run_plan import PhasePlan
+
+
+class ObjectivesPhase(GradientPhase):
+    """Training with several objectives per update."""
+
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+    ) -> None:
+        self.parts, self.position = parts, position
+        self.total = phase.updates or updates_of(phase.epochs or 1, order.updates_per_epoch)
+        specs = objectives_of(parts.task, phase)
+        self.is_additive = parts.task.loss_is_additive
+        self.losses = {spec.name: loss_of(parts.task, spec.name) for spec in specs}
+        self.task_loss = self.losses[specs[0].name]
+        of_specs = {spec.name: spec.parameters_of(parts.bare) for spec in specs}
+        self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained = {name: weight for each in of_specs.values() for name, weight in each.items()}
+        self.prefixes = [prefix for spec in specs for prefix in spec.trains]
+        self._train_only(self.trained)
+        parts.parallel.begin(list(self.own.values()))
+        parts.parallel.divide([list(weights.values()) for weights in of_specs.values()])
+        watch = parts.plan.choices["compile"].name == "off"
+        size = min(phase.batch.global_batch_size, order.num_samples)
+        per_item = 1.0 / (size * parts.task.items_per_sample)
+        found = []
+        for index, spec in enumerate(specs):
+            precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
+            loss = CheckedLoss(self.losses[spec.name], parts.source, watch=watch)
+            training = self._training_of(spec, loss, of_specs[spec.name], per_item, precision, guide)
+            found.append((spec, training))
+            if index == 0:
+                self.loss = loss
+        self.objectives = Objectives(position, parts.model, parts.parallel, found)
+
+    def _training_of(
+        self, spec: ObjectiveSpec, loss: CheckedLoss, weights: Mapping[str, nn.Parameter], per_item: float,
+        precision: Precision, guide: RetryPolicy | None,
+    ) -> Training:  # fmt: skip
+        parts, own, extra = self.parts, list(weights.values()), ExtraMetrics()
+        loss.observe = extra.add
+        optimizer = make(OPTIMIZERS, spec.optimizer.function, [*weights.items()], **spec.optimizer.options)
+        around = Around()
+        if guide is not None:
+            alone = parts.world.world_size == 1
+            around = OomRetry(parts.bare, own, optimizer, precision, parts.world.device, guide, is_alone=alone)
+        total = -(-self.total // spec.every)
+        return Training(
+            position=OwnPosition(self.position, spec.every, keeps_precision=precision is parts.precision),
+            model=parts.model,
+            loss=loss,
+            parameters=own,
+            optimizer=optimizer,
+            schedule=make(SCHEDULERS, spec.scheduler.function, total, **spec.scheduler.options),
+            precision=precision,
+            parallel=parts.parallel,
+            per_item=per_item,
+            max_grad_norm=spec.max_grad_norm,
+            extra=extra,
+            around=around,
+        )
+
+    @property
+    def training(self) -> Training:  # type: ignore[override]
+        """The objective under way, for reports of errors."""
+        return self.objectives.under_way
+
+    @property
+    def inputs(self) -> Objectives:
+        return self.objectives
+
+    @property
+    def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
+        return self.losses
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        for _, training in self.objectives.parts:
+            if training.schedule.metric in metrics:
+                training.schedule.observe(metrics[training.schedule.metric], training.position.update)
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        tensors: dict[str, Tensor] = {}
+        state: dict[str, Any] = {}
+        for spec, training in self.objectives.parts:
+            found, numbers = export_state(training.optimizer)
+            tensors |= {f"{spec.name}/{name}": tensor for name, tensor in found.items()}
+            # Of the first one, the run keeps the precision.
+            precision = {} if training.precision is self.parts.precision else training.precision.state()
+            state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
+        return {"optimizer": self.parts.parallel.whole(tensors, copy)}, {"objectives": state}
+
+    def load(self, start: Loaded) -> None:
+        tensors, state = start.tensors("optimizer"), start.state["objectives"]
+        for spec, training in self.objectives.parts:
+            lead, saved = f"{spec.name}/", state[spec.name]
+            mine = {name.removeprefix(lead): each for name, each in tensors.items() if name.startswith(lead)}
+            import_state(training.optimizer, mine, saved["optimizer"])
+            training.schedule.load(saved["schedule"])
+            if training.precision is not self.parts.precision:
+                training.precision.load(saved["precision"])
+
+    def release(self) -> None:
+        self.parts.parallel.divide([])
+        super().release()
+
+    def said_first(self) -> list[str]:
+        lines = []
+        for spec, training in self.objectives.parts:
+            count = sum(weight.numel() for weight in training.parameters)
+            often = "every update" if spec.every == 1 else f"one update in {spec.every}"
+            lines.append(f"objective {spec.name}: {', '.join(spec.trains)} ({count:,} parameters), {often}")
+        return lines
+
+    def state_bytes(self) -> tuple[int, int]:
+        optimizers = self.objectives.optimizers
+        return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
+
+
+def loss_of(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
+    """Return the loss of an objective as a function of model and batch."""
+
+    @wraps(task.loss)  # so that errors name the line of the task
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return task.loss(model, batch, objective)  # type: ignore[call-arg]
+
+    return loss
+
+
+def phase_kind(
+    phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+) -> PhaseKind:
+    """Return the kind of work of a phase."""
+    if phase.kind == "fit":
+        return StatisticsPhase(phase, parts, order, position, guide)
+    several = bool(objectives_of(parts.task, phase))
+    if phase.name not in parts.task.losses:
+        check_signature(parts.task, parts.source, several=several)
+    kind = ObjectivesPhase if several else GradientPhase
+    return kind(phase, parts, order, position, guide)
+
+
+def check_signature(task: Task, source: Path, *, several: bool) -> None:
+    """Raise TaskFault if `loss` does not take the arguments that it is called with.
+
+    several  the task declares objectives
+    """
+    kind = type(task)
+    if several and kind.embed is not Task.embed:
+        what = f"{kind.__name__} defines embed and couple, and OBJECTIVES"
+        raise TaskFault(what, where=str(source), fix="remove OBJECTIVES, or define loss(model, batch, objective)")
+    given = ("model", "batch", "objective")[: 3 if several else 2]
+    try:
+        inspect.signature(task.loss).bind(*given)
+    except TypeError as error:
+        raise TaskFault(
+            f"loss is called with {', '.join(given)}: {error}",
+            where=place_of(task.loss, source),
+            fix=f"def loss(self, {', '.join(given)}):" + ("" if several else " or declare OBJECTIVES in the file"),
+        ) from error

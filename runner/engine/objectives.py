@@ -1,0 +1,296 @@
+"""Several objectives in one update: each has its parameters, loss, optimizer, loss scale and frequency.
+
+All objectives of an update see the same samples, in order: the second one sees the parameters that the first one
+updated, as the generator of a GAN sees the discriminator.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.axes.optimizer import is_under, prefixes
+from runner.base import noise
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, Problem
+from runner.base.task import Task
+from runner.config.configuration import Choice
+from runner.config.options import function_of, options_of, reference_of
+from runner.config.schema import defaults, did_you_mean, fault
+from runner.distributed.parallel import Parallel
+from runner.engine.gradient_source import Around as Wrapper
+from runner.engine.loop import Around, Position, StepInfo, Training
+from runner.plan.run_plan import PhasePlan
+
+GROUPS = ("optimizer", "scheduler")
+KEYS = ("trains", "shares", "every", "max_grad_norm", *GROUPS)
+
+
+@dataclass(frozen=True)
+class ObjectiveSpec:
+    """An objective as the task declares it.
+
+    trains  names or prefixes of its parameters
+    shares  those of them that other objectives train, too
+    every   it is part of one update in `every`
+    """
+
+    name: str
+    trains: tuple[str, ...]
+    shares: tuple[str, ...]
+    every: int
+    optimizer: Choice
+    scheduler: Choice
+    max_grad_norm: float | None
+
+    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return its parameters by name."""
+        return {
+            name: weight
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and any(is_under(name, prefix) for prefix in self.trains)
+        }
+
+
+def objectives_of(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
+    """Return the objectives that the task declares for a phase; none if the phase has a single loss.
+
+    Raises ConfigError with all problems: unknown keys, no parameters, parameters shared without `shares`.
+    """
+    if phase.name in task.losses:
+        return []
+    problems: list[Problem] = []
+    found = []
+    declared: Mapping[str, Any] = task.objectives
+    file = _file_of(task)
+    for name, content in declared.items():
+        where = f"OBJECTIVES[{name!r}]"
+        if not isinstance(content, Mapping):
+            problems.append(Problem("must be a mapping of keys to values", where))
+            continue
+        own: list[Problem] = []
+        for key in content:
+            if key not in KEYS and key.partition(".")[0] not in GROUPS:
+                own.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
+        every, norm = content.get("every", 1), content.get("max_grad_norm", phase.max_grad_norm)
+        if fault(int, every) or every < 1:
+            own.append(Problem(f"every must be an integer of at least 1, but is {every!r}", where))
+        if norm is not None and (fault(float, norm) or norm <= 0):
+            own.append(Problem(f"max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
+        lists = [content.get(key, []) for key in ("trains", "shares")]
+        if any(fault(list[str], each) for each in lists) or not lists[0]:
+            own.append(Problem('trains must list names of parameters or modules, such as ["generator"]', where))
+        choices = [_choice(group, content, getattr(phase, group), file, own) for group in GROUPS]
+        problems += [replace(problem, where=where) for problem in own]
+        if not own:
+            found.append(ObjectiveSpec(name, tuple(lists[0]), tuple(lists[1]), every, choices[0], choices[1], norm))
+    if not problems and found:
+        problems = list(_problems_of(found, task.model))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def refused(parallelism: str) -> ConfigError:
+    """Return the error for a strategy that cannot train several objectives."""
+    what = "cannot train several objectives in one update"
+    return ConfigError(Problem(what, f"parallelism={parallelism}", "use parallelism=ddp or parallelism=single"))
+
+
+def _choice(
+    group: str, content: Mapping[str, Any], of_phase: Choice, file: Path | None, problems: list[Problem]
+) -> Choice:
+    """Return the option of a group: what the objective names, else that of the phase, with its keys.
+
+    file  the task's, which may bring options
+    """
+    name = content.get(group, of_phase.name)
+    function = of_phase.function if name == of_phase.name else reference_of(group, str(name), file)
+    signature = function_of(group, function, file)
+    if signature is None:
+        known = [option for option in options_of(group, None, file) if function_of(group, option, file)]
+        problems.append(Problem(f"unknown {group} {name}", "", did_you_mean(str(name), known)))
+        return of_phase
+    given = {key.partition(".")[2]: value for key, value in content.items() if key.startswith(f"{group}.")}
+    for key, value in given.items():
+        wrong = fault(signature.keys[key].type, value) if key in signature.keys else "unknown key"
+        if wrong:
+            hint = "" if key in signature.keys else did_you_mean(key, signature.keys)
+            problems.append(Problem(f"{group}.{key}: {wrong}", "", hint))
+    options = of_phase.options if name == of_phase.name else defaults(signature.keys)
+    return Choice(name, function, {**options, **given})
+
+
+def _file_of(task: Task) -> Path | None:
+    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    return Path(file) if file else None
+
+
+def _problems_of(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[Problem]:
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    owners: dict[str, list[ObjectiveSpec]] = {}
+    for spec in specs:
+        for prefix in (*spec.trains, *spec.shares):
+            if not any(is_under(name, prefix) for name in names):
+                what = f"trains nothing: no parameter's name starts with {prefix}"
+                yield Problem(what, f"OBJECTIVES[{spec.name!r}]", did_you_mean(prefix, prefixes(names)))
+        for name in spec.parameters_of(model):
+            owners.setdefault(name, []).append(spec)
+    for name, several in owners.items():
+        undeclared = [spec for spec in several if not any(is_under(name, prefix) for prefix in spec.shares)]
+        if len(several) > 1 and undeclared:
+            others = ", ".join(spec.name for spec in several)
+            yield Problem(
+                f"parameter {name} is trained by several objectives: {others}",
+                f"OBJECTIVES[{undeclared[0].name!r}]",
+                f'train it in one of them, or write "shares": ["{name.partition(".")[0]}"] in each',
+            )
+            return
+    if all(spec.every > 1 for spec in specs):
+        yield Problem("every objective is left out of some update", "OBJECTIVES", 'one must have "every": 1')
+
+
+class OwnPosition(Position):
+    """Position of an objective: counts its own updates, those of every `every`-th update of the phase."""
+
+    def __init__(self, whole: Position, every: int, *, keeps_precision: bool) -> None:
+        self.whole, self.every, self.keeps_precision = whole, every, keeps_precision
+        self.phase = whole.phase
+
+    @property
+    def skipped_before(self) -> int:  # type: ignore[override]
+        """Updates skipped in earlier phases; a forked precision counts from 0 in each phase."""
+        return self.whole.skipped_before if self.keeps_precision else 0
+
+    @property
+    def update(self) -> int:  # type: ignore[override]
+        """Number of completed updates of this objective."""
+        return -(-self.whole.update // self.every)
+
+
+class SharedSamples:
+    """The micro-batches of one update, for several objectives: read once, then repeated."""
+
+    def __init__(self, batches: Iterator[MicroBatch]) -> None:
+        self._batches = batches
+        self._kept: list[MicroBatch] = []
+
+    def read(self, *, again: bool, keep: bool) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the update under way.
+
+        again  read them again, in other sizes, after out of memory
+        keep   another objective follows
+        """
+        if self._kept and not again:
+            for micro in self._kept:
+                noise.start_pass(micro.samples)
+                yield micro
+            return
+        self._kept = []
+        while True:
+            micro = next(self._batches)
+            if keep:
+                self._kept.append(micro)
+            yield micro
+            if micro.last:
+                return
+
+    def end(self) -> None:
+        """Free the micro-batches of this update."""
+        self._kept = []
+
+
+@dataclass
+class Objectives:
+    """Inputs of the training loop for several objectives.
+
+    parts   specification, training and parameters of each, in order
+    around  wraps the whole update; each objective is retried on its own
+    """
+
+    position: Position
+    model: nn.Module
+    parallel: Parallel
+    parts: Sequence[tuple[ObjectiveSpec, Training]]
+    around: Around = field(default_factory=Around)
+    current: int = 0  # the objective under way, or the last one
+
+    @property
+    def under_way(self) -> Training:
+        """The objective that an error is about."""
+        return self.parts[self.current][1]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, in the order of the objectives."""
+        return [training.optimizer for _, training in self.parts]
+
+    def watched(self, around: Wrapper) -> Objectives:
+        """Return the same with `around` applied to every forward pass."""
+        return replace(self, parts=[(spec, training.watched(around)) for spec, training in self.parts])
+
+    def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]:
+        """Return a function that runs one update."""
+        samples = SharedSamples(batches)
+
+        def update() -> StepInfo:
+            number = self.position.update
+            due = [index for index, (spec, _) in enumerate(self.parts) if number % spec.every == 0]
+            steps: dict[str, StepInfo] = {}
+            try:
+                for index in due:
+                    spec, _ = self.parts[index]
+                    steps[spec.name] = self._step(index, samples, keep=index != due[-1])
+            finally:
+                samples.end()
+            return combined(number + 1, steps)
+
+        return update
+
+    def _step(self, index: int, samples: SharedSamples, *, keep: bool) -> StepInfo:
+        self.current = index
+        training = self.under_way
+        for weight in (weight for _, each in self.parts for weight in each.parameters):
+            weight.requires_grad_(False)
+        for weight in training.parameters:
+            weight.requires_grad_(True)
+        self.parallel.select(index)
+        attempts = 0
+
+        def attempt() -> StepInfo:
+            nonlocal attempts
+            attempts += 1
+            return training.updater(samples.read(again=attempts > 1, keep=keep))()
+
+        return training.around.run(attempt)
+
+
+def combined(update: int, steps: Mapping[str, StepInfo]) -> StepInfo:
+    """Return the results of an update: its loss is the sum of the mean losses of the objectives, its items the first's.
+
+    Each objective's own loss, gradient norm and learning rate are further metrics under its name.
+    """
+    first = next(iter(steps.values()))
+    mean: Any = 0.0
+    squares: list[Tensor] = []
+    extra: dict[str, tuple[Any, Any]] = {}
+    bad: dict[tuple[int, str], None] = {}
+    for name, step in steps.items():
+        assert step.loss_sum is not None, "an objective has a loss"
+        mean = mean + step.loss_sum / step.items
+        extra[f"{name}/loss"] = (step.loss_sum, step.items)
+        if step.grad_norm is not None:
+            squares.append(step.grad_norm.square())
+            extra[f"{name}/grad_norm"] = (step.grad_norm, 1)
+        extra[f"{name}/lr"] = (math.nan if step.lr is None else step.lr, 1)
+        extra |= {f"{name}/{key}": pair for key, pair in step.extra.items()}
+        bad |= dict.fromkeys(step.bad)
+    norm = torch.stack([each.float() for each in squares]).sum().sqrt() if squares else None
+    return StepInfo(update, mean * first.items, first.items, norm, first.lr, tuple(bad), extra)

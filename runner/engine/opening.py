@@ -1,0 +1,157 @@
+"""Build everything a run needs: its parts, its observers, and the checkpoint it resumes from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.base.errors import AccelRunError
+from runner.base.json_values import to_json
+from runner.base.world import World
+from runner.config.configuration import compose
+from runner.config.option_table import make
+from runner.config.request import Request, key_of
+from runner.durable.checkpoint import Loaded, load
+from runner.durable.directory import RunDirectory
+from runner.durable.files import AppendLog
+from runner.durable.signals import StopRequest
+from runner.engine.assemble import assemble
+from runner.engine.attempt import RunAttempt, UnrecordedAttempt
+from runner.engine.checkpoint_state import check_state
+from runner.engine.job import Job, name_of
+from runner.engine.meter import UpdateClock
+from runner.engine.phase import Phase
+from runner.engine.resume_point import resume_point
+from runner.engine.run import Observers, TrainingRun, silent
+from runner.engine.run_screen import Screen, warnings_on
+from runner.engine.weights import begin_with
+from runner.monitor.monitor_thread import MONITORS, NoMonitor, gpus_of
+from runner.plan.inventory import take_inventory
+from runner.plan.planner import make_plan
+from runner.plan.rank_devices import RankDevice
+from runner.plan.run_plan import Plan
+from runner.profiling.profiler import PROFILERS
+from runner.trackers.tracker import TRACKERS
+
+
+def open_recorded(
+    job: Job, world: World, attempt: RunAttempt, screen: Screen, stack: ExitStack
+) -> tuple[TrainingRun, Loaded | None]:
+    """Build everything a run needs on rank 0; return it with the checkpoint to resume from.
+
+    stack  closes what was opened
+    """
+    plan, directory = job.plan, attempt.directory
+
+    def made(table: Mapping[str, Any], group: str, *given: Any) -> Any:
+        choice = plan.choices[group]
+        return make(table, choice.function, *given, **choice.options)
+
+    clock = UpdateClock()
+    stop = stack.enter_context(StopRequest())
+    metrics = stack.enter_context(AppendLog(directory.metrics))
+    start = resume_point(plan, directory, screen, metrics)
+    resumes = start is not None and start.path.parent == directory.checkpoints
+    attempt.identify(directory.owner, start if resumes else None, is_new=plan.settings.resume == "fresh")
+    if not resumes:  # what was measured and recorded before is of another run
+        attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
+    known = attempt.record.tracker_id
+    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
+    attempt.record = replace(attempt.record, tracker_id=tracker.id)
+    attempt.begin(job)
+    world.broadcast(str(start.path) if start else None)
+    monitor = _monitor_of(plan, world, directory.gpu_csv)
+    stack.callback(_close_monitor, monitor, directory, screen)
+    parts = assemble(plan, stack, world)
+    profiler = made(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
+    observers = Observers(metrics, tracker, monitor, profiler, screen)
+    if start is None and plan.settings.weights.source:
+        screen.say(begin_with(plan.settings, parts.bare, parts.parallel))
+    resumed = tracker.id if resumes else None
+    run = TrainingRun(plan, parts, directory, observers, stop, clock, uid=attempt.record.uid, tracker_id=resumed)
+    return run, start
+
+
+def open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+    """Build what `open_recorded` builds, for a rank that neither writes nor prints.
+
+    Rank 0 decides which checkpoint it resumes from.
+    """
+    stop = stack.enter_context(StopRequest())
+    found = world.broadcast(None)
+    start = check_state(load(Path(found))) if found else None
+    directory = RunDirectory.join(job.folder)
+    machine = f"rank{world.rank}" if world.local_rank == 0 else ""  # the first rank of another machine
+    screen = stack.enter_context(Screen(directory, speaks=False, machine=machine))
+    stack.enter_context(warnings_on(screen))
+    parts = assemble(job.plan, stack, world)
+    if start is None and job.plan.settings.weights.source:
+        begin_with(job.plan.settings, parts.bare, parts.parallel)
+    choice = job.plan.choices["profiler"]
+    observers = silent(screen, make(PROFILERS, choice.function, None, **choice.options))
+    if machine:
+        observers.monitor = _monitor_of(job.plan, world, directory.path / f"gpu-{machine}.csv")
+        stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{machine}.json")
+    return TrainingRun(job.plan, parts, directory, observers, stop), start
+
+
+@contextmanager
+def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
+    """Yield the first phase of a new run, ready to train: for measuring what training costs.
+
+    world  the ranks that open it together; None: this process alone
+    """
+    with ExitStack() as stack:
+        run, start = _opened(request, world, stack)
+        with Phase(run, run.plan.selected[0], start) as phase:
+            yield phase
+
+
+@contextmanager
+def open_run(request: Request) -> Iterator[TrainingRun]:
+    """Yield a new run of this process alone, ready for any of its phases."""
+    with ExitStack() as stack:
+        yield _opened(request, None, stack)[0]
+
+
+def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+    # Cost does not depend on weights, and the run or file that they came from may be gone.
+    plain = tuple(word for word in request.overrides if key_of(word).partition(".")[0] != "weights")
+    request = replace(request, overrides=plain)
+    configuration, inventory = compose(request), take_inventory()
+    ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
+    job = Job(request, configuration, make_plan(configuration, inventory, ranks), inventory, name_of(configuration))
+    world = world or World(torch.device(job.plan.device))
+    if world.is_first:
+        directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))
+        screen = stack.enter_context(Screen(directory))
+        return open_recorded(job, world, UnrecordedAttempt(directory), screen, stack)
+    return open_silently(job, world, stack)
+
+
+def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
+    """Return the monitor of this machine, which watches the GPUs of the local ranks in their order."""
+    first, choice = world.rank - world.local_rank, plan.choices["monitor"]
+    uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
+    root = os.getppid() if world.num_local_ranks > 1 else None  # the launcher of the ranks here
+    watched = gpus_of(uuids, world.device.type)
+    monitor: NoMonitor = make(MONITORS, choice.function, path, watched, root, **choice.options)
+    return monitor
+
+
+def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
+    """Stop the monitor and write its summary to the file `name`."""
+    monitor.stop()
+    screen.tell(monitor.news())
+    summary = monitor.summary()
+    if summary.whole.samples:
+        try:
+            directory.write(name, to_json(summary.to_json()))
+        except AccelRunError as error:  # a full disk, a link: the run ends as it would without a monitor
+            screen.warn(f"{name} was not written: {error.problems[0]}")

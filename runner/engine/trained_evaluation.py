@@ -1,0 +1,142 @@
+"""Evaluate a trained model on a split, as the evaluation during its training does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from runner.axes.dataloader import Fetcher, Loader
+from runner.base.errors import ConfigError, Exit, InputMissing, Problem, TaskFault
+from runner.base.json_values import finite
+from runner.base.oom_errors import halved, oom_cause_of
+from runner.base.order import evenly_spread
+from runner.base.text import metric_text
+from runner.base.world import World
+from runner.config.schema import did_you_mean
+from runner.durable.signals import StopRequest
+from runner.engine import oom_history
+from runner.engine.assemble import Parts
+from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
+from runner.engine.trained_run import ModelSource, Trained, named, open_source
+from runner.engine.watchdog import EVALUATION, SUMMARY, HangTraces, watched
+from runner.plan.run_plan import PhasePlan, Plan
+from runner.records.events import Console, Level, level_said
+
+FOLDER = "evaluations"
+SPLITS = ("train", "val", "test")
+
+
+def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Plan, world: World) -> tuple[Exit, Any]:
+    """Evaluate as one rank; rank 0 prints the metrics and writes them to evaluations/ of the run directory.
+
+    The model, the batch size, the precision and the seed are those of the run, and so are the metrics of its val split.
+
+    level  least important messages to print; None: that of $ACCEL_RUN_SAYS
+    Returns the exit code and the content of the file; 130 and None after a signal.
+    Raises ConfigError if the task has no such split.
+    """
+    console = Console(level=level or level_said(), speaks=world.is_first)
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest())
+        trained = open_source(named(source, world), plan, console, stack, world)
+        directory, parts = trained.directory, trained.parts
+        stacks = f"{FOLDER}/stacks{'' if world.is_first else f'-rank{world.rank}'}.txt"
+        pulse = stack.enter_context(
+            watched(plan, world, HangTraces(lambda text: directory.write(stacks, text), file=stacks))
+        )
+        phase = plan.phase(trained.phase)
+        assert phase is not None, "check_state and open_source know its name"
+        fetcher = _fetcher(parts, split)
+        samples = evenly_spread(len(fetcher), phase.evaluate.samples)
+        sizes = _sizes(trained, phase, console.warning)
+        num_batches = 0
+
+        def must_stop() -> bool:
+            nonlocal num_batches
+            if num_batches:
+                pulse.done.add(EVALUATION)
+            num_batches += 1
+            pulse.now = (EVALUATION, trained.update)
+            return stop.requested is not None
+
+        def all_measured() -> None:
+            pulse.now = (SUMMARY, trained.update)
+
+        began = time.perf_counter()
+        found = evaluate(
+            parts.task, parts.model, Loader(fetcher), parts.prefetch, parts.precision, parts.parallel, samples, sizes,
+            plan.settings.seed, parts.source, must_stop, all_measured,
+        )  # fmt: skip
+        seconds = time.perf_counter() - began
+        if found is None:
+            return Exit.INTERRUPTED, None
+        record = _record(trained, source, split, found, len(samples), seconds)
+        if world.is_first:
+            checkpoint = source.checkpoint.name if source.checkpoint else "weights"
+            file = directory.write(f"{FOLDER}/{split}-{checkpoint}.json", json.dumps(record, indent=2) + "\n")
+            shown = (f"{name} {metric_text(value, 6)}" for name, value in found.metrics.items())
+            console.info(f"{split}, {len(samples):,} of {len(fetcher):,} samples: {'  '.join(shown)}")
+            console.info(f"written to {directory.shown / FOLDER / file.name}")
+        return Exit.DONE, record
+
+
+def _fetcher(parts: Parts, split: str) -> Fetcher:
+    """Return the samples of the split. Raises ConfigError if the task does not have it."""
+    fix = did_you_mean(split, SPLITS) or "use a split that its dataset(split) returns"
+    lacking = Problem(f"the task has no split {split}", f"split={split}", fix)
+    try:
+        return parts.fetcher(split)
+    except NotImplementedError as error:
+        raise ConfigError(lacking) from error
+    except InputMissing as error:  # for the usual splits the task knows better what is missing
+        if split in SPLITS:
+            raise
+        raise ConfigError(lacking) from error
+    except TaskFault as fault:
+        cause = fault.__cause__
+        if isinstance(cause, KeyError) and cause.args == (split,):  # {"train": ..., "val": ...}[split]
+            raise ConfigError(lacking) from fault
+        raise
+
+
+def _sizes(trained: Trained, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
+    """Return the batch size: that of the run, with the reductions after out of memory that it remembers."""
+    plan, world, asked = trained.plan, trained.parts.world, phase.batch.micro_batch_size
+
+    def failed(error: Exception, size: int) -> int:
+        less = halved(size)
+        if oom_cause_of(error) is None or less is None:
+            raise error
+        warn(f"out of memory: the batches of this evaluation have {less} samples instead of {size}")
+        return less
+
+    sizes = Sizes(asked, failed if plan.settings.on_oom == "retry" else None)
+    for row in oom_history.remembered(trained.directory.path):
+        is_same = (row.use, row.phase, row.world_size, row.asked) == ("evaluation", phase.name, world.world_size, asked)
+        if is_same and (trained.parts.parallel.in_step or row.applies_to(world.rank)):
+            sizes.now = min(sizes.now, row.size)
+    return sizes
+
+
+def _record(
+    trained: Trained, source: ModelSource, split: str, found: EvaluationResult, num_samples: int, seconds: float
+) -> dict[str, Any]:
+    plan = trained.plan
+    return {
+        "run": source.name,
+        "split": split,
+        "checkpoint": source.checkpoint.name if source.checkpoint else None,
+        "marks": list(source.marks),
+        "weights": None if source.checkpoint else plan.settings.weights.source,
+        "update": trained.update,
+        "phase": trained.phase,
+        "samples": num_samples,
+        "metrics": finite({f"{split}/{name}": value for name, value in found.metrics.items()}),
+        "empty": [f"{split}/{name}" for name in found.empty],
+        "precision": plan.choices["precision"].name,
+        "world_size": plan.world_size,
+        "seconds": seconds,
+    }

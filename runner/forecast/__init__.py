@@ -1,0 +1,1 @@
+"""Memory of a run, predicted without running it."""

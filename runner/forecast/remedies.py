@@ -1,0 +1,177 @@
+"""Search for settings that make a run fit into memory, first one by one, then combined, by tracing each."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.base.errors import AccelRunError
+from runner.config.configuration import Configuration, compose
+from runner.config.options import function_of, options_of
+from runner.config.request import merge_overrides
+from runner.config.schema import defaults
+from runner.forecast.demand import is_traced, needs_of
+from runner.plan.inventory import Inventory
+from runner.plan.memory_fit import Needs, may_fit
+from runner.plan.planner import make_plan
+from runner.plan.prediction_text import FittingChange, may_be_asked, peaks_of_ranks, seconds_of
+from runner.plan.run_plan import Plan
+
+Words = tuple[str, ...]
+MOST_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
+
+
+def changes_of(
+    configuration: Configuration,
+    inventory: Inventory,
+    plan: Plan,
+    needs: Needs,
+    profiles: Sequence[Mapping[str, Any]],
+) -> tuple[list[FittingChange], list[Words]]:
+    """Return the settings that make the run fit, fastest first, and those not tried for lack of time.
+
+    Tries each setting alone, then all together if none is enough. Call it in a subprocess, like needs_of.
+
+    profiles  measurements from hardware profiles, used to estimate times
+    """
+    trial = _Trial(configuration, inventory, plan, needs, profiles, _seconds(plan, needs, profiles))
+    single = list(_candidates(configuration, inventory, plan))
+    found: list[FittingChange] = []
+    untried: list[Words] = []
+    failed: set[Words] = set()
+    impossible: set[Words] = set()
+    began = time.process_time()
+    longest = 0.0
+    for words in single:
+        if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # saves no memory
+            failed.add(words)
+            continue
+        before = time.process_time()
+        if before + longest - began > MOST_S and not is_free(words):
+            untried.append(words)
+            continue
+        try:
+            if change := trial.of(words):
+                found.append(change)
+            else:
+                failed.add(words)
+        except AccelRunError:  # for example a missing package
+            impossible.add(words)
+        longest = max(longest, time.process_time() - before)
+    if not found:
+        possible = [words for words in single if words not in impossible]
+        together = tuple(word for words in possible for word in words if not word.startswith("parallelism="))
+        together = tuple(word for word in together if (word,) != BUDGET or CHECKPOINT not in single)
+        found = trial.of_most(together)
+    return sorted(found, key=lambda change: (change.factor is None, change.factor or 0.0, change.bytes)), untried
+
+
+def is_free(words: Words) -> bool:
+    """Return True if the memory demand with these settings follows from existing traces."""
+    return all(word.partition("=")[0] == "micro_batch_size" or word == "parallelism=fsdp" for word in words)
+
+
+def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Words]:
+    """Yield settings that reduce memory: first those that need no trace, then those with the largest effect."""
+    if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
+        yield ("micro_batch_size=auto",)
+    gpus = [device for device in inventory.usable if device.kind == "cuda"]
+    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+        yield ("parallelism=fsdp",)
+    used = [gpu for gpu in gpus if gpu.torch_name in {rank.device for rank in plan.ranks}]
+    if plan.choices["precision"].name in ("fp32", "tf32") and used:
+        if all(gpu.native_bf16 for gpu in used):
+            yield ("precision=bf16",)
+        elif all(gpu.fp16_tensor_cores for gpu in used):
+            yield ("precision=fp16",)
+    known = options_of("memory", configuration.request.config_dir)
+    keeps = plan.choices["memory"].function in ("none", "selective")
+    if keeps and "checkpoint" in known:
+        yield CHECKPOINT
+    if plan.choices["optimizer"].function in ("adamw", "adam"):
+        yield ("optimizer=adamw8bit",)
+    if len(gpus) > 1 and plan.choices["parallelism"].function in ("single", "ddp"):
+        yield ("parallelism=pipeline",)  # one trace per rank
+    if keeps and "budget" in known:
+        yield BUDGET
+
+
+CHECKPOINT, BUDGET = ("memory=checkpoint",), ("memory=budget",)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """State of the search for a run that does not fit."""
+
+    configuration: Configuration
+    inventory: Inventory
+    plan: Plan
+    needs: Needs
+    profiles: Sequence[Mapping[str, Any]]
+    before: float | None
+
+    def may_help(self, words: Words) -> bool:
+        """Return True if these settings are worth a trace."""
+        return bool(words) and all(may_fit(each.prediction, words) for each in self.plan.memory)
+
+    def kept(self, words: Words) -> Words:
+        """Return the user's settings of replaced groups, such as memory.fraction, that the new option also accepts."""
+        known = {
+            f"{group}.{key}"
+            for group, _, name in (word.partition("=") for word in words)
+            if group in self.plan.choices and (signature := function_of(group, name))
+            for key in defaults(signature.keys)
+        }
+        return tuple(word for word in self.configuration.request.overrides if word.partition("=")[0] in known)
+
+    def of_most(self, words: Words) -> list[FittingChange]:
+        """Return the demand with these settings, without the last ones if they are invalid."""
+        while self.may_help(words):
+            try:
+                return [change for change in [self.of(words)] if change]
+            except AccelRunError:
+                words = words[:-1]
+        return []
+
+    def of(self, words: Words) -> FittingChange | None:
+        """Return the demand with these settings, or None if the run still does not fit.
+
+        Raises AccelRunError for invalid settings.
+        """
+        request = self.configuration.request
+        overrides = (*merge_overrides(request.overrides, words), *self.kept(words))
+        changed = compose(dataclasses.replace(request, overrides=overrides))
+        needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
+        plan = make_plan(changed, self.inventory, needs=needs)
+        if is_free(words) and not is_traced(plan, needs):
+            needs = needs_of(changed, self.inventory)
+            plan = make_plan(changed, self.inventory, needs=needs)
+        is_rough = not all(each.is_exact for each in self.plan.memory)  # reported with the result anyway
+        if not plan.memory or not all(each.prediction.fits and (each.is_exact or is_rough) for each in plan.memory):
+            return None
+        most = max(each.prediction.total for each in plan.memory)
+        seconds = _seconds(plan, needs, self.profiles)
+        factor = seconds / self.before if seconds and self.before else None
+        return FittingChange(_resolved(words, plan), most, factor)
+
+
+def _resolved(words: Words, plan: Plan) -> Words:
+    """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
+    size = f"micro_batch_size={plan.batch.micro_batch_size}"
+    can_be = may_be_asked(plan, plan.batch, plan.batch.micro_batch_size)
+    is_one = not plan.own_keys and can_be  # phases have their own micro-batch sizes
+    return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
+
+
+def _seconds(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the estimated seconds of one update of every phase together, or None if unknown."""
+    peaks = peaks_of_ranks(plan, needs, profiles)
+    found = [
+        seconds_of(plan, phase, needs.demands[phase.name], peaks)
+        for phase in plan.selected
+        if phase.name in needs.demands
+    ]
+    return sum(each.middle for each in found if each) if found and all(found) else None

@@ -1,0 +1,215 @@
+"""Predict the memory of each pipeline stage: place the layers and trace the run of its rank on fake weights.
+
+It is the real run with torch's own schedule, among ranks that are not there: what they would send has no content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.base import partition
+from runner.base.batch import map_tensors
+from runner.base.division import Batch
+from runner.base.order import Order
+from runner.config.configuration import Choice
+from runner.distributed.join import simulated_world
+from runner.distributed.layer_costs import LayerCost, estimate_costs, fresh, saved_bytes
+from runner.distributed.layer_placement import Placement, PlacementRequest, check_layers, placement
+from runner.distributed.pipelined import Pipelined, model_not_called
+from runner.distributed.stages import Call, Called, Shapes
+from runner.engine.assemble import assemble
+from runner.engine.cuda_autocast import AsCuda
+from runner.engine.task_loading import explained
+from runner.forecast.fake_mode import AllocationLedger, FakeRun
+from runner.forecast.memory_forecast import UPDATES, Follower, on_the_host
+from runner.plan.memory_trace import Traced
+from runner.plan.run_plan import PhasePlan, Plan
+
+UNKNOWN = 2**50  # assumed bytes of a device of unknown size
+
+
+class StagePrediction:
+    """Trace of a plan with parallelism=pipeline, stage by stage. Exit the context to free its memory."""
+
+    def __init__(self, plan: Plan) -> None:
+        choice = plan.choices["parallelism"]
+        self.of_run, self.options, self.count = plan, choice.options, plan.world_size
+        self.chunks = int(self.options["chunks"]) if self.options["schedule"] == "interleaved" else 1
+        self.phases = [phase for phase in plan.selected if phase.kind == "train"]
+        self.is_followed = self.chunks == 1  # of several stages on a rank torch asks more of the others
+        self.keeps_ahead = plan.choices["prefetch"].function == "stream"
+        is_gpu = plan.device.startswith("cuda")
+        self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
+        host = on_the_host(plan)
+        self.plan = dataclasses.replace(
+            host, choices={**host.choices, "parallelism": Choice("single", "single", {})}
+        )  # the strategy is put in afterwards
+        self._stack = ExitStack()
+
+    def __enter__(self) -> StagePrediction:
+        """Raise TaskFault if the task does not declare its layers."""
+        self.phantom = FakeRun(AllocationLedger())
+        with _quiet(), self.phantom, self.phantom.building():
+            self.parts = assemble(self.plan, self._stack)
+        with explained(self.parts.source, "layers"):
+            self.layers = list(self.parts.task.layers())
+        check_layers(self.parts.bare, self.layers)
+        with _quiet(), self.phantom:
+            self.costs, self.num_samples = self._costs()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def placement(self, size: int) -> Placement:
+        """Return the layers per device for micro-batches of this size. Raises ConfigError if there is no split."""
+        total = self.of_run.batch.global_batch_size
+        costs = [
+            dataclasses.replace(cost, activation_bytes=math.ceil(cost.activation_bytes * size / self.num_samples))
+            for cost in self.costs
+        ]
+        devices = [
+            partition.StageDevice((rank.memory_bytes or UNKNOWN) // self.chunks, 1.0, f"rank {number} ({rank.device})")
+            for number, rank in enumerate(self.of_run.ranks)
+        ]
+        options = self.options
+        number = -(-total // size)
+        wanted = PlacementRequest(
+            options["schedule"], number, options["split"], options["balance"], self.chunks, samples=size
+        )
+        return placement(costs, devices * self.chunks, wanted, self.count)
+
+    def of(self, phase: PhasePlan, size: int) -> list[Traced]:
+        """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
+        total = phase.batch.global_batch_size
+        split = self.placement(size).split
+        many = -(-total // size)
+        few = min(many, self.count + 1)  # as many as are under way, and one more
+        batch = Batch(few * size, size, (few * size,), stages=self.count)
+        followed = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
+        with _quiet(), self.autocast():
+            shapes = self._shapes(followed, split)
+            return [self._followed(followed, split, shapes, rank, many) for rank in range(self.count)]
+
+    def _costs(self) -> tuple[list[LayerCost], int]:
+        """Return what the layers cost for an example, as a run measures it, and the samples of that.
+
+        Operations are used instead of seconds.
+        """
+        model, costs = self.parts.bare, []
+        try:
+            value: Any = tuple(self.parts.task.example())
+        except NotImplementedError:
+            return estimate_costs(model, self.layers), 1
+        size = next((tensor.shape[0] for tensor in value if isinstance(tensor, torch.Tensor) and tensor.dim()), 1)
+        ledger = self.phantom.ledger
+        for number, (cost, layer) in enumerate(zip(estimate_costs(model, self.layers), self.layers, strict=True)):
+            ledger.stage = cost.name
+            call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
+            kept, value = saved_bytes(layer, call, fresh(value), nullcontext)
+            done = ledger.work.get(ledger.stage)
+            costs.append(dataclasses.replace(cost, activation_bytes=kept, seconds=float(done.flops if done else 0)))
+        return costs, size
+
+    def _shapes(self, phase: PhasePlan, split: partition.Split) -> list[Shapes]:
+        """Return the input shapes of each stage."""
+        task = self.parts.task
+        fetcher = self.parts.fetcher("train")
+        order = Order(len(fetcher), phase.batch.global_batch_size, phase.batch.micro_batch_size, 0)
+        batch = fetcher[next(order.from_update(0))].batch
+        starts = [stage.start for stage in split.ranges]
+        shapes = []
+        with self.phantom, torch.no_grad(), self.parts.precision.forward():
+            call = _called_with(self.parts.bare, lambda model: task.losses.get(phase.name, task.loss)(model, batch))
+            value: Any = ()
+            for number, layer in enumerate(self.layers):
+                if number in starts:
+                    shapes.append(Shapes.of(Shapes.described(value)))
+                value = layer(value) if number else layer(*call.inputs, **call.named)
+        return shapes
+
+    def _followed(
+        self, phase: PhasePlan, split: partition.Split, shapes: Sequence[Shapes], rank: int, many: int
+    ) -> Traced:
+        phantom = FakeRun(AllocationLedger())
+        with ExitStack() as stack:
+            world = stack.enter_context(simulated_world(rank, self.count))
+            with phantom, phantom.building():
+                parts = assemble(self.plan, stack, world)
+                parallel = Pipelined(world, schedule=self.options["schedule"], split=split.sizes, chunks=self.chunks)
+                model = parallel.wrap(parts.bare, parts.task.layers, [])
+            parts = dataclasses.replace(parts, parallel=parallel, model=model)
+            each = parallel.set_shapes(shapes)
+            follower = StageFollower(parts, phase, phantom, self.keeps_ahead)
+            traced = follower.follow()
+            if self.options["schedule"] == "gpipe":
+                each += sum(block.size for block in follower.kept)
+            return _with_more(traced, many - phase.batch.accumulation_steps, each)
+
+
+class StageFollower(Follower):
+    """Trace the rank of one or more stages."""
+
+    def follow(self) -> Traced:
+        assert isinstance(self.parts.parallel, Pipelined)
+        for stage in self.parts.parallel.stages:
+            stage.forward = self._noted(stage.forward)  # type: ignore[method-assign]
+        return super().follow()
+
+    def updated(self) -> None:
+        self.parts.parallel.begin([])  # the first update has one pass: what it received is not there in a run
+
+    def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*received: Any) -> Any:
+            with self.forward():
+                return forward(*received)
+
+        return noted
+
+
+def _with_more(traced: Traced, others: int, each: int) -> Traced:
+    """Return what is taken with other micro-batches like those that were followed, which wait to be passed.
+
+    each  bytes of what is received for each of them, and of what gpipe keeps of each
+    """
+    inputs = others * (traced.peak.inputs // traced.accumulation_steps)
+    peak = dataclasses.replace(
+        traced.peak, inputs=traced.peak.inputs + inputs, temporary=traced.peak.temporary + others * each
+    )
+    more = inputs + others * each
+    events = ((-1, more), *traced.events) if more else traced.events
+    return dataclasses.replace(traced, peak=peak, events=events, without_bytes=traced.without_bytes + more)
+
+
+def _called_with(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
+    """Return the arguments of the model call. Raises TaskFault if the model is not called."""
+
+    def called(*inputs: Any, **named: Any) -> Any:
+        raise Called(Call(inputs, named))
+
+    own = vars(model).get("forward")
+    vars(model)["forward"] = called
+    try:
+        ask(model)
+    except Called as found:
+        return map_tensors(lambda tensor: tensor.detach(), found.call)  # type: ignore[no-any-return]
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
+    raise model_not_called()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,1 @@
+"""What the operating system offers to a process: cores, memory, process trees, stacks, descriptors."""

@@ -1,0 +1,151 @@
+"""Run a command of accel-run in a subprocess: its output is relayed, and its error is raised here."""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.base.errors import AccelRunError, Exit, Problem, remake
+from runner.base.paths import PACKAGE
+
+Write = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class CommandEnd:
+    """How a command ended: its exit code, and what it printed if that was not relayed."""
+
+    code: int
+    out: str = ""
+
+
+def run_command(words: Sequence[str], *, relays: bool = True) -> CommandEnd:
+    """Run `accel-run WORDS` in a subprocess, as a terminal would, and wait for it.
+
+    A separate process, because a run installs signal handlers, forks ranks, sets global switches of torch, and may end
+    by os._exit; none of this may happen to a notebook or to another program. It is in a separate session, so that
+    Ctrl-C reaches it only through this process: the first KeyboardInterrupt lets the run save and stop, the second one
+    ends it. It also saves and stops if this process is killed.
+
+    relays  write its standard output to sys.stdout, which may be a notebook's; False: return it
+    Raises the AccelRunError that ended the command, with its message and exit code, and KeyboardInterrupt.
+    """
+    report, reporting = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), str(reporting), str(PACKAGE.parent), *words],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[reporting],
+            start_new_session=True,
+        )  # fmt: skip
+    except BaseException:
+        os.close(report)
+        raise
+    finally:
+        os.close(reporting)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    kept: list[str] = []
+    told: list[str] = []
+    sinks: dict[int, Write] = {
+        process.stdout.fileno(): sys.stdout.write if relays else kept.append,
+        process.stderr.fileno(): sys.stderr.write,
+        report: told.append,
+    }
+    num_interrupts = 0
+    try:
+        relay = _Relay(process, sinks)
+        while True:
+            try:
+                relay.until_the_end()
+                break
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                process.send_signal(signal.SIGINT)
+    except BaseException:  # sys.stdout cannot be written, as a closed notebook's
+        process.send_signal(signal.SIGTERM)
+        raise
+    finally:
+        process.stdout.close()
+        process.stderr.close()
+        os.close(report)
+    code = process.wait()
+    if num_interrupts:
+        raise KeyboardInterrupt
+    if text := "".join(told):
+        raise _error(text)
+    return CommandEnd(code if code >= 0 else 128 - code, "".join(kept))
+
+
+def report_to(descriptor: int, error: AccelRunError) -> None:
+    """Write the error that ended a command for the process that started it."""
+    content = {
+        "kind": type(error).__name__,
+        "problems": [dataclasses.asdict(problem) for problem in error.problems],
+        "exit_code": int(error.exit_code),
+        "place": dict(error.place),
+        "notes": list(getattr(error, "__notes__", ())),
+    }
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(content, file, default=str)
+
+
+class _Relay:
+    """Passes on what a process writes, until it has ended; what it has started may hold its pipes for longer."""
+
+    def __init__(self, process: subprocess.Popen[bytes], sinks: dict[int, Write]) -> None:
+        self._process = process
+        self._selector = selectors.DefaultSelector()
+        for descriptor, write in sinks.items():
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            self._selector.register(descriptor, selectors.EVENT_READ, (decoder, write))
+
+    def until_the_end(self) -> None:
+        while self._selector.get_map():
+            ready = self._selector.select(_LOOK_S)
+            if not ready and self._process.poll() is not None:
+                break
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                decoder, write = key.data
+                text = decoder.decode(data, final=not data)
+                if not data:
+                    self._selector.unregister(key.fd)
+                if text:
+                    write(text)
+        self._process.wait()
+        self._selector.close()
+
+
+def _error(text: str) -> AccelRunError:
+    content: dict[str, Any] = json.loads(text)
+    kinds = {kind.__name__: kind for kind in _kinds(AccelRunError)}
+    problems = tuple(Problem(**problem) for problem in content["problems"])
+    error = remake(kinds.get(content["kind"], AccelRunError), problems, Exit(content["exit_code"]), content["place"])
+    for note in content["notes"]:
+        error.add_note(note)
+    return error
+
+
+def _kinds(kind: type[AccelRunError]) -> Iterator[type[AccelRunError]]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
+
+
+_LOOK_S = 0.1
+# -P: no runner.py of the current folder is ours; a checkout that is not installed is found after everything else
+_MAIN = (
+    "import signal, sys; parent, report, path, *sys.argv[1:] = sys.argv[1:]; sys.path.append(path); "
+    "from runner.host.parent_death import die_with_parent; die_with_parent(int(parent), signal.SIGTERM); "
+    "from functools import partial; from runner.host.command_process import report_to; "
+    "from runner.cli import main; sys.exit(main(report=partial(report_to, int(report))))"
+)

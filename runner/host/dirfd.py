@@ -1,0 +1,80 @@
+"""Access a folder through an open directory descriptor (dirfd), so that no path component below it can be a link.
+
+Between the check of a path and its use, another process may replace a folder on the way by a link. A run's folder
+is therefore opened once, and everything below it is opened relative to that descriptor, one name at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_pinned: dict[Path, int] = {}
+
+
+def pin(folder: Path) -> None:
+    """Resolve names below `folder` relative to the folder that has this path now. Raises OSError, also for a link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    unpin(folder)
+    _pinned[folder] = descriptor
+
+
+def unpin(folder: Path) -> None:
+    """Resolve the folder by its path again; a no-op if it is not pinned."""
+    descriptor = _pinned.pop(folder, None)
+    if descriptor is not None:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+def unpin_all() -> None:
+    """Resolve every folder by its path again."""
+    for folder in [*_pinned]:
+        unpin(folder)
+
+
+def current_path(folder: Path) -> Path | None:
+    """Return the current path of a pinned folder, which may have been moved. None if it was deleted.
+
+    Without /proc, returns `folder`.
+    """
+    descriptor = _pinned[folder]
+    found = os.fstat(descriptor)
+    if found.st_nlink == 0:
+        return None
+    with suppress(OSError):
+        now = folder.stat(follow_symlinks=False)
+        if (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino):
+            return folder
+    with suppress(OSError):
+        return Path(f"/proc/self/fd/{descriptor}").readlink()
+    return folder
+
+
+@contextmanager
+def opened_parent(path: Path) -> Iterator[tuple[int | None, Path | str]]:
+    """Return (directory descriptor, name) for calls that take `dir_fd`; (None, path) outside of pinned folders.
+
+    A pinned folder itself is "." relative to its descriptor, so that it is found after a move.
+    Raises OSError if a folder between the pinned one and the name is a link or missing.
+    """
+    if path in _pinned:
+        yield _pinned[path], "."
+        return
+    root = next((parent for parent in path.parents if parent in _pinned), None)
+    if root is None:
+        yield None, path
+        return
+    descriptor, opened = _pinned[root], -1
+    try:
+        for part in path.relative_to(root).parts[:-1]:
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
+            if opened >= 0:
+                os.close(opened)
+            descriptor = opened = inner
+        yield descriptor, path.name
+    finally:
+        if opened >= 0:
+            os.close(opened)

@@ -1,0 +1,171 @@
+"""Worker processes of data loaders: how they start, report errors, and end with the run."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import active_children, get_context, parent_process, queues, resource_tracker
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from runner.base.errors import Exit
+from runner.base.text import Raised, RemoteError, raised
+from runner.host.output import make_streams_nonblocking
+from runner.host.parent_death import die_with_parent
+from runner.host.scratch import shared_folder
+from runner.host.stacks import dump_on_signal
+
+
+class PicklerWithoutModel(ForkingPickler):
+    def __init__(self, file: io.BytesIO, model: nn.Module | None) -> None:
+        super().__init__(file)
+        self.modules = set(model.modules()) if model is not None else set()
+
+    def reducer_override(self, value: object) -> Any:
+        return (_NoModel, ()) if isinstance(value, nn.Module) and value in self.modules else NotImplemented
+
+
+class _NoModel:
+    """Placeholder for the model in a spawned worker."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(f"the model is not in data workers that are spawned, but {name} of it was asked for")
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("the model is not in data workers that are spawned, but it was called")
+
+
+class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Python 3.11
+    """Result queue of a worker: an item that cannot be sent is replaced by the error, because the run would hang.
+
+    A thread of the worker sends batches as file descriptors of shared memory, which another thread passes on. Either
+    may fail: no thread, or too many open files. Python only prints that and assumes that the second thread runs, so
+    only errors are sent from then on. Checked on Python 3.11 to 3.13.
+    """
+
+    _refused: RemoteError | None = None
+
+    def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
+        if parent_process() is None:  # the queue of indices for a worker
+            super().put(obj, block, timeout)
+            return
+        try:
+            if self._refused is None:
+                super().put(obj, block, timeout)
+        except RuntimeError as error:  # thread creation failed
+            self._refused = RemoteError(raised(error))
+        if self._refused is not None:
+            self._send(obj[0], self._refused)
+
+    def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
+        self._refused = RemoteError(raised(error))
+        lost = [obj, *self._buffer]  # type: ignore[attr-defined]
+        self._buffer.clear()  # type: ignore[attr-defined]
+        for number, _ in lost:
+            self._send(number, self._refused)
+
+    def _send(self, number: int, error: RemoteError) -> None:
+        self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
+        with self._wlock:  # type: ignore[attr-defined]
+            self._writer.send_bytes(ForkingPickler.dumps((number, error)))  # type: ignore[attr-defined]
+
+
+def worker_context(start_method: str) -> BaseContext:
+    """Return multiprocessing's context for a start method, with queues that report what cannot be sent."""
+    context = copy.copy(get_context(start_method))
+    context.Queue = partial(_Queue, ctx=context)  # type: ignore[method-assign]
+    return context
+
+
+def kill_workers(workers: Sequence[BaseProcess]) -> None:
+    """Kill the workers, also hanging ones: they ignore torch's SIGTERM."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
+
+    Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
+    an incomplete one accesses an attribute that is set last, and prints a traceback if it is missing (torch 2.13).
+    """
+    _MultiProcessingDataLoaderIter._shutdown = True  # class attribute: nothing to shut down
+    before = set(active_children())
+    try:
+        yield
+    except BaseException:
+        for worker in set(active_children()) - before:
+            worker.kill()
+            worker.join()
+        raise
+
+
+@contextmanager
+def stop_signals_blocked(start_method: str) -> Iterator[None]:
+    """Start processes that ignore stop signals; this process receives them on exit from the context."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    if start_method == "spawn":
+        # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def settle_in(parent_pid: int, worker: int) -> None:
+    """Initialize a worker: it ignores stop signals until the checkpoint is written, but ends with its parent.
+
+    torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
+    """
+    die_with_parent(parent_pid)
+    make_streams_nonblocking()
+    sys.excepthook = _print_what_is_news
+    for number in _BLOCKED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    folder = shared_folder()
+    if folder is not None:  # where it writes its stacks if something hangs
+        with suppress(OSError):
+            dump_on_signal(folder)
+
+
+def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of one of Python's threads, except for a broken connection, which the run reports itself."""
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
+    if not isinstance(error, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, trace)
+
+
+def traceback_line(told: Raised) -> str:
+    """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
+    python = str(Path(os.__file__).parent)
+    own = [
+        frame
+        for frame in told.frames
+        if frame.file != __file__ and not frame.file.startswith(("<", python)) and "site-packages/" not in frame.file
+    ]
+    return f"{own[-1].file}:{own[-1].line}" if own else ""
+
+
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as in durable/signals.py

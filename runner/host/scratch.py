@@ -1,0 +1,190 @@
+"""Private temporary folder that the processes of a start share; stale folders of crashed starts are removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing.process
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from runner.base.errors import CannotCreate, Exit
+from runner.base.paths import cache_folder
+
+PREFIX = "accelrun-"
+_CODES = {
+    errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.EACCES: Exit.PERMISSION, errno.EPERM: Exit.PERMISSION,
+}  # fmt: skip
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Create a private temporary folder (mode 0700) and remove it at the end; it holds the sockets of data workers.
+
+    It is locked by this process and its forked children. If all of them were killed, the next start finds
+    it unlocked and removes it. Raises CannotCreate.
+    """
+    _sweep()
+    folder, lock = _create()
+    settings = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    before = settings.get("tempdir")
+    settings["tempdir"] = str(folder)  # inherited by data workers, forked or spawned; killed processes run no finalizer
+    try:
+        yield folder
+    finally:
+        settings["tempdir"] = before
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def check_compile_cache(variable: str, *, is_needed: bool) -> None:
+    """Raise CannotCreate if the environment variable names a folder that is not writable.
+
+    Otherwise Inductor or Triton would fail in the first update, after minutes, with an unclear message.
+
+    is_needed  the cache will be used: create the folder and test a write. Otherwise nothing is touched, since torch
+               itself sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
+    """
+    folder = os.environ.get(variable)
+    if not folder:
+        return
+    try:
+        if is_needed:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        else:
+            _check_nearest(Path(folder))
+    except OSError as error:
+        what = f"compiled code cannot be stored there: {error.strerror}"
+        raise _cannot_create(error, what, f"{variable}={folder}", f"use another folder, or unset {variable}") from error
+
+
+def _check_nearest(folder: Path) -> None:
+    """Raise OSError if the folder, or its nearest existing parent, is not a directory or not writable."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    number = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    if number:
+        raise OSError(number, os.strerror(number))
+
+
+def _cannot_create(error: OSError, what: str, where: str, fix: str) -> CannotCreate:
+    refused = CannotCreate(what, where=where, fix=fix)
+    refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
+    return refused
+
+
+def keep_compiled_code_private() -> None:
+    """Make Inductor and Triton cache compiled code in a folder of mode 0700: in the user's cache, else temporary.
+
+    Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates
+    that folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed.
+    """
+    names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    if all(os.environ.get(name) for name in names):
+        return
+    folder = cache_folder().resolve() / "compiled"
+    if not _create_private(folder):
+        folder = (shared_folder() or _create()[0]) / "compiled"
+    for variable, name in names.items():
+        os.environ[variable] = os.environ.get(variable) or str(folder / name)
+
+
+def _create_private(folder: Path) -> bool:
+    """Create the folder if needed, restrict its mode, and return whether only this user can write to it.
+
+    The mode is set explicitly: Inductor creates folders with the umask, which may allow others to write.
+    """
+    try:
+        if not _is_private(folder):
+            return False
+        for path in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+            with suppress(FileExistsError):  # a concurrent start created it
+                path.mkdir(mode=0o700)
+        if not (_is_private(folder) and _is_private(folder.parent)):  # a renamed folder can be replaced
+            return False
+        folder.chmod(0o700)
+    except OSError:  # full or read-only disk
+        return False
+    return True
+
+
+def _is_private(folder: Path) -> bool:
+    """Return whether only this user can write to the folder, or to its nearest existing parent."""
+    for path in (folder, *folder.parents):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return False
+
+
+def shared_folder() -> Path | None:
+    """Return the private folder of the start that this process belongs to, if any."""
+    found = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    return Path(found) if found else None
+
+
+def _place() -> str:
+    """Return the parent of the folder: the system's temporary folder, or one with a path short enough for sockets.
+
+    A socket path has at most 107 bytes (unix(7)); with a longer one data workers hang.
+    """
+    default = tempfile.gettempdir()
+    if len(os.fsencode(default)) + len(f"/{PREFIX}01234567/listener-01234567") <= 107:
+        return default
+    return next((place for place in ("/tmp", "/dev/shm") if os.access(place, os.W_OK | os.X_OK)), default)
+
+
+def _create() -> tuple[Path, int]:
+    """Create a folder and return it with the descriptor that holds its lock."""
+    for _ in range(100):
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
+        except OSError as error:
+            what = f"the folder that the processes of a run share cannot be created: {error.strerror}"
+            fix = "free some space there, or use another folder: TMPDIR=/path"
+            raise _cannot_create(error, what, str(error.filename or _place()), fix) from error
+        lock = _locked(folder)
+        if lock is not None:
+            return folder, lock
+    raise CannotCreate(
+        "the folder that the processes of a run share is removed repeatedly",
+        where=str(folder),
+        fix="stop the program that removes it, or use another folder: TMPDIR=/path",
+    )
+
+
+def _sweep() -> None:
+    """Remove unlocked folders, whose owners were all killed."""
+    with suppress(OSError):
+        for folder in Path(_place()).glob(f"{PREFIX}*"):
+            lock = _locked(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Return a descriptor with the lock of our folder; None if another process holds it or the folder is gone."""
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        ours, there = os.fstat(descriptor), os.lstat(folder)
+        is_ours = ours.st_uid == os.getuid() and stat.S_IMODE(ours.st_mode) == 0o700
+        if is_ours and (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev):
+            return descriptor
+    except OSError:
+        pass
+    if descriptor >= 0:
+        os.close(descriptor)
+    return None

@@ -1,0 +1,165 @@
+"""Stack traces of all threads of a process, written by faulthandler, also if it hangs in C code."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.base.paths import PACKAGE, shipped
+
+SIGNAL = signal.SIGUSR2
+ANSWER_S = 2.0  # s to wait for the answer of a process
+STOPPED = "is stopped (SIGSTOP)"
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    """A frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.file, self.line).strip()
+        place = f"{_shortened(self.file)}:{self.line} in {self.function}"
+        return f"{place}: {text}" if text else place
+
+
+def dump() -> str:
+    """Return the stacks of all threads of this process; needs no disk space."""
+    try:
+        with os.fdopen(os.memfd_create("stacks", os.MFD_CLOEXEC), "rb") as file:
+            faulthandler.dump_traceback(file.fileno(), all_threads=True)
+            file.seek(0)
+            return file.read().decode(errors="replace")
+    except OSError:  # no memory or descriptor left
+        return _dump_in_python()
+
+
+def _dump_in_python() -> str:
+    main = threading.main_thread().ident or 0
+    parts = []
+    for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
+        calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in frames_here(thread)]
+        parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
+    return "\n\n".join(parts) + "\n"
+
+
+def dump_on_signal(folder: Path) -> None:
+    """Make this process write its stacks to a file in `folder` on request."""
+    path = folder / f"{_STEM}{os.getpid()}"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    faulthandler.register(SIGNAL, descriptor, all_threads=True)
+
+
+def request(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
+    """Return the stacks of the processes (PID -> state) that answer in `folder`, by PID.
+
+    A process that is stopped, or does not answer, has a note instead.
+    """
+    found: dict[int, str] = {}
+    waiting: dict[int, Path] = {}
+    for pid, state in states.items():
+        path = folder / f"{_STEM}{pid}"
+        if not path.exists():
+            continue
+        if state in "Tt":
+            found[pid] = STOPPED if state == "T" else "is stopped by a debugger"
+        else:
+            path.write_bytes(b"")  # faulthandler appends
+            with suppress(ProcessLookupError):
+                os.kill(pid, SIGNAL)
+                waiting[pid] = path
+    limit = time.monotonic() + ANSWER_S
+    before: dict[int, str] = {}
+    while waiting and time.monotonic() < limit:
+        time.sleep(0.05)
+        for pid, path in list(waiting.items()):
+            text = path.read_text(errors="replace")
+            if text and text == before.get(pid):  # unchanged, so complete
+                found[pid] = text
+                del waiting[pid]
+            before[pid] = text
+    return found | {pid: before.get(pid) or "does not answer" for pid in waiting}
+
+
+def main_thread(text: str) -> list[StackFrame]:
+    """Return the frames of the main thread, innermost first: the last thread that faulthandler writes."""
+    last = re.split(r"^(?:Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[-1]
+    return [StackFrame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
+
+
+def frames_here(thread: int) -> list[StackFrame]:
+    """Return the frames of a thread of this process, innermost first."""
+    found, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        found.append(StackFrame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def waits_for_ranks(call: StackFrame) -> bool:
+    """Return whether the innermost call waits for other ranks, or for a device, which is where collectives block."""
+    return call.function == "synchronize" or call.file in _DEVICE_WAITS or is_collective(call)
+
+
+def is_collective(call: StackFrame) -> bool:
+    """Return whether the innermost call is a collective."""
+    return "/torch/distributed/" in call.file or call.file.startswith(_COLLECTIVES)
+
+
+def is_debugger(file: str) -> bool:
+    """Return whether the file belongs to a debugger."""
+    return Path(file).name in _DEBUGGERS or "/pydevd" in file or "/debugpy/" in file or "/IPython/" in file
+
+
+def user_frame(frames: list[StackFrame]) -> StackFrame | None:
+    """Return the innermost frame in the user's code, outside of ours and libraries."""
+    return next((frame for frame in frames if _is_user_code(frame.file)), None)
+
+
+def summary(frames: list[StackFrame], count: int = 3) -> list[str]:
+    """Format the innermost frames, and the innermost one of the user's code, one per line."""
+    shown = frames[:count]
+    mine = user_frame(frames)
+    if mine is not None and mine not in shown:
+        shown = [*shown, mine]
+    return [f"  {frame}" for frame in shown]
+
+
+def joined(named: Mapping[str, str]) -> str:
+    """Join the stacks of several processes as one text."""
+    return "\n\n".join(f"==== {name}\n{text.strip()}" for name, text in named.items()) + "\n"
+
+
+def _is_user_code(file: str) -> bool:
+    is_shipped_task = file.startswith(f"{shipped('tasks')}/")
+    return is_shipped_task or not (file.startswith(_LIBRARIES) or file.startswith("<"))
+
+
+def _shortened(file: str) -> str:
+    for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
+        if file.startswith(f"{folder}/"):
+            return file[len(folder) + 1 :]
+    return file
+
+
+_STEM = "stacks-"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_COLLECTIVES = tuple(str(PACKAGE / name) for name in ("distributed/", "base/world.py", "engine/hooks/rank_sync.py"))
+_DEVICE_WAITS = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "base/async_copy.py"))
+_DEBUGGERS = {"pdb.py", "bdb.py", "ipdb.py", "pudb.py"}
+_FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_LIBRARIES = (f"{PACKAGE}/", *(f"{folder}/" for folder in _FOLDERS))

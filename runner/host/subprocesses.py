@@ -1,0 +1,83 @@
+"""Call a function in a forked subprocess, so that neither CUDA nor threads are left in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from runner.base.accelerator import cuda_is_initialized
+from runner.base.errors import SystemLimit
+from runner.host import output
+from runner.host.parent_death import die_with_parent
+
+Answer = TypeVar("Answer")
+PATIENCE_S = 3.0  # seconds of waiting after which the user learns the reason
+
+
+def in_subprocess(
+    function: Callable[..., Answer],
+    *given: Any,
+    on_wait: Callable[[], object] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Answer:
+    """Run a function in a forked process and return its result.
+
+    No ProcessPoolExecutor: it needs two threads, and hangs if the system permits only one.
+
+    on_wait  called once if the answer takes longer than `patience_s` seconds
+    Raises what the function raises, BrokenProcessPool if the process dies, SystemLimit if it cannot be started, and
+    RuntimeError if this process has initialized CUDA, which does not work in a forked child.
+    """
+    if cuda_is_initialized():
+        raise RuntimeError("CUDA is initialized in this process: a forked child cannot use it")
+    context = get_context("fork")
+    try:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_call_and_send, args=(theirs, os.getpid(), function, given))
+        process.start()
+    except OSError as error:
+        raise SystemLimit(
+            f"cannot start a subprocess: {error.strerror}",
+            fix="raise the limits on processes (ulimit -u; in a container: pids) and open files (ulimit -n)",
+        ) from error
+    theirs.close()
+    try:
+        if on_wait is not None and not ours.poll(patience_s):
+            on_wait()
+        has_returned, value, trace = ours.recv()
+    except (EOFError, ConnectionError):
+        raise BrokenProcessPool("the process died") from None
+    finally:
+        process.kill()  # it has answered, or its answer is no longer needed
+        process.join()
+        ours.close()
+    if not has_returned:
+        raise value from _RemoteTraceback(trace)
+    return value  # type: ignore[no-any-return]
+
+
+class _RemoteTraceback(Exception):
+    """The traceback of an error in the subprocess."""
+
+
+def _call_and_send(line: Connection, parent: int, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to both processes; the parent handles it
+    try:
+        line.send((True, function(*given), ""))
+    except BaseException as error:
+        trace = "".join(traceback.format_exception(error))
+        try:
+            line.send((False, error, trace))
+        except Exception:  # it cannot be pickled
+            line.send((False, RuntimeError(f"{type(error).__name__}: {error}"), trace))
+    output.finish()
+    with suppress(EOFError, OSError):
+        line.recv()  # wait to be killed: a thread of this process serves the tensors of the result to the parent

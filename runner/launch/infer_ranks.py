@@ -1,0 +1,62 @@
+"""Predict with a trained run, on all devices if the task can share its predictions among ranks."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from runner.base.errors import Exit
+from runner.base.rank_env import member_of
+from runner.config.configuration import Configuration
+from runner.config.request import Request
+from runner.host.output import nonblocking_streams
+from runner.launch.on_ranks import on_ranks
+from runner.plan.inventory import take_inventory
+from runner.plan.planner import make_plan, plan_here
+from runner.plan.run_plan import Plan
+from runner.records.events import Console
+
+if TYPE_CHECKING:
+    from runner.base.world import World
+    from runner.engine.trained_run import ModelSource
+
+
+@nonblocking_streams()
+def infer(request: Request, checkpoint: str | None = None) -> Exit:
+    """Run predictions with the run or the weights that the request names; write predictions/ and plots/.
+
+    With `parallelism=ddp`, every rank makes a share of the predictions if the task's predict has the parameters `shard`
+    and `num_shards`. Otherwise one process makes all.
+
+    checkpoint  best, last or an update; None: the best one if there is one, else the last one
+    Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged.
+    """
+    import torch
+
+    from runner.base.world import World
+    from runner.engine.infer import infer as infer_here
+    from runner.engine.trained_run import find_source
+
+    source = find_source(request, Console(), checkpoint)
+    configuration = source.configuration
+    member = member_of(os.environ)
+    is_started_here = member is None or member.world_size == 1
+    if source.run is not None and is_started_here and _is_sharded(configuration):
+        return on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
+    plan, _ = plan_here(configuration)
+    return infer_here(source, plan, World(torch.device(plan.device)))[0]
+
+
+def _is_sharded(configuration: Configuration) -> bool:
+    """Return whether ranks share the predictions: the task can, and the settings do not name one share."""
+    options = configuration.inference
+    is_whole = (options.get("shard"), options.get("num_shards")) == (0, 1)
+    return is_whole and configuration.choices["parallelism"].name == "ddp"
+
+
+def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
+    from runner.engine.infer import infer as infer_here
+
+    own = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
+    return infer_here(source, own, world)

@@ -1,0 +1,145 @@
+"""Run a function on every rank of a plan: in this process, in forked ranks, or as a rank of torchrun or srun."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.base.errors import ConfigError, Exit, Problem
+from runner.base.rank_env import RankInfo, member_of
+from runner.config.configuration import Configuration, to_yaml
+from runner.config.options import task_source
+from runner.host.scratch import private_folder
+from runner.launch.traced_demand import needs_in_subprocess
+from runner.plan.inventory import Inventory, take_inventory
+from runner.plan.memory_fit import Needs
+from runner.plan.planner import allow_for, make_plan, wants_needs
+from runner.plan.rank_devices import RankDevice
+from runner.plan.run_plan import Plan
+
+if TYPE_CHECKING:
+    from runner.base.world import World
+
+Work = Callable[[Plan, "World"], tuple[Exit, Any]]  # -> exit code, and a result that JSON can write
+
+
+def on_ranks(configuration: Configuration, task_file: Path | None, work: Work) -> tuple[Exit, Any]:
+    """Call `work(plan, world)` on every rank of the plan; return what rank 0 returned.
+
+    A rank of torchrun or srun returns its own result. Raises what a rank raised, as for training: the first cause.
+    """
+    member = member_of(os.environ)
+    if member is not None and member.world_size > 1:
+        with joined_member(configuration, task_file, member) as (world, plan, _):
+            return work(plan, world)
+    inventory = inventory_of(configuration)
+    needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
+    plan = make_plan(configuration, inventory, needs=needs)
+    if plan.world_size > 1:
+        return _forked(plan, work)
+    with private_folder():
+        return _as_rank(plan, work, RankInfo())
+
+
+def inventory_of(configuration: Configuration) -> Inventory:
+    """Return the hardware of this machine, with the allocator settings that the configuration asks for."""
+    allow_for(configuration)
+    return take_inventory()
+
+
+def import_before_fork(plan: Plan) -> None:
+    """Import what every rank needs once, before the ranks are forked."""
+    import runner.engine.training  # noqa: F401
+
+    strategy = {"fsdp": "sharded", "pipeline": "pipelined"}.get(plan.choices["parallelism"].function, "replicated")
+    import_module(f"runner.distributed.{strategy}")
+
+
+@contextmanager
+def joined_member(
+    configuration: Configuration, task_file: Path | None, member: RankInfo
+) -> Iterator[tuple[World, Plan, Inventory]]:
+    """Join the other ranks of torchrun or srun; give the world, the plan of all ranks, and the hardware of this one.
+
+    Raises OnEveryRank if they differ in anything that affects results.
+    """
+    import torch
+
+    from runner.distributed.join import joined
+    from runner.version import __version__
+
+    inventory = inventory_of(configuration)
+    gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
+    wants_gpu = gpus and configuration.settings.device != "cpu"
+    mine = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
+    wanted = member.rank == 0 and wants_needs(configuration, inventory)
+    needs = needs_in_subprocess(configuration, inventory) if wanted else None
+    timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
+    with private_folder(), joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
+        source = task_source(configuration.choices["task"].name, task_file).read_bytes()
+        must_agree(
+            world.gather(
+                {
+                    "accel-run": __version__,
+                    "torch": torch.__version__,
+                    "task": configuration.choices["task"].name,
+                    "the task's file": hashlib.sha256(source).hexdigest()[:12],
+                    "settings": hashlib.sha256(to_yaml(configuration).encode()).hexdigest()[:12],
+                }
+            )
+        )
+        ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
+        traced = world.broadcast(dataclasses.asdict(needs) if needs else None)
+        try:
+            plan = make_plan(configuration, inventory, ranks, Needs.from_dict(traced) if traced else None)
+        except ConfigError as error:
+            raise OnEveryRank(error.problems) from error
+        yield world, Plan.from_json(world.broadcast(plan.to_json())), inventory
+
+
+class OnEveryRank(ConfigError):
+    """Problems found by every rank, reported once."""
+
+
+def must_agree(facts: list[Mapping[str, str]]) -> None:
+    """Raise OnEveryRank if ranks differ in anything that affects results."""
+    problems = []
+    for key, first in facts[0].items():
+        others = [f"{there[key]} on rank {rank}" for rank, there in enumerate(facts) if there[key] != first]
+        if others:
+            what = f"must be the same on every rank, but is {first} on rank 0 and {', '.join(others[:3])}"
+            problems.append(Problem(what, key, "install the same software everywhere, then start all ranks again"))
+    if problems:
+        raise OnEveryRank(problems)
+
+
+def _forked(plan: Plan, work: Work) -> tuple[Exit, Any]:
+    from runner.launch.local import as_error, run_ranks
+
+    import_before_fork(plan)
+    ending = run_ranks(partial(_main, plan, work), plan.world_size)
+    if ending.cause is not None:
+        raise as_error(ending)
+    return Exit(ending.code), ending.results[0]
+
+
+def _main(plan: Plan, work: Work, member: RankInfo) -> tuple[int, Any]:
+    code, result = _as_rank(plan, work, member)
+    return int(code), result
+
+
+def _as_rank(plan: Plan, work: Work, member: RankInfo) -> tuple[Exit, Any]:
+    import torch
+
+    from runner.distributed.join import joined
+
+    timeout_s = float(plan.choices["parallelism"].options.get("timeout_s", 600.0))
+    with joined(member, torch.device(plan.ranks[member.rank].device), timeout_s=timeout_s) as world:
+        return work(plan, world)

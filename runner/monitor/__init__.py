@@ -1,0 +1,1 @@
+"""GPU, CPU and memory of the machine while something runs."""

@@ -1,0 +1,165 @@
+"""Wrap AMD SMI, the package `amdsmi` of ROCm, for the same readings as NVML. No other module uses it.
+
+Checked against the documentation of AMD SMI 26.0 and with a fake module; no AMD GPU was available.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from runner.monitor.nvml import METRICS, Gpu, GpuProcess, Nvml
+
+MIB = 2**20
+
+
+class AmdSmi(Nvml):
+    """The AMD GPUs of this machine, with the methods of `Nvml`. A reading that AMD SMI does not give is None.
+
+    The identity of a GPU, its `uuid`, is its PCI address: torch and AMD SMI give different UUIDs.
+    There are no events; uncorrected memory errors are counted.
+    """
+
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self._library = library
+        self._of_gpu: dict[Gpu, Any] = {}
+        for handle in self._asked(library.amdsmi_get_processor_handles) or ():
+            address = self._asked(library.amdsmi_get_gpu_device_bdf, handle)
+            if not address:
+                self.notes = (*self.notes, f"AMD GPU {len(self._of_gpu)} does not respond")
+                continue
+            asic = self._asked(library.amdsmi_get_gpu_asic_info, handle) or {}
+            memory = self._asked(library.amdsmi_get_gpu_vram_usage, handle) or {}
+            total = _number(memory.get("vram_total"))
+            gpu = Gpu(
+                index=len(self._of_gpu),
+                uuid=str(address).lower(),
+                name=str(asic.get("market_name") or "AMD GPU"),
+                memory_bytes=None if total is None else int(total) * MIB,
+                pci_bus_id=str(address).lower(),
+            )
+            self._of_gpu[gpu] = handle
+            driver = self._asked(library.amdsmi_get_gpu_driver_info, handle) or {}
+            self.driver_version = self.driver_version or driver.get("driver_version")
+        self.gpus = tuple(self._of_gpu)
+        self.why_not = "" if self.gpus else "; ".join(self.notes) or "AMD SMI shows no GPU"
+
+    def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
+        wanted = [each.name for each in METRICS if (each.pace != "in turn" if names is None else each.name in names)]
+        return {name: self._value(gpu, name) for name in wanted}
+
+    def processes(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
+        if gpu not in self._of_gpu:
+            return None
+        found = self._asked(self._library.amdsmi_get_gpu_process_list, self._of_gpu[gpu])
+        if found is None:
+            return None
+        used = [(int(each["pid"]), _number(each.get("mem"))) for each in found]
+        return tuple(GpuProcess(pid, None if nbytes is None else int(nbytes)) for pid, nbytes in used)
+
+    def watch_events(self, gpus: object) -> None:
+        """AMD SMI has no counterpart of XIDs."""
+
+    def close(self) -> None:
+        if self._library is not None:
+            self._asked(self._library.amdsmi_shut_down)
+        self._library, self._of_gpu = None, {}
+
+    def _value(self, gpu: Gpu, name: str) -> float | None:  # type: ignore[override]
+        query = QUERIES.get(name)
+        if query is None or gpu not in self._of_gpu:
+            return None
+        try:
+            return _number(query(self._library, self._of_gpu[gpu]))
+        except (self._library.AmdSmiException, AttributeError, KeyError, TypeError) as error:
+            if _code(error) == _NO_PERMISSION:
+                self.denied.setdefault(gpu, set()).add(name)
+            return None
+
+    def _asked(self, query: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the answer, None where there is none; older versions lack whole functions."""
+        try:
+            return query(*arguments)
+        except (self._library.AmdSmiException, AttributeError, KeyError):
+            return None
+
+
+def open_amd_smi() -> AmdSmi | None:
+    """Return the AMD GPUs of this machine; None where the package, the driver or the permission is missing."""
+    try:
+        import amdsmi as library  # type: ignore[import-not-found] # part of ROCm, not of the package index
+
+        library.amdsmi_init()
+    except Exception:  # its import runs code that raises whatever a missing library raises
+        return None
+    return AmdSmi(library)
+
+
+def _number(value: object) -> float | None:
+    """Return a reading as a number; AMD SMI writes "N/A" or the largest integer of a type for what it cannot read."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return None if value in _NOT_AVAILABLE else float(value)
+
+
+def _code(error: Exception) -> int | None:
+    code = getattr(error, "get_error_code", None)
+    return int(code()) if callable(code) else None
+
+
+def _memory(library: Any, handle: Any, key: str) -> float | None:
+    value = _number(library.amdsmi_get_gpu_vram_usage(handle)[key])
+    return None if value is None else value * MIB
+
+
+def _free(library: Any, handle: Any) -> float | None:
+    total, used = (_memory(library, handle, key) for key in ("vram_total", "vram_used"))
+    return None if total is None or used is None else total - used
+
+
+def _power(library: Any, handle: Any) -> float | None:
+    """Watts; MI300 reports the current power only, older GPUs the average only."""
+    found = library.amdsmi_get_power_info(handle)
+    known = (_number(found.get(key)) for key in ("current_socket_power", "average_socket_power"))
+    return next((value for value in known if value), None)
+
+
+def _temperature(library: Any, handle: Any, metric: Any) -> float | None:
+    kinds = library.AmdSmiTemperatureType
+    for sensor in (kinds.EDGE, kinds.HOTSPOT):  # data center GPUs have no edge sensor
+        try:
+            value = _number(library.amdsmi_get_temp_metric(handle, sensor, metric))
+        except library.AmdSmiException:
+            continue
+        if value is not None:
+            return value
+    return None
+
+
+def _energy(library: Any, handle: Any) -> float | None:
+    """Joules since the driver was loaded; the counter is in units of `counter_resolution` microjoules."""
+    found = library.amdsmi_get_energy_count(handle)
+    counted, unit = _number(found["energy_accumulator"]), _number(found["counter_resolution"])
+    return None if counted is None or unit is None else counted * unit / 1e6
+
+
+# Reading of METRICS -> query. What AMD SMI does not have, or in another meaning (throttling), is left out.
+QUERIES: Mapping[str, Callable[[Any, Any], float | None]] = {
+    "util_percent": lambda smi, gpu: smi.amdsmi_get_gpu_activity(gpu)["gfx_activity"],
+    "memory_util_percent": lambda smi, gpu: smi.amdsmi_get_gpu_activity(gpu)["umc_activity"],
+    "memory_used_bytes": lambda smi, gpu: _memory(smi, gpu, "vram_used"),
+    "memory_free_bytes": _free,
+    "memory_total_bytes": lambda smi, gpu: _memory(smi, gpu, "vram_total"),
+    "temperature_c": lambda smi, gpu: _temperature(smi, gpu, smi.AmdSmiTemperatureMetric.CURRENT),
+    "temperature_limit_c": lambda smi, gpu: _temperature(smi, gpu, smi.AmdSmiTemperatureMetric.CRITICAL),
+    "power_w": _power,
+    "energy_j": _energy,
+    "sm_clock_mhz": lambda smi, gpu: smi.amdsmi_get_clock_info(gpu, smi.AmdSmiClkType.GFX)["clk"],
+    "memory_clock_mhz": lambda smi, gpu: smi.amdsmi_get_clock_info(gpu, smi.AmdSmiClkType.MEM)["clk"],
+    "ecc_corrected": lambda smi, gpu: smi.amdsmi_get_gpu_total_ecc_count(gpu)["correctable_count"],
+    "ecc_uncorrected": lambda smi, gpu: smi.amdsmi_get_gpu_total_ecc_count(gpu)["uncorrectable_count"],
+}
+_NO_PERMISSION = 10  # AMDSMI_STATUS_NO_PERM
+_NOT_AVAILABLE = (2**16 - 1, 2**32 - 1, 2**64 - 1)

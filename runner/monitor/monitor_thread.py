@@ -1,0 +1,553 @@
+"""Monitor the machine in a thread: sample into gpu.csv, and provide a summary and a status line.
+
+Nothing here raises into the run or makes it wait; what goes wrong is a note.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.text import shortened
+from runner.base.values import Interval, Range
+from runner.host.dirfd import opened_parent
+from runner.monitor.alerts import Alert, AlertMonitor
+from runner.monitor.gpu_csv_history import first_time, sum_up
+from runner.monitor.gpu_driver import open_driver
+from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
+from runner.monitor.nvml import Gpu, Nvml, visible
+from runner.monitor.samples import (
+    COLUMNS,
+    FIRST_COLUMNS,
+    GPU_COLUMNS,
+    MACHINE_COLUMNS,
+    Covered,
+    EarlierSamples,
+    MachineSamples,
+    Readings,
+    SampledGpu,
+    SampleTally,
+    Summary,
+)
+from runner.monitor.samples_file import read_samples
+from runner.monitor.timeout_call import TimeoutCall
+
+__all__ = [
+    "COLUMNS",
+    "MONITORS",
+    "Alert",
+    "GpuUser",
+    "MachineSamples",
+    "Monitor",
+    "NoMonitor",
+    "Readings",
+    "SampledGpu",
+    "Summary",
+    "as_line",
+    "read_samples",
+]  # fmt: skip
+
+PATIENCE_S = 1.0  # for a look at the GPUs: a sick driver takes its time, and CPU and RAM are sampled all the same
+OPEN_S = 10.0  # for the first answer: a driver that nobody else uses loads the GPUs' state first, each for a second
+OLD_S = 5.0  # and three intervals: older readings are not how things are
+SHORTEST_S = 0.1  # the CPU's load is a mean since the look before: of less time than that it says nothing
+
+
+class NoMonitor:
+    """Watches nothing; the verbs of every monitor.
+
+    notes  what is not watched, and why, and what else was said of the machine
+    """
+
+    notes: tuple[str, ...] = ()
+    lost: str = ""  # why path_csv lacks samples, empty where it lacks none
+
+    def start(self, after_s: float = 0.0) -> None:
+        """Begin to watch, the first look `after_s` from now; starting twice is harmless."""
+
+    def stop(self) -> None:
+        """Stop watching within two seconds; stopping twice is harmless."""
+
+    def enter_phase(self, phase: str) -> None:
+        """Mark the samples from now on with this phase."""
+
+    def latest(self) -> Readings:
+        """Return the last sample by metric name (`gpu0/util`, `ram/percent`, ...), without what nobody could read."""
+        return MappingProxyType({})
+
+    def row(self) -> Readings:
+        """Return of the last sample what belongs beside the loss in metrics.jsonl."""
+        return MappingProxyType({})
+
+    def line(self) -> str:
+        """Return the last sample as a person reads it, empty before the first."""
+        return ""
+
+    def users(self) -> Mapping[str, tuple[GpuUser, ...]]:
+        """Return who computes on each GPU, `gpu0` first, without those whose driver does not tell."""
+        return MappingProxyType({})
+
+    def devices(self) -> Mapping[str, SampledGpu]:
+        """Return the GPUs that are watched, `gpu0` first."""
+        return MappingProxyType({})
+
+    def news(self) -> tuple[Alert, ...]:
+        """Return what has to be said since the last call, each thing once."""
+        return ()
+
+    def summary(self) -> Summary:
+        """Return what was seen so far, weighted by time, whole and by phase."""
+        return Summary()
+
+    def __enter__(self) -> NoMonitor:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class Monitor(NoMonitor):
+    """Samples every `interval_s` seconds, on the monotonic clock, in a thread of its own.
+
+    path_csv    a row per sample and GPU is added here (without a GPU, one of the CPU); an unknown value is an empty
+                cell. None: no file. About 250 bytes a row, 20 MB a day and GPU at one second
+    interval_s  seconds between samples
+    uuids       the GPUs to watch, gpu0 first: pass torch's order. None: what CUDA_VISIBLE_DEVICES shows. Empty: none
+    root        the process whose descendants are the run's own, itself included. None: this one
+
+    A child that is forked while this watches does not watch, and its calls do nothing.
+    Raises ConfigError for an interval that cannot be.
+    """
+
+    def __init__(
+        self,
+        path_csv: Path | None,
+        interval_s: float = 1.0,
+        *,
+        uuids: Sequence[str] | None = None,
+        root: int | None = None,
+    ) -> None:
+        _check_interval(interval_s)
+        self.path_csv, self.interval_s = path_csv, interval_s
+        self._uuids, self._root = uuids, root
+        self._phase = ""
+        self._latest: Readings = MappingProxyType({})
+        self._users: Mapping[str, tuple[GpuUser, ...]] = MappingProxyType({})
+        self._devices: Mapping[str, SampledGpu] = MappingProxyType({})
+        self._notices: tuple[Alert, ...] = ()
+        self._num_told = 0
+        self._tally, self._adding = SampleTally(), threading.Lock()
+        self._earlier: EarlierSamples | None = EarlierSamples()  # None while it is read
+        self._covered: Covered | None = None
+        self._taken_s = self._stale_s = 0.0
+        self._said: set[str] = set()
+        self._helpers: list[TimeoutCall[Any] | threading.Thread] = []
+        self._pid = os.getpid()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, after_s: float = 0.0) -> None:
+        """Begin to watch. Returns at once: NVML is opened in the thread, because a sick driver takes its time."""
+        if self._thread is not None:
+            return
+        self._pid = os.getpid()
+        self._stopping = threading.Event()  # a new one: a thread left behind in stop() must stay stopped
+        self._thread = threading.Thread(
+            target=self._watch, args=[self._stopping, after_s], name="accel-run monitor", daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self._thread = None
+            self._note(f"the monitor does not start: {error}")
+
+    def stop(self) -> None:
+        """Stop watching. A driver that does not answer is left behind after two seconds; the thread is a daemon."""
+        if self._is_in_child():  # the lock of the event may have been held when this process was forked
+            return
+        self._stopping.set()
+        if self._thread is not None:
+            until = time.monotonic() + 2.0
+            for each in (self._thread, *self._helpers):
+                each.join(max(0.0, until - time.monotonic()))
+            self._thread, self._helpers = None, []
+
+    def enter_phase(self, phase: str) -> None:
+        """Mark the samples from now on with this phase."""
+        self._phase = phase
+
+    def latest(self) -> Readings:
+        """Return the last sample: percent, GiB, degrees Celsius, watts and MHz, as the names say.
+
+        Nothing while it watches and the last one is old: what was so some time ago is not how things are.
+        """
+        return _NOTHING if self._is_stale() else self._latest
+
+    def row(self) -> Readings:
+        """Return of the last sample what belongs beside the loss in metrics.jsonl: not what stays the same."""
+        return {name: value for name, value in self.latest().items() if name.rpartition("/")[2] not in _SAME}
+
+    def line(self) -> str:
+        """Return `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`, without what is unknown.
+
+        GB are the GiB that nvidia-smi counts. Several GPUs are numbered: `GPU0: ...`, `GPU1: ...`.
+        """
+        return as_line(self.latest(), len(self._devices))
+
+    def users(self) -> Mapping[str, tuple[GpuUser, ...]]:
+        """Return who computes on each GPU, looked up every ten seconds."""
+        return self._users
+
+    def devices(self) -> Mapping[str, SampledGpu]:
+        """Return the GPUs that are watched; none before NVML has answered."""
+        return self._devices
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What is not watched, and why, and what else was said of the machine."""
+        return tuple(notice.text for notice in self._notices)
+
+    def news(self) -> tuple[Alert, ...]:
+        """Return what has to be said since the last call, each thing once."""
+        self._look_for_standstill()
+        notices = self._notices
+        new, self._num_told = notices[self._num_told :], len(notices)
+        return new
+
+    def summary(self) -> Summary:
+        """Return what was seen so far, by this process and, where gpu.csv goes on from an earlier one, by that too."""
+        if self._is_in_child():
+            return Summary()
+        with self._adding:
+            if self._earlier is None:
+                unread = "what an earlier part of the run wrote into gpu.csv is not summed up here: it was not yet read"
+                return self._tally.summary(self._devices, (*self.notes, unread))
+            both, devices, changed = self._earlier.before(self._tally, self._devices)
+            return both.summary(devices, (*self.notes, *changed), self._covered)
+
+    def _is_in_child(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _is_stale(self) -> bool:
+        is_watching = self._thread is not None and not self._stopping.is_set() and not self._is_in_child()
+        return is_watching and time.monotonic() - self._taken_s > self._old_s()
+
+    def _old_s(self) -> float:
+        return max(OLD_S, 3 * self.interval_s)
+
+    def _look_for_standstill(self) -> None:
+        """Say so once where no sample comes; a process that was itself stopped must first have had time to go on."""
+        now = time.monotonic()
+        if not self._latest or not self._is_stale():
+            self._stale_s = 0.0
+        elif not self._stale_s:
+            self._stale_s = now
+        elif now - self._stale_s > 1.0:
+            self._note_once(f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not answer")
+
+    def _watch(self, stopping: threading.Event, after_s: float) -> None:
+        try:
+            stopping.wait(after_s)
+            host = Host(root=self._root, folder=self.path_csv.parent if self.path_csv else None)
+            gpus = TimeoutCall(lambda: self._looks(host.family), "accel-run NVML")
+            self._helpers = [gpus]
+            try:
+                self._sample_until(stopping, host, gpus)
+            finally:
+                gpus.close()
+        except Exception as error:  # a monitor that fails ends, and the run goes on
+            self._note(f"the monitor stopped: {type(error).__name__}: {error}")
+
+    def _looks(self, family: ProcessTree) -> Generator[_Look]:
+        """Yield an empty look once the driver has answered, then one of the GPUs each time."""
+        with open_driver() as nvml:
+            chosen = self._choose(nvml)
+            self._devices = MappingProxyType(
+                {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
+            )
+            nvml.watch_events(chosen)
+            gpus, watchful = Gpus(nvml, chosen, family), AlertMonitor(nvml, chosen)
+            yield _Look()
+            while True:
+                readings = gpus.sample()
+                notices = tuple(watchful.look(readings, gpus.users, nvml.events()))
+                users = {f"gpu{index}": users for index, users in gpus.users.items()}
+                yield _Look(readings, dict(gpus.held()), users, notices)
+
+    def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_Look]) -> None:
+        self._taken_s = answered = time.monotonic()
+        opened: _Look | None = None
+        while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_S:
+            opened = gpus.ask(0.1)
+        opened = opened or gpus.ask(0.5)
+        file = _Table(self.path_csv, self._note, self._lose)
+        self._go_on_with(file, stopping)
+        patience_s = PATIENCE_S if opened else 0.0
+        before = due = time.monotonic()
+        wall = time.time() - before
+        delay = min(SHORTEST_S, self.interval_s)
+        try:
+            stopped = False
+            while not stopped:
+                stopped = stopping.wait(delay)
+                now = time.monotonic()
+                # Even the shortest run leaves one sample, and the last moments of a longer one count too.
+                if stopped and self._latest and now - before < SHORTEST_S:
+                    break
+                look = gpus.ask(patience_s)
+                patience_s = 0.0 if look is None else PATIENCE_S  # what hangs is not waited for again
+                if look is not None:
+                    answered = time.monotonic()
+                elif now - answered > self._old_s():
+                    silent = "its readings are absent until it does" if opened else "the GPUs are not watched"
+                    self._note_once(f"the NVIDIA driver has not answered for {now - answered:.0f} s: {silent}")
+                opened, look = opened or look, look or _Look()
+                sample = {**look.readings, **host.sample()}
+                file.add(wall + now, now - before, self._phase, self._devices, sample)
+                with self._adding:
+                    self._tally.add(self._phase, now - before, sample)
+                    self._covered = file.covered
+                self._latest, self._taken_s = MappingProxyType({**look.held, **sample}), time.monotonic()
+                self._users = MappingProxyType(dict(look.users))
+                self._notices += look.notices
+                before, due = now, due + self.interval_s
+                if due <= now:  # the machine slept or the driver dawdled: skip what was missed
+                    due = now + self.interval_s
+                delay = max(0.0, due - time.monotonic())
+        finally:
+            file.close()
+
+    def _go_on_with(self, file: _Table, stopping: threading.Event) -> None:
+        """Sum up what earlier runs wrote, in a thread of its own; what this one wrote before a stop is summed up."""
+        if file.goes_on and self.path_csv is not None and not self._latest:
+            self._earlier = None
+            arguments = (self.path_csv, file.size, stopping)
+            thread = threading.Thread(target=self._sum_up, args=arguments, name="accel-run gpu.csv", daemon=True)
+            self._helpers = [*self._helpers, thread]
+            thread.start()
+
+    def _sum_up(self, path: Path, size: int, stopping: threading.Event) -> None:
+        try:
+            earlier = sum_up(path, size, stopping)
+        except (OSError, AccelRunError) as error:
+            self._note(f"what {path} held before is not summed up: {error}")
+            return
+        with self._adding:
+            self._earlier = earlier
+
+    def _choose(self, nvml: Nvml) -> tuple[Gpu, ...]:
+        for note in (*nvml.notes, *([nvml.why_not] if nvml.why_not and nvml.why_not not in nvml.notes else [])):
+            self._note(note, "debug")
+        if self._uuids is not None:
+            missing = [uuid for uuid in self._uuids if nvml.find_of_torch(uuid) is None]
+            if missing and nvml.gpus:
+                self._note(f"NVML does not show {', '.join(missing)}: it is not watched")
+            return tuple(gpu for uuid in self._uuids if (gpu := nvml.find_of_torch(uuid)))
+        shown = visible(nvml.gpus)
+        if shown.note:
+            self._note(shown.note, "debug")
+        return shown.gpus
+
+    def _lose(self, text: str) -> None:
+        self.lost = text
+        self._note(text)
+
+    def _note_once(self, text: str) -> None:
+        what = text.partition(" for ")[0]
+        if what not in self._said:
+            self._said.add(what)
+            self._note(text)
+
+    def _note(self, text: str, level: Literal["debug", "info", "warning"] = "warning") -> None:
+        self._notices = (*self._notices, Alert("unseen", text, level))
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One look at the GPUs; `held` are the readings of those whose turn it was not."""
+
+    readings: Readings = field(default_factory=dict)
+    held: Readings = field(default_factory=dict)
+    users: Mapping[str, tuple[GpuUser, ...]] = field(default_factory=dict)
+    notices: tuple[Alert, ...] = ()
+
+
+class _Table:
+    """gpu.csv: rows are added to it, each sample in one write; after the first error no more, which is told once.
+
+    lose     takes why it lacks samples
+    goes_on  it held rows of an earlier run
+    size     its bytes
+    """
+
+    def __init__(self, path: Path | None, note: Callable[[str], None], lose: Callable[[str], None]) -> None:
+        self.goes_on, self.size = False, 0
+        self._first = ""  # the time in its first row
+        self._path, self._note, self._lose = path, note, lose
+        self._columns: Sequence[str] = COLUMNS
+        self._file = None if path is None else self._opened(path)
+
+    def add(
+        self, timestamp: float, span_s: float, phase: str, devices: Mapping[str, SampledGpu], sample: Readings
+    ) -> None:
+        """Add a row for each GPU, or one for the CPU where there is none."""
+        if self._file is None:
+            return
+        self._first = self._first or f"{timestamp:.3f}"
+        machine = {column.name: _cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
+        common = {"timestamp": f"{timestamp:.3f}", "phase": _word(phase), "span_s": f"{span_s:.3f}", **machine}
+        lines = []
+        for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
+            cells = {column.name: _cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
+            cells |= common | {"device": name, "uuid": device.uuid, "name": _word(device.name)}
+            lines.append(",".join(cells[column] for column in self._columns) + "\n")
+        self._write("".join(lines))
+
+    @property
+    def covered(self) -> Covered | None:
+        """The rows that it has now; None where it lacks what was sampled."""
+        return None if self._file is None else Covered(self._first, self.size)
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _opened(self, path: Path) -> int | None:
+        try:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with opened_parent(path) as (folder, name):
+                self._file = os.open(name, flags, 0o600, dir_fd=folder)
+        except OSError as error:
+            self._lose(f"{path} is not written: {error.strerror}")
+            return None
+        self.size = size = os.fstat(self._file).st_size
+        if size == 0:
+            self._write(",".join(COLUMNS) + "\n")
+        elif self._take_columns(os.pread(self._file, 4096, 0)):
+            self.goes_on = True
+            self._first = first_time(os.pread(self._file, 8192, 0))
+            if os.pread(self._file, 1, size - 1) != b"\n":  # a run that was killed while it wrote
+                self._write("\n")
+        else:
+            self._lose(f"{path} is not a table of the monitor, so no rows are added; move it away")
+            self.close()
+        return self._file
+
+    def _take_columns(self, head: bytes) -> bool:
+        """Go on with the columns that the file has; tell whether it can be gone on with."""
+        header = head.partition(b"\n")[0].decode(errors="replace").strip().split(",")
+        if not set(FIRST_COLUMNS) <= set(header) <= set(COLUMNS):
+            return False
+        self._columns = header
+        missing = [column for column in COLUMNS if column not in header]
+        if missing:
+            self._note(
+                f"{self._path} was started by an older version and keeps its {len(header)} columns, without "
+                f"{shortened(missing, 3)}; move it away to get all of them"
+            )
+        return True
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            return
+        content = text.encode()
+        try:
+            rest = content
+            while rest:  # a disk takes what it still has room for, and refuses the rest
+                rest = rest[os.write(self._file, rest) :]
+            self.size += len(content)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, self.size)
+            self._lose(
+                f"{self._path} is no longer written: {error.strerror}; later samples are missing from it, "
+                "even if space becomes available again"
+            )
+            self.close()
+
+
+def as_line(sample: Readings, num_gpus: int = 1) -> str:
+    """Return a sample as one line of text, `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`.
+
+    num_gpus  that are watched: where it is more than one they are numbered, also when only one of them answers
+    """
+    gpus = sorted({int(name[3:].split("/")[0]) for name in sample if name.startswith("gpu")})
+    parts = []
+    for index in gpus:
+        used, total = sample.get(f"gpu{index}/memory_gib"), sample.get(f"gpu{index}/memory_total_gib")
+        label = f"GPU{index}" if max(num_gpus, len(gpus)) > 1 else "GPU"
+        if used is not None and total:
+            parts.append(f"{label}: {used:.1f}/{total:.1f}GB ({used / total:.0%})")
+        if (util := sample.get(f"gpu{index}/util")) is not None:
+            parts.append(f"Util: {util:.0f}%" if used is not None else f"{label} Util: {util:.0f}%")
+    for name, label in {"cpu/percent": "CPU", "ram/percent": "RAM"}.items():
+        if (percent := sample.get(name)) is not None:
+            parts.append(f"{label}: {percent:.1f}%")
+    return " | ".join(parts)
+
+
+def gpus_of(uuids: Sequence[str], device: str) -> list[str] | None:
+    """Return the GPUs that a run watches, as `Monitor` takes them: its own, so that it is not told of others' work.
+
+    device  the kind that it computes on. On `cuda` without a UUID its GPU cannot be told, and all that are shown are
+            watched; on anything else there is none
+    """
+    return list(uuids) or (None if device == "cuda" else [])
+
+
+def on(
+    path_csv: Path | None, uuids: Sequence[str] | None = None, root: int | None = None, *, interval_s: Interval = 1.0
+) -> Monitor:
+    """Monitor GPUs, CPU, memory and disk, and record them in gpu.csv.
+
+    interval_s  seconds between samples
+    """
+    return Monitor(path_csv, interval_s, uuids=uuids, root=root)
+
+
+def off(path_csv: Path | None = None, uuids: Sequence[str] | None = None, root: int | None = None) -> NoMonitor:
+    """No monitoring."""
+    return NoMonitor()
+
+
+def _check_interval(interval_s: float) -> None:
+    interval: Range = get_args(Interval)[1]
+    try:
+        holds = interval.allows(interval_s)
+    except TypeError:  # a text
+        holds = False
+    if not holds:
+        raise ConfigError(
+            Problem(f"must be {interval.description}, but is {interval_s!r}", where="interval_s", fix="for example 1.0")
+        )
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _word(text: str) -> str:
+    return text.replace(",", " ").replace("\n", " ")
+
+
+_NOTHING: Readings = MappingProxyType({})
+
+# Readings that stay the same, or are counters: gpu.csv has them, a row per update would only repeat them.
+_SAME = frozenset({
+    "memory_reserved_gib", "memory_free_gib", "memory_total_gib", "temperature_limit_c", "power_limit_w", "energy_j",
+    "memory_clock_mhz", "pcie_generation", "pcie_width", "ecc_corrected", "ecc_uncorrected", "other_memory_gib",
+    "free_gib",
+})  # fmt: skip
+
+MONITORS: Mapping[str, Callable[..., NoMonitor]] = {"on": on, "off": off}

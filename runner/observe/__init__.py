@@ -1,1 +1,0 @@
-"""Observe a run: records, trackers, progress, monitor, NVML and profiler."""

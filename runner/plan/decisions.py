@@ -1,0 +1,66 @@
+"""Decisions of the planner so far, and how a rule changes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from runner.base.errors import Problem
+from runner.config.configuration import Choice, Configuration
+from runner.config.options import function_of
+from runner.config.schema import defaults
+from runner.plan.inventory import Inventory
+from runner.plan.memory_fit import Needs
+from runner.plan.rank_devices import RankDevice
+
+
+class Decisions:
+    """What has been decided so far, with reasons; rules read it and change it.
+
+    needs     what training takes, None if it was not traced
+    choices   group -> choice; `auto` is replaced by `choose` and `set`
+    problems  reported together at the end
+    """
+
+    def __init__(self, configuration: Configuration, inventory: Inventory, needs: Needs | None) -> None:
+        self.configuration = configuration
+        self.inventory = inventory
+        self.needs = needs if needs is not None and needs.demands else None
+        self.ranks: tuple[RankDevice, ...] = ()
+        self.choices = dict(configuration.choices)
+        self.reasons = {key: source for key, source in configuration.sources.items() if key != "hardware"}
+        self.notes = [f"memory is not predicted: {needs.why_not}"] if needs is not None and needs.why_not else []
+        self.problems: list[Problem] = []
+
+    def choose(self, group: str, name: str, reason: str) -> None:
+        """Replace `auto` or an unsupported option; keys set by the user are kept."""
+        signature = function_of(group, name)
+        options = defaults(signature.keys) if signature else {}
+        for_auto = self.configuration.for_auto
+        options |= {key: for_auto[f"{group}.{key}"] for key in options if f"{group}.{key}" in for_auto}
+        for key, value in self.choices[group].options.items():
+            if f"{group}.{key}" not in self.configuration.sources:
+                continue
+            if key in options:
+                options[key] = value
+            else:
+                self.notes.append(f"{group}.{key}={value} has no effect with {group}={name}")
+        self.choices[group] = Choice(name, name, options)
+        self.reasons[group] = reason
+
+    def set(self, group: str, key: str, value: Any, reason: str) -> None:
+        """Resolve one key of a choice."""
+        choice = self.choices[group]
+        self.choices[group] = dataclasses.replace(choice, options={**choice.options, key: value})
+        self.reasons[f"{group}.{key}"] = reason
+
+    def refuse_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
+        """Refuse an unsupported option if requested by name, else replace it with a note."""
+        name = self.choices[group].name
+        if self.configuration.asked_by_name(group):
+            others = dict.fromkeys((instead, "auto"))
+            fix = "use " + ", or ".join(f"{group}={other}" for other in others)
+            self.problems.append(Problem(why, f"{group}={name}", fix))
+        else:
+            self.notes.append(f"{group}={name}: {why}; using {instead}")
+            self.choose(group, instead, reason)

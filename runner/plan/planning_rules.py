@@ -1,0 +1,150 @@
+"""Rules that resolve `auto` and replace unsupported options, one group each; `gpu` is None on a CPU."""
+
+from __future__ import annotations
+
+from runner.base.errors import Problem
+from runner.plan.decisions import Decisions
+from runner.plan.inventory import Device
+
+
+def _precision(planner: Decisions, gpu: Device | None) -> None:
+    name = planner.choices["precision"].function
+    if name == "auto":
+        planner.choose("precision", *_native_precision(gpu))
+    elif name == "bf16" and gpu and not gpu.native_bf16 and gpu.kind != "mps":
+        needed = "CDNA 2 or RDNA 3" if gpu.architecture else "capability 8.0"
+        why = f"needs a GPU of {needed} or above; {gpu.name} has {gpu.generation} and only emulates bfloat16"
+        instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
+        planner.refuse_or_replace("precision", why, instead, "no native bfloat16")
+    elif name == "tf32" and not (gpu and gpu.native_tf32):
+        here = f"{gpu.name} has {gpu.generation}" if gpu else "this is a CPU"
+        why = f"needs a GPU of capability 8.0 or above; {here}"
+        planner.refuse_or_replace("precision", why, "fp32", "no TF32 support")
+    elif name == "fp16" and not gpu:
+        planner.notes.append(
+            "precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s a core): good for tests only"
+        )
+
+
+def _native_precision(gpu: Device | None) -> tuple[str, str]:
+    """Return the best native format of the device, with the reason."""
+    if gpu is None:
+        return "fp32", "auto: on a CPU bfloat16 helps only large models; measure before using it"
+    if gpu.native_bf16:
+        return "bf16", f"auto: {gpu.name} ({gpu.generation}) supports bfloat16 natively"
+    if gpu.fp16_tensor_cores:
+        why = "has float16 tensor cores but only emulates bfloat16"
+        return "fp16", f"auto: {gpu.name} ({gpu.generation}) {why}"
+    return "fp32", f"auto: {gpu.name} has no tensor cores"
+
+
+def _optimizer(planner: Decisions, gpu: Device | None) -> None:
+    optimizer = planner.choices["optimizer"]
+    if optimizer.options.get("kernel") == "auto":
+        functions = planner.choices["parallelism"].function, optimizer.function
+        planner.set("optimizer", "kernel", *optimizer_kernel(gpu, *functions))
+    kernel = planner.choices["optimizer"].options.get("kernel")
+    if _is_cuda(gpu) and planner.choices["precision"].function == "fp16" and kernel != "fused":
+        # torch.amp.GradScaler.step reads found_inf on the host, unless the optimizer takes it as a tensor
+        which = f"optimizer.kernel={kernel}" if kernel else f"optimizer={optimizer.name}"
+        planner.notes.append(f"precision=fp16 with {which} waits for the GPU at every update; fused kernels do not")
+
+
+def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, str]:
+    if parallelism == "fsdp" and optimizer == "sgd":
+        return "foreach", "auto: torch has no fused SGD for sharded parameters"
+    if gpu and gpu.kind == "mps":
+        return "foreach", "auto: one launch updates many tensors"
+    return "fused", "auto: one kernel for the whole optimizer step, same results"
+
+
+def _workers(planner: Decisions, gpu: Device | None) -> None:
+    options = planner.choices["dataloader"].options
+    cores = planner.inventory.cpu.logical_cores
+    here = {device.uuid for device in planner.inventory.usable}  # ranks of other machines have cores of their own
+    num_ranks = max(1, sum(rank.uuid in here for rank in planner.ranks))
+    workers = options.get("num_workers", 0)  # dataloader=thread has at most one
+    if workers == "auto":
+        if options["cache"] != "none":
+            workers, why = 0, f"auto: nothing to read, samples are cached in {options['cache']}"
+        elif _is_cuda(gpu):
+            mine = cores // num_ranks
+            whose = f"{mine} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
+            workers, why = min(8, max(0, mine - 1)), f"auto: {whose}, one of them for the main process, at most 8"
+        else:
+            workers, why = 0, "auto: on a CPU, workers would compete with the model for cores"
+        planner.set("dataloader", "num_workers", workers, why)
+    elif workers and options["cache"] == "device":
+        what = "worker processes cannot access a device cache"
+        planner.problems.append(Problem(what, "dataloader.cache=device", "use dataloader.num_workers=0"))
+    elif workers > cores:
+        planner.notes.append(f"dataloader.num_workers={workers} is more than the {cores} cores of this machine")
+
+
+def _pin_memory(planner: Decisions, gpu: Device | None) -> None:
+    pin_memory = planner.choices["dataloader"].options["pin_memory"]
+    if pin_memory == "auto":
+        why = "auto: copies from pinned memory can overlap with computation" if _is_cuda(gpu) else "auto: no GPU"
+        planner.set("dataloader", "pin_memory", _is_cuda(gpu), why)
+    elif pin_memory and not _is_cuda(gpu):
+        planner.set("dataloader", "pin_memory", False, "no GPU")
+        planner.notes.append("dataloader.pin_memory=true has no effect without a GPU and is disabled")
+
+
+def _prefetch(planner: Decisions, gpu: Device | None) -> None:
+    name = planner.choices["prefetch"].function
+    if name == "auto" and _is_cuda(gpu):
+        planner.choose("prefetch", "stream", "auto: copies overlap with computation")
+    elif name == "auto":
+        planner.choose("prefetch", "none", "auto: no GPU")
+    elif name == "stream" and not _is_cuda(gpu):
+        planner.choose("prefetch", "none", "no GPU")
+        planner.notes.append("prefetch=stream has no effect without a GPU and is disabled")
+
+
+def _attention(planner: Decisions, gpu: Device | None) -> None:
+    name = planner.choices["attention"].function
+    if name == "flash" and gpu and gpu.kind == "cuda" and not gpu.flash_attention:
+        why = f"flash needs capability 8.0; {gpu.name} is below"
+        if gpu.architecture:
+            why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"
+        planner.refuse_or_replace("attention", why, "efficient", "no flash kernel")
+    elif name in ("efficient", "cudnn") and not gpu:
+        planner.refuse_or_replace("attention", "has kernels for GPUs only", "auto", "no CPU kernel")
+
+
+def _compile(planner: Decisions, gpu: Device | None) -> None:
+    if planner.choices["compile"].function != "off" and not gpu:
+        slow = "compile on a CPU has been slower than eager mode in every measurement so far"
+        planner.notes.append(f"{slow}; measure before using it")
+
+
+def _parallelism(planner: Decisions, gpu: Device | None) -> None:
+    choice, compiled = planner.choices["parallelism"], planner.choices["compile"]
+    if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
+        what = "compiles the whole model, but a pipeline rank holds only some of its layers"
+        planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
+    if choice.function != "fsdp":
+        return
+    travels = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
+    precision = planner.choices["precision"].name
+    if travels and travels != precision:
+        what = f"parameters can be communicated only in the format of precision, which is {precision}"
+        fix = f"use precision={travels}, or parallelism.communicate=float32"
+        planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
+    if planner.choices["memory"].options.get("channels_last") == "auto":
+        planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")
+    if planner.choices["optimizer"].function in ("adafactor", "muon"):
+        what = "needs complete matrices, but parallelism=fsdp shards them"
+        where = f"optimizer={planner.choices['optimizer'].name}"
+        planner.problems.append(Problem(what, where, "use parallelism=ddp, or optimizer=adamw"))
+    if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
+        what = "torch has no fused SGD for sharded parameters"
+        planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))
+
+
+RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _parallelism)
+
+
+def _is_cuda(gpu: Device | None) -> bool:
+    return gpu is not None and gpu.kind == "cuda"

@@ -1,0 +1,225 @@
+"""The plan of a run: all derived values, each with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.base.division import Batch
+from runner.base.shares import lines, table
+from runner.config.configuration import Choice, PhaseSettings
+from runner.config.phases import GROUPS as PHASE_GROUPS
+from runner.config.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings, WeightsSettings
+from runner.plan.memory_fit import RankMemory, RankPart
+from runner.plan.rank_devices import RankDevice
+
+
+@dataclass(frozen=True)
+class PhasePlan(PhaseSettings):
+    """The plan of one phase: its settings, with `auto` resolved in its optimizer, and its batch divided."""
+
+    batch: Batch
+
+    def __str__(self) -> str:
+        """Return a one-line summary of the phase."""
+        words = [f"{self.name} ({self.kind})"]
+        if self.kind == "train":
+            length = f"{self.updates} updates" if self.updates is not None else f"{self.epochs:g} epochs"
+            words += [length, f"{self.optimizer.name}, {self.scheduler.name}"]
+        else:
+            words.append("one pass over the training data")
+        batch = self.batch
+        product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
+        is_even = batch.micro_batch_size * batch.accumulation_steps * batch.world_size == batch.global_batch_size
+        product = product if is_even else " + ".join(map(str, batch.shares))
+        words.append(f"{batch.global_batch_size} samples per update ({product})")
+        words += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
+        words += [f"needs {', '.join(self.needs)}"] if self.needs else []
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All values of a run; `auto` remains only where the option's own function resolves it.
+
+    ranks      the device of each rank; one process is one rank
+    choices    group -> choice; `task` among them
+    reasons    key -> why it has the value it has
+    notes      notes for the user: options that were replaced or have no effect
+    phases     all phases of the task, in order; `selected` names those that run
+    own_keys   keys of the phases where the task declares some, as in the configuration
+    config_dir the user's folder of configuration, None where there is none
+    memory     what is predicted for each rank in each phase that trains; empty where nothing was traced
+    """
+
+    ranks: tuple[RankDevice, ...]
+    choices: Mapping[str, Choice]
+    task_file: str | None
+    batch: Batch
+    settings: Settings
+    inference: Mapping[str, Any]
+    profile: str
+    reasons: Mapping[str, str]
+    notes: tuple[str, ...]
+    phases: tuple[PhasePlan, ...]
+    own_keys: Mapping[str, Any]
+    config_dir: str | None = None
+    memory: tuple[RankMemory, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """Return torch's name of the device of rank 0, such as cuda:0."""
+        return self.ranks[0].device
+
+    @property
+    def device_name(self) -> str:
+        """Return the product name of the device of rank 0."""
+        return self.ranks[0].name
+
+    @property
+    def device_uuid(self) -> str:
+        """Return the UUID of the GPU of rank 0, empty for a CPU."""
+        return self.ranks[0].uuid
+
+    @property
+    def updates(self) -> int | None:
+        """Return the number of optimizer steps, None if it follows from `epochs` and the size of the data."""
+        return self.settings.updates
+
+    @property
+    def epochs(self) -> float | None:
+        """Return the number of epochs, None if the number of updates is set."""
+        return self.settings.epochs
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of worker processes of each rank that read data."""
+        loader = self.choices["dataloader"]
+        if loader.function == "thread":  # without a cache it is a worker: see runner/axes/dataloader.py
+            return int(loader.options["cache"] == "none")
+        return int(loader.options.get("num_workers", 0))
+
+    @property
+    def selected(self) -> tuple[PhasePlan, ...]:
+        """Return the phases to run: those named in `phases`, or all; with epochs=0 only those without gradients."""
+        wanted = self.settings.phases
+        named = [phase for phase in self.phases if wanted is None or phase.name in wanted]
+        return tuple(phase for phase in named if phase.kind != "train" or phase.epochs != 0)
+
+    def phase(self, name: str) -> PhasePlan | None:
+        """Return the phase of that name, None where the task has none."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    def values(self) -> dict[str, Any]:
+        """Return all keys with their values, in display order.
+
+        Where the task declares phases, what these have of their own is theirs and not the run's.
+        """
+        found: dict[str, Any] = {"device": self.device}
+        found |= {"updates": self.updates} if self.updates is not None else {"epochs": self.epochs}
+        found |= {
+            "global_batch_size": self.batch.global_batch_size,
+            "micro_batch_size": self.batch.micro_batch_size,
+            "accumulation_steps": self.batch.accumulation_steps,
+        }
+        found |= {"shares": list(self.batch.shares)} if len(self.batch.shares) > 1 else {}
+        for group, choice in self.choices.items():
+            found[group] = choice.name
+            found |= {f"{group}.{key}": value for key, value in choice.options.items()}
+        found |= self.own_keys
+        plain = dataclasses.asdict(self.settings)
+        nested = {key: value for key, value in plain.items() if isinstance(value, dict)}
+        for key, value in plain.items():
+            if key not in found and key not in nested and key not in ("updates", "epochs"):
+                found[key] = value
+        for name, inner in nested.items():
+            found |= {f"{name}.{key}": value for key, value in inner.items()}
+        of_phases = {key.split(".", 2)[2] for key in self.own_keys}
+        groups = PHASE_GROUPS if self.own_keys else ()
+        return {
+            key: value for key, value in found.items() if key not in of_phases and key.partition(".")[0] not in groups
+        }
+
+    def reason(self, key: str) -> str:
+        """Return why `key` has its value."""
+        return self.reasons.get(key, "default")
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, for the run directory; readers find what it derives without its rules."""
+        derived = {name: getattr(self, name) for name in _DERIVED}
+        return json.dumps(derived | dataclasses.asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Return the plan written by `to_json`."""
+        tree = {key: value for key, value in json.loads(text).items() if key not in _DERIVED}
+        settings = tree["settings"]
+        weights = settings["weights"]  # earlier versions wrote the source alone
+        settings["weights"] = WeightsSettings(**weights) if isinstance(weights, dict) else WeightsSettings(weights)
+        settings["data"] = DataSettings(**settings["data"])
+        settings["evaluate"] = EvaluateSettings(**settings["evaluate"])
+        settings["early_stopping"] = EarlyStoppingSettings(**settings["early_stopping"])
+        tree["settings"] = Settings(**settings)
+        tree["phases"] = tuple(_phase_from(phase) for phase in tree["phases"])
+        tree["choices"] = {group: Choice(**choice) for group, choice in tree["choices"].items()}
+        tree["batch"] = _batch_from(tree["batch"])
+        tree["ranks"] = tuple(RankDevice(**rank) for rank in tree["ranks"])
+        tree["notes"] = tuple(tree["notes"])
+        tree["memory"] = tuple(RankMemory.from_dict(each) for each in tree["memory"])
+        return Plan(**tree)
+
+
+_DERIVED = ("device", "device_name", "device_uuid", "updates", "epochs")
+
+
+def _batch_from(tree: Mapping[str, Any]) -> Batch:
+    return Batch(**{**tree, "shares": tuple(tree["shares"])})
+
+
+def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
+    batch = _batch_from(tree["batch"])
+    return PhasePlan(
+        **{
+            "global_batch_size": batch.global_batch_size,  # earlier versions wrote neither of the two
+            "micro_batch_size": batch.micro_batch_size,
+            **tree,
+            "needs": tuple(tree["needs"]),
+            "batch": batch,
+            "evaluate": EvaluateSettings(**tree["evaluate"]),
+            "early_stopping": EarlyStoppingSettings(**tree["early_stopping"]),
+            "optimizer": Choice(**tree["optimizer"]),
+            "scheduler": Choice(**tree["scheduler"]),
+        }
+    )
+
+
+def rank_table(plan: Plan) -> list[str]:
+    """Return the ranks as lines of text: device, memory, share of an update, and how it is passed."""
+    if plan.batch.stages > 1:
+        sizes = [f", {rank.memory_bytes / 2**30:.1f} GiB" if rank.memory_bytes else "" for rank in plan.ranks]
+        return [
+            f"rank {number}: {rank.device}: {rank.name}{size}"
+            for number, (rank, size) in enumerate(zip(plan.ranks, sizes, strict=True))
+        ]
+    return lines(
+        table(
+            plan.batch.shares,
+            [f"{rank.device}: {rank.name}" for rank in plan.ranks],
+            [rank.memory_bytes or None for rank in plan.ranks],
+            [plan.batch.largest_pass] * plan.world_size,
+        )
+    )
+
+
+def part_of(parallelism: Choice, phase: PhasePlan) -> RankPart:
+    """Return the fraction of the model and batch on each rank in this phase."""
+    batch = phase.batch
+    return RankPart.of(parallelism, len(batch.shares) * batch.stages, max(batch.shares), batch.accumulation_steps)

@@ -1,0 +1,157 @@
+"""Find the source lines at which the host synchronizes with the device, and count them per update.
+
+torch reports synchronizations on CUDA (`set_sync_debug_mode`); on a CPU there are none.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.base.accelerator import warn_on_synchronization
+
+IsOfTask = Callable[[str], bool]  # of a file's name
+Line = tuple[str, int]  # file, number
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Source line at which the host waits for the device.
+
+    place      "my_task.py:31 in loss"
+    per_update average count per update
+    in_task    True for a task line, False for one of accel-run or a library
+    """
+
+    place: str
+    per_update: float
+    in_task: bool
+
+
+class DeviceWaits:
+    """Record device synchronizations between `start` and `stop`; evaluations are excluded."""
+
+    def __init__(self, model: nn.Module, is_of_task: IsOfTask) -> None:
+        self.model, self.is_of_task = model, is_of_task
+        self._is_aside = False
+        self._found: Counter[_Place] = Counter()
+        self._open = ExitStack()
+        self._num_updates = 0
+
+    def start(self) -> None:
+        """Start recording."""
+        self._open.enter_context(_reported(self._note))
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self._open.close()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Exclude synchronizations inside the context."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
+
+    def update(self) -> None:
+        """End an update."""
+        self._num_updates += 1
+
+    def table(self) -> list[Wait]:
+        """Return the recorded lines: task lines first, most frequent first."""
+        rows = [
+            Wait(place.shown, count / max(1, self._num_updates), place.line is not None)
+            for place, count in self._found.items()
+        ]
+        return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
+
+    def lines(self) -> dict[Line, float]:
+        """Return task lines -> average synchronizations per update, most frequent first."""
+        counts: Counter[Line] = Counter()
+        for place, count in self._found.items():
+            if place.line is not None:
+                counts[place.line] += count
+        return {line: count / max(1, self._num_updates) for line, count in counts.most_common()}
+
+    def _note(self) -> None:
+        """Record a synchronization at the current task line, or at the current library if there is none."""
+        if self.model.training and not self._is_aside:
+            self._found[_place(self.is_of_task)] += 1
+
+
+@contextmanager
+def _reported(note: Callable[[], None]) -> Iterator[None]:
+    """Call `note` for each synchronization that torch reports in the context."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=_SYNCHRONIZING)
+        warnings.filterwarnings("ignore", message=_PROTOTYPE)  # the report covers it
+        show = warnings.showwarning
+
+        def noted(message: Any, *rest: Any, **named: Any) -> None:
+            if _SYNCHRONIZING in str(message):
+                note()
+            else:
+                show(message, *rest, **named)
+
+        warnings.showwarning = noted
+        with warn_on_synchronization():
+            yield
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Code that makes the host wait, and its line if it is in the task."""
+
+    shown: str
+    line: Line | None = None
+
+
+def _place(is_of_task: IsOfTask) -> _Place:
+    """Return the innermost current task line, or a description of the running code if there is none."""
+    frame: Any = sys._getframe(2)
+    other = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_of_task(file):
+            return _Place(f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}", (file, frame.f_lineno))
+        if frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):  # on CUDA torch tells of it afterwards
+            return _Place(other or _of_backward())
+        if not other and not _is_between(file):
+            other = f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return _Place(_of_backward() if torch._C._current_graph_task_id() != -1 else other)
+
+
+def _of_backward() -> str:
+    """Return the current node of torch's backward pass, if known."""
+    node: Any = torch._C._current_autograd_node()  # typed as if there always were one
+    return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
+
+
+def _is_between(file: str) -> bool:
+    """Return True if a file only forwards calls: torch, this file, the standard library."""
+    return file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
+
+
+def _shown(file: str) -> str:
+    """Return a file path relative to the working directory, or the file with its parent folder."""
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_SYNCHRONIZING = "called a synchronizing"
+_PROTOTYPE = "Synchronization debug mode"
+_IN_BACKWARD = " in the backward pass"
+_ENGINE = "_engine_run_backward"

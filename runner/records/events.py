@@ -1,0 +1,166 @@
+"""Log a run: console output with a copy in console.log, and events.jsonl for programs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.secret import fit_to_show
+from runner.base.text import for_terminal
+from runner.host.dirfd import opened_parent
+
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
+SAYS = "ACCEL_RUN_SAYS"
+
+
+def level_said() -> Level:
+    """Return the minimum log level of the terminal, from $ACCEL_RUN_SAYS; the default is info.
+
+    Raises ConfigError for an unknown level.
+    """
+    said = os.environ.get(SAYS, "").lower() or "info"
+    for level in LEVELS:
+        if level == said:
+            return level
+    what = f"must be one of {', '.join(LEVELS)}, but is {said}"
+    raise ConfigError(Problem(what, SAYS, f"export {SAYS}=info, which is also what holds without it"))
+
+
+class Console:
+    """Print to the terminal and to console.log; silent ranks do neither.
+
+    Levels below `level` go to the file only. Warnings and errors go to standard error. A full disk or a closed
+    terminal disables the output, but does not stop the run.
+    """
+
+    def __init__(self, path: Path | None = None, *, level: Level = "info", speaks: bool = True) -> None:
+        self._file = _Appender(path if speaks else None)
+        self._from = LEVELS.index(level) if speaks else len(LEVELS)
+        self._above: Callable[[str], None] | None = None
+        self._warned: set[str] = set()
+
+    def debug(self, text: str) -> None:
+        """Log a message for debugging."""
+        self._say("debug", text)
+
+    def info(self, text: str) -> None:
+        """Log an informational message."""
+        self._say("info", text)
+
+    def warning(self, text: str) -> None:
+        """Log a warning."""
+        self._say("warning", text)
+
+    def warn_once(self, text: str) -> None:
+        """Log a warning unless the same text was logged before."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self.warning(text)
+
+    def error(self, text: str) -> None:
+        """Log an error."""
+        self._say("error", text)
+
+    def say(self, level: Level, text: str) -> None:
+        """Log at this level."""
+        self._say(level, text)
+
+    def speak_through(self, note: Callable[[str], None] | None) -> None:
+        """Print through `note` from now on, as a progress bar requires; None: print directly again."""
+        self._above = note
+
+    def close(self) -> None:
+        """Close the copy in the file; the terminal stays open."""
+        self._file.close()
+
+    def _say(self, level: Level, text: str) -> None:
+        text = fit_to_show(text)
+        self._file.append(f"{_now()} {level:<7} {text}\n")
+        if LEVELS.index(level) < self._from:
+            return
+        shown = f"{level}: {text}" if level in ("warning", "error") else text
+        stream = sys.stderr if level in ("warning", "error") else sys.stdout
+        if self._above is not None:
+            self._above(shown)
+        else:
+            _print(stream, shown)
+
+
+class Events:
+    """Append rows to events.jsonl, one write per row; never raises."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = _Appender(path)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        """Append an event with the time in UTC. Values that are not JSON-serializable become strings."""
+        self._file.append(fit_to_show(json.dumps({"time": _now(), "kind": kind, **fields}, default=str)) + "\n")
+
+    @property
+    def num_lost(self) -> int:
+        """Number of rows that could not be written."""
+        return self._file.num_lost
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class _Appender:
+    """Append-only file, readable only by its owner; None: nothing is written.
+
+    What is longer than 16 MiB when it is opened is called `...-earlier` from then on, in the place of the one before:
+    a run that is started again and again does not fill the disk. A line that a crash left without its end gets one.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.num_lost = 0
+        self._descriptor = -1
+        self._wanted = path is not None
+        if path is not None:
+            with contextlib.suppress(OSError), opened_parent(path) as (folder, name):
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MOST_BYTES:
+                    earlier = path.with_name(f"{path.stem}-earlier{path.suffix}")
+                    os.replace(name, earlier.name if folder else earlier, src_dir_fd=folder, dst_dir_fd=folder)
+            # O_NONBLOCK: opening a named pipe would otherwise wait for a reader for ever.
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with contextlib.suppress(OSError), opened_parent(path) as (folder, name):
+                self._descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+                size = os.fstat(self._descriptor).st_size
+                if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+                    os.write(self._descriptor, b"\n")
+
+    def append(self, text: str) -> None:
+        if not self._wanted:
+            return
+        try:
+            data = text.encode(errors="backslashreplace")
+            self.num_lost += os.write(self._descriptor, data) != len(data)
+        except OSError:
+            self.num_lost += 1
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._wanted = -1, False
+
+
+def _print(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the reader is gone or the stream is closed
+        encoding = stream.encoding or "utf-8"
+        print(for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True)
+
+
+MOST_BYTES = 16 << 20  # size at which a log is rotated when opened
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,201 @@
+"""What a run was and did: the content of its run.json, and of its error.json if it failed.
+
+Every command reads a run through `RunRecord`. A missing or damaged file, a file of a newer version, and values of a
+wrong type have the same consequence: what cannot be read is unknown, and `problem` and `wrong` report it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from runner.base.errors import Problem
+from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
+from runner.base.json_values import object_in
+from runner.records.evidence import Evidence
+
+VERSION = 2  # 1: the files without a version, which have the same keys
+
+
+@dataclass
+class PhaseRecord:
+    """Progress and cost of a phase, over all processes that worked on it.
+
+    updates, total   completed and requested; fewer if it stopped early
+    finished         nothing is left to do in it
+    seconds          from its start to its last checkpoint, evaluations included
+    parts_s          part -> seconds: starting, first_update, those of updates and those between them
+    peak_host_gib    peak resident memory of this process; peak_device_gib the most that torch allocated on the GPU, and
+                     peak_reserved_gib the most that it reserved there
+    metrics          of its last evaluation, and what a fit found; None: without items, or not finite
+    """
+
+    kind: str = ""
+    updates: int = 0
+    total: int = 0
+    finished: bool = False
+    seconds: float = 0.0
+    peak_host_gib: float = 0.0
+    peak_device_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    parts_s: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """The command that started the run, or resumed it last.
+
+    overrides  settings on its command line; None: unknown
+    folder     working directory, to which relative paths refer
+    """
+
+    task: str | None = None
+    task_file: str | None = None
+    config_dir: str | None = None
+    folder: str | None = None
+    overrides: tuple[str, ...] | None = None
+    command: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRecord:
+    """The last process of the run (rank 0): where it ran, and how it ended.
+
+    state       running, done, preempted, interrupted, failed; of a sweep also submitted
+    birth       identifies the process together with `pid`, because PIDs are reused
+    started_by  the launcher: restarted ranks have the same one
+    """
+
+    state: str | None = None
+    exit_code: int | None = None
+    pid: int | None = None
+    birth: str | None = None
+    host: str | None = None
+    started_by: str | None = None
+    started: str | None = None
+    ended: str | None = None
+
+    def is_since(self, began: float) -> bool:
+        """Return whether it started at `began` or later, in seconds since 1970; its time is rounded to milliseconds."""
+        try:
+            return datetime.fromisoformat(self.started or "").timestamp() >= began - 0.001
+        except (ValueError, OverflowError):
+            return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What the run has reached: recorded when a process ends without error.
+
+    metrics    of the last evaluation; None: without items, or not finite
+    baselines  metric -> value of a trivial model
+    """
+
+    update: int | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, PhaseRecord] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptedCheckpoint:
+    """A checkpoint of another run that the user has accepted."""
+
+    uid: str
+    checkpoint: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run was and did; None, or empty, means unknown.
+
+    names       all names that the run has had
+    uid         identifier of the run, see durable/run_identity.py
+    tracker_id  identifier of its rows in the tracker
+    changes     changes of code and data found when the run was resumed
+    problem     why nothing, or not everything, could be read; empty if all was
+    wrong       dotted names of values of a wrong type
+    """
+
+    version: int = VERSION
+    name: str | None = None
+    names: tuple[str, ...] = ()
+    uid: str | None = None
+    adopted: tuple[AdoptedCheckpoint, ...] = ()
+    origin: RunOrigin = field(default_factory=RunOrigin, metadata=INLINE)
+    process: ProcessRecord = field(default_factory=ProcessRecord, metadata=INLINE)
+    tracker_id: str | None = None
+    changes: tuple[Mapping[str, Any], ...] = ()
+    result: RunResult = field(default_factory=RunResult, metadata=INLINE)
+    evidence: Evidence | None = None
+    problem: str = field(default="", compare=False, metadata=NOT_STORED)
+    wrong: tuple[str, ...] = field(default=(), compare=False, metadata=NOT_STORED)
+
+    @classmethod
+    def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> RunRecord:
+        """Return the record in the content of a run.json; None: there is no such file. Never raises.
+
+        clean  applied to the JSON object first, as to redact it
+        """
+        tree = object_in(content) if content is not None else None
+        if tree is None:
+            return cls(problem="is missing" if content is None else "is damaged")
+        found = decode(cls, clean(tree) if clean else tree)
+        problem = f"has unreadable values: {', '.join(found.wrong[:4])}" if found.wrong else ""
+        if found.value.version > VERSION:
+            problem = f"is of a newer version ({found.value.version}) of accel-run: values that it added are not shown"
+        return replace(found.value, problem=problem, wrong=found.wrong)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything could be read."""
+        return self != RunRecord()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of run.json."""
+        found: dict[str, Any] = encode(self)
+        return found | {"version": VERSION}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRecord:
+    """Why an attempt to run failed: the content of error.json.
+
+    place             rank, phase, update and samples, as far as known
+    reached           completed updates of all phases, saved or not; 0: unknown
+    updates_repeated  updates after the last checkpoint, which a resumed run repeats
+    attempt           `started` of the process
+    seconds           from its start to the error
+    """
+
+    cause: str = ""
+    where: str = ""
+    fix: str = ""
+    problems: tuple[Problem, ...] = ()
+    exit_code: int | None = None
+    place: Mapping[str, Any] = field(default_factory=dict)
+    last_checkpoint: str | None = None
+    reached: int = 0
+    updates_repeated: int = 0
+    traceback: str = ""
+    attempt: str | None = None
+    time: str | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> ErrorRecord | None:
+        """Return the error in the content of an error.json; None if there is none that can be read. Never raises.
+
+        clean  applied to the JSON object first, as to redact it
+        """
+        tree = object_in(content) if content is not None else None
+        return decode(cls, clean(tree) if clean else tree).value if tree else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of error.json."""
+        found: dict[str, Any] = encode(self)
+        return found

@@ -1,0 +1,1 @@
+"""Grids and searches: their trials, one process tree each."""

@@ -1,0 +1,241 @@
+"""Parse sweeps and search spaces: overrides with several values, in Hydra's grammar, with all their errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from runner.base.errors import ConfigError, Problem
+from runner.config.config_files import files_unchanged
+from runner.config.configuration import Configuration, compose
+from runner.config.options import GROUPS, options_of
+from runner.config.overrides import parse
+from runner.config.request import Request, merge_overrides
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override  # noqa: TID251 - a name for what `parse` returns
+
+MAX_TRIALS = 1000  # each is composed and checked before the first one starts, and has a folder
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The search space of a key: one of `values`, as typed, or a number from low to high.
+
+    step      numbers are low, low + step, ...; 0: continuous
+    is_log    log-uniform: as many below the geometric mean as above
+    is_whole  integers only
+    """
+
+    key: str
+    values: tuple[str, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    step: float = 0.0
+    is_log: bool = False
+    is_whole: bool = False
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the overrides to validate the space: each value, or both ends."""
+        return self.values or tuple(self.word(number) for number in (self.low, self.high))
+
+    def word(self, value: float | str) -> str:
+        """Return the override with this value; continuous numbers are rounded for readability."""
+        text = value if isinstance(value, str) else f"{value:.0f}" if self.is_whole else f"{value:.6g}"
+        return f"{self.key}={text}"
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(word.partition("=")[2] for word in self.values)
+        how = " on a log scale" if self.is_log else f" in steps of {self.step:g}" if self.step else ""
+        return f"{self.low:g} to {self.high:g}{how}"
+
+
+def expand_sweep(request: Request) -> list[Request]:
+    """Return one request per combination of the comma lists, ranges, choices and globs among the overrides.
+
+    Raises ConfigError if a list has no values, no end or too many, or a key is given twice.
+    """
+    parsed, problems = parse(request, sweeps=True)
+    problems += _misplaced(parsed)
+    lists = [_listed(override, request, problems) for override in parsed]
+    count = math.prod(map(len, lists))
+    if count > MAX_TRIALS and not problems:
+        words = " ".join(_text(override) for override in parsed if override.is_sweep_override())
+        fix = "list fewer, or try some of them: accel-run search with the same words"
+        problems.append(Problem(f"are {count:,} combinations; a sweep has at most {MAX_TRIALS:,}", words, fix))
+    if problems:
+        raise ConfigError(problems)
+    return [replace(request, overrides=words) for words in product(*lists)]
+
+
+def read_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
+    """Return the fixed part of a search and its space; `log(a,b)` is tag(log,interval(a,b)).
+
+    Raises ConfigError with all problems, including range ends that are invalid for their key.
+    """
+    words = tuple(_LOG.sub(r"tag(log,interval(\1))", word) for word in request.overrides)
+    parsed, problems = parse(replace(request, overrides=words), sweeps=True)
+    problems += _misplaced(parsed)
+    fixed = replace(request, overrides=tuple(_text(each) for each in parsed if not each.is_sweep_override()))
+    axes = []
+    for override in parsed:
+        if override.is_sweep_override():
+            found = _axis(override, fixed, problems)
+            axes += [found] if found else []
+    if not axes and not problems:
+        fix = "for example: accel-run search 'optimizer.lr=log(1e-4,1e-2)'"
+        problems.append(Problem("nothing to search: no key has a range or several values", "search", fix))
+    if problems:
+        raise ConfigError(problems)
+    _check_ends(fixed, axes)
+    return fixed, tuple(axes)
+
+
+def composed(requests: Sequence[Request]) -> list[Configuration]:
+    """Compose the configurations. Raises ConfigError with the problems of all, without duplicates."""
+    configurations = []
+    problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown for any value
+    with files_unchanged():
+        for request in requests:
+            try:
+                configurations.append(compose(request))
+            except ConfigError as error:
+                for problem in error.problems:
+                    problems.setdefault((problem.where.partition("=")[0], problem.what), problem)
+    if problems:
+        raise ConfigError(problems.values())
+    return configurations
+
+
+def _misplaced(parsed: Sequence[Override]) -> list[Problem]:
+    """Return problems of keys that cannot have several values."""
+    problems = []
+    count = Counter(override.key_or_group for override in parsed)
+    for override in parsed:
+        key, word = override.key_or_group, _text(override)
+        if key == "resume" and not override.is_sweep_override() and override.value() == "fresh":
+            fix = "take another run=NAME, or remove the folder of this one"
+            problems.append(Problem("every trial would begin anew each time the command is given", word, fix))
+        if not override.is_sweep_override():
+            continue
+        if key in _OF_ALL:
+            problems.append(Problem("names the sweep, so it has one value", key, f"use {key}=NAME"))
+        elif count[key] > 1:
+            others = [_text(other) for other in parsed if other.key_or_group == key and other is not override]
+            problems.append(Problem(f"{key} is given twice, here and by {others[0]}", word, "give one of them"))
+    return problems
+
+
+def _listed(override: Override, request: Request, problems: list[Problem]) -> list[str]:
+    """Expand an override to a list, with one item if it is no sweep; empty after a problem."""
+    if not override.is_sweep_override():
+        return [_text(override)]
+    key, word = override.get_key_element(), _text(override)
+    value: Any = override.value()
+    kind, group = _kind(override), override.key_or_group
+    if kind == "GLOB_CHOICE_SWEEP" and group in GROUPS:
+        known = options_of(group, request.config_dir)
+        names = value.filter(known)
+        if not names:
+            problems.append(Problem(f"must match an option of {group}: {', '.join(known)}", word))
+        return [f"{key}={name}" for name in names]
+    if kind in ("GLOB_CHOICE_SWEEP", "INTERVAL_SWEEP"):
+        between = "; accel-run search finds the best between two numbers" if kind == "INTERVAL_SWEEP" else ""
+        problems.append(Problem("does not say which values", word, f"list them, or use range(a,b){between}"))
+        return []
+    wrong = _wrong_range(value) if kind == "RANGE_SWEEP" else _wrong_list(value.list)
+    if wrong:
+        problems.append(Problem(wrong[0], word, wrong[1]))
+        return []
+    return [f"{key}={text}" for text in override.sweep_string_iterator()]
+
+
+def _axis(override: Override, fixed: Request, problems: list[Problem]) -> SearchSpace | None:
+    """Return the search space of the key; None after a problem."""
+    key, word = override.get_key_element(), _text(override)
+    value: Any = override.value()
+    kind = _kind(override)
+    tags = set(value.tags) if kind == "INTERVAL_SWEEP" else set()
+    if kind == "INTERVAL_SWEEP":
+        low, high, is_log = float(value.start), float(value.end), "log" in tags
+        if not (math.isfinite(low) and math.isfinite(high)):
+            problems.append(Problem("has no end", word, "give both limits, for example interval(0,1)"))
+        elif low >= high:
+            problems.append(Problem("must begin below its end", word, f"use interval({high:g},{low:g})"))
+        elif is_log and low <= 0:
+            problems.append(Problem("a log scale begins above 0", word, f"use log({high / 1000:g},{high:g})"))
+        else:
+            is_whole = isinstance(value.start, int) or not _takes_fractions(override, low, high, fixed)
+            return SearchSpace(key, (), low, high, is_log=is_log, is_whole=is_whole)
+        return None
+    words = tuple(_listed(override, fixed, problems))
+    if kind != "RANGE_SWEEP" or len(words) < 2:
+        return SearchSpace(key, words) if words else None
+    numbers = sorted(float(each.partition("=")[2]) for each in words)
+    is_whole = all(isinstance(part, int) for part in (value.start, value.step))
+    return SearchSpace(key, (), numbers[0], numbers[-1], abs(float(value.step)), is_whole=is_whole)
+
+
+def _takes_fractions(override: Override, low: float, high: float, fixed: Request) -> bool:
+    """Return whether the key accepts fractions; a key without numeric type is reported later."""
+    if not (low.is_integer() and high.is_integer()):
+        return True
+    try:
+        compose(_with(fixed, [f"{override.get_key_element()}={low + (high - low) * 0.37 + 0.001!r}"]))
+    except ConfigError as error:
+        return not any("must be a whole number" in problem.what for problem in error.problems)
+    return True
+
+
+def _check_ends(fixed: Request, axes: Sequence[SearchSpace]) -> None:
+    """Raise ConfigError if a value of the space is invalid, with the others at their first."""
+    first = [axis.ends[0] for axis in axes]
+    tries = [first]
+    for number, axis in enumerate(axes):
+        tries += [[*first[:number], word, *first[number + 1 :]] for word in axis.ends[1:]]
+    composed([_with(fixed, words) for words in tries])
+
+
+def _with(request: Request, words: Sequence[str]) -> Request:
+    return replace(request, overrides=merge_overrides(request.overrides, words))
+
+
+def _wrong_range(value: Any) -> tuple[str, str] | None:
+    """Return what is wrong with a range, and how to fix it; None if it is valid."""
+    if value.start is None or value.stop is None or not value.step or not math.isfinite(value.stop - value.start):
+        return "has no end" + (": its step is 0" if value.step == 0 else ""), "use range(1,5), or range(1,9,2)"
+    count = math.ceil((value.stop - value.start) / value.step)
+    if count < 1:
+        turned = f"range({value.stop:g},{value.start:g})" if value.start > value.stop else f"range({value.start + 1:g})"
+        return "has no value", f"use {turned}: the second number is the first one left out"
+    if count > MAX_TRIALS:
+        return f"has {count:,} values; a sweep has at most {MAX_TRIALS:,}", "use a larger step: range(a,b,step)"
+    return None
+
+
+def _wrong_list(values: Sequence[Any]) -> tuple[str, str] | None:
+    """Return what is wrong with a list of values, and how to fix it; None if it is valid."""
+    if any(hasattr(value, "tags") for value in values):
+        return "has a range among its values", "list all of them: key=1,2,3,8"
+    texts = list(map(str, values))
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    return (f"lists {twice} twice", "remove one of them") if twice is not None else None
+
+
+def _kind(override: Override) -> str:
+    return override.value_type.name if override.value_type is not None else ""
+
+
+def _text(override: Override) -> str:
+    return override.input_line or ""
+
+
+_OF_ALL = ("run", "output_root")
+_LOG = re.compile(r"\blog\(([^()]*)\)")

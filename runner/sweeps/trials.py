@@ -1,0 +1,359 @@
+"""Trials of a sweep: state and results read from their runs, and the summary files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from runner.base.errors import Exit
+from runner.base.json_converter import decode
+from runner.base.json_values import is_number, listed, mapped, nan_for_none, to_json
+from runner.base.secret import fit_to_show
+from runner.base.text import aligned, metric_text, shortened
+from runner.config.schema import did_you_mean
+from runner.durable.directory import SWEEP, RunDirectory, is_name
+from runner.durable.files import read_object, read_rows
+from runner.durable.record_files import read_record
+from runner.durable.run_state import state_word
+from runner.host.process_identity import process_identity
+from runner.records.run_record import ProcessRecord, RunRecord
+
+TABLE = "results.csv"
+BEST = "<- best"
+State = Literal["waiting", "running", "stopped", "failed", "submitted", "done"]
+STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)  # the same command resumes the trial; any other code is a failure
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One choice of settings.
+
+    name   name of its run, in the folder of the sweep
+    words  overrides that differ between trials
+    """
+
+    number: int
+    name: str
+    words: tuple[str, ...]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Return key -> value of the overrides."""
+        return {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in self.words)}
+
+    @property
+    def label(self) -> str:
+        """Name and overrides."""
+        return f"{self.name}  {' '.join(self.words)}".rstrip()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How trials are compared: the last value of a metric, and its direction."""
+
+    metric: str = "val/loss"
+    best_is: Literal["min", "max"] = "min"
+
+    def __str__(self) -> str:
+        return f"{self.best_is} of {self.metric}"
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """Return the best of the finite values; None if there is none."""
+        known = [value for value in values if math.isfinite(value)]
+        return (min if self.best_is == "min" else max)(known) if known else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """State and result of a trial.
+
+    exit_code  of its last process, if known
+    last       metric at its last evaluation; NaN: no items, or not finite; None: no evaluation
+    best       best value of all its evaluations
+    seconds    total time of its phases, over all its processes
+    metrics    all metrics of its last evaluation
+    """
+
+    trial: Trial
+    state: State
+    exit_code: int | None = None
+    last: float | None = None
+    best: float | None = None
+    seconds: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> float | None:
+        """Return the value used for comparison, None if unfinished or not finite."""
+        return self.last if self.state == "done" and self.last is not None and math.isfinite(self.last) else None
+
+
+@dataclass
+class Sweep:
+    """Content of sweep.json; results are read from the run directories of the trials.
+
+    kind      sweep: all combinations; search: trials proposed by Optuna
+    fixed     overrides that all trials share
+    together  how many trials run concurrently, and why
+    codes     trial number -> exit code of its last process, once it has exited
+    space     key -> search range
+    """
+
+    folder: Path
+    kind: Literal["sweep", "search"] = "sweep"
+    task: str = ""
+    fixed: tuple[str, ...] = ()
+    task_file: str | None = None
+    config_dir: str | None = None
+    launcher: str = "local"
+    command: str = ""
+    goal: Goal = Goal()
+    together: str = ""
+    space: Mapping[str, str] = field(default_factory=dict)
+    trials: list[Trial] = field(default_factory=list)
+    codes: dict[int, int] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._settled: dict[int, Result] = {}  # by number: results of trials whose run changes no more
+
+    @classmethod
+    def read(cls, folder: Path) -> Sweep:
+        """Read sweep.json of the folder; missing or damaged entries are omitted."""
+        found = read_object(folder / SWEEP)
+        goal = mapped(found.get("goal"))
+        trials, codes = [], {}
+        for row in listed(found.get("trials")):
+            match row:
+                case {"number": int(number), "name": str(name), "words": list(words)} if is_name(name):
+                    trials.append(Trial(number, name, tuple(map(str, words))))
+                    if isinstance(row.get("exit_code"), int):
+                        codes[number] = row["exit_code"]
+        return cls(
+            folder,
+            "search" if found.get("kind") == "search" else "sweep",
+            str(found.get("task") or ""),
+            tuple(map(str, listed(found.get("fixed")))),
+            found.get("task_file"),
+            found.get("config_dir"),
+            str(found.get("launcher") or "local"),
+            str(found.get("command") or ""),
+            Goal(str(goal.get("metric") or "val/loss"), "max" if goal.get("best_is") == "max" else "min"),
+            str(found.get("together") or ""),
+            {str(key): str(value) for key, value in mapped(found.get("space")).items()},
+            trials,
+            codes,
+            found,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the sweep.json that was read is intact: no entry was omitted."""
+        rows = self.record.get("trials")
+        numbers = list(range(1, len(rows) + 1)) if isinstance(rows, list) else None
+        return [trial.number for trial in self.trials] == numbers and self.record.get("fixed") == list(self.fixed)
+
+    @property
+    def process(self) -> ProcessRecord:
+        """The process that wrote the sweep.json that was read."""
+        return decode(ProcessRecord, self.record).value
+
+    def results(self) -> list[Result]:
+        """Return the result of every trial, in order."""
+        return [self.result(trial) for trial in self.trials]
+
+    def result(self, trial: Trial) -> Result:
+        """Return the state and result of the trial, from its run, or from its exit code if the run has no record.
+
+        A run of this name with other settings is ignored: the trial is waiting, and starting it will fail.
+        """
+        if trial.number not in self._settled:
+            found = self._read(trial)
+            if found.state not in ("done", "failed") or trial.number not in self.codes:  # it may be tried again now
+                return found
+            self._settled[trial.number] = found
+        return self._settled[trial.number]
+
+    def begin(self, trial: Trial) -> bool:
+        """Forget the previous end of the trial, before a restart; return whether there was one."""
+        self._settled.pop(trial.number, None)
+        return self.codes.pop(trial.number, None) is not None
+
+    def _read(self, trial: Trial) -> Result:
+        folder = self.folder / trial.name
+        record, code = read_record(folder), self.codes.get(trial.number)
+        if not set(trial.words) <= set(record.origin.overrides or trial.words):
+            record = RunRecord()
+        state = _state(state_word(record.process) if record.is_known else "", code, self.launcher)
+        metric = self.goal.metric
+        values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
+        metrics = nan_for_none(record.result.metrics)
+        last = metrics.get(metric, values[-1] if values else None)
+        seconds = sum(phase.seconds for phase in record.result.phases.values())
+        if not seconds and record.evidence is not None:  # of the last process of a run that has not finished
+            seconds = record.evidence.seconds or 0.0
+        return Result(
+            trial,
+            state,
+            code if code is not None else record.process.exit_code,
+            last,
+            self.goal.best([*values, *([] if last is None else [last])]),
+            seconds or None,
+            metrics,
+        )
+
+    def save(self, directory: RunDirectory, state: str) -> list[Result]:
+        """Write sweep.json and results.csv; return the result of every trial. Raises StorageError."""
+        results = self.results()
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self.record = {
+            "kind": self.kind,
+            "name": directory.name,
+            "state": state,
+            "task": self.task,
+            "task_file": self.task_file,
+            "config_dir": self.config_dir,
+            "launcher": self.launcher,
+            "command": self.command,
+            "fixed": list(self.fixed),
+            "goal": asdict(self.goal),
+            "together": self.together,
+            "space": dict(self.space),
+            "pid": os.getpid(),
+            "birth": process_identity(os.getpid()),
+            "host": socket.gethostname(),
+            "started": self.record.get("started", now),
+            "written": now,
+            "trials": [
+                {
+                    **asdict(each.trial),
+                    "exit_code": self.codes.get(each.trial.number),
+                    "state": each.state,
+                    "last": _json(each.last),
+                    "best": _json(each.best),
+                    "seconds": _json(each.seconds),
+                }
+                for each in results
+            ],
+        }
+        directory.write(SWEEP, to_json(self.record, 1))
+        directory.write(TABLE, as_csv(results, self.goal))
+        return results
+
+
+def winner(results: Sequence[Result], goal: Goal) -> Result | None:
+    """Return the first of the best finished trials; None if none has a finite value."""
+    best = goal.best(each.value for each in results if each.value is not None)
+    return next((each for each in results if best is not None and each.value == best), None)
+
+
+def counted(results: Sequence[Result]) -> str:
+    """Return the number of trials by state: `3 done, 1 failed`."""
+    states = [each.state for each in results]
+    return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states) or "no trials"
+
+
+def summary(results: Sequence[Result], goal: Goal) -> str:
+    """Return a one-line summary: trials by state, and the best one or why there is none."""
+    best = winner(results, goal)
+    if best is not None:
+        return f"{counted(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
+    why = without_metric(results, goal) or f"no finished trial has a finite {goal.metric}"
+    return f"{counted(results)}; {why}"
+
+
+def without_metric(results: Sequence[Result], goal: Goal) -> str:
+    """Return a message if trials have metrics, but not the one used for comparison; else ""."""
+    known = list(dict.fromkeys(name for each in results for name in each.metrics))
+    if not known or goal.metric in known:
+        return ""
+    near = did_you_mean(goal.metric, known)
+    return f"no trial has {goal.metric}, but {shortened(known, 8)}" + (f"; {near}" if near else "")
+
+
+def told(result: Result, goal: Goal) -> str:
+    """Format the end of a trial in one line: state, metric and duration."""
+    words = [_state_of(result)]
+    words += [f"{goal.metric} {metric_text(result.last, 5)}"] if result.last is not None else []
+    words += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
+    return "  ".join(words)
+
+
+def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of the table of trials, formatted for display; the best one is marked."""
+    keys = list(dict.fromkeys(key for each in results for key in each.trial.settings))
+    best = winner(results, goal)
+    head = ["trial", *keys, "state", goal.metric, "lowest" if goal.best_is == "min" else "highest", "seconds", ""]
+    rows = []
+    for each in results:
+        cells = [each.trial.name, *(_short(each.trial.settings.get(key, "-")) for key in keys), _state_of(each)]
+        cells += ["-" if value is None else metric_text(value, 5) for value in (each.last, each.best)]
+        cells += ["-" if each.seconds is None else f"{each.seconds:.1f}"]
+        rows.append([*cells, BEST if each is best else ""])
+    return head, rows
+
+
+def table(results: Sequence[Result], goal: Goal, columns: int = 0) -> list[str]:
+    """Format the table of trials for a terminal of `columns` columns; 0: unlimited."""
+    head, rows = rows_of(results, goal)
+    lines = [[fit_to_show(cell).replace("\n", " ") for cell in row] for row in (head, *rows)]
+    return aligned(lines, droppable=("seconds", head[-3]), columns=columns)
+
+
+def as_csv(results: Sequence[Result], goal: Goal) -> str:
+    """Return the table for other programs: a row per trial, a column per changed key and per metric."""
+    keys = list(dict.fromkeys(key for each in results for key in each.trial.settings))
+    metrics = list(dict.fromkeys(name for each in results for name in each.metrics if name != goal.metric))
+    best = winner(results, goal)
+    told = io.StringIO()
+    writer = csv.writer(told, lineterminator="\n")
+    head = ["trial", "name", *keys, "state", "exit_code", "seconds", goal.metric, f"{goal.metric} {goal.best_is}"]
+    writer.writerow([*head, *metrics, "is_best"])
+    for each in results:
+        cells = [each.trial.number, each.trial.name, *(each.trial.settings.get(key, "") for key in keys)]
+        cells += [each.state, each.exit_code, each.seconds, _json(each.last), _json(each.best)]
+        writer.writerow([*cells, *(_json(each.metrics.get(name)) for name in metrics), int(each is best)])
+    return told.getvalue()
+
+
+def _state(word: str, code: int | None, launcher: str) -> State:
+    """Return the state of a trial from that of its run ("" without a run) and its last exit code."""
+    if word == "finished":
+        return "done"
+    if word == "running":
+        return "running"
+    if word == "failed" or code not in (None, 0, *STOPPED):
+        return "failed"
+    if word:
+        return "stopped"
+    return "submitted" if code == 0 and launcher != "local" else "waiting"
+
+
+def _state_of(result: Result) -> str:
+    is_known = result.state == "failed" and result.exit_code is not None
+    return f"{result.state} ({result.exit_code})" if is_known else result.state
+
+
+def _json(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _short(text: str) -> str:
+    """Shorten a value for a table."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+    return text if len(text) <= 8 else f"{number:.4g}"
+
+
+_ORDER: tuple[State, ...] = ("done", "running", "submitted", "stopped", "failed", "waiting")
+_LETTERS = 32

@@ -1,0 +1,1 @@
+"""Commands about runs and machines: nothing below imports them."""

@@ -1,0 +1,125 @@
+"""Findings as a person reads them: as they come, and at the end what is to be done."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from runner.base.secret import fit_to_show
+from runner.tools.doctor.findings import CheckResult
+
+DRAW_EVERY_S = 0.2
+
+
+class DoctorDisplay:
+    """One line per finding on `out`; on a terminal in colors, and below them what is being tried.
+
+    live  where that is drawn; None: nowhere
+    """
+
+    def __init__(self, out: TextIO, live: TextIO | None = None) -> None:
+        self._out, self._live = out, live if live is not None and _is_drawable(live) else None
+        self._console = Console(file=out, highlight=False, markup=False, emoji=False) if _is_drawable(out) else None
+        self._drawn_at, self._is_drawn, self._last = 0.0, False, ""
+
+    def show(self, finding: CheckResult) -> None:
+        """Show one finding."""
+        self.wipe()
+        text = _text(finding)
+        took = f"{finding.took_s:.1f} s" if finding.took_s >= _WORTH_SAYING_S else ""
+        if self._console is None:
+            line = f"{finding.state:<4}  {finding.check:<{_NAME}}  {text}" + (f"  ({took})" if took else "")
+            print(line, file=self._out, flush=True)
+            return
+        row = _grid()
+        name = finding.check if finding.check != self._last else ""
+        row.add_row(
+            Text(finding.state, _STYLES[finding.state]),
+            Text(name),
+            Text(text, "dim" if finding.state == "skip" else ""),
+            Text(took, "dim"),
+        )
+        self._last = finding.check
+        self._console.print(row)
+
+    def watch(self, check: str, subject: str, took_s: float) -> None:
+        """Show what is being tried, a few times a second."""
+        now = time.monotonic()
+        if self._live is None or now - self._drawn_at < DRAW_EVERY_S:
+            return
+        self._drawn_at, self._is_drawn = now, True
+        columns = os.get_terminal_size(self._live.fileno()).columns or 80
+        text = fit_to_show(f"      {check:<{_NAME}}  {subject + ' ' if subject else ''}... {took_s:.0f} s")
+        print(f"\r\x1b[K{text[: columns - 1]}", end="", file=self._live, flush=True)
+
+    def wipe(self) -> None:
+        """What is being tried is no longer shown."""
+        if self._is_drawn and self._live is not None:
+            print("\r\x1b[K", end="", file=self._live, flush=True)
+        self._is_drawn = False
+
+    def conclude(self, findings: Sequence[CheckResult], took_s: float) -> None:
+        """Show what is to be done, the worst first, and how many of each there were."""
+        self.wipe()
+        for state in ("FAIL", "warn"):
+            for finding in (each for each in findings if each.state == state):
+                self._advise(finding)
+        self._say(f"\n{counted(findings)}, in {took_s:.1f} s")
+
+    def _advise(self, finding: CheckResult) -> None:
+        rows = [("why", finding.why), ("fix", finding.fix)]
+        head = f"{finding.check}: {_text(finding)}"
+        if self._console is None:
+            print(f"\n{finding.state}  {head}", file=self._out)
+            for lead, text in rows:
+                print(f"      {lead}  {fit_to_show(text)}", file=self._out)
+            return
+        lines = Table.grid(padding=(0, 2))
+        lines.add_row(Text(finding.state, _STYLES[finding.state]), Text(head))
+        for lead, text in rows:
+            inner = Table.grid(padding=(0, 2))
+            inner.add_row(Text(lead, "dim"), Text(fit_to_show(text), "bold" if lead == "fix" else ""))
+            lines.add_row("", inner)
+        self._console.print(Padding(lines, (1, 0, 0, 0)))
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+
+def counted(findings: Iterable[CheckResult]) -> str:
+    """Return how many of each state there are: "20 ok, 2 warn, 0 FAIL, 3 skip"."""
+    counts = Counter[str](finding.state for finding in findings)
+    return ", ".join(f"{counts[state]} {state}" for state in _STYLES)
+
+
+def _text(finding: CheckResult) -> str:
+    """Return subject and what was seen; a skip has its way out with it, since it stands nowhere else."""
+    lead = f"{finding.subject}: " if finding.subject else ""
+    way = f"; {finding.fix}" if finding.fix and finding.state == "skip" else ""
+    return fit_to_show(f"{lead}{finding.seen}{way}")
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(width=4)
+    grid.add_column(width=_NAME)
+    grid.add_column(ratio=1, overflow="fold")
+    grid.add_column(width=7, justify="right")
+    return grid
+
+
+def _is_drawable(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+_NAME = 13
+_WORTH_SAYING_S = 0.1
+_STYLES = {"ok": "green", "warn": "yellow", "FAIL": "bold red", "skip": "dim"}

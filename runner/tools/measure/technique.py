@@ -1,0 +1,153 @@
+"""Techniques that the ladder measures: one YAML file of overrides each, ours and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.paths import shipped
+from runner.config.configuration import Choice, Configuration, PhaseSettings
+from runner.config.guarded_yaml import read_guarded
+from runner.config.options import function_of
+from runner.config.request import merge_overrides
+from runner.config.schema import did_you_mean
+
+BASELINE = "baseline"
+STEP = "step"  # the column beside those of the techniques
+FOLDER = Path("benchmark") / "technique"  # in conf/, and in the user's folder of configuration
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What is put on the baseline: overrides of the configuration.
+
+    needs  group -> the option that the training must have chosen for it to mean anything
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+    def why_not(self, configuration: Configuration) -> str:
+        """Return what it lacks in this configuration; empty where it has what it needs."""
+        for group, option in self.needs.items():
+            found = {"the training": configuration.choices[group]}
+            for phase in _trained(configuration):
+                own = {"optimizer": phase.optimizer, "scheduler": phase.scheduler}
+                found |= {phase.name: own[group]} if group in own else {}
+            for who, choice in found.items():
+                if choice.name != option:
+                    return f"needs {group}={option}, but {who} has {group}={choice.name}"
+        return ""
+
+
+def techniques(config_dir: Path | None) -> dict[str, Technique]:
+    """Return all techniques by name, the baseline first, in the order in which they are put on top of each other.
+
+    A file of the user's stands in the place of ours of the same name. Raises ConfigError, SecurityRefusal.
+    """
+    return {name: _read(file, file.parent) for name, file in files_of(config_dir).items()}
+
+
+def files_of(config_dir: Path | None) -> dict[str, Path]:
+    """Return the name of each technique -> its file, unread, in the order of `techniques`."""
+    found: dict[str, Path] = {}
+    for root in [shipped("conf"), *([config_dir] if config_dir else [])]:
+        found |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
+    place = {name: number for number, name in enumerate(ORDER)}
+    return {name: found[name] for name in sorted(found, key=lambda name: (place.get(name, len(ORDER)), name))}
+
+
+def is_name(name: str) -> bool:
+    """Tell whether a technique can be called so: a printable name that is not the one of the steps."""
+    return bool(name.strip()) and name.isprintable() and name != STEP
+
+
+def chosen(names: Iterable[str], known: Mapping[str, Technique]) -> list[Technique]:
+    """Return the techniques of these names. Raises ConfigError for those that there are not."""
+    names = list(dict.fromkeys(names))
+    problems = [
+        Problem(f"must be a technique, one of {', '.join(known)}", name, did_you_mean(name, known))
+        for name in names
+        if name not in known
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return [known[name] for name in names if name != BASELINE]
+
+
+def stacked(members: Iterable[Technique], base: Technique, configuration: Configuration) -> tuple[str, ...]:
+    """Return the overrides of these techniques, one on top of the other, on the baseline.
+
+    A later one takes the place of what an earlier one has set. Another optimizer gets learning rate, decay and all else
+    that the training has set of the one it stands in for.
+    """
+    words = base.overrides
+    for technique in members:
+        words = merge_overrides(words, technique.overrides)
+    names = [word.partition("=")[2] for word in words if word.startswith("optimizer=")]
+    if not names:
+        return words
+    of_phases = (
+        word
+        for phase in _trained(configuration)
+        for word in _carried(phase.optimizer, names[-1], words, f"phase.{phase.name}.optimizer")
+    )
+    return (*words, *_carried(configuration.choices["optimizer"], names[-1], words), *of_phases)
+
+
+def _trained(configuration: Configuration) -> list[PhaseSettings]:
+    """Return the phases that train and have settings of their own; none where the task declares none."""
+    return [phase for phase in configuration.phases if phase.kind == "train" and configuration.own_keys]
+
+
+def _carried(before: Choice, option: str, words: Iterable[str], group: str = "optimizer") -> list[str]:
+    """Return the keys of an optimizer as words for another one, where that has them too and nobody sets them.
+
+    group  where they are set: of the run, or of a phase, which is then said to have that other one
+    """
+    signature = function_of("optimizer", option)
+    said = {word.partition("=")[0] for word in words}
+    if signature is None or option == before.name:
+        return []
+    return [f"{group}={option}"] * (group != "optimizer") + [
+        f"{group}.{key}={_word(value)}"
+        for key, value in before.options.items()
+        if key in signature.keys and f"optimizer.{key}" not in said and f"{group}.{key}" not in said
+    ]
+
+
+def _word(value: Any) -> str:
+    """Return a value as it is typed after `key=`."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_word(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_word, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _read(file: Path, root: Path) -> Technique:
+    """Return the technique of a file. Raises ConfigError where it holds something else."""
+    import yaml  # type: ignore[import-untyped]
+
+    if file.stem in TAKEN or not is_name(file.stem):
+        what = "cannot be the name of a technique: it means something else, or cannot be typed"
+        raise ConfigError(Problem(what, str(file), "give the file another name"))
+    content = yaml.safe_load(read_guarded(file, root))
+    keys = "overrides: a list of key=value words, and needs: a mapping of group to option"
+    if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
+        raise ConfigError(Problem(f"must hold {keys}", str(file), "as in overrides: [precision=bf16]"))
+    words, needs = content["overrides"], content.get("needs") or {}
+    if not isinstance(words, list) or not all(isinstance(word, str) and "=" in word for word in words):
+        raise ConfigError(Problem("must be a list of key=value words", f"{file}: overrides", "as in [precision=bf16]"))
+    if not isinstance(needs, dict) or not all(isinstance(part, str) for pair in needs.items() for part in pair):
+        raise ConfigError(Problem("must be a mapping of group to option", f"{file}: needs", "as in {optimizer: adamw}"))
+    return Technique(file.stem, tuple(words), needs)
+
+
+TAKEN = (STEP, "all", "init", "reset", "clean", "plots")  # a column, and arguments of the command line
+# The order of ours in the ladder: formats, layout, compilation, kernels. Others come after them, by name.
+ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit")

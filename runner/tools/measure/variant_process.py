@@ -1,0 +1,463 @@
+"""One cell of a trial, in a process of its own: real training that makes blocks of updates on command.
+
+`python -m runner.tools.measure.variant_process SOCKET PARENT` imports what variants need and computes nothing; each
+`fork` on the socket creates a variant, which answers each line of JSON on a separate socket with one line: what was
+done and how long it took, or `error`. It synchronizes with the device at the edges of blocks only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch  # noqa: F401 - what a run imports on its way is imported once
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.base.accelerator import accelerator_of
+from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
+from runner.base.stopwatch import between
+from runner.base.task import Progress, Task
+from runner.base.text import error_line
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.config.schema import did_you_mean
+from runner.engine.evaluate import Sizes, evaluate
+from runner.engine.hooks import HOOKS
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.evaluation import Evaluation
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.oom import OutOfMemory
+from runner.engine.infer import predictions_of
+from runner.engine.loop import StepInfo
+from runner.engine.opening import open_run
+from runner.engine.phase import Phase
+from runner.engine.run import TrainingRun
+from runner.host.parent_death import die_with_parent
+from runner.host.resources import affinity
+from runner.monitor.gpu_driver import open_driver
+from runner.monitor.nvml import Gpu, Nvml, slowed_by
+from runner.plan.run_plan import PhasePlan
+from runner.profiling.peak_memory import host_peak_gib
+from runner.tools.measure.counting import counted
+from runner.tools.measure.probe import batch_of, probe
+from runner.tools.measure.run_queue import RunQueueWait
+from runner.tools.measure.weight_sketch import sketch
+
+FOREVER = 10**12  # updates: a cell is asked for more until it is ended
+FIRST_UPDATES = 8  # losses and gradient norms of these are told, to be compared with those of the baseline
+MOVED_UPDATES = 3  # after these it is told where the weights have gone: every cell makes more before it is timed
+TIMED_UPDATES = 200  # of a block, its last ones, are timed one by one: more would say nothing new
+
+Answer = dict[str, Any]
+
+
+def main(descriptor: int, parent: int, cores: int = 0) -> int:
+    """Fork cells, and tell how they ended, until nobody asks any more; on so many cores only, 0 for all there are."""
+    die_with_parent(parent)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(affinity())[:cores])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all, and the parent ends this one
+    compose(Request())  # Hydra too is there from now on
+    gc.freeze()
+    with socket.socket(fileno=descriptor) as line:
+        line.sendall(b'{"ready": true}\n')
+        while True:
+            content, given, _, _ = socket.recv_fds(line, 1 << 16, 2)
+            if not content:
+                return int(Exit.DONE)
+            order = json.loads(content)
+            if order["do"] == "wait":
+                _, status = os.waitpid(order["pid"], 0)
+                answer = {"code": os.waitstatus_to_exitcode(status)}
+            else:
+                us, pid = os.getpid(), os.fork()
+                if pid == 0:
+                    line.close()
+                    os._exit(live(given[0], given[1], us))
+                for number in given:
+                    os.close(number)
+                answer = {"pid": pid}
+            line.sendall((json.dumps(answer) + "\n").encode())
+
+
+def live(descriptor: int, errors: int, parent: int) -> int:
+    """Be a cell: answer orders until there are no more of them."""
+    os.setsid()
+    os.dup2(errors, 2)
+    die_with_parent(parent)
+    warnings.simplefilter("ignore")
+    try:
+        with socket.socket(fileno=descriptor) as line, ExitStack() as stack:
+            cell = TrainingVariant(stack)
+            line.sendall(b'{"ready": true}\n')
+            for text in line.makefile("r", encoding="utf-8"):
+                answer = cell.answer(json.loads(text))
+                line.sendall((json.dumps(answer) + "\n").encode())
+                if "error" in answer:
+                    return int(Exit.SOFTWARE)
+    except BaseException:  # the interpreter would go on where it was forked
+        traceback.print_exc()
+        return int(Exit.SOFTWARE)
+    return int(Exit.DONE)
+
+
+class FirstUpdates(Hook):
+    """Remembers what the first updates came to.
+
+    moved  a sketch of what they did to the weights; None: not known
+    draws  they have drawn random numbers, as dropout does
+    """
+
+    def __init__(self, phase: PhaseView) -> None:
+        super().__init__(phase)
+        self.first: list[StepInfo] = []
+        self.moved: Tensor | None = None
+        self.draws = False
+
+    def begin(self) -> None:
+        self._weights = [weight for weight in self.phase.parts.bare.parameters() if weight.requires_grad]
+        self._lay = sketch(self._weights)
+        self._drew = self._random_state()
+
+    def after_update(self, step: StepInfo) -> None:
+        if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
+            loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
+            self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
+        if step.update == MOVED_UPDATES and not self.phase.run_.num_skipped:
+            self.moved = sketch(self._weights) - self._lay
+            self.draws = any(not torch.equal(*pair) for pair in zip(self._drew, self._random_state(), strict=True))
+
+    def _random_state(self) -> list[Tensor]:
+        of_device = accelerator_of(self.phase.parts.world.device).generator_state()
+        return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
+
+
+class MeasuredPhase(Phase):
+    """A phase without an end.
+
+    whole  updates that it would have
+    """
+
+    kinds_of_hooks = (FirstUpdates, *HOOKS)
+
+    def __init__(self, run: TrainingRun, planned: PhasePlan, *, evaluates: bool) -> None:
+        patient = dataclasses.replace(planned.early_stopping, patience=None)
+        super().__init__(run, dataclasses.replace(planned, early_stopping=patient), None)
+        evaluation = self.hook(Evaluation)
+        self.whole = self.total
+        self.period_of_evaluation = evaluation.every if evaluation.held_out is not None else 0
+        self.total = self.work.total = FOREVER
+        if not evaluates:
+            evaluation.every = 0
+
+    def _tell_progress(self) -> None:
+        update = min(self.position.update, self.whole)  # what the task does may follow from it
+        epoch = update / self.order.updates_per_epoch
+        self.run_.parts.task.begin_update(Progress(self.name, update, self.whole, epoch))
+
+
+class BlockClock:
+    """Marks the ends of updates: by the host's clock, since a CPU has nothing under way when an update is over."""
+
+    def __init__(self) -> None:
+        self.contention = RunQueueWait()
+
+    def tick(self) -> Any:
+        """Return a mark; nobody waits."""
+        return time.perf_counter()
+
+    def between_ms(self, earlier: Any, later: Any) -> float:
+        """Return the milliseconds between two marks."""
+        return 1e3 * float(later - earlier)
+
+    def joules(self) -> float | None:
+        """Return what the device has taken so far, by its own counter; None where it has none."""
+        return None
+
+    def slowed(self) -> list[str]:
+        """Return what holds the device's clocks down, in words."""
+        return []
+
+    def behind_others(self) -> Callable[[], float]:
+        """Return what tells the seconds since now in which this thread stood in line for a core behind others."""
+        before = self.contention.look(begins=True)
+        return lambda: self.contention.behind_others_s(before, self.contention.look(begins=False))
+
+
+class DeviceBlockClock(BlockClock):
+    """The same on the stream of a GPU: the marks are read once the device has passed them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nvml: Nvml = open_driver()
+        self.gpu: Gpu | None = self.nvml.find_of_torch(accelerator_of(device).uuid())
+
+    def tick(self) -> Any:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def between_ms(self, earlier: Any, later: Any) -> float:
+        return float(earlier.elapsed_time(later))
+
+    def joules(self) -> float | None:
+        return self.nvml.read(self.gpu, ["energy_j"])["energy_j"] if self.gpu else None
+
+    def behind_others(self) -> Callable[[], float]:
+        """What the host waits for need not hold the device up."""
+        return lambda: 0.0
+
+    def slowed(self) -> list[str]:
+        found = self.nvml.read(self.gpu, ["throttle_reasons"])["throttle_reasons"] if self.gpu else None
+        return list(slowed_by(found))
+
+
+class TrainingVariant:
+    """A training run that is asked for updates."""
+
+    run: TrainingRun
+    phase: MeasuredPhase
+    updates: Iterator[int]
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack = stack
+        self.is_open = False
+
+    def answer(self, order: Mapping[str, Any]) -> Answer:
+        """Do what the order says; return what came of it, or the error in words."""
+        orders: Mapping[str, Callable[..., Answer]] = {
+            "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe, "count": self.count,
+            "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
+        }  # fmt: skip
+        given = {key: value for key, value in order.items() if key != "do"}
+        try:
+            return orders[order["do"]](**given)
+        except BaseException as error:  # the task may raise what it likes, and torch has no memory left
+            shown = self.phase.explained(error) if self.is_open else error
+            if isinstance(shown, AccelRunError):
+                problems = [dataclasses.asdict(problem) for problem in shown.problems]
+                return {"error": problems, "exit_code": int(shown.exit_code)}
+            return {"error": [{"what": error_line(error)}], "exit_code": int(Exit.SOFTWARE)}
+
+    def begin(
+        self,
+        overrides: list[str],
+        task_file: str | None,
+        config_dir: str | None,
+        compiled: str,
+        phase: str | None,
+        evaluates: bool,
+    ) -> Answer:
+        """Build the run and its phase; tell what it is made of.
+
+        compiled   folder in which compiled code is kept: what another cell has compiled is not found
+        phase      whose updates are made; None: the first that trains. Fits before it are made, other phases are not:
+                   its updates cost the same whatever the weights are
+        evaluates  whether evaluations on the way are made, as often as in the whole phase
+        """
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
+        task, folder = (Path(path) if path else None for path in (task_file, config_dir))
+        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder)))
+        planned = self._prepared(phase)
+        self.phase = MeasuredPhase(self.run, planned, evaluates=evaluates)
+        self.stack.enter_context(self.phase)
+        self.is_open = True
+        self.updates = self.phase.updates()
+        self.clock = DeviceBlockClock(self.run.parts.world.device) if self._is_on_gpu() else BlockClock()
+        plan, parts, order = self.run.plan, self.run.parts, self.phase.order
+        weights, device = list(parts.bare.parameters()), parts.world.device
+        memory = accelerator_of(device).free_memory()
+        return {
+            "values": plan.values(),
+            "notes": [*plan.notes, *parts.notes],
+            "device": str(device),
+            "device_name": plan.device_name,
+            "phase": self.phase.name,
+            "global_batch_size": planned.batch.global_batch_size,
+            "micro_batch_size": planned.batch.micro_batch_size,
+            "accumulation_steps": planned.batch.accumulation_steps,
+            "updates": self.phase.whole,
+            "epochs": self.phase.whole / order.updates_per_epoch,
+            "num_samples": order.num_samples,
+            "periods": self._periods(),
+            "ahead": self._ahead(),
+            "readers": self.phase.loader.num_workers,
+            "threads": torch.get_num_threads(),
+            "parameters": sum(weight.numel() for weight in weights),
+            "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
+            "has_batch_norm": any(isinstance(module, _BatchNorm) for module in parts.bare.modules()),
+            "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.learned}),
+            "free_gib": None if memory is None else memory.free / 2**30,
+        }
+
+    def make(self, updates: int, unpaid: int = 0) -> Answer:
+        """Make so many updates; tell the seconds, what of them was spent on what, and what the last of them took each.
+
+        unpaid  updates before them that are not timed: their batches may have become ready while the cell was stopped
+        """
+        world, watch = self.run.parts.world, self.phase.watch
+        for _ in range(unpaid):
+            next(self.updates)
+        world.synchronize()
+        before, joules, behind = watch.spent(), self.clock.joules(), self.clock.behind_others()
+        began = time.perf_counter()
+        ticks = deque([self.clock.tick()], maxlen=TIMED_UPDATES + 1)
+        for _ in range(updates):
+            next(self.updates)
+            ticks.append(self.clock.tick())
+        world.synchronize()
+        seconds, behind_s, after = time.perf_counter() - began, behind(), self.clock.joules()
+        return {
+            "updates": updates,
+            "seconds": seconds,
+            "behind_s": min(behind_s, seconds),
+            "parts_s": between(before, watch.spent()),
+            "updates_ms": [round(self.clock.between_ms(*pair), 4) for pair in pairwise(ticks)],
+            "joules": None if joules is None or after is None else after - joules,
+            "slowed": self.clock.slowed(),
+        }
+
+    def report(self) -> Answer:
+        """Tell what was seen and used since the run was opened."""
+        accelerator = accelerator_of(self.run.parts.world.device)
+        peak, total = accelerator.peak(), accelerator.total_bytes()
+        first = self.phase.hook(FirstUpdates)
+        found: Answer = {
+            "losses": [float(step.loss_sum) / float(step.items) for step in first.first if step.loss_sum is not None],
+            "grad_norms": [float(step.grad_norm) for step in first.first if step.grad_norm is not None],
+            "peak_host_gib": host_peak_gib(),
+            "attention": [[kind, kernel, num] for (kind, kernel), num in self.phase.work.attention.items()],
+            "optimizer_bytes": list(self.phase.work.state_bytes()),
+            "skipped_updates": self.run.num_skipped,
+            "moved": None if first.moved is None else first.moved.tolist(),
+            "draws": first.draws,
+        }
+        if peak is not None and total is not None:
+            found |= {
+                "peak_device_gib": peak.allocated / 2**30,
+                "reserved_gib": peak.reserved / 2**30,
+                "total_gib": total / 2**30,
+                "alloc_retries": accelerator.statistics()["num_alloc_retries"],
+            }
+        return found
+
+    def probe(self) -> Answer:
+        """Tell what only a look at the task's own code shows; updates of this cell count no more after it."""
+        return probe(self.run, self.phase, self.updates)
+
+    def predict(self, least_s: float) -> Answer:
+        """Predict as inference does, for at least so long or to its end; tell the seconds and the items.
+
+        There are no items where the task does not predict.
+        """
+        parts, items, seconds = self.run.parts, 0, 0.0
+        if type(parts.task).predict is not Task.predict:
+            with closing(predictions_of(self.run.plan, parts)) as predictions:
+                began = time.perf_counter()
+                for prediction in predictions:
+                    parts.world.synchronize()
+                    ended = time.perf_counter()
+                    items += prediction.items
+                    seconds += ended - began if prediction.items else 0.0
+                    if seconds > least_s:
+                        break
+                    began = ended
+        return {"items": items, "item": parts.task.item, "seconds": seconds}
+
+    def fit(self) -> Answer:
+        """Make the phases without gradients before the one that is measured once more; tell name -> seconds.
+
+        The model is then as it was after the first time: they depend on the data alone.
+        """
+        seconds = {}
+        for planned in self.run.plan.phases:
+            if planned.kind == "train":
+                break
+            with Phase(self.run, planned, None) as again:
+                self.run.parts.world.synchronize()
+                began = time.perf_counter()
+                for _ in again.updates():
+                    pass
+                self.run.parts.world.synchronize()
+                seconds[planned.name] = time.perf_counter() - began
+        return {"seconds": seconds}
+
+    def evaluate(self) -> Answer:
+        """Tell how many seconds longer the first evaluation takes than a later one, for the sizes that batches have."""
+        phase, parts, took = self.phase, self.run.parts, list[float]()
+        evaluation = phase.hook(Evaluation)
+        if evaluation.held_out is None:
+            return {"more_s": 0.0}
+        size, samples = phase.hook(OutOfMemory).sizes.asked, evaluation.samples
+        for _ in range(2):
+            began = time.perf_counter()
+            evaluate(
+                parts.task, parts.model, evaluation.held_out, parts.prefetch, parts.precision, parts.parallel,
+                samples[: size + len(samples) % size], Sizes(size), self.run.plan.settings.seed, parts.source,
+            )  # fmt: skip
+            parts.world.synchronize()
+            took.append(time.perf_counter() - began)
+        return {"more_s": max(0.0, took[0] - took[1])}
+
+    def batch(self) -> Answer:
+        """Tell the shape of what the model gets, and of how many terms its loss is the sum."""
+        return batch_of(self.phase)
+
+    def count(self) -> Answer:
+        """Tell what the next update is made of: floating-point operations and bytes."""
+        return dataclasses.asdict(counted(lambda: next(self.updates), self.run.parts.world.device))
+
+    def _is_on_gpu(self) -> bool:
+        return bool(self.run.parts.world.device.type == "cuda")
+
+    def _prepared(self, wanted: str | None) -> PhasePlan:
+        """Return the phase that is wanted, once the fits before it are made."""
+        phases = self.run.plan.phases
+        names = [phase.name for phase in phases if phase.kind == "train"]
+        selected = [phase.name for phase in self.run.plan.selected if phase.kind == "train"]
+        name = wanted or next(iter(selected or names), None)
+        if name not in names:
+            what = f"must be a phase that trains, one of {', '.join(names) or 'none'}"
+            raise ConfigError(Problem(what, f"phase={wanted}", did_you_mean(wanted or "", names)))
+        place = [phase.name for phase in phases].index(name)
+        for earlier in phases[:place]:
+            if earlier.kind != "train":
+                with Phase(self.run, earlier, None) as fit:
+                    fit.run()
+        return phases[place]
+
+    def _ahead(self) -> int:
+        """Return for how many updates the data can be there before they begin."""
+        batches = self.phase.loader.ahead + (self.run.plan.choices["prefetch"].name != "none")
+        return -(-batches // self.phase.planned.batch.accumulation_steps)
+
+    def _periods(self) -> dict[str, int | None]:
+        """Return what comes around every so many updates; None: by the clock, or never."""
+        policy = self.phase.hook(Checkpointing).saver.policy
+        of_epochs = None if policy.epochs is None else policy.epochs * self.phase.order.updates_per_epoch
+        return {
+            "log": self.run.plan.settings.log_every,
+            "evaluation": self.phase.period_of_evaluation or None,
+            "checkpoint": of_epochs if policy.updates is None else policy.updates,
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))

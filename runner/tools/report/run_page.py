@@ -1,0 +1,181 @@
+"""The page about a run: what is on it, and in which order."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from runner.base.json_values import listed, mapped
+from runner.console import bottleneck
+from runner.durable import files
+from runner.durable.directory import is_name
+from runner.monitor.health_rules import HealthVerdict, verdicts
+from runner.monitor.samples import Summary
+from runner.plan.inventory import Cpu
+from runner.tools.measure.criteria import criteria, rule_of_thumb
+from runner.tools.measure.facts import Facts
+from runner.tools.report.chart_parts import Missing
+from runner.tools.report.charts import TIME, charts_of, kinds_of
+from runner.tools.report.page import Limits, Page, PageHead, PageTable, Step, Tile
+from runner.tools.report.page_tables import checkpoints, configuration, environment, events, moment, phases
+from runner.tools.report.page_tiles import TILES
+from runner.tools.report.predictions import predictions
+from runner.tools.report.run_data import RunData, fit
+
+
+def page_of(story: RunData, benchmarks: Path | None = None) -> Page:
+    """Return the page about a run.
+
+    benchmarks  folder with results of `accel-run benchmark` to be shown; None: those in the folder of the run, if any
+    """
+    time, no_time = charts_of(story, (TIME,))
+    charts, no_charts = charts_of(story, kinds_of(benchmarks))
+    predicted = predictions(story)
+    tables = [phases(story), *configuration(story), environment(story), checkpoints(story), events(story)]
+    missing = [*no_time, *no_charts, *(Missing(_SUBJECTS.get(name, name), why) for name, why in _others(story).items())]
+    missing += (
+        []
+        if predicted.pictures or predicted.texts
+        else [Missing("Predictions", f"none yet; accel-run inference run={story.said} creates them")]
+    )
+    return Page(
+        head=PageHead(
+            name=story.name,
+            title=f"{story.name} · accel-run report",
+            badge=story.standing.word,
+            lines=_lines(story),
+            command=story.record.origin.command or "",
+        ),
+        problems=_problems(story),
+        tiles=_tiles(story),
+        limits=Limits(
+            sentence=_limited(story),
+            time=time,
+            parts=bottleneck.table(
+                story.parts_s, story.total_s, (story.evidence.updates if story.evidence else None) or 0
+            ),
+            verdicts=_verdicts(story),
+            rules=_rules(story),
+            advice=f"accel-run advise run={story.said} finds settings that make it faster",
+        ),
+        charts=charts,
+        predicted=predicted,
+        tables=[table for table in tables if table.rows],
+        repeat=_repeat(story),
+        missing=missing,
+    )
+
+
+# ---------------------------------------------------------------- the top
+
+
+def _lines(story: RunData) -> list[str]:
+    inventory = mapped(story.environment.get("inventory"))
+    versions = {
+        "torch": inventory.get("torch_version"),
+        "CUDA": inventory.get("cuda_version"),
+        "accel-run": story.environment.get("accel-run"),
+    }
+    known = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    device = story.plan.get("device_name") or story.plan.get("device") or "device unknown"
+    ranks = listed(story.plan.get("ranks"))
+    several = f", {len(ranks)} ranks" if len(ranks) > 1 else ""
+    names = ("precision", "optimizer", "parallelism", "compile")
+    choices = mapped(story.plan.get("choices"))
+    chosen = [f"{name} {choice['name']}" for name in names if (choice := mapped(choices.get(name))).get("name")]
+    return [
+        " · ".join(filter(None, (f"task {story.task}", str(device) + several, known))),
+        " · ".join(filter(None, (", ".join(chosen), _when(story), story.shown))),
+    ]
+
+
+def _when(story: RunData) -> str:
+    started = moment(story.record.process.started)
+    word = "started" if all(row.get("kind") != "resume" for row in story.events) else "resumed"
+    return f"{word} {started:%Y-%m-%d %H:%M}" if started else ""
+
+
+def _problems(story: RunData) -> list[str]:
+    """Return what a reader must know before any figure: the run goes on, was killed, failed, or files are damaged."""
+    found = []
+    if story.standing.word in ("running", "killed", "preempted", "interrupted"):
+        found.append(f"This run is not finished: {story.standing.sentence}. This page shows the data so far.")
+    if story.standing.word == "unknown":
+        found.append(f"The state of this run is unknown: {story.missing.get('record', 'not recorded in run.json')}.")
+    if story.standing.word == "failed" and story.error:
+        where = f"{story.error.where}: " if story.error.where else ""
+        fix = f"\n{story.error.fix}" if story.error.fix else ""
+        found.append(f"{where}{story.error.cause} (exit {story.error.exit_code}){fix}")
+    if story.curves.damaged:
+        found.append(f"{story.missing['some metrics']}; the charts have gaps there.")
+    return found
+
+
+def _tiles(story: RunData) -> list[Tile]:
+    return [tile for make in TILES for tile in make(story)]
+
+
+def _limited(story: RunData) -> str:
+    busy = {}
+    if story.samples is not None and not str(story.plan.get("device", "")).startswith("cpu"):
+        means = Summary.of(story.samples).whole.metrics
+        busy = {gpu: means[f"{gpu}/util"].mean for gpu in story.samples.devices if f"{gpu}/util" in means}
+    said = bottleneck.limited_by(story.parts_s, story.total_s, busy)
+    return said[:1].upper() + said[1:]
+
+
+def _verdicts(story: RunData) -> list[HealthVerdict]:
+    if story.samples is None:
+        return []
+    on_gpu = not str(story.plan.get("device", "cpu")).startswith("cpu")
+    return verdicts(Summary.of(story.samples), on_gpu=on_gpu)
+
+
+def _rules(story: RunData) -> list[PageTable]:
+    """Return the rules of thumb for GPU or CPU with the values of this run."""
+    if story.evidence is None:
+        return []
+    rows = criteria(Facts(story.evidence, {}, Cpu("", 1, 1, 0)))
+    cells = [
+        (row.name, f"{row.value:,.6g}", row.rule or "-", row.verdict if row.rule else "-")
+        for row in rows
+        if row.value is not None
+    ]
+    if not cells:
+        return []
+    note = f"rule of thumb: {rule_of_thumb(rows) or 'unknown'}; accel-run benchmark suite=devices measures it"
+    return [PageTable("rules", "GPU or CPU? The rules of thumb", ("", "here", "rule of thumb", "result"), cells, note)]
+
+
+def _repeat(story: RunData) -> list[Step]:
+    steps = []
+    if story.record.origin.command:
+        steps.append(Step("Original command:", story.record.origin.command))
+    if not files.is_plain_file(story.path / "command.sh"):
+        return steps
+    script = f"sh {fit(shlex.quote(str(story.path / 'command.sh')))}"
+    is_named = is_name(story.path.name)
+    if is_named and story.standing.word in _GOES_ON:
+        steps.append(Step("Resume this run:", f"{script} run={story.name}"))
+    again = f" run={story.name}-again" if is_named else ""
+    steps.append(Step("Repeat as a new run, from any folder:", f"{script}{again}"))
+    return steps
+
+
+def _others(story: RunData) -> Mapping[str, str]:
+    """Return what could not be read, but for what charts have said already."""
+    return {name: why for name, why in story.missing.items() if name not in ("metrics", "machine")}
+
+
+_SUBJECTS = {
+    "record": "Record of the run",
+    "plan": "Plan",
+    "environment": "Environment",
+    "configuration": "Configuration",
+    "defaults": "Differences from the defaults",
+    "events": "Events",
+    "checkpoints": "Checkpoints",
+    "some metrics": "Some rows",
+}
+_GOES_ON = ("preempted", "interrupted", "failed", "killed")

@@ -1,0 +1,1 @@
+"""Experiment trackers, each in a separate process."""

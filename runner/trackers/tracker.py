@@ -1,0 +1,542 @@
+"""Send metrics to trackers besides metrics.jsonl. A tracker can neither block training nor raise into it."""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import importlib.util
+import json
+import math
+import netrc
+import os
+import queue
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from runner.base.errors import MissingPackage
+from runner.base.secret import redacted, without_secrets
+from runner.base.values import Positive
+
+Row = Mapping[str, Any]
+
+QUEUE_ROWS = 10_000  # rows that wait while wandb starts or is slow; more are left to metrics.jsonl
+BATCH_ROWS = 200
+OPEN_S = 60.0  # to import and start; imports are slow on network file systems
+ONLINE_INIT_S = 25.0  # to reach the server; wandb's own limit is 90 s
+LOG_S = 60.0  # to take one batch
+FINISH_S = 2.0  # at the end of a run; the tracker process finishes the rest alone
+OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
+HANDING_S = 1.0  # the same if the process is left alone with the rows
+HAND_OVER_S = 0.1
+LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
+LOCAL_LINGER_S = 60.0  # the same for a local folder, which takes long only on a busy machine
+FAREWELL_S = 0.3  # of the time to finish: to kill the process and see the thread end
+
+
+class Tracker:
+    """Interface of trackers; the base class tracks nothing, and `note` has the reason."""
+
+    def __init__(self, note: str) -> None:
+        self._note = note
+
+    @property
+    def id(self) -> str | None:
+        """ID of the run at the service; pass it as `previous_id` when resuming."""
+        return None
+
+    @property
+    def note(self) -> str:
+        """One line that states where the rows are, or why they are not tracked."""
+        return self._note
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that are only in metrics.jsonl."""
+        return 0
+
+    def start(self) -> None:
+        """Start in the background; returns immediately."""
+
+    def replay(self, path: Path, from_update: int = 0) -> None:
+        """Log the rows that metrics.jsonl holds now, from this update on, before any later row.
+
+        Call it between `start` and the first `log` of a resumed run. wandb receives only rows that it does not have
+        yet, so 0 is always correct. Its rows after the checkpoint are not changed.
+        """
+
+    def log(self, row: Row) -> None:
+        """Queue one row; never blocks or raises."""
+
+    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, leaves: bool = False) -> None:
+        """Wait up to `timeout_s` seconds until all rows are stored, and end the process.
+
+        leaves  hand the remaining rows to the process, which exits some seconds later; `note` has the command that
+                uploads what is missing then. Handing over may take HANDING_S more on a busy machine.
+        """
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to open a tracker.
+
+    name      for messages: "wandb online"
+    order     request that opens the sink in the process
+    where     (folder, URL) -> note, once it is open
+    unsent    folder -> addition to the note if rows may be missing at the end
+    later     note if the process is left alone before it has reported its folder
+    flush_s   seconds after which sent rows are on disk
+    """
+
+    name: str
+    order: Mapping[str, Any]
+    where: Callable[[str, str | None], str]
+    unsent: Callable[[str], str] = lambda folder: ""
+    later: str = ""
+    flush_s: float = 3.0  # wandb: one second, see tracker_process.py, plus latency
+
+
+class BackgroundTracker(Tracker):
+    """Send rows through a queue and a thread to a separate process and session.
+
+    wandb may hang for minutes, end the interpreter or catch signals; a process can be killed, and its imports do not
+    hold the GIL of the training. If an attempt fails, the next one starts with the unconfirmed rows.
+    """
+
+    def __init__(self, attempts: tuple[Attempt, ...], run_id: str | None = None, *, reason: str = "") -> None:
+        super().__init__(f"{attempts[0].name}: starting")
+        self._attempts, self._id = attempts, run_id
+        self._reasons = [reason] if reason else []
+        self._queue: queue.SimpleQueue[Row | Replay | None] = queue.SimpleQueue()  # None: the end
+        self._batches = _batches(self._queue)
+        self._unconfirmed: list[Row] = []
+        self._recent: deque[tuple[float, Row]] = deque()  # sent recently: may not be on disk yet
+        self._num_dropped = 0
+        self._accepts = True
+        self._ends_at = math.inf  # monotonic; set by finish
+        self._leaves = False  # from then on
+        self._exit_code = 0
+        self._process: TrackerProcess | None = None
+        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+
+    @property
+    def id(self) -> str | None:
+        return self._id
+
+    @property
+    def note(self) -> str:
+        return self._note + (f"; {self._num_dropped} rows are only in metrics.jsonl" if self._num_dropped else "")
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
+
+    def start(self) -> None:
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no thread can be started: rows are counted as dropped, the run continues
+            self._thread.start()
+
+    def replay(self, path: Path, from_update: int = 0) -> None:
+        with contextlib.suppress(OSError):  # no file, nothing to replay
+            self._queue.put(Replay(path, from_update, path.stat().st_size))
+
+    def log(self, row: Row) -> None:
+        if self._accepts and self._queue.qsize() < QUEUE_ROWS:
+            self._queue.put(dict(row))
+        else:
+            self._num_dropped += 1
+
+    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, leaves: bool = False) -> None:
+        if math.isfinite(self._ends_at):
+            return
+        self._exit_code, self._accepts, self._leaves = exit_code, False, leaves
+        self._ends_at = time.monotonic() + timeout_s - FAREWELL_S
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, timeout_s - FAREWELL_S))
+        if leaves:  # the process ends by itself; killed here, it would lose rows that the thread is about to hand over
+            if self._thread.is_alive():
+                self._thread.join(FAREWELL_S + HANDING_S)
+        elif self._process is not None:
+            self._process.kill()  # a process started after this receives no request and exits
+        if self._thread.is_alive():
+            self._thread.join(FAREWELL_S)
+        # A thread that still hangs owns the batches; its rows were not confirmed either.
+        left = [] if self._thread.is_alive() else [len(batch) for batch in self._batches]
+        self._num_dropped += len(self._unconfirmed) + sum(left)
+
+    def _work(self) -> None:
+        try:
+            if not any(self._feed(attempt) for attempt in self._attempts):
+                self._note = f"tracker off, metrics.jsonl has every row ({'; '.join(self._reasons)})"
+        except Exception as error:  # a bug in the tracker must not end the training
+            self._note = f"tracker off, metrics.jsonl has every row ({error!r})"
+        self._accepts = False
+
+    def _feed(self, attempt: Attempt) -> bool:
+        """Send all rows with this attempt; return False if it failed."""
+        is_last = attempt is self._attempts[-1]
+
+        def limit() -> float:
+            return self._ends_at - (0.0 if is_last else HANDING_S if self._leaves else OFFLINE_S)
+
+        try:
+            if time.monotonic() >= limit():
+                raise TrackerFailed("no time left to start it")
+            keep = ("WANDB_",) if attempt.order.get("mode") == "online" else ()
+            self._process = process = TrackerProcess(keep)
+        except (TrackerFailed, OSError) as error:
+            self._reasons.append(f"{attempt.name}: {error}")
+            return False
+        with process:
+            opened: dict[str, Any] = {}
+            try:
+                opened = process.ask(attempt.order, OPEN_S, limit)["opened"]
+                self._note = attempt.where(opened["folder"], opened["url"]) + _because(self._reasons)
+                while self._unconfirmed or self._take():
+                    process.ask({"rows": self._unconfirmed}, LOG_S, lambda: self._ends_at)
+                    self._remember(attempt.flush_s)
+            except TrackerFailed as error:
+                if self._may_leave(process) and (is_last or opened):
+                    if opened:
+                        self._unconfirmed = []  # they were sent
+                        self._note += attempt.unsent(opened["folder"])
+                    else:
+                        self._note = attempt.later + _because(self._reasons)
+                    self._leave(process)
+                    return True
+                self._fall_back(attempt, error)
+                return False
+            try:
+                process.ask({"finish": self._exit_code}, math.inf, lambda: self._ends_at)
+                process.let_end()
+            except TrackerFailed as error:
+                if time.monotonic() < self._ends_at:  # it failed before the time limit
+                    self._fall_back(attempt, error)
+                    return False
+                unsent = attempt.unsent(opened["folder"])
+                self._note += unsent
+                if self._may_leave(process):
+                    process.leave([])
+                elif not unsent:  # it is killed, so the rows of the last seconds may be lost
+                    self._unconfirmed = [row for _, row in self._recent]
+        return True
+
+    def _may_leave(self, process: TrackerProcess) -> bool:
+        """Return True if the time limit is reached and the process may finish alone."""
+        return self._leaves and time.monotonic() >= self._ends_at - 0.1 and process.lives
+
+    def _leave(self, process: TrackerProcess) -> None:
+        """Send the remaining rows and the request to finish."""
+        batches = [self._unconfirmed, *self._batches] if self._unconfirmed else list(self._batches)
+        self._unconfirmed = []
+        process.leave([*({"rows": batch} for batch in batches), {"finish": self._exit_code}])
+
+    def _remember(self, flush_s: float) -> None:
+        """Mark the rows as confirmed; those newer than `flush_s`, and the last batch, may still be lost."""
+        now = time.monotonic()
+        self._recent.extend((now, row) for row in self._unconfirmed)
+        while len(self._recent) > len(self._unconfirmed) and self._recent[0][0] < now - flush_s:
+            self._recent.popleft()
+        self._unconfirmed = []
+
+    def _fall_back(self, attempt: Attempt, error: TrackerFailed) -> None:
+        """Queue rows that the attempt may have lost for the next one, which skips rows that a folder already has."""
+        self._reasons.append(f"{attempt.name}: {error}")
+        self._unconfirmed = [*(row for _, row in self._recent), *self._unconfirmed]
+        self._recent.clear()
+
+    def _take(self) -> bool:
+        self._unconfirmed = next(self._batches, [])
+        return bool(self._unconfirmed)
+
+
+def none(run_dir: Path, run_name: str, config: Mapping[str, Any], previous_id: str | None) -> Tracker:
+    """Track nothing; metrics.jsonl has every row."""
+    return Tracker("none (tracker=none); metrics.jsonl has every row")
+
+
+def wandb(
+    run_dir: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+    previous_id: str | None,
+    *,
+    project: str = "accel-run",
+    entity: str | None = None,
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto",
+    group: str | None = None,
+    tags: list[str] = [],  # noqa: B006 - read as schema
+) -> Tracker:
+    """Log to Weights & Biases, online where that works, else into an offline folder; the step is the update.
+
+    project  project of the run
+    entity   user or team; null: the account's default
+    mode     auto: WANDB_MODE if set, else online with an API key and offline without one
+    group    group name, shared by the runs of an experiment
+    tags     tags of the run
+    `config` is stored as it is: secrets must have been taken out.
+    """
+    chosen, reason = choose_mode(mode, os.environ)
+    if chosen == "disabled":
+        return Tracker(f"wandb disabled ({reason}); metrics.jsonl has every row")
+    run_id = previous_id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    order = {
+        "sink": "wandb",
+        "init_timeout_s": ONLINE_INIT_S,
+        "run_dir": str(run_dir),
+        "id": run_id,
+        "name": run_name,
+        "project": project,
+        "entity": entity,
+        "group": group,
+        "tags": tags,
+        "config": dict(config),
+    }
+
+    def sync(folder: str) -> str:
+        return f"upload with: wandb sync {_fragments(folder, run_id) if previous_id else shlex.quote(folder)}"
+
+    def unsent(folder: str) -> str:
+        return f"; not all of it was uploaded, do: wandb sync --include-online {shlex.quote(folder)}"
+
+    folders = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*-{run_id}"
+    online = Attempt(
+        "wandb online",
+        {**order, "mode": "online", "linger_s": LINGER_S},
+        lambda folder, url: f"wandb: {url or folder}",
+        unsent,
+    )
+    offline = Attempt(
+        "wandb offline",
+        {**order, "mode": "offline", "linger_s": LOCAL_LINGER_S},
+        lambda folder, url: f"wandb offline; {sync(folder)}",
+        later=f"wandb offline, {_AFTERWARDS}; upload with: wandb sync {folders}",
+    )
+    return BackgroundTracker((online, offline) if chosen == "online" else (offline,), run_id, reason=reason)
+
+
+def tensorboard(
+    run_dir: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+    previous_id: str | None,
+    *,
+    flush_s: Positive = 10.0,
+) -> Tracker:
+    """Write TensorBoard event files into the run directory.
+
+    flush_s  seconds between writes to the disk
+    Raises MissingPackage where tensorboard is not installed.
+    """
+    must_be_installed("tensorboard")
+    order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s, "linger_s": LOCAL_LINGER_S}
+    show = Attempt(
+        "tensorboard",
+        order,
+        lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}",
+        later=f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))} ({_AFTERWARDS})",
+        flush_s=flush_s,
+    )
+    return BackgroundTracker((show,))
+
+
+def wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return how `tracker=wandb` would log (online, offline or disabled), and the reason unless it is the setting."""
+    return choose_mode("auto", environ)
+
+
+def must_be_installed(tracker: str) -> None:
+    """Raise MissingPackage if the package of the tracker is missing; without wandb, runs continue untracked."""
+    if tracker == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
+        fix = 'pip install tensorboard, which "accel-run[tensorboard]" brings; or use tracker=none'
+        raise MissingPackage("tensorboard must be installed, but is not", where="tracker=tensorboard", fix=fix)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Rows of metrics.jsonl from an update on, up to a file size."""
+
+    path: Path
+    from_update: int
+    size: int
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows; invalid lines are omitted."""
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            while file.tell() < self.size and (line := file.readline()):
+                with contextlib.suppress(ValueError, TypeError):
+                    row = json.loads(line)
+                    if isinstance(row, dict) and int(row.get("update", 0)) >= self.from_update:
+                        yield row
+
+
+def _batches(rows: queue.SimpleQueue[Row | Replay | None]) -> Iterator[list[Row]]:
+    """Yield available rows in lists of at most BATCH_ROWS; block for the first row of each; stop at None."""
+    batch: list[Row] = []
+    while True:
+        if batch and rows.empty():
+            yield batch
+            batch = []
+        item = rows.get()
+        if item is None:
+            break
+        for row in item.rows() if isinstance(item, Replay) else (item,):
+            batch.append(row)
+            if len(batch) == BATCH_ROWS:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
+
+
+class TrackerFailed(Exception):
+    """The process failed, exited, or did not respond in time."""
+
+
+class TrackerProcess:
+    """A running runner.trackers.tracker_process and the socket to it. Leaving the `with` block ends it."""
+
+    def __init__(self, keep: tuple[str, ...] = ()) -> None:
+        """Start it; of the secrets in the environment it inherits those whose names start with `keep`."""
+        self._line, theirs = socket.socketpair()
+        self._heard = b""
+        self.is_left = False
+        _LEFT[:] = [process for process in _LEFT if process.poll() is None]  # reap zombies
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    # -P: modules beside the script must not shadow what wandb imports
+                    [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py")), str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,  # no prompts
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl+C and signals to the group of the run do not reach it
+                    env={"WANDB_ERROR_REPORTING": "false", **without_secrets(os.environ, keep=keep)},
+                )
+        except OSError:
+            self._line.close()
+            raise
+
+    def __enter__(self) -> TrackerProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.is_left:
+            _LEFT.append(self._process)
+            return
+        self.kill()
+        self._process.wait()
+        self._line.close()
+
+    def let_end(self) -> None:
+        """Wait a moment for the process to exit after its last request."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+
+    @property
+    def lives(self) -> bool:
+        """True while the process runs."""
+        return self._process.poll() is None
+
+    def leave(self, orders: Sequence[Row]) -> None:
+        """Send the last requests without waiting for answers; the process exits within its `linger_s`."""
+        self.is_left = True
+        with contextlib.suppress(OSError):  # rows that do not fit into the socket buffer are in metrics.jsonl
+            self._line.settimeout(HAND_OVER_S)
+            for order in orders:
+                self._line.sendall(json.dumps(order, default=str, skipkeys=True).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)  # a process forked by the run may keep this end open
+        self._line.close()
+
+    def kill(self) -> None:
+        """Kill the process; wandb's service notices that its parent is gone and exits within a second."""
+        self._process.kill()
+
+    def ask(self, order: Row, limit_s: float, ends_at: Callable[[], float]) -> dict[str, Any]:
+        """Return the answer to `order`. Raises TrackerFailed after `limit_s`, or at `ends_at()`, whichever is first."""
+        limit = time.monotonic() + limit_s
+        try:
+            self._line.settimeout(max(0.01, min(limit_s, ends_at() - time.monotonic(), LOG_S)))
+            self._line.sendall(redacted(json.dumps(order, default=str, skipkeys=True)).encode() + b"\n")
+            while b"\n" not in self._heard:
+                left_s = min(limit, ends_at()) - time.monotonic()
+                if left_s <= 0:
+                    raise TrackerFailed("no answer in time")
+                self._line.settimeout(min(left_s, 0.1))
+                try:
+                    heard = self._line.recv(65536)
+                except TimeoutError:
+                    if self._process.poll() is None:
+                        continue
+                    heard = b""  # a process forked by the run may keep the other end open, which hides the EOF
+                if not heard:
+                    raise TrackerFailed("its process ended")
+                self._heard += heard
+        except OSError as error:
+            raise TrackerFailed(f"its process cannot be reached ({error})") from error
+        line, _, self._heard = self._heard.partition(b"\n")
+        answer: dict[str, Any] = json.loads(line)
+        if "failed" in answer:
+            raise TrackerFailed(answer["failed"])
+        return answer
+
+
+def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return online, offline or disabled, and the reason unless it is the setting."""
+    if mode == "auto" and (asked := environ.get("WANDB_MODE")):
+        known = {"online": "online", "run": "online", "disabled": "disabled"}.get(asked, "offline")
+        if known != "online":
+            return known, f"WANDB_MODE={asked}"
+    elif mode in ("offline", "disabled"):
+        return mode, f"mode={mode}"
+    return ("online", "") if has_key(environ) else ("offline", "no API key")
+
+
+def has_key(environ: Mapping[str, str]) -> bool:
+    """Return whether wandb would find credentials; their values are not used."""
+    if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    home = Path(environ.get("HOME", "/"))
+    named = environ.get("NETRC")
+    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
+        with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):  # ValueError: not text
+            return netrc.netrc(path).authenticators(urlsplit(_server(environ, home)).netloc) is not None
+    return False
+
+
+def _server(environ: Mapping[str, str], home: Path) -> str:
+    """Return the address of the wandb server: from the environment, wandb's settings file, or the public one."""
+    settings = configparser.ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, ValueError, configparser.Error):
+        settings.read(Path(environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb")) / "settings")
+    stored = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+    return environ.get("WANDB_BASE_URL") or stored
+
+
+def _fragments(folder: str, run_id: str) -> str:
+    """Return a shell pattern for all folders of a run that was resumed offline; wandb joins them in order of time."""
+    return f"{shlex.quote(str(Path(folder).parent))}/offline-run-*-{run_id}"
+
+
+def _because(reasons: list[str]) -> str:
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+_AFTERWARDS = "written in the seconds after the end of the run; metrics.jsonl has every row"
+_LEFT: list[subprocess.Popen[bytes]] = []  # kept until they exit: Python warns if a running Popen object is collected
+
+TRACKERS: Mapping[str, Callable[..., Tracker]] = {"none": none, "wandb": wandb, "tensorboard": tensorboard}

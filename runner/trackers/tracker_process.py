@@ -1,0 +1,228 @@
+"""Run wandb or TensorBoard in a separate process, so that training neither waits for it nor fails with it.
+
+runner.trackers.tracker starts this file as a script with the number of a socket. Orders come as lines of JSON and
+each is answered with one line: first what to open, then rows, then finish. Nothing of the runner is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Destination of rows. `opened`, its folder and URL, is sent to the run."""
+
+    opened: dict[str, Any]
+
+    def log(self, row: Row) -> None:
+        """Take one row."""
+
+    def finish(self, exit_code: int) -> None:
+        """Bring all rows where they belong."""
+
+    def close(self) -> None:
+        """End what was started besides."""
+
+
+class Wandb:
+    """A wandb run, started or continued; rows it already has are not given to it twice."""
+
+    def __init__(self, *, mode: str, init_timeout_s: float, run_dir: str, **named: Any) -> None:
+        import wandb  # noqa: TID251 - the other half of runner/trackers/tracker.py
+
+        settings: dict[str, Any] = {
+            "console": "off",
+            "silent": True,
+            "quiet": True,
+            "show_info": False,
+            "disable_git": True,
+            "disable_code": True,
+            "x_disable_stats": True,  # the runner's own monitor measures the machine
+            "x_disable_meta": True,  # the command line and the program's path stay here
+            "x_save_requirements": False,
+            "symlink": False,
+            "x_disable_machine_info": True,
+            "x_transaction_log_flush_interval": 1.0,  # default 15 s: so much would be lost to a SIGKILL
+            "init_timeout": init_timeout_s,
+            "stop_fn": lambda: None,  # a stop pressed in the browser does not end the training
+        }
+        known = getattr(wandb.Settings, "model_fields", {})  # older versions refuse settings they do not know
+        # Without a server to ask, what this run already has is read from its earlier folders.
+        held = _last_step(Path(run_dir), named["id"]) if mode == "offline" else -1
+        self._run = wandb.init(
+            mode=mode,  # type: ignore[arg-type]  # checked where the option is declared
+            dir=run_dir,
+            resume="allow",
+            settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
+            **named,
+        )
+        self._run.define_metric("update")
+        self._run.define_metric("*", step_metric="update")
+        self._first = max(held + 1, self._run.starting_step)
+        self._phase: Any = None
+        self._base = 0  # added to `update`: a phase that counts from 0 again continues after the previous one
+        self._step = 0
+        url = self._run.url if mode == "online" else None  # asking offline makes wandb warn
+        self.opened: dict[str, Any] = {"folder": self._run.settings.sync_dir, "url": url}
+
+    def log(self, row: Row) -> None:
+        update = row.get("update")
+        if isinstance(update, int):
+            if row.get("phase") != self._phase and self._base + update < self._step:
+                self._base = self._step + 1
+            self._phase = row.get("phase")
+            self._step = max(self._base + update, self._step)  # wandb drops a step that goes back
+        if self._step >= self._first:
+            self._run.log({name: value for name, value in row.items() if value is not None}, step=self._step)
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+    def close(self) -> None:
+        importlib.import_module("wandb").teardown()  # its service, waited for, so that no zombie stays in a container
+
+
+class TensorBoard:
+    """Event files in `run_dir`/tensorboard, written without TensorFlow and without torch."""
+
+    def __init__(self, *, run_dir: str, flush_s: float) -> None:
+        folder = Path(run_dir) / "tensorboard"
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._events = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._resumed = folder.is_dir() and any(folder.iterdir())
+        self._writer = writer.EventFileWriter(str(folder), flush_secs=flush_s)
+        self.opened: dict[str, Any] = {"folder": str(folder), "url": None}
+
+    def log(self, row: Row) -> None:
+        step = row.get("update")
+        if not isinstance(step, int):
+            return
+        if self._resumed:  # TensorBoard forgets what earlier files hold from this step on: nothing appears twice
+            started = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=started))
+            self._resumed = False
+        values = [
+            self._summaries.Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if isinstance(value, (int, float)) and name != "update"
+        ]
+        summary = self._summaries.Summary(value=values)
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def finish(self, exit_code: int) -> None:
+        self._writer.close()
+
+    def close(self) -> None:
+        pass
+
+
+def serve(line: socket.socket) -> None:
+    """Obey the orders that come over `line` until the last one, also those that a run has left behind.
+
+    `linger_s` of the opening order after the run has closed the line this process ends, whatever it waits for.
+    """
+
+    def answer(**words: Any) -> None:
+        with contextlib.suppress(OSError):  # the run has left
+            line.sendall(json.dumps(words).encode() + b"\n")
+
+    orders = line.makefile("r", encoding="utf-8")
+    try:
+        opening = json.loads(orders.readline())
+        threading.Thread(target=_end_after, args=(line, opening.pop("linger_s")), daemon=True).start()
+        for name in ("wandb", ".wandb", "tensorboard"):
+            if (Path(opening["run_dir"]) / name).is_symlink():
+                raise OSError(f"{name} in the run directory must be a folder, but is a link")
+        sink = SINKS[opening.pop("sink")](**opening)
+        answer(opened=sink.opened)
+        while (text := orders.readline()).endswith("\n"):
+            order = json.loads(text)
+            if "finish" in order:
+                sink.finish(order["finish"])
+                answer(finished=True)
+                sink.close()
+                return
+            for row in order["rows"]:
+                sink.log(row)
+            answer(logged=len(order["rows"]))
+        sink.finish(1)
+    except BaseException as error:  # wandb raises SystemExit and KeyboardInterrupt too
+        answer(failed=_in_words(error))
+
+
+def _end_after(line: socket.socket, linger_s: float) -> None:
+    """End this process some time after the run has closed its end of the line."""
+    poll = select.poll()
+    poll.register(line, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(linger_s)
+    os._exit(1)
+
+
+def _in_words(error: BaseException) -> str:
+    """Return an error as one line that cannot hold the API key."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    key = os.environ.get("WANDB_API_KEY")
+    return text.replace(key, "(key)") if key else text
+
+
+def _last_step(run_dir: Path, run_id: str) -> int:
+    """Return the last step that the folders of this run hold, -1 for none or when they cannot be read."""
+    last = -1
+    with contextlib.suppress(Exception):  # the format is wandb's own: then rows may appear twice, none is lost
+        record_type = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
+        for path in run_dir.glob(f"*wandb/*run-*-{run_id}/run-{run_id}.wandb"):
+            for data in records(path.read_bytes()):
+                record = record_type.FromString(data)
+                if record.HasField("history"):
+                    last = max(last, record.history.step.num)
+    return last
+
+
+def records(log: bytes) -> Iterator[bytes]:
+    """Yield the records of a wandb file: a LevelDB log after a header of 7 bytes, in blocks of 32 KiB.
+
+    Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
+    """
+    at, parts = 7, b""
+    while at + 7 <= len(log):
+        if (left := 32768 - at % 32768) < 7:  # too little for a record header: padding
+            at += left
+            continue
+        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        parts += log[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def main() -> None:
+    """Serve until the request to finish. Signals are for the run: this process ends when the run does."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.umask(0o077)
+    os.nice(5)  # the cores belong to the training
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)  # without wandb's exit handlers, which would wait for the network; its service ends with us
+
+
+SINKS: Mapping[str, Callable[..., Sink]] = {"wandb": Wandb, "tensorboard": TensorBoard}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Generate what would otherwise be stated twice.
+
+    python scripts/generate.py            # write
+    python scripts/generate.py --check    # exit 1 if something is stale
+
+docs/settings.md, the reference of every setting, comes from the signatures that define them; the commands in
+scripts/run.sh come from the table in runner/cli.py.
+
+The option files in conf/ are not generated: they are read by users, their comments are shorter than docstrings, and
+tests/axes/test_yaml_is_signature.py holds their keys and defaults to the signatures.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from runner.base.paths import shipped  # noqa: E402
+from runner.cli import COMMANDS  # noqa: E402
+from runner.config.config_files import shipped_options  # noqa: E402
+from runner.config.options import AXES, function_of, options_of, task_source  # noqa: E402
+from runner.config.request import text_of_value  # noqa: E402
+from runner.config.schema import Key, choices_of, fault, in_words, read_functions, settings_keys  # noqa: E402
+from runner.config.settings import Settings  # noqa: E402
+
+PAGE = ROOT / "docs" / "settings.md"
+INTRODUCTION = """\
+# Settings
+
+Every setting with its type, default, meaning and an example. `accel-run plan` prints the settings of a run with their
+values; `accel-run explain KEY` shows where a value comes from. [configuration.md](configuration.md) has the groups and
+the precedence. This page is generated from the signatures of the code by `scripts/generate.py`.
+"""
+
+
+def page() -> str:
+    """Return the text of the page."""
+    return "\n".join([INTRODUCTION, *_general(), *_groups(), *_tasks()])
+
+
+def _general() -> Iterator[str]:
+    yield "## Run\n"
+    yield from _table(settings_keys(Settings))
+
+
+def _groups() -> Iterator[str]:
+    usual = shipped_options()
+    for group in AXES:
+        yield f"## {group}\n"
+        order = sorted(options_of(group), key=lambda option: (option != usual[group], option))
+        for option in order:
+            signature = function_of(group, option)
+            by_default = ", the default" if option == usual[group] else ""
+            summary = signature.summary if signature else "The plan chooses one of the other options, with the reason."
+            yield f"### {group}={option}{by_default}\n\n{summary}\n"
+            if signature and signature.keys:
+                yield from _table({f"{group}.{name}": key for name, key in signature.keys.items()})
+
+
+def _tasks() -> Iterator[str]:
+    for task in sorted(file.stem for file in (shipped("conf") / "task").glob("*.yaml")):
+        functions = read_functions(task_source(task, None))
+        keys = {f"task.{name}": key for name, key in functions["build"].keys.items()}
+        for name, function in functions.items():
+            if name.endswith(".predict"):
+                keys |= {f"inference.{key}": each for key, each in function.keys.items()}
+        yield f"## task={task}\n\n{functions['build'].summary}\n"
+        yield from _table(keys)
+
+
+def _table(keys: Mapping[str, Key]) -> Iterator[str]:
+    yield "| setting | type | default | meaning | example |"
+    yield "|---|---|---|---|---|"
+    for name, key in keys.items():
+        default, example = text_of_value(key.default), _example(name, key)
+        cells = (f"`{name}`", in_words(key.type), f"`{default}`", key.help, f"`{example}`")
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    yield ""
+
+
+def _example(name: str, key: Key) -> str:
+    """Return an override that the key accepts: what its meaning names, else another value than the default."""
+    named = re.search(r"(?:such as|e\.g\.) (\[[^\]]*\]|\{[^}]*\}|[^\s;,]+)", key.help)
+    if named and (named[1][0] not in "[{" or not isinstance(key.default, (str, int, float))):
+        return f"{name}={named[1]}"
+    valid = [value for value in _candidates(key) if fault(key.type, value) is None]
+    other = [value for value in valid if value != key.default or isinstance(value, str)]
+    return f"{name}={_typed((other or valid)[0])}"
+
+
+def _typed(value: Any) -> str:
+    """Return a value as it is typed on a command line."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    return f"{{{','.join(f'{key}:{item}' for key, item in pairs)}}}" if pairs else text_of_value(value)
+
+
+def _candidates(key: Key) -> Iterable[Any]:
+    yield from sorted(choices_of(key.type) - {"auto", str(key.default)})
+    if isinstance(key.default, bool):
+        yield not key.default
+    elif isinstance(key.default, str) and key.default and key.default != "auto":
+        yield key.default
+    elif isinstance(key.default, (int, float)):
+        yield from (key.default * 2, key.default / 2)
+    yield from (1, 100, 0.5, ["name"], {"name": 0.5}, {"name": "other"}, "name", [0.5, 0.9], "100steps", key.default)
+
+
+def commands_in(script: str) -> str:
+    """Return the text of scripts/run.sh with the commands of accel-run and their meanings between the two markers."""
+    rows = {name: summary for name, (_, summary) in COMMANDS.items() if summary}
+    table = [f"modes=({' '.join(rows)})", "declare -A meaning=("]
+    table += [f"    [{name}]={_quoted(summary)}" for name, summary in rows.items()] + [")"]
+    return re.sub(
+        r"(# commands: begin.*\n)[^#]*(# commands: end)", lambda ends: ends[1] + "\n".join([*table, ends[2]]), script
+    )
+
+
+def _quoted(text: str) -> str:
+    assert not set(text) & set('"$`\\'), "would need quoting in a shell"
+    return f'"{text}"'
+
+
+def main(words: list[str]) -> int:
+    """Write or check the files; return the exit code."""
+    script = ROOT / "scripts" / "run.sh"
+    wanted = {PAGE: page().rstrip() + "\n", script: commands_in(script.read_text(encoding="utf-8"))}
+    stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
+    if words == ["--check"]:
+        for file in stale:
+            print(f"{file.relative_to(ROOT)} is stale; run: python scripts/generate.py")
+        return int(bool(stale))
+    for file in stale:
+        file.write_text(wanted[file], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,274 @@
+"""Check the shape of runner/: sizes are limited, imports go down only, names are unique.
+
+    python scripts/lint_shape.py
+
+Each finding is one line `rule: subject: detail`. Rules:
+
+file         a file has at most 600 lines
+class        a class has at most 30 methods
+dataclass    a dataclass has at most 14 fields
+function     a function has at most 6 positional parameters; settings after `*` are not counted
+layer        imports go down only; axes do not import each other; tasks import only the task contract
+cycle        modules do not import each other in a cycle, including imports for type checkers and inside functions
+name         names of modules and of public classes are unique, so that a search finds one thing
+
+NOT_YET lists the exceptions of today. It may only shrink: an entry that is no longer needed is a finding too.
+Exit 0: nothing found. 1: findings.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 600
+MAX_METHODS = 30
+MAX_FIELDS = 14
+MAX_POSITIONAL = 6
+SETTINGS = "runner/config/settings.py"  # its dataclasses have a field per key, however many there are
+# A package imports only packages with a smaller number.
+FLOORS = {
+    "base": 0, "version": 0,
+    "config": 1, "console": 1, "host": 1, "trackers": 1,
+    "distributed": 2, "monitor": 2, "profiling": 2, "records": 2,
+    "durable": 3,
+    "axes": 4, "interface": 4,
+    "plan": 5,
+    "engine": 6,
+    "forecast": 7,
+    "launch": 8, "sweeps": 8, "tools.doctor": 8,
+    "tools.measure": 9,
+    "tools.report": 10,
+    "commands": 11,
+    "cli": 12, "__main__": 13, "api": 13,
+}  # fmt: skip
+CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
+CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
+NOT_YET = frozenset(
+    {
+        ("class", "runner/distributed/pipelined.py::Pipelined"),
+        ("cycle", "runner.base.errors runner.base.secret"),
+        ("dataclass", "runner/console/run_summary.py::EndOfRun"),
+        ("dataclass", "runner/console/run_summary.py::StartOfRun"),
+        ("dataclass", "runner/engine/run.py::TrainingRun"),
+        ("dataclass", "runner/plan/memory_fit.py::Demand"),
+        ("dataclass", "runner/plan/memory_trace.py::Traced"),
+        ("dataclass", "runner/profiling/profile_report.py::Findings"),
+        ("dataclass", "runner/records/evidence.py::Evidence"),
+        ("dataclass", "runner/tools/measure/comparison_result.py::VariantResult"),
+        ("dataclass", "runner/tools/measure/suites/ladder.py::LadderRow"),
+        ("function", "runner/axes/attention.py::_noted"),
+        ("function", "runner/axes/memory.py::_report"),
+        ("function", "runner/engine/evaluate.py::evaluate"),
+        ("function", "runner/interface.py::_piped"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    rule: str
+    subject: str
+    detail: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.rule, self.subject
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the rules need of a file. Trees are not kept: 300 of them slow down every garbage collection after."""
+
+    path: str
+    name: str
+    imports: frozenset[str]  # dotted names, wherever in the file; the last part may be a class or a function
+    classes: tuple[str, ...]  # public ones, at the top level
+    too_large: tuple[Finding, ...]
+
+
+def main() -> int:
+    """Print each finding; return the exit code."""
+    found = {finding.key: finding for finding in findings(parse_all())}
+    for key, finding in sorted(found.items()):
+        if key not in NOT_YET:
+            print(f"{finding.rule}: {finding.subject}: {finding.detail}")
+    stale = sorted(NOT_YET - found.keys())
+    for rule, subject in stale:
+        print(f"{rule}: {subject}: no longer an exception; remove it from NOT_YET")
+    return int(bool(stale or found.keys() - NOT_YET))
+
+
+@cache
+def parse_all() -> tuple[Module, ...]:
+    """Parse the files of runner/ and tasks/, once each."""
+    files = sorted(path for folder in ("runner", "tasks") for path in (ROOT / folder).rglob("*.py"))
+    was_enabled = gc.isenabled()
+    gc.disable()  # trees have cycles, and collecting while they grow takes three times as long as parsing
+    try:
+        return tuple(parse(str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")) for file in files)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def parse(path: str, text: str) -> Module:
+    """Parse one file; `path` is relative to the root of the checkout."""
+    tree = ast.parse(text)
+    statements = tuple(_statements(tree))
+    classes = tuple(node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")
+    return Module(
+        path,
+        ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"),
+        frozenset(_imports(statements)),
+        classes,
+        tuple(_too_large(path, len(text.splitlines()), statements)),
+    )
+
+
+def _statements(node: ast.AST) -> Iterator[ast.stmt]:
+    """Walk without expressions, which are most of a tree and hold nothing that the rules need: 5 times as fast."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for each in getattr(node, field, ()):
+            if isinstance(each, ast.stmt):
+                yield each
+            yield from _statements(each)
+
+
+def _imports(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """Yield what is imported: a module, or `module.name` for `from module import name`."""
+    for node in statements:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def findings(modules: Iterable[Module]) -> Iterator[Finding]:
+    """Yield each violation, including those in NOT_YET."""
+    runner = [module for module in modules if module.name.partition(".")[0] == "runner"]
+    for module in runner:
+        yield from module.too_large
+        yield from layers(module)
+    for module in modules:
+        if module.name.partition(".")[0] == "tasks":
+            yield from contract(module)
+    yield from cycles({module.name: module.imports for module in runner})
+    yield from names(runner)
+
+
+def _too_large(path: str, num_lines: int, statements: Iterable[ast.stmt]) -> Iterator[Finding]:
+    """Yield a finding for the file, each class and each function that is too large."""
+    if num_lines > MAX_LINES:
+        yield Finding("file", path, f"{num_lines} lines, at most {MAX_LINES}")
+    for node in statements:
+        if isinstance(node, ast.ClassDef):
+            yield from _class_sizes(path, node)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parameters = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+            count = len(parameters) - (parameters[:1] in (["self"], ["cls"]))
+            if count > MAX_POSITIONAL:
+                detail = f"{count} positional parameters, at most {MAX_POSITIONAL}"
+                yield Finding("function", f"{path}::{node.name}", detail)
+
+
+def _class_sizes(path: str, node: ast.ClassDef) -> Iterator[Finding]:
+    methods = sum(isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)) for each in node.body)
+    if methods > MAX_METHODS:
+        yield Finding("class", f"{path}::{node.name}", f"{methods} methods, at most {MAX_METHODS}")
+    fields = sum(isinstance(each, ast.AnnAssign) and "ClassVar" not in ast.dump(each.annotation) for each in node.body)
+    if path != SETTINGS and fields > MAX_FIELDS and any("dataclass" in ast.dump(each) for each in node.decorator_list):
+        yield Finding("dataclass", f"{path}::{node.name}", f"{fields} fields, at most {MAX_FIELDS}")
+
+
+def package_of(module: str) -> str | None:
+    """Return the package of a module of the runner, a key of FLOORS; each tool is a separate package."""
+    parts = module.split(".")
+    if parts[0] != "runner" or len(parts) < 2 or parts[1:] == ["tools"]:
+        return None
+    return ".".join(parts[1 : 3 if parts[1] == "tools" else 2])
+
+
+def layers(module: Module) -> Iterator[Finding]:
+    """Yield each import of a module of the runner that does not go down."""
+    mine = package_of(module.name)
+    if mine is None:
+        return
+    if mine not in FLOORS:
+        yield Finding("layer", module.path, f"{mine} is missing from FLOORS")
+        return
+    for imported in sorted(module.imports):
+        package = package_of(imported)
+        if package not in FLOORS:  # `from runner import __version__`
+            continue
+        subject = f"{module.path} -> {imported}"
+        if package == mine == "axes" and imported != module.name:
+            yield Finding("layer", subject, "axes do not import each other")
+        elif package != mine and FLOORS[package] >= FLOORS[mine]:
+            yield Finding("layer", subject, "the imported package is above it or beside it")
+
+
+def contract(module: Module) -> Iterator[Finding]:
+    """Yield each import of a task that is neither a task nor part of the task contract."""
+    for imported in sorted(module.imports):
+        known = CONTRACT | {"runner.tasks"}
+        is_known = any(imported == each or imported.startswith(f"{each}.") for each in known)
+        if imported.partition(".")[0] == "runner" and not is_known:
+            yield Finding("layer", f"{module.path} -> {imported}", "tasks import only the task contract")
+
+
+def cycles(imports: Mapping[str, Iterable[str]]) -> Iterator[Finding]:
+    """Yield each group of modules that import each other, by Tarjan's algorithm for strongly connected components."""
+    graph = {
+        name: {each if each in imports else each.rpartition(".")[0] for each in found} & imports.keys() - {name}
+        for name, found in imports.items()
+    }
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    groups: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for each in graph[name]:
+            if each not in order:
+                visit(each)
+            if each in stack:
+                low[name] = min(low[name], low[each])
+        if low[name] == order[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            groups.append(sorted(group))
+
+    for name in graph:
+        if name not in order:
+            visit(name)
+    for group in groups:
+        if len(group) > 1:
+            yield Finding("cycle", " ".join(group), "these modules import each other")
+
+
+def names(modules: Iterable[Module]) -> Iterator[Finding]:
+    """Yield names of modules or public classes that occur twice. Suites are named as typed: suite=batch."""
+    places = defaultdict(list)
+    for module in modules:
+        stem = module.name.rpartition(".")[2]
+        if not module.path.endswith("__init__.py") and ".suites." not in module.name:
+            places[stem].append(module.path)
+        for each in module.classes:
+            places[each].append(module.path)
+    for name, paths in places.items():
+        if len(paths) > 1:
+            yield Finding("name", name, f"in {', '.join(paths)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Laws of the converter: what is written is read back, and no input raises."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
+from runner.base.json_values import numbers, object_in, to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    city: str
+    size: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    count: int | None = None
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str | None = None
+    is_done: bool = False
+    figures: Mapping[str, float | None] = field(default_factory=dict)
+    places: tuple[Place, ...] = ()
+    inner: Inner = field(default_factory=Inner, metadata=INLINE)
+    free: tuple[Mapping[str, Any], ...] = ()
+    note: str = field(default="", metadata=NOT_STORED)
+
+
+FULL = Outer(
+    name="a",
+    is_done=True,
+    figures={"x": 1.5, "y": None},
+    places=(Place(city="b", size=2.0), Place(city="c")),
+    inner=Inner(count=3, words=("d", "e")),
+    free=({"f": [1]},),
+)
+
+
+def test_an_object_is_read_back_as_it_was_written() -> None:
+    found = decode(Outer, json.loads(to_json(encode(FULL))))
+    assert found.value == FULL
+    assert found.wrong == ()
+
+
+def test_inline_fields_are_keys_of_the_enclosing_object_and_others_are_not_stored() -> None:
+    assert encode(FULL).keys() == {"name", "is_done", "figures", "places", "count", "words", "free"}
+
+
+def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults() -> None:
+    assert decode(Outer, {"name": "a", "later": 1}).value == Outer(name="a")
+    assert decode(Outer, {"later": 1}).wrong == ()
+
+
+@pytest.mark.parametrize("value", ["1", True, 1.5, [], {}, 10**400, math.nan])
+def test_a_value_of_a_wrong_type_is_unknown_and_named(value: Any) -> None:
+    found = decode(Outer, {"count": value, "name": "a"})
+    assert found.value == Outer(name="a")
+    assert found.wrong == ("count",)
+
+
+def test_entries_and_rows_are_judged_one_by_one_and_lists_of_words_as_a_whole() -> None:
+    tree = {"figures": {"x": 1, "y": "2"}, "places": [{"city": "b"}, {"size": 1}, 3], "words": ["d", 4]}
+    found = decode(Outer, tree)
+    assert found.value == Outer(figures={"x": 1.0}, places=(Place(city="b"),))
+    assert set(found.wrong) >= {"figures.y", "places.1", "places.2"}
+    assert any(name.startswith("words") for name in found.wrong)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": ', "[" * 100_000, "\udcff"])
+def test_text_without_an_object_has_none(text: str) -> None:
+    assert object_in(text) is None
+
+
+def test_only_finite_numbers_are_figures() -> None:
+    assert numbers({"a": 1, "b": math.inf, "c": "x", "d": True, "e": 10**400, "f": None}) == {"a": 1.0}
+    assert numbers([1]) == {}

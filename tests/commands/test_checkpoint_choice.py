@@ -1,0 +1,159 @@
+"""`checkpoint=best|last|N`: which checkpoint commands use, and going back to it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runner.durable.checkpoint import load, path_of
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
+EXPORT = "export mine format=safetensors"
+WORDS = (
+    "device=cpu", "monitor=off", "backend.threads=1", "updates=6", "evaluate.every=1", "checkpoint.every=1updates",
+    "checkpoint.keep=9", "checkpoint.best_is=max",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    ended = server.run(["train", "--task", str(TASK), "run=mine", *WORDS], folder)
+    assert ended.code == 0, ended.err
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    return {row["update"]: row["val/loss"] for row in rows if "val/loss" in row}
+
+
+def best(folder: Path) -> int:
+    found = losses(folder)
+    return max(found, key=lambda update: found[update])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "outputs/mine/checkpoints").iterdir())
+
+
+def ran(server: ForkServer, folder: Path, words: str) -> Ended:
+    ended = server.run(words, folder)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    for word, number in (
+        ("", best(folder)),
+        ("checkpoint=best", best(folder)),
+        ("checkpoint=last", 6),
+        ("checkpoint=4", 4),
+    ):
+        said = ran(server, folder, f"export mine format=safetensors {word}".strip()).out
+        assert path_of(Path(), number).name in said
+        assert f"val/loss {losses(folder)[number]:.4g}" in said
+        wanted = load(path_of(folder / "outputs/mine/checkpoints", number)).tensors("model")
+        found = load_file(folder / "outputs/mine/export/model.safetensors")
+        assert all(bool((found[name] == wanted[name]).all()) for name in wanted)
+
+
+def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder: Path) -> None:
+    lines = {
+        line.split(":")[0].split()[-1]: line
+        for line in ran(server, folder, "status mine").out.splitlines()
+        if "valid" in line
+    }
+    marked = {name: word for name, line in lines.items() for word in ("best", "last") if word in line}
+    assert marked == {path_of(Path(), best(folder)).name: "best", path_of(Path(), 6).name: "last"}
+    ran(server, folder, "report mine")
+    page = (folder / "outputs/mine/report.html").read_text()
+    assert f"(best, val/loss {losses(folder)[best(folder)]:.4g})" in page
+
+
+def test_a_run_that_goes_back_gives_what_it_gave_before(server: ForkServer, folder: Path) -> None:
+    before, weights = losses(folder), load(path_of(folder / "outputs/mine/checkpoints", 6)).tensors("model")
+    ended = ran(server, folder, "resume mine checkpoint=3")
+    assert "resumes at update 3" in ended.out
+    assert losses(folder) == before
+    again = load(path_of(folder / "outputs/mine/checkpoints", 6)).tensors("model")
+    assert all(bool((again[name] == weights[name]).all()) for name in weights)
+    assert [name for name in names(folder) if name.startswith("earlier-")] == [
+        f"earlier-update-{number:010}-1" for number in (4, 5, 6)
+    ]
+    assert (folder / "outputs/mine/metrics-earlier-1.jsonl").is_file()
+
+
+def test_a_resume_that_is_refused_does_not_go_back(server: ForkServer, folder: Path) -> None:
+    before = names(folder)
+    for words, code in (("seed=5", 88), ("optimizer.lr=2.0", 88), ("no_such_key=1", 78)):
+        assert server.run(f"resume mine checkpoint=3 {words}", folder).code == code
+        assert names(folder) == before
+    assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("4, 6), nn.Tanh(), nn.Linear(6", "4, 7), nn.Tanh(), nn.Linear(7"),  # found when the weights are loaded
+        ("self.model =", "raise RuntimeError; self.model ="),
+        ("return (model(x)", "raise RuntimeError; return (model(x)"),
+    ],
+    ids=["other model", "fails in build", "fails in the first update"],
+)
+def test_a_resume_that_fails_before_it_trains_loses_nothing(
+    old: str, new: str, server: ForkServer, folder: Path
+) -> None:
+    before, metrics = names(folder), (folder / "outputs/mine/metrics.jsonl").read_bytes()
+    (folder / TASK.name).write_text(TASK.read_text().replace(old, new))
+    ended = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
+    assert (ended.code, ended.out.count("resumes at update 3")) in ((70, 1), (88, 1)), ended.err
+    assert names(folder) == before
+    assert (folder / "outputs/mine/metrics.jsonl").read_bytes() == metrics
+    assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
+
+
+def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(server: ForkServer, folder: Path) -> None:
+    before = (folder / "outputs/mine/metrics.jsonl").read_bytes()
+    count = "if model.training: counted.append(1)\n        if len(counted) > 2: raise RuntimeError\n        return (mod"
+    text = TASK.read_text().replace("return (mod", count).replace("SETTINGS =", "counted = []\nSETTINGS =")
+    (folder / TASK.name).write_text(text)
+    ended = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
+    assert ended.code == 70, ended.err
+    there = [f"update-{number:010}" for number in (1, 2, 3, 4, 5)]
+    assert names(folder) == [*(f"earlier-update-{number:010}-1" for number in (4, 5, 6)), *there]
+    assert (folder / "outputs/mine/metrics-earlier-1.jsonl").read_bytes() == before
+
+
+def test_the_settings_of_the_group_keep_their_meaning(server: ForkServer, folder: Path) -> None:
+    longer = "updates=7 resume_allow=[updates]"
+    ran(server, folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
+    assert path_of(Path(), 7).name in names(folder)
+
+
+def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(server: ForkServer, tmp_path: Path) -> None:
+    words = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
+    assert server.run(words, tmp_path).code == 0
+    assert path_of(Path(), 6).name in ran(server, tmp_path, EXPORT).out
+    assert server.run(f"{EXPORT} checkpoint=best", tmp_path).code == 66
+
+
+def test_a_best_checkpoint_that_is_damaged_is_skipped_unless_it_was_requested(server: ForkServer, folder: Path) -> None:
+    path = path_of(folder / "outputs/mine/checkpoints", best(folder))
+    (path / "model.safetensors").write_bytes(b"damaged")
+    ended = ran(server, folder, EXPORT)
+    assert path.name in ended.err
+    assert path_of(Path(), 6).name in ended.out
+    assert server.run(f"{EXPORT} checkpoint=best", folder).code == 65

@@ -1,0 +1,199 @@
+"""Options of a task file and of packages: they are options like the shipped ones, and no code runs to list them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError, Problem
+from runner.cli import main
+from runner.commands.complete import candidates
+from runner.config import own_options
+from runner.config.configuration import compose
+from runner.config.option_table import make
+from runner.config.options import function_of
+from runner.config.request import Request
+from runner.config.schema import did_you_mean
+from tests.suggestions import suggested
+
+TABLES = '''
+def signed(parameters, *, lr: float = 0.125, beta: float = 0.5):
+    """The sign of a mean.
+
+    lr    learning rate
+    beta  decay of the mean per update
+    """
+    import torch
+
+    return torch.optim.SGD([weight for _, weight in parameters], lr=lr, momentum=beta)
+
+
+def halving(updates, *, every: int = 2):
+    """Halve the rate.
+
+    every  updates between two steps
+    """
+    return lambda update: 0.5 ** (update // every)
+
+
+OPTIMIZERS = {"signed": signed}
+SCHEDULERS: dict = {"halving": halving}
+'''
+NEVER_RUN = TABLES + "\ndef build(): ...\nraise SystemExit('a task file is not executed to list its options')\n"
+TASK = (
+    TABLES
+    + """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from runner import Task
+
+SETTINGS = {"updates": 6, "optimizer": "signed", "scheduler": "halving", "evaluate.every": 3, "checkpoint.every": 3}
+
+
+def build(*, hidden: int = 4):
+    return Mine()
+
+
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.Linear(2, 1)
+
+    def dataset(self, split):
+        return TensorDataset(torch.arange(128.0).view(64, 2) / 128)
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+"""
+)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a task file with a name that no other test has loaded."""
+
+    def write(text: str) -> Path:
+        file = tmp_path / f"{tmp_path.name}_task.py"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def problems_of(file: Path, *words: str) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        compose(Request(words, file))
+    return list(caught.value.problems)
+
+
+def test_an_option_of_the_task_file_has_the_keys_of_its_signature(write: Callable[[str], Path]) -> None:
+    file = write(NEVER_RUN)
+    configuration = compose(Request(("optimizer=signed", "scheduler=halving", "optimizer.beta=0.75"), file))
+    chosen = configuration.choices["optimizer"]
+    assert (chosen.name, chosen.options) == ("signed", {"lr": 0.125, "beta": 0.75})
+    assert configuration.choices["scheduler"].options == {"every": 2}
+    assert configuration.sources["optimizer.beta"] == configuration.sources["optimizer"] == "command line"
+    signature = function_of("optimizer", chosen.function)
+    assert signature is not None
+    assert [key for key in signature.keys if signature.keys[key].help] == ["lr", "beta"]
+    assert [note for note in configuration.notes if "optimizer=signed" in note and str(file) in note]
+
+
+def test_a_typo_in_an_own_option_or_its_keys_is_answered_with_the_near_one(write: Callable[[str], Path]) -> None:
+    file = write(NEVER_RUN)
+    assert [problem.fix for problem in problems_of(file, "optimizer=signd")] == [did_you_mean("signd", ["signed"])]
+    (problem,) = problems_of(file, "optimizer=signed", "optimizer.bet=1")
+    assert problem.fix == did_you_mean("optimizer.bet", ["optimizer.beta"])
+    (problem,) = problems_of(file, "scheduler.every=3")
+    assert suggested(problem.fix) == ["scheduler=step"], "the shipped option comes first"
+
+
+def test_completion_knows_own_options_and_their_keys(write: Callable[[str], Path]) -> None:
+    before = ["train", "--task", str(write(NEVER_RUN))]
+    assert "optimizer=signed" in candidates([*before, "optimizer=s"])
+    assert candidates([*before, "optimizer=signed", "optimizer.b"]) == ["optimizer.beta="]
+
+
+def test_explain_names_the_file_of_an_own_option(
+    write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(NEVER_RUN)
+    assert main(["explain", "optimizer.beta", "optimizer=signed", "--task", str(file)]) == 0
+    assert f"the default ({file})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("table", "where"),
+    [
+        ("OPTIMIZERS = [signed]", ""),
+        ("OPTIMIZERS = dict(signed=signed)", ""),
+        ("OPTIMIZERS = {'Signed!': signed}", ": OPTIMIZERS['Signed!']"),
+        ("OPTIMIZERS = {1: signed}", ": OPTIMIZERS[1]"),
+        ("OPTIMIZERS = {'true': signed}", ": OPTIMIZERS['true']"),
+        ("OPTIMIZERS = {**others}", ": OPTIMIZERS[**]"),
+        ("OPTIMIZERS = {'mine': lambda parameters: None}", ": OPTIMIZERS['mine']"),
+        ("OPTIMIZERS = {'mine': nothing}", ": OPTIMIZERS['mine']"),
+        ("OPTIMIZERS = {'adamw': signed}", ": OPTIMIZERS['adamw']"),
+        ("OPTIMIZERS = {'mine': build}", ": OPTIMIZERS['mine']"),
+        ("def own(parameters, *, lr=1 + 1): ...\nOPTIMIZERS = {'mine': own}", ": OPTIMIZERS['mine']"),
+    ],
+)
+def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
+    table: str, where: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(f"{NEVER_RUN}\n{table}\n")
+    assert [problem.where for problem in problems_of(file)] == [f"{file}{where}"]
+    assert main(["plan", "--task", str(file)]) == 78
+    assert capsys.readouterr().err.count("accel-run:") == 1
+
+
+def test_a_key_of_an_option_may_have_any_name() -> None:
+    keys = {"table": 1, "option": 2, "given": 3, "keys": 4}
+    assert make({"any": lambda *given, **found: (given, found)}, "any", "parameters", **keys) == (("parameters",), keys)
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def test_an_own_optimizer_and_schedule_train_and_resume_bit_for_bit(
+    write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = write(TASK)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--task", str(file), "device=cpu", "monitor=off", "log_every=1"]
+    assert main([*words, "run=straight", "updates=12"]) == 0
+    assert main([*words, "run=parts", "updates=6"]) == 0
+    assert main([*words, "run=parts", "updates=12", "resume_allow=[updates]"]) == 0
+    straight, parts = losses(tmp_path / "outputs" / "straight"), losses(tmp_path / "outputs" / "parts")
+    assert len(straight) == 12
+    assert parts == straight
+    assert straight[0] > straight[-1]
+
+
+def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is parsed, not imported."""
+    name = f"package_{tmp_path.name}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package is not imported to list its options')")
+    (tmp_path / name / "rules.py").write_text(TABLES)
+    metadata = tmp_path / f"{name}-1.5.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (metadata / "entry_points.txt").write_text(f"[accel_run.options]\nmine = {name}.rules\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own_options.forget_packages()
+    try:
+        configuration = compose(Request(("optimizer=signed",)))
+    finally:
+        monkeypatch.undo()
+        own_options.forget_packages()
+    assert configuration.choices["optimizer"].function == f"{name}.rules:OPTIMIZERS:signed"
+    assert [note for note in configuration.notes if f"{name} 1.5" in note]
+    assert name not in sys.modules

@@ -1,0 +1,208 @@
+"""Laws of precedence: one function decides who wins, and one request is composed once."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+
+import hydra
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.base.paths import shipped
+from runner.cli import main
+from runner.config.configuration import compose
+from runner.config.layers import Rank, Setting, merge
+from runner.config.request import Request
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from runner import Task
+
+SETTINGS = {"optimizer": "sgd", "scheduler": "linear", "updates": 2}
+
+
+def build(*, hidden: int = 4):
+    return Mine(hidden)
+
+
+class Mine(Task):
+    def __init__(self, hidden):
+        self.model = nn.Linear(1, 1)
+
+    def dataset(self, split):
+        return TensorDataset(torch.ones(64, 1))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    file = tmp_path / f"{tmp_path.name}_task.py"  # a name that no other test has loaded
+    file.write_text(TASK)
+    return file
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of configuration files, because compositions of shipped files alone are kept between tests."""
+    (tmp_path / "conf").mkdir()
+    return tmp_path / "conf"
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The overrides of each composition by Hydra."""
+    calls: list[list[str]] = []
+    real = hydra.compose
+
+    def counted(*args: object, overrides: list[str], **options: object) -> object:
+        calls.append(overrides)
+        return real(*args, overrides=overrides, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(hydra, "compose", counted)
+    return calls
+
+
+# ---------------------------------------------------------------- who wins
+
+
+def settings() -> list[Setting]:
+    """One setting of each rank, for the run and for a phase of it; the value names the source."""
+    return [Setting("seed", (of_phase, rank), rank, of_phase=of_phase) for of_phase in (False, True) for rank in Rank]
+
+
+def test_the_strongest_source_wins_in_whatever_order_they_come() -> None:
+    for order in permutations([Setting("seed", rank, rank) for rank in (Rank.DEFAULT, Rank.TASK, Rank.COMMAND_LINE)]):
+        assert merge(order)["seed"].value == Rank.COMMAND_LINE
+
+
+def test_a_key_typed_for_the_run_beats_all_but_the_key_typed_for_the_phase() -> None:
+    order = []
+    rest = settings()
+    while rest:
+        winner = merge(rest)["seed"]
+        order.append(winner.value)
+        rest = [setting for setting in rest if setting.value != winner.value]
+    of_phase = [(True, rank) for rank in sorted(Rank, reverse=True)]
+    of_run = [(False, rank) for rank in sorted(Rank, reverse=True)]
+    assert order == [of_phase[0], of_run[0], *of_phase[1:], *of_run[1:]]
+
+
+@pytest.mark.parametrize("stronger", [rank for rank in Rank if rank > Rank.TASK])
+def test_a_length_resets_the_other_length_of_weaker_sources(stronger: Rank) -> None:
+    merged = merge([Setting("updates", 5, Rank.TASK), Setting("epochs", 2.0, stronger, "who")])
+    assert (merged["updates"].value, merged["epochs"].value) == (None, 2.0)
+    assert merged["updates"].source == "who"
+
+
+def test_a_length_that_is_null_resets_nothing() -> None:
+    merged = merge([Setting("updates", 5, Rank.TASK), Setting("epochs", None, Rank.COMMAND_LINE)])
+    assert (merged["updates"].value, merged["epochs"].value) == (5, None)
+
+
+def test_an_entry_of_a_mapping_is_added_to_that_of_weaker_sources() -> None:
+    key = "optimizer.lr_scales"
+    merged = merge(
+        [
+            Setting(key, 2.0, Rank.COMMAND_LINE, entry="head"),
+            Setting(key, {"body": 1.0}, Rank.TASK),
+            Setting(key, 3.0, Rank.COMMAND_LINE, entry="tail"),
+        ]
+    )
+    assert merged[key].value == {"body": 1.0, "head": 2.0, "tail": 3.0}
+
+
+# ---------------------------------------------------------------- once
+
+
+def test_a_task_that_chooses_its_options_is_composed_once(task: Path, folder: Path, composed: list[list[str]]) -> None:
+    configuration = compose(Request((), task, folder))
+    assert configuration.choices["optimizer"].name == "sgd"
+    assert len(composed) == 1
+    assert {"optimizer=sgd", "scheduler=linear"} <= set(composed[0])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "monitor=off", "device=cpu"], ["plan", "device=cpu"], ["explain", "optimizer.lr"]],
+    ids=["train", "plan", "explain"],
+)
+def test_a_command_composes_its_request_once(
+    words: list[str],
+    task: Path,
+    folder: Path,
+    composed: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(task.parent)
+    assert main([*words, "--task", str(task), "--config-dir", str(folder)]) == 0, capsys.readouterr().err
+    assert len(composed) == 1
+
+
+# ---------------------------------------------------------------- files and options
+
+
+OWN = """
+def halved(parameters, *, lr: float = 0.5):
+    import torch
+
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+OPTIMIZERS = {"halved": halved}
+"""
+
+
+def profile(folder: Path, option: str, **keys: float) -> None:
+    """Write a hardware profile, `box`, that chooses an optimizer and sets keys of it."""
+    (folder / "hardware").mkdir()
+    lines = "".join(f"  {key}: {value}\n" for key, value in keys.items())
+    text = f"# @package _global_\ndefaults:\n  - override /optimizer: {option}\noptimizer:\n{lines}"
+    (folder / "hardware" / "box.yaml").write_text(text)
+
+
+@pytest.mark.parametrize("words", [*permutations(["hardware=box", "optimizer=nadam"])], ids=" ".join)
+def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder: Path, words: tuple[str, ...]) -> None:
+    profile(folder, "sgd", lr=0.25, momentum=0.5)
+    assert compose(Request(("hardware=box",), task, folder)).choices["optimizer"].options["momentum"] == 0.5
+    typed = compose(Request(words, task, folder))
+    default = compose(Request(("optimizer=nadam",), task, folder))
+    assert typed.choices["optimizer"] == default.choices["optimizer"]
+    assert "optimizer.lr" not in typed.sources
+    assert {word for note in typed.notes for word in note.split()} >= {"optimizer.lr=0.25", "optimizer.momentum=0.5"}
+
+
+def test_a_key_that_a_profile_does_not_keep_has_the_value_of_the_option_file(task: Path, folder: Path) -> None:
+    profile(folder, "sgd", lr=0.25)
+    (folder / "optimizer").mkdir()
+    (folder / "optimizer" / "slow.yaml").write_text("option: nadam\nlr: 0.125\n")
+    (folder / "optimizer" / "slower.yaml").write_text("defaults: [slow, _self_]\neps: 0.5\n")
+    for option in ("slow", "slower"):
+        found = compose(Request((f"optimizer={option}", "hardware=box"), task, folder))
+        assert found.choices["optimizer"].options["lr"] == 0.125
+        assert found.sources.get("optimizer.lr") != "profile box"
+
+
+def test_a_typo_in_a_profile_is_reported_though_its_option_is_the_chosen_one(task: Path, folder: Path) -> None:
+    profile(folder, "sgd", momentm=0.5)
+    with pytest.raises(ConfigError):
+        compose(Request(("hardware=box",), task, folder))
+
+
+def test_a_profile_and_a_folder_choose_options_of_the_task_file(task: Path, folder: Path) -> None:
+    task.write_text(OWN + TASK.replace('"optimizer": "sgd", ', ""))
+    profile(folder, "halved", lr=0.25)
+    shipped_config = (shipped("conf") / "config.yaml").read_text()
+    chosen = compose(Request(("hardware=box",), task, folder)).choices["optimizer"]
+    assert (chosen.name, chosen.options) == ("halved", {"lr": 0.25})
+    (folder / "config.yaml").write_text(shipped_config.replace("optimizer: adamw", "optimizer: halved"))
+    chosen = compose(Request((), task, folder)).choices["optimizer"]
+    assert (chosen.name, chosen.options) == ("halved", {"lr": 0.5})
+    assert compose(Request(("optimizer=sgd", "hardware=box"), task, folder)).choices["optimizer"].name == "sgd"

@@ -1,0 +1,102 @@
+"""The contrastive example trains the same model as a plain loop, in whatever way it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base.global_rng import seed_everything
+from runner.base.order import permutation
+from runner.base.task import Context
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.rounding import PROMISED, distance
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_clip.py"
+SEED, SIZE, UPDATES = 3, 64, 20  # an epoch has 16 updates
+SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=constant max_grad_norm=1.0"
+ON_CPU = "run=mine device=cpu monitor=off dataloader.num_workers=0 precision=fp32"
+
+
+@cache
+def by_hand() -> dict[str, Tensor]:
+    """Train with a plain PyTorch loop; return the weights."""
+    spec = importlib.util.spec_from_file_location("own_clip", EXAMPLE)
+    assert spec is not None and spec.loader is not None  # noqa: PT018 - for mypy
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    seed_everything(SEED)
+    task = module.build(Context(SEED, None, Path("unused")))
+    dataset, model = task.dataset("train"), task.model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for update in range(UPDATES):
+        epoch, number = divmod(update, len(dataset) // SIZE)
+        indices = permutation(SEED, epoch, len(dataset))[number * SIZE : (number + 1) * SIZE]
+        images, texts = model(*dataset[indices.tolist()])
+        logits, labels = model.scale.exp() * images @ texts.T, torch.arange(SIZE)
+        loss = nn.functional.cross_entropy(logits, labels) + nn.functional.cross_entropy(logits.T, labels)
+        optimizer.zero_grad()
+        (loss / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def trained(server: ForkServer, folder: Path, words: str, faults: tuple[dict[str, Any] | None, ...] = (None,)) -> Any:
+    """Run the example; return weights and metrics."""
+    text = EXAMPLE.read_text(encoding="utf-8") + (
+        "\n    def begin_update(self, progress):\n        from tests.faults.ending import reached\n\n"
+        "        reached('update', progress.update + 1)\n"
+    )
+    (folder / "own_clip.py").write_text(text)
+    for fault in faults:
+        env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
+        ended = server.run(f"train --task own_clip.py {SETTINGS} {ON_CPU} {words}", folder, env)
+        assert ended.code == (70 if fault else 0), ended.err
+    path = newest_valid(folder / "outputs/mine/checkpoints")
+    assert path is not None
+    return load(path).tensors("model"), json.loads((folder / "outputs/mine/run.json").read_text())["metrics"]
+
+
+TWO = "parallelism=ddp parallelism.world_size=2"
+WAYS = {
+    "micro-batches": "micro_batch_size=16",
+    "unequal shares": f"{TWO} parallelism.shares=[38,26] micro_batch_size=8",
+    "recomputed": "memory=checkpoint micro_batch_size=16",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
+    plain = by_hand()
+    weights, metrics = trained(server, tmp_path, WAYS[way])
+    for name, tensor in plain.items():
+        assert distance(tensor.tolist(), weights[name].tolist()) <= PROMISED[torch.float32] * UPDATES, name
+    assert 0 < metrics["val/loss"] < 4.158  # ln 64: the loss without any knowledge
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
+    results, words = [], f"{TWO} micro_batch_size=8 averaging=ema"
+    for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
+        (tmp_path / name).mkdir()
+        weights, _ = trained(server, tmp_path / name, f"{words} checkpoint.every=3", faults)
+        results.append(weights)
+    whole, cut = results
+    assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
+
+
+@pytest.mark.parametrize(
+    "words", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
+)
+def test_strategies_that_cannot_are_refused_by_name(words: str, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "own_clip.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
+    ended = server.run(f"train --task own_clip.py {ON_CPU} {words}", tmp_path)
+    assert ended.code == 78, ended.err
+    assert words.rsplit(maxsplit=1)[-1] in ended.err

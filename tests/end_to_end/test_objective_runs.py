@@ -1,0 +1,150 @@
+"""The GAN example trains the same model as a plain loop, in whatever way it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base import noise
+from runner.base.batch import BatchSamples
+from runner.base.global_rng import seed_everything
+from runner.base.order import permutation
+from runner.base.task import Context
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.rounding import PROMISED, distance
+
+EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_gan.py"
+SEED, SIZE, UPDATES = 3, 64, 20  # an epoch has 16 updates
+SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=constant max_grad_norm=1.0"
+ON_CPU = "run=mine device=cpu monitor=off dataloader.num_workers=0 log_every=1"
+RATES = {"discriminator": 1e-3, "generator": 5e-4}
+
+
+@cache
+def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+    """Train with a plain PyTorch loop; return the weights, and the losses by objective."""
+    spec = importlib.util.spec_from_file_location("own_gan", EXAMPLE)
+    assert spec is not None and spec.loader is not None  # noqa: PT018 - for mypy
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    seed_everything(SEED)
+    task = module.build(Context(SEED, None, Path("unused")))
+    dataset, model = task.dataset("train"), task.model
+    optimizers = {name: torch.optim.Adam(getattr(model, name).parameters(), lr=lr) for name, lr in RATES.items()}
+    losses: dict[str, list[float]] = {name: [] for name in optimizers}
+    for update in range(UPDATES):
+        epoch, number = divmod(update, len(dataset) // SIZE)
+        indices = permutation(SEED, epoch, len(dataset))[number * SIZE : (number + 1) * SIZE].tolist()
+        for name, optimizer in optimizers.items():
+            noise.start_pass(BatchSamples(SEED, epoch, indices, range(number * SIZE, (number + 1) * SIZE)))
+            total, count = task.loss(model, dataset[indices], name)
+            model.zero_grad()
+            (total / count).backward()
+            nn.utils.clip_grad_norm_(getattr(model, name).parameters(), 1.0)
+            optimizer.step()
+            losses[name].append(float(total.detach()) / count)
+    noise.start_pass(None)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}, losses
+
+
+def trained(
+    server: ForkServer, folder: Path, words: str, faults: tuple[dict[str, Any] | None, ...] = (None,)
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Run the example; return weights and rows."""
+    text = EXAMPLE.read_text(encoding="utf-8") + (
+        "\n    def begin_update(self, progress):\n        from tests.faults.ending import reached\n\n"
+        "        reached('update', progress.update + 1)\n"
+    )
+    (folder / "own_gan.py").write_text(text)
+    for fault in faults:
+        env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
+        ended = server.run(f"train --task own_gan.py {SETTINGS} {ON_CPU} {words}", folder, env)
+        assert ended.code == (70 if fault else 0), ended.err
+    path = newest_valid(folder / "outputs/mine/checkpoints")
+    assert path is not None
+    rows = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    return load(path).tensors("model"), rows
+
+
+TWO = "parallelism=ddp parallelism.world_size=2"
+WAYS = {
+    "micro-batches": "micro_batch_size=16",
+    "unequal shares": f"{TWO} parallelism.shares=[38,26] micro_batch_size=8",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
+    plain, losses = by_hand()
+    weights, rows = trained(server, tmp_path, WAYS[way])
+    for name, tensor in plain.items():
+        assert distance(tensor.tolist(), weights[name].tolist()) <= PROMISED[torch.float32] * UPDATES, name
+    for name, expected in losses.items():
+        found = [row[f"train/{name}/loss"] for row in rows if f"train/{name}/loss" in row]
+        assert distance(expected, found) <= PROMISED[torch.float32] * UPDATES
+
+
+@pytest.mark.parametrize(
+    "words", [f"{TWO} micro_batch_size=8 averaging=ema", "micro_batch_size=16 precision=fp16 precision.init_scale=256"]
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(words: str, server: ForkServer, tmp_path: Path) -> None:
+    results = []
+    for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
+        (tmp_path / name).mkdir()
+        results.append(trained(server, tmp_path / name, f"{words} checkpoint.every=3", faults)[0])
+    whole, cut = results
+    assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "old", "new"),
+    [
+        ("parallelism.world_size=2 parallelism=fsdp", "", ""),
+        ("", '"trains": ["generator"]', '"trains": ["generater"]'),
+        ("", '"trains": ["generator"]', '"trains": ["generator", "discriminator.0"]'),
+        ("", '"optimizer.lr": 5e-4', '"optimizer.rate": 5e-4'),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(words: str, old: str, new: str, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
+    ended = server.run(f"train --task own_gan.py {ON_CPU} {words}", tmp_path)
+    assert ended.code == 78, ended.err
+
+
+def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
+    own = """
+def slow(parameters, *, lr: float = 0.1):
+    \"\"\"SGD, a tenth as fast.
+
+    lr  learning rate
+    \"\"\"
+    from runner.axes.optimizer import sgd
+
+    return sgd(parameters, lr=lr / 10)
+
+
+OPTIMIZERS = {"slow": slow}
+"""
+    text = EXAMPLE.read_text(encoding="utf-8").replace(
+        '"optimizer": "adam", "optimizer.lr": 5e-4', '"optimizer": "slow"'
+    )
+    (tmp_path / "own_gan.py").write_text(text + own)
+    ended = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
+    assert ended.code == 0, ended.err
+
+
+def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServer, tmp_path: Path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    (tmp_path / "own_gan.py").write_text(text[: text.index("    def evaluate")])
+    ended = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
+    assert ended.code == 0, ended.err
+    metrics = json.loads((tmp_path / "outputs/mine/run.json").read_text())["metrics"]
+    assert {f"val/{name}/loss" for name in RATES} <= metrics.keys()

@@ -1,0 +1,147 @@
+"""The command evaluate gives what the evaluation during training gives, and counts each sample once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runner.durable import checkpoint
+from tests.forkserver import Ended, ForkServer
+
+TASK = Path(__file__).with_name("task_of_averages.py")
+ON_CPU = ("device=cpu", "monitor=off", "backend.threads=1", "evaluate.every=2")
+TWO_RANKS = ("parallelism=ddp", "parallelism.world_size=2")
+EMA = ("averaging=ema", "averaging.decay=0.9")
+EPS = torch.finfo(torch.float64).eps
+
+
+def train(server: ForkServer, folder: Path, *words: str) -> dict[str, float]:
+    ended = server.run(["train", "--task", str(TASK), "run=mine", "updates=6", *ON_CPU, *words], folder)
+    assert ended.code == 0, ended.err
+    metrics = json.loads((folder / "outputs" / "mine" / "run.json").read_text())["metrics"]
+    assert isinstance(metrics, dict)
+    return metrics
+
+
+def evaluated(server: ForkServer, folder: Path, *words: str) -> dict[str, Any]:
+    ended = server.run(["evaluate", *words, "--json"], folder)
+    assert ended.code == 0, ended.err
+    record = json.loads(ended.out)
+    assert isinstance(record, dict)
+    return record
+
+
+def by_hand(folder: Path, update: int, split: str) -> float:
+    """Return the loss of a checkpoint on a split, computed without the runner's loops."""
+    from tests.engine.task_of_averages import build
+
+    task = build()
+    task.model.load_state_dict(
+        checkpoint.load(checkpoint.path_of(folder / "outputs/mine/checkpoints", update)).tensors("model")
+    )
+    with torch.no_grad():
+        total, items = task.loss(task.model, task.dataset(split).tensors)
+    return float(total) / float(items)
+
+
+@pytest.mark.parametrize("words", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
+def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
+    words: tuple[str, ...], server: ForkServer, tmp_path: Path
+) -> None:
+    metrics = train(server, tmp_path, *words)
+    record = evaluated(server, tmp_path, "checkpoint=last")
+    assert record["metrics"] == metrics
+    assert record["update"] == 6
+
+
+def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "resumed").mkdir()
+    straight = train(server, tmp_path, "scheduler=constant")
+    train(server, tmp_path / "resumed", "scheduler=constant", "updates=3")
+    train(server, tmp_path / "resumed", "scheduler=constant", "resume_allow=[updates]")
+    for folder in (tmp_path, tmp_path / "resumed"):
+        assert evaluated(server, folder, "mine", "checkpoint=last")["metrics"] == straight
+
+
+@pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["one", "two"])
+def test_every_sample_of_a_split_counts_once(words: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path, *words)
+    record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
+    assert record["samples"] == 37
+    assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    written = tmp_path / "outputs/mine/evaluations/test-update-0000000006.json"
+    assert json.loads(written.read_text()) == record
+
+
+def test_evaluate_uses_the_best_checkpoint_unless_told_otherwise(server: ForkServer, tmp_path: Path) -> None:
+    words = ("evaluate.every=1", "checkpoint.every=1updates", "checkpoint.keep=9", "checkpoint.best_is=max")
+    train(server, tmp_path, *words)
+    rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
+    losses = {row["update"]: row["val/loss"] for row in rows if "val/loss" in row}
+    best = max(losses, key=lambda update: losses[update])
+    assert best != 6, "the law needs a run whose last checkpoint is not its best"
+    found = evaluated(server, tmp_path)
+    assert (found["update"], found["marks"][0]) == (best, "best")
+    assert found["metrics"]["val/loss"] == losses[best]
+    assert evaluated(server, tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
+    assert evaluated(server, tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
+
+
+def test_evaluate_needs_no_run_where_weights_are_given(server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path)
+    path = checkpoint.path_of(tmp_path / "outputs/mine/checkpoints", 6)
+    save_file(checkpoint.load(path).tensors("model"), tmp_path / "w.safetensors")
+    words = ["--task", str(TASK), "weights=w.safetensors", "run=given", "split=test", *ON_CPU]
+    record = evaluated(server, tmp_path, *words)
+    assert record["metrics"] == evaluated(server, tmp_path, "mine", "split=test", "checkpoint=last")["metrics"]
+    assert (tmp_path / "outputs/given/evaluations/test-weights.json").is_file()
+    assert refused(server, tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
+
+
+@pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["one", "two"])
+def test_what_a_task_prints_is_not_in_the_json(words: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+    text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
+    (tmp_path / TASK.name).write_text(text)
+    train(server, tmp_path, "--task", TASK.name, *words)
+    ended = server.run(["evaluate", "--json"], tmp_path)
+    assert json.loads(ended.out)["split"] == "val"
+    assert "loading" in ended.err
+
+
+def refused(server: ForkServer, folder: Path, *words: str) -> Ended:
+    ended = server.run(["evaluate", *words], folder)
+    assert "Traceback" not in ended.err
+    return ended
+
+
+def test_a_misspelled_split_is_a_wrong_setting_whatever_the_task_raises(server: ForkServer, tmp_path: Path) -> None:
+    lacks = "if split not in ('train', 'val'): raise InputMissing('there is none', where='data.path', fix='add it')"
+    text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
+    own = tmp_path / "own.py"
+    own.write_text(text.replace("import torch\n", "import torch\nfrom runner.base.errors import InputMissing\n", 1))
+    ended = server.run(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path)
+    assert ended.code == 0, ended.err
+    misspelled = refused(server, tmp_path, "split=vall")
+    assert misspelled.code == 78
+    assert "val?" in misspelled.err
+    assert refused(server, tmp_path, "split=test").code == 66
+
+
+def test_what_does_not_exist_is_refused_with_what_does(server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
+    assert refused(server, tmp_path, "split=dev").code == 78
+    assert refused(server, tmp_path, "split=../x").code == 78
+    assert refused(server, tmp_path, "checkpoint=bset").code == 78
+    missing = refused(server, tmp_path, "checkpoint=5")
+    assert missing.code == 66
+    assert all(number in missing.err for number in ("2", "4", "6 (")), missing.err
+    path = checkpoint.path_of(tmp_path / "outputs/mine/checkpoints", 4)
+    (path / "model.safetensors").write_bytes(b"damaged")
+    damaged = refused(server, tmp_path, "checkpoint=4")
+    assert damaged.code == 65
+    assert "damaged: 4" in damaged.err

@@ -1,0 +1,212 @@
+"""Initial weights: tensors that fit are those of the source bit for bit, and the others are reported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume, SecurityRefusal
+from runner.base.world import World
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.config.settings import Settings, WeightsSettings
+from runner.distributed.parallel import Parallel
+from runner.durable.checkpoint import load, path_of
+from runner.engine.opening import open_phase
+from runner.engine.weights import begin_with
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_of_averages.py")
+ALONE = Parallel(World(torch.device("cpu")))
+
+
+class Net(nn.Module):
+    """A backbone and a head; `tied` shares the head's weight with the backbone."""
+
+    def __init__(self, classes: int = 3, *, tied: bool = False) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 4 if tied else classes, bias=not tied)
+        if tied:
+            self.head.weight = self.backbone[0].weight
+
+
+def source() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {name: tensor.clone() for name, tensor in Net().state_dict().items()}
+
+
+def begun(model: nn.Module, path: Path, **options: object) -> str:
+    settings = Settings(weights=WeightsSettings(source=str(path), **options), output_root=str(path.parent))  # type: ignore[arg-type]
+    return begin_with(settings, model, ALONE)
+
+
+def assert_has(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    state = model.state_dict()
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor], *, index: bool = True) -> list[Path]:
+    folder.mkdir()
+    halves = [dict(list(tensors.items())[:3]), dict(list(tensors.items())[3:])]
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    for name, half in zip(names, halves, strict=True):
+        save_file(half, folder / name)
+    if index:
+        weight_map = {tensor: name for name, half in zip(names, halves, strict=True) for tensor in half}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return [folder / name for name in names]
+
+
+def test_a_file_shards_and_a_hugging_face_folder_give_the_same_weights(tmp_path: Path) -> None:
+    save_file(source(), tmp_path / "w.safetensors")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file(source(), folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    write_shards(tmp_path / "shards", source())
+    write_shards(tmp_path / "plain", source(), index=False)
+    places = ["w.safetensors", "hf", "shards", "plain", "shards/model.safetensors.index.json"]
+    for place in places:
+        model = Net()
+        begun(model, tmp_path / place)
+        assert_has(model, source())
+
+
+def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
+    save_file(source(), tmp_path / "blob")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blob")
+    begun(model := Net(), tmp_path / "snapshot")
+    assert_has(model, source())
+
+
+def test_a_tied_weight_that_the_file_has_once_is_not_missing(tmp_path: Path) -> None:
+    tensors = {name: tensor for name, tensor in source().items() if name.startswith("backbone")}
+    save_file(tensors, tmp_path / "w.safetensors")
+    begun(model := Net(tied=True), tmp_path / "w.safetensors")
+    assert_has(model, tensors | {"head.weight": tensors["backbone.0.weight"]})
+
+
+def test_a_new_head_keeps_its_initialization(tmp_path: Path) -> None:
+    save_file(source(), tmp_path / "w.safetensors")
+    for options in ({"only": ["backbone"]}, {"strict": False}):
+        model = Net(classes=7)
+        before = {name: tensor.clone() for name, tensor in model.head.state_dict(prefix="head.").items()}
+        told = begun(model, tmp_path / "w.safetensors", **options)
+        assert_has(model, before)
+        assert_has(model, {name: tensor for name, tensor in source().items() if name.startswith("backbone")})
+        assert "backbone (4)" in told
+        assert "head.weight" in told
+    with pytest.raises(IncompatibleResume):
+        begun(Net(classes=7), tmp_path / "w.safetensors")
+
+
+def test_renamed_tensors_are_taken_under_their_new_names(tmp_path: Path) -> None:
+    tensors = {
+        f"encoder.{name.removeprefix('backbone.')}": tensor for name, tensor in source().items() if "backbone" in name
+    }
+    save_file(
+        tensors | {"fc.weight": source()["head.weight"], "fc.bias": source()["head.bias"]}, tmp_path / "w.safetensors"
+    )
+    begun(model := Net(), tmp_path / "w.safetensors", rename={"encoder": "backbone", "fc": "head"})
+    assert_has(model, source())
+
+
+@pytest.mark.parametrize("tensors", [{}, {"extra": torch.zeros(1)}])
+def test_without_strict_what_is_missing_and_what_is_ignored_is_listed(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    lacking = {name: tensor for name, tensor in source().items() if name != "head.bias"}
+    save_file(lacking | tensors, tmp_path / "w.safetensors")
+    told = begun(Net(), tmp_path / "w.safetensors", strict=False)
+    assert "head.bias" in told
+    assert all(name in told for name in tensors)
+
+
+def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(AccelRunError) as caught:
+        begun(model, path, **options)
+    assert_has(model, before)
+    return caught.value
+
+
+def test_what_is_wrong_is_refused_in_one_message_and_nothing_is_loaded(tmp_path: Path) -> None:
+    save_file(source(), tmp_path / "w.safetensors")
+    unknown = refusal(Net(), tmp_path / "w.safetensors", only=["bakbone"])
+    assert isinstance(unknown, ConfigError)
+    assert " backbone?" in str(unknown)
+    assert isinstance(refusal(Net(), tmp_path / "w.safetensors", rename={"encoder": "backbone"}), ConfigError)
+    assert isinstance(refusal(Net(), tmp_path / "w.safetensors", rename={"head": "backbone.0"}), ConfigError)
+    save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
+    assert isinstance(refusal(Net(), tmp_path / "other.safetensors", strict=False), IncompatibleResume)
+    (tmp_path / "empty").mkdir()
+    assert refusal(Net(), tmp_path / "empty").exit_code == Exit.CONFIG
+    (tmp_path / "pickles").mkdir()
+    (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    assert isinstance(refusal(Net(), tmp_path / "pickles"), SecurityRefusal)
+    assert refusal(Net(), tmp_path / "nothing").exit_code == Exit.NO_INPUT
+
+
+def test_shards_that_are_missing_twice_there_or_outside_are_refused(tmp_path: Path) -> None:
+    for name, index in (("index", True), ("names", False)):
+        write_shards(tmp_path / name, source(), index=index)[1].unlink()
+        missing = refusal(Net(), tmp_path / name)
+        assert isinstance(missing, DataError)
+        assert "2" in str(missing)
+    first, second = write_shards(tmp_path / "twice", source())
+    second.write_bytes(first.read_bytes())
+    assert isinstance(refusal(Net(), tmp_path / "twice"), DataError)
+    write_shards(tmp_path / "outside", source())
+    index = tmp_path / "outside" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../w.safetensors"}}))
+    assert isinstance(refusal(Net(), tmp_path / "outside"), SecurityRefusal)
+    for content in ("[", "{}", '{"weight_map": []}', '{"weight_map": {"x": 1}}'):
+        index.write_text(content)
+        assert isinstance(refusal(Net(), tmp_path / "outside"), DataError)
+
+
+def test_a_run_its_name_and_its_checkpoints_are_sources(server: ForkServer, tmp_path: Path) -> None:
+    words = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
+    assert server.run([*words, "updates=4", "averaging=ema", "run=first"], tmp_path).code == 0
+    checkpoint = load(path_of(tmp_path / "outputs/first/checkpoints", 4))
+    wanted = checkpoint.tensors("model") | checkpoint.tensors("averaging")
+    frozen = ["updates=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
+    for number, value in enumerate(("first", "outputs/first", str(checkpoint.path), "last")):
+        ended = server.run([*words, *frozen, f"weights={value}", f"run=begun-{number}"], tmp_path)
+        assert ended.code == 0, ended.err
+        found = load_file(path_of(tmp_path / f"outputs/begun-{number}/checkpoints", 1) / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), value
+
+
+def test_an_old_way_to_write_the_setting_and_the_new_one_are_equal(server: ForkServer, tmp_path: Path) -> None:
+    missing = [server.run(f"train task=gpt {key}=nowhere", tmp_path) for key in ("weights", "weights.source")]
+    assert [ended.code for ended in missing] == [66, 66]
+    assert missing[0].err == missing[1].err
+
+
+def test_trials_of_a_sweep_start_from_a_run_by_its_name(server: ForkServer, tmp_path: Path) -> None:
+    common = ["train", "--task", str(TASK), "updates=1", "device=cpu", "monitor=off", "backend.threads=1"]
+    assert server.run([*common, "run=first"], tmp_path).code == 0
+    assert server.run([*common, "-m", "weights=last", "seed=1,2", "run=sweep"], tmp_path).code == 0
+    for number in (1, 2):
+        log = (tmp_path / "outputs" / "sweep" / f"sweep-{number}" / "console.log").read_text()
+        assert "run first," in log
+
+
+def test_a_run_is_measured_where_the_source_of_its_weights_is_gone(tmp_path: Path) -> None:
+    words = ("weights=gone.safetensors", "device=cpu", "monitor=off", f"output_root={tmp_path}", "run=mine")
+    with open_phase(Request(words, TASK)) as phase:
+        assert phase.planned.name == "train"
+
+
+def test_numbered_modules_need_no_quotes() -> None:
+    weights = compose(Request(("weights.only=[0,head]", "weights.rename={0: 5}"), TASK)).settings.weights
+    assert (weights.only, weights.rename) == (["0", "head"], {"0": "5"})

@@ -1,0 +1,309 @@
+"""A loss that couples all samples of an update is the same however the update is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.axes.optimizer import adamw
+from runner.axes.parallelism import ddp
+from runner.axes.precision import bf16, fp16, fp32
+from runner.axes.scheduler import constant
+from runner.base import noise
+from runner.base.batch import BatchSamples, MicroBatch
+from runner.base.errors import ConfigError, TaskFault
+from runner.base.noise import per_sample_noise
+from runner.base.order import Order
+from runner.base.task import Task
+from runner.base.world import World
+from runner.config.configuration import Choice
+from runner.distributed.parallel import Parallel
+from runner.distributed.replicated import Replicated
+from runner.engine.coupled import CoupledSource, check_strategy, checked_embedding, is_coupled
+from runner.engine.loop import Position, Training, train_updates
+from tests.distributed.ranks import CPU, run_ranks
+from tests.rounding import PROMISED, distance
+
+ALONE = World(CPU)
+GLOBAL, NUM_SAMPLES, WIDTH, UPDATES = 32, 45, 6, 4  # the second update of an epoch has 13 samples
+HERE = Path(__file__)
+
+
+class Towers(nn.Module):
+    """Two encoders and a temperature, with draws per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.text = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = per_sample_noise(x).dropout(x, 0.3) if self.training else x
+        return self.image(dropped), self.text(y)
+
+
+class Clip(Task):
+    """Contrastive loss in both directions, as in CLIP; the temperature is used in `couple`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = Towers().to(dtype)
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        return model(*batch[:2])
+
+    def couple(self, embeddings: Any) -> tuple[Tensor, int]:
+        image, text = (F.normalize(each.float() if each.dtype is torch.bfloat16 else each) for each in embeddings)
+        logits = self.model.scale.exp() * image @ text.T  # type: ignore[operator]
+        labels = torch.arange(len(logits))
+        both = F.cross_entropy(logits, labels, reduction="sum") + F.cross_entropy(logits.T, labels, reduction="sum")
+        return both / 2, len(logits)
+
+
+class Triplets(Task):
+    """Batch-hard triplets: the furthest positive against the nearest negative."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = Towers().to(dtype)
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        return {"code": model.image(batch[0]), "label": batch[2]}  # type: ignore[operator]
+
+    def couple(self, embeddings: Any) -> tuple[Tensor, Tensor]:
+        code, label = F.normalize(embeddings["code"]), embeddings["label"]
+        distances = torch.cdist(code, code, compute_mode="donot_use_mm_for_euclid_dist")
+        same = label[:, None] == label
+        positive = distances.masked_fill(~same, 0.0).amax(1)
+        negative = distances.masked_fill(same, float("inf")).amin(1)
+        return F.softplus(positive - negative).sum(), same.any(1).sum()
+
+
+def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(NUM_SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return x, y, torch.randint(0, 4, (NUM_SAMPLES,), generator=generator)
+
+
+def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
+    tensors = data(dtype)
+    for key in order.from_update(0):
+        samples = BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(key.indices)))
+        noise.start_pass(samples)
+        batch = tuple(tensor[key.indices] for tensor in tensors) if key.indices else None
+        yield MicroBatch(batch, key.last, counts=key.counts, samples=samples)
+
+
+def training(
+    task: Task, parallel: Parallel, precision: Any = fp32, embed: Callable[..., Any] | None = None
+) -> Training:
+    model, named = task.model, list(task.model.named_parameters())
+    parallel.wrap(model, lambda: list(model.children()), [])
+    parameters = [weight for _, weight in named]
+    parallel.begin(parameters)
+    position = Position("train")
+
+    def embedded(model: nn.Module, batch: Any) -> Any:
+        return checked_embedding((embed or task.embed)(model, batch), task.embed, HERE)
+
+    return Training(
+        position=position, model=model, loss=task.loss, parameters=parameters, optimizer=adamw(named, lr=0.01),
+        schedule=constant(100), precision=precision(parallel.world, model), parallel=parallel, per_item=1 / 32,
+        max_grad_norm=0.5,
+        gradients=CoupledSource(embedded, task.couple, HERE, 3, lambda: position.update),
+    )  # fmt: skip
+
+
+def trained(
+    world: World, kind: type[Any], *, shares: tuple[int, ...], micro: int, dtype: torch.dtype, precision: Any = fp32
+) -> dict[str, Any]:
+    parallel = ddp(world)
+    order = Order(
+        NUM_SAMPLES, GLOBAL, micro, seed=3, shares=shares if world.world_size > 1 else (), rank=world.rank,
+        in_step=parallel.in_step,
+    )  # fmt: skip
+    run = training(kind(dtype), parallel, precision)
+    steps = list(train_updates(run, batches_of(order, dtype), UPDATES))
+    return result(run.model, steps)
+
+
+def result(model: nn.Module, steps: Any) -> dict[str, Any]:
+    return {
+        "losses": [float(step.loss_sum) / float(step.items) for step in steps],
+        "norms": [float(step.grad_norm) for step in steps],
+        "weights": {name: tensor.double().flatten().tolist() for name, tensor in model.state_dict().items()},
+    }
+
+
+def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Train with a plain PyTorch loop over whole batches."""
+    task = kind(dtype)
+    optimizer = adamw(list(task.model.named_parameters()), lr=0.01)
+    losses, norms = [], []
+    batches = batches_of(Order(NUM_SAMPLES, GLOBAL, GLOBAL, seed=3), dtype)
+    for _ in range(UPDATES):
+        batch = next(batches)
+        loss, count = task.couple(task.embed(task.model, batch.batch))
+        (loss / count).backward()
+        losses.append(float(loss.detach()) / float(count))
+        norms.append(float(nn.utils.clip_grad_norm_(task.model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: tensor.double().flatten().tolist() for name, tensor in task.model.state_dict().items()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+@pytest.mark.parametrize("kind", [Clip, Triplets])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    ("shares", "micro"),
+    [((32,), 32), ((32,), 8), ((32,), 5), ((16, 16), 16), ((19, 13), 4), ((11, 8, 13), 5), ((31, 1), 8)],
+    ids=str,
+)
+def test_ranks_shares_and_accumulation_equal_a_plain_loop(
+    kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int
+) -> None:
+    found = (
+        [trained(ALONE, kind, shares=shares, micro=micro, dtype=dtype)]
+        if len(shares) == 1
+        else run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
+    )
+    plain = by_hand(kind, dtype)
+    for one in found:
+        for key in ("losses", "norms", "weights"):
+            assert distance(plain[key], one[key]) <= PROMISED[dtype], key
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [(fp16, 2e-3), (bf16, 2e-2)])
+def test_a_loss_scale_reaches_the_gradients_of_the_embeddings(precision: Any, tolerance: float) -> None:
+    """The tolerance is a few roundings of the 16-bit format: eps is 1e-3 and 8e-3."""
+    whole = trained(ALONE, Clip, shares=(32,), micro=32, dtype=torch.float32, precision=precision)
+    parts = trained(ALONE, Clip, shares=(32,), micro=8, dtype=torch.float32, precision=precision)
+    assert distance(whole["norms"], parts["norms"]) <= tolerance
+    assert distance(whole["weights"], parts["weights"]) <= tolerance
+
+
+class Dropped(Clip):
+    """Draws from the global generator, and changes buffers on which its output depends."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.image.append(nn.Dropout(0.5))  # type: ignore[operator, union-attr]
+        self.model.register_buffer("mean", torch.zeros(WIDTH, dtype=dtype))
+        self.model.text.append(nn.BatchNorm1d(8, dtype=dtype))  # type: ignore[operator, union-attr]
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        model.mean = 0.9 * model.mean + batch[0].mean(0)  # type: ignore[operator]
+        return model(batch[0] - model.mean, batch[1])  # type: ignore[operator]
+
+
+def test_a_repeated_forward_pass_has_the_same_draws_and_buffers() -> None:
+    """The output of each second pass equals that of the first one, bit for bit, and state advances once."""
+    task, seen = Dropped(torch.float64), []
+
+    def embed(model: nn.Module, batch: Any) -> Any:
+        found = task.embed(model, batch)
+        seen.append((batch[0].clone(), [each.detach().clone() for each in found]))
+        return found
+
+    run = training(task, ddp(ALONE), embed=embed)
+    order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True)
+    torch.manual_seed(5)
+    next(train_updates(run, batches_of(order, torch.float64), 1))
+    after = torch.get_rng_state()
+    first, again = seen[:4], seen[4:]
+    assert len(again) == 3
+    for x, outputs in again:
+        (before,) = (kept for batch, kept in first if torch.equal(batch, x))
+        assert all(torch.equal(one, other) for one, other in zip(before, outputs, strict=True))
+    plain = Dropped(torch.float64)
+    torch.manual_seed(5)
+    batches = batches_of(order, torch.float64)
+    for _ in range(4):
+        plain.embed(plain.model, next(batches).batch)
+    assert torch.equal(torch.get_rng_state(), after)
+    for name, buffer in plain.model.named_buffers():
+        assert torch.equal(buffer, task.model.get_buffer(name)), name
+
+
+def test_activations_of_one_micro_batch_are_held_at_a_time() -> None:
+    """Counted on what autograd saves: the largest number of bytes alive does not grow with the micro-batches."""
+
+    def most(micro: int, num: int) -> int:
+        alive = largest = 0
+
+        class Saved:
+            def __init__(self, tensor: Tensor) -> None:
+                nonlocal alive, largest
+                self.tensor = tensor.detach()  # with its graph it would keep itself alive
+                alive += tensor.nbytes
+                largest = max(largest, alive)
+
+            def __del__(self) -> None:
+                nonlocal alive
+                alive -= self.tensor.nbytes
+
+        task = Triplets(torch.float32)
+        task.couple = lambda codes: (codes["code"].sum(), len(codes["code"]))  # type: ignore[method-assign]
+        run = training(task, ddp(ALONE))
+        order = Order(NUM_SAMPLES, micro * num, micro, seed=3)
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            next(train_updates(run, batches_of(order, torch.float32), 1))
+        return largest
+
+    assert most(8, 1) == most(8, 4) < most(32, 1)
+
+
+def test_random_draws_of_the_coupling_are_the_same_on_all_ranks() -> None:
+    class Drawn(Clip):
+        def couple(self, embeddings: Any) -> tuple[Tensor, int]:
+            weights = torch.rand(len(embeddings[0]), 1, dtype=embeddings[0].dtype)
+            return (weights * embeddings[0] * embeddings[1]).sum(), len(weights)
+
+    alone = trained(ALONE, Drawn, shares=(32,), micro=8, dtype=torch.float64)
+    for one in run_ranks(lambda world: trained(world, Drawn, shares=(19, 13), micro=4, dtype=torch.float64), 2):
+        assert distance(alone["weights"], one["weights"]) <= PROMISED[torch.float64]
+
+
+@pytest.mark.parametrize(
+    "answer", [3.0, torch.zeros(()), (torch.zeros(2, 2), None), {"x": 1}, torch.zeros(2, 2)], ids=repr
+)
+def test_an_embedding_without_rows_or_gradient_is_refused(answer: Any) -> None:
+    with pytest.raises(TaskFault):
+        checked_embedding(answer, Clip.embed, HERE)
+
+
+def test_more_rows_than_samples_are_refused() -> None:
+    """Concatenated views would be in another order with other micro-batches."""
+
+    class Views(Clip):
+        def embed(self, model: nn.Module, batch: Any) -> Any:
+            return torch.cat(model(*batch[:2]))
+
+        def couple(self, embeddings: Any) -> tuple[Tensor, int]:
+            return super().couple(embeddings.chunk(2))
+
+    with pytest.raises(TaskFault):
+        trained(ALONE, Views, shares=(32,), micro=8, dtype=torch.float64)
+
+
+def test_half_a_coupled_task_is_refused() -> None:
+    with pytest.raises(TaskFault):
+        is_coupled(type("Half", (Task,), {"embed": Clip.embed})(), "train")
+    with pytest.raises(TaskFault):
+        is_coupled(type("Both", (Clip,), {"loss": lambda *_: None})(torch.float32), "train")
+    assert is_coupled(Clip(torch.float32), "train")
+    assert not is_coupled(Task(), "train")
+
+
+def test_strategies_with_collectives_in_passes_are_refused() -> None:
+    with pytest.raises(ConfigError) as found:
+        check_strategy(Replicated(World(CPU, 0, 0, 2), in_step=True), Choice("ddp", "ddp", {"batch_norm": "sync"}))
+    assert found.value.exit_code == 78

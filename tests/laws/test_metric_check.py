@@ -1,0 +1,155 @@
+"""A metric that is a mean instead of a sum is detected before the first update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from runner import per_sample_noise
+from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.precision import fp32
+from runner.axes.prefetch import Prefetch
+from runner.base.errors import TaskFault
+from runner.base.task import Task
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.engine.additivity_check import check_metrics
+from tests.forkserver import ForkServer
+
+WORLD = World(torch.device("cpu"))
+SIZE, WIDTH, CLASSES = 16, 6, 3
+Evaluate = Callable[[Any, nn.Module, Any], Mapping[str, Any]]
+
+
+def checked(evaluate: Evaluate, *, additive: bool = True) -> dict[str, list[str]]:
+    """Return reason -> metrics not checked, for a task with this method."""
+    task = type("Points", (Task,), {"evaluate": evaluate, "loss_is_additive": additive})()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Dropout(0.5), nn.Linear(12, CLASSES))
+    parts: Any = SimpleNamespace(
+        world=WORLD, bare=model, model=model, parallel=Parallel(WORLD), precision=fp32(WORLD, model), task=task,
+        source=Path(__file__), prefetch=Prefetch(WORLD.device),
+        plan=SimpleNamespace(choices={"compile": SimpleNamespace(name="off")}, settings=SimpleNamespace(seed=0)),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(SIZE, WIDTH, generator=generator), torch.randint(0, CLASSES, (SIZE,), generator=generator)
+    samples = list(zip(x, y, strict=True))
+    return check_metrics(parts, Loader(Fetcher(samples, default_collate, bad_samples="stop")), list(range(SIZE)))
+
+
+def correct(model: nn.Module, batch: Any) -> Tensor:
+    found: Tensor = model(batch[0]).argmax(1) == batch[1]
+    return found
+
+
+SUMS: dict[str, Evaluate] = {
+    "sums": lambda self, model, batch: {
+        "loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+        "accuracy": (correct(model, batch).sum(), len(batch[1])),
+    },
+    "draws for each sample": lambda self, model, batch: {
+        "loss": ((model(batch[0]) - per_sample_noise(batch).normal(CLASSES)).square().sum(), len(batch[1]))
+    },
+    "a mean of batches": lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)},
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_metrics_that_are_sums_pass(name: str) -> None:
+    assert checked(SUMS[name]) == {}
+
+
+def mean_accuracy(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    scale = batch[0].std().mean()
+    total = F.cross_entropy(model(batch[0] / scale), batch[1], reduction="sum")
+    return {"loss": (total, len(batch[1])), "accuracy": (correct(model, batch).float().mean(), len(batch[1]))}
+
+
+def mean_loss(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    return {"loss": (F.cross_entropy(model(batch[0]), batch[1]), len(batch[1]))}
+
+
+def constant_count(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    return {"loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch))}
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "fix"),
+    [
+        (mean_accuracy, "correct(model, batch).float().sum()"),
+        (mean_loss, 'F.cross_entropy(model(batch[0]), batch[1], reduction="sum")'),
+        (constant_count, "len(y)"),
+    ],
+)
+def test_a_mean_is_refused_with_the_call_to_change(evaluate: Evaluate, fix: str) -> None:
+    with pytest.raises(TaskFault) as found:
+        checked(evaluate)
+    assert fix in str(found.value)
+
+
+def retrieval(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    """A metric of all pairs of a batch."""
+    codes = model(batch[0])
+    return {"pairs": ((codes @ codes.T).square().sum(), len(codes))}
+
+
+def test_a_metric_of_pairs_is_reported_unless_the_task_says_that_its_samples_belong_together() -> None:
+    assert [*checked(retrieval).values()] == [["pairs"]]
+    assert checked(retrieval, additive=False) == {}
+
+
+def fails(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+    raise ValueError("not yet")
+
+
+def test_a_metric_that_cannot_be_decided_is_reported() -> None:
+    assert len(checked(fails)) == 1
+    assert [*checked(lambda self, model, batch: {"none": (0.0, len(batch[1]))}).values()] == [["none"]]
+
+
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from runner import Task
+
+SETTINGS = {"updates": 4, "global_batch_size": 8, "micro_batch_size": 4}
+
+
+def build() -> Task:
+    return Points()
+
+
+class Points(Task):
+    def __init__(self):
+        self.model = nn.Linear(6, 3)
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(32, 6), torch.randint(0, 3, (32,)))
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    def evaluate(self, model, batch):
+        return {"loss": (F.cross_entropy(model(batch[0]), batch[1]), len(batch[1]))}
+"""
+
+
+@pytest.mark.parametrize("words", ["parallelism=single", "parallelism=ddp parallelism.world_size=2"])
+def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_path: Path, words: str) -> None:
+    (tmp_path / "mine.py").write_text(FILE)
+    ended = server.run(f"train --task mine.py run=mine device=cpu monitor=off {words}", tmp_path)
+    assert ended.code == 70
+    assert "mine.py:25" in ended.err
+    assert (
+        not (tmp_path / "outputs/mine/metrics.jsonl").exists()
+        or not (tmp_path / "outputs/mine/metrics.jsonl").read_text()
+    )

@@ -1,0 +1,242 @@
+"""A metric that is not a sum equals that of one process, however its samples are divided."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from runner import Gather
+from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.parallelism import ddp
+from runner.axes.precision import fp32
+from runner.axes.prefetch import Prefetch
+from runner.base.errors import TaskFault
+from runner.base.task import Task
+from runner.base.world import World
+from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
+from tests.distributed.ranks import CPU, run_ranks
+from tests.rounding import PROMISED
+
+ALONE = World(CPU)
+WIDTH, NUM_SAMPLES = 6, 37
+HERE = Path(__file__)
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+def auroc(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the share of pairs of a positive and a negative that are in order."""
+    positive, negative = scores[labels == 1], scores[labels == 0]
+    return (positive[:, None] > negative).double().mean()
+
+
+class Total(torchmetrics.Metric):
+    """A metric with a sum, and the list of what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, values: Tensor) -> None:
+        self.total = self.total + values.double().sum()
+        self.seen.append(values)
+
+    def compute(self) -> dict[str, Tensor]:
+        seen = torch.cat(self.seen)
+        return {"mean": self.total / len(seen), "median": seen.median()}
+
+
+class Longest(torchmetrics.Metric):
+    """The largest sum of a sample, in a list with one tensor per sample as detections have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("of_samples", [], dist_reduce_fx=None)
+        self.add_state("level", torch.zeros(()), dist_reduce_fx="mean")
+
+    def update(self, x: Tensor) -> None:
+        self.of_samples += [row[: 1 + number % 3] for number, row in enumerate(x)]
+        self.level = torch.ones(())
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"max": torch.stack([each.sum() for each in self.of_samples]).max(), "level": self.level}
+
+
+class Points(Task):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(WIDTH, 1).double()
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        x, y = batch
+        scores = model(x).flatten()
+        return {"auroc": (scores, y), "order": scores, "score": scores, "mean": (scores.sum(), len(y))}
+
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        weights = torch.arange(NUM_SAMPLES).double().cos()
+        return {
+            "auroc": Gather(auroc),
+            "score": Total(),
+            "order": Gather(lambda scores: weights[: len(scores)] @ scores),
+        }
+
+
+class Contrast(Task):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(WIDTH, 4).double()
+
+    def embed(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0])  # type: ignore[no-any-return]
+
+    def couple(self, embeddings: Tensor) -> tuple[Tensor, int]:
+        codes = F.normalize(embeddings)
+        return F.cross_entropy(5 * codes @ codes.T, torch.arange(len(codes)), reduction="sum"), len(codes)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(NUM_SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 2, (NUM_SAMPLES,), generator=generator)
+
+
+def measured(world: World, task: Task, size: int, coupled: int = 16, number: int = NUM_SAMPLES) -> dict[str, float]:
+    parallel = ddp(world)
+    model = parallel.wrap(task.model, list, [])
+    loader = Loader(Fetcher(list(zip(*data(), strict=True)), default_collate, bad_samples="stop"))
+    found = evaluate(
+        task, model, loader, Prefetch(CPU), fp32(world, model), parallel, list(range(number)),
+        Sizes(size, coupled=coupled), 0, HERE,
+    )  # fmt: skip
+    assert isinstance(found, EvaluationResult)
+    return found.known()
+
+
+@pytest.mark.parametrize("size", [37, 8, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) -> None:
+    found = run_ranks(lambda world: measured(world, Points(), size), world_size)
+    task = Points()
+    with torch.no_grad():
+        scores, labels = task.model(data()[0]).flatten(), data()[1]
+    whole = {
+        "auroc": auroc(scores, labels), "score.mean": scores.mean(), "score.median": scores.median(),
+        "order": torch.arange(NUM_SAMPLES).double().cos() @ scores, "mean": scores.mean(),
+    }  # fmt: skip
+    for one in found:
+        assert one == pytest.approx({name: float(value) for name, value in whole.items()}, rel=PROMISED[torch.float64])
+
+
+@pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
+def test_a_coupled_loss_is_evaluated_over_as_many_samples_as_an_update_has(size: int, world_size: int) -> None:
+    found = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
+    task = Contrast()
+    with torch.no_grad():
+        losses = [task.loss(task.model, (part,)) for part in data()[0].split(16)]
+    loss = sum(float(total) for total, _ in losses) / NUM_SAMPLES
+    assert [one["loss"] for one in found] == pytest.approx([loss] * world_size, rel=PROMISED[torch.float64])
+
+
+def test_a_rank_without_samples_takes_part() -> None:
+    alone = measured(ALONE, Points(), 8, number=4)
+    assert run_ranks(lambda world: measured(world, Points(), 8, number=4), 2) == [alone, alone]
+
+
+def test_a_metric_that_evaluate_does_not_return_is_refused() -> None:
+    class Forgot(Points):
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"auroc": (model(batch[0]).flatten(), batch[1])}
+
+    with pytest.raises(TaskFault):
+        measured(ALONE, Forgot(), 8)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"auroc": auroc},
+        [Gather(auroc)],
+        {"auroc": Gather(partial(torch.add, alpha=2))},  # several numbers
+        {"order": torchmetrics.AUROC(task="binary")},  # its update needs two arguments
+    ],
+    ids=["function", "list", "vector", "arguments"],
+)
+def test_what_is_no_metric_is_refused(declared: Any) -> None:
+    class Wrong(Points):
+        def metrics(self, split: str) -> Any:
+            return declared
+
+    with pytest.raises(TaskFault):
+        measured(ALONE, Wrong(), 8)
+
+
+class Measured(Points):
+    """Metrics of torchmetrics that the task keeps: of sums, of lists, without a reduction, wrapped, and collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = {"f1": torchmetrics.F1Score(task="binary"), "recall": torchmetrics.Recall(task="binary")}
+        self.kept = {
+            "auroc": torchmetrics.AUROC(task="binary"),
+            "accuracy": torchmetrics.Accuracy(task="binary"),
+            "longest": Longest(),
+            "pearson": torchmetrics.PearsonCorrCoef().set_dtype(torch.float64),
+            "of": torchmetrics.ClasswiseWrapper(torchmetrics.Accuracy("multiclass", num_classes=2, average=None)),
+            "both": torchmetrics.MetricCollection(both),
+        }
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        x, y = batch
+        scores = model(x).flatten().sigmoid()
+        answers = dict.fromkeys(self.kept, (scores, y))
+        return {**answers, "longest": x, "pearson": (scores, y.double()), "of": ((scores > 0.5).long(), y)}
+
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        return self.kept
+
+
+@pytest.mark.parametrize(("number", "world_size"), [(NUM_SAMPLES, 1), (NUM_SAMPLES, 2), (NUM_SAMPLES, 3), (5, 2)])
+def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> None:
+    (first, *others) = run_ranks(lambda world: measured(world, Measured(), 5, number=number), world_size)
+    task, whole = Measured(), dict[str, float]()
+    with torch.no_grad():
+        x, y = (part[:number] for part in data())
+        # in the same parts: a metric may count its updates
+        answers = [task.evaluate(task.model, batch) for batch in zip(x.split(5), y.split(5), strict=True)]
+    for name, metric in task.kept.items():
+        for answer in answers:
+            metric.update(*answer[name]) if isinstance(answer[name], tuple) else metric.update(answer[name])
+        found = metric.compute()
+        named = {f"{name}.{key}": value for key, value in found.items()} if isinstance(found, dict) else {name: found}
+        whole |= {key: float(value) for key, value in named.items()}
+    assert first == pytest.approx(whole, rel=PROMISED[torch.float32])
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_kept_metric_starts_empty_in_each_evaluation(world_size: int) -> None:
+    def twice(world: World) -> list[dict[str, float]]:
+        task = Measured()
+        measured(world, task, 8, number=20)
+        return [measured(world, task, 8), measured(world, Measured(), 8)]
+
+    for second, fresh in run_ranks(twice, world_size):
+        assert second == fresh
+
+
+def test_a_coupled_loss_that_is_not_a_number_counts_as_measured() -> None:
+    class Diverged(Contrast):
+        def couple(self, embeddings: Tensor) -> tuple[Tensor, int]:
+            return embeddings.sum() * math.nan, len(embeddings)
+
+    assert measured(ALONE, Diverged(), 8).keys() == {"loss"}
+    assert not measured(ALONE, Diverged(), 8, number=0)

@@ -1,0 +1,303 @@
+"""Several objectives in one update equal a plain loop, however the update is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.axes.optimizer import adam
+from runner.axes.parallelism import ddp
+from runner.axes.precision import Precision, fp16, fp32
+from runner.axes.scheduler import constant
+from runner.base import noise
+from runner.base.batch import BatchSamples, MicroBatch
+from runner.base.errors import ConfigError, TaskFault
+from runner.base.noise import per_sample_noise
+from runner.base.order import Order
+from runner.base.task import Task
+from runner.base.world import World
+from runner.config.configuration import Choice
+from runner.engine.loop import Position, Training, train_updates
+from runner.engine.objective_phase import check_signature, loss_of
+from runner.engine.objectives import Objectives, ObjectiveSpec, OwnPosition, objectives_of
+from tests.distributed.ranks import CPU, run_ranks
+from tests.rounding import PROMISED, distance
+
+ALONE = World(CPU)
+GLOBAL, NUM_SAMPLES, WIDTH, UPDATES = 32, 45, 6, 4
+LR = 0.01
+Declared = Mapping[str, Mapping[str, Any]]
+
+
+def half(world: World, model: nn.Module) -> Precision:
+    return fp16(world, model, init_scale=256.0)
+
+
+class Parts(nn.Module):
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+def mlp(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 16), nn.Tanh(), nn.Linear(16, outputs))
+
+
+class Adversarial(Task):
+    """A generator and a discriminator, as in DCGAN."""
+
+    declared: ClassVar[Declared] = {"disc": {"trains": ["disc"]}, "gen": {"trains": ["gen"]}}
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = Parts(gen=mlp(3, WIDTH), disc=mlp(WIDTH, 1)).to(dtype)
+
+    @property
+    def objectives(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.declared
+
+    def loss(self, model: Any, batch: Any, objective: str = "") -> tuple[Tensor, int]:
+        real = batch[0]
+        fake = model.gen(per_sample_noise(batch).normal(3, dtype=real.dtype))
+        if objective == "gen":
+            return F.softplus(-model.disc(fake)).sum(), len(real)
+        return (F.softplus(-model.disc(real)) + F.softplus(model.disc(fake.detach()))).sum(), len(real)
+
+
+class ActorCritic(Task):
+    """A critic that regresses returns, and an actor that uses its advantage; the critic is trained more often."""
+
+    declared: ClassVar[Declared] = {"critic": {"trains": ["critic"]}, "actor": {"trains": ["actor"], "every": 2}}
+    objectives = Adversarial.objectives
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = Parts(critic=mlp(WIDTH, 1), actor=mlp(WIDTH, 3)).to(dtype)
+
+    def loss(self, model: Any, batch: Any, objective: str = "") -> tuple[Tensor, int]:
+        state, reward, action = batch[0], batch[1][:, 0], batch[2]
+        value = model.critic(state).flatten()
+        if objective == "critic":
+            return (value - reward).square().sum(), len(state)
+        chosen = F.log_softmax(model.actor(state), 1).gather(1, action[:, None]).flatten()
+        return -(chosen * (reward - value).detach()).sum(), len(state)
+
+
+class Distilled(Task):
+    """A student follows a frozen teacher, and a head is trained on its features."""
+
+    declared: ClassVar[Declared] = {"student": {"trains": ["student"]}, "head": {"trains": ["head"]}}
+    objectives = Adversarial.objectives
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        torch.manual_seed(0)
+        self.model = Parts(teacher=mlp(WIDTH, 4), student=mlp(WIDTH, 4), head=nn.Linear(4, 3)).to(dtype)
+
+    def loss(self, model: Any, batch: Any, objective: str = "") -> tuple[Tensor, int]:
+        if objective == "student":
+            return (model.student(batch[0]) - model.teacher(batch[0])).square().sum(), len(batch[0])
+        return F.cross_entropy(model.head(model.student(batch[0])), batch[2], reduction="sum"), len(batch[0])
+
+
+def data(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(NUM_SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    return x, y, torch.randint(0, 3, (NUM_SAMPLES,), generator=generator)
+
+
+def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
+    tensors = data(dtype)
+    for key in order.from_update(0):
+        samples = BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(key.indices)))
+        noise.start_pass(samples)
+        batch = tuple(tensor[key.indices] for tensor in tensors) if key.indices else None
+        yield MicroBatch(batch, key.last, counts=key.counts, samples=samples)
+
+
+def specs_of(task: Task) -> list[ObjectiveSpec]:
+    phase: Any = SimpleNamespace(
+        name="train", max_grad_norm=0.5, optimizer=Choice("adam", "adam", {}),
+        scheduler=Choice("constant", "constant", {}),
+    )  # fmt: skip
+    return objectives_of(task, phase)
+
+
+def objectives(task: Task, world: World, precision: Any = fp32) -> Objectives:
+    parallel, model = ddp(world), task.model
+    parallel.wrap(model, list, [])
+    specs = specs_of(task)
+    weights = [spec.parameters_of(model) for spec in specs]
+    parallel.begin([weight for each in weights for weight in each.values()])
+    parallel.divide([list(each.values()) for each in weights])
+    position, first = Position("train"), precision(world, model)
+    parts = [
+        (
+            spec,
+            Training(
+                position=OwnPosition(position, spec.every, keeps_precision=False),
+                model=model, loss=loss_of(task, spec.name),
+                parameters=list(named.values()), optimizer=adam(list(named.items()), lr=LR), schedule=constant(100),
+                precision=first if index == 0 else first.fork(model), parallel=parallel, per_item=1 / 32,
+                max_grad_norm=spec.max_grad_norm,
+            ),
+        )
+        for index, (spec, named) in enumerate(zip(specs, weights, strict=True))
+    ]  # fmt: skip
+    return Objectives(position, model, parallel, parts)
+
+
+def trained(
+    world: World, kind: type[Any], *, shares: tuple[int, ...], micro: int, dtype: torch.dtype, precision: Any = fp32
+) -> dict[str, Any]:
+    order = Order(
+        NUM_SAMPLES, GLOBAL, micro, seed=3, shares=shares if world.world_size > 1 else (), rank=world.rank,
+    )  # fmt: skip
+    run = objectives(kind(dtype), world, precision)
+    steps = list(train_updates(run, batches_of(order, dtype), UPDATES))
+    losses = [
+        float(total) / float(count)
+        for step in steps
+        for name, (total, count) in step.extra.items()
+        if name.endswith("/loss")
+    ]
+    return {"losses": losses, "weights": weights_of(run.model)}
+
+
+def weights_of(model: nn.Module) -> dict[str, list[float]]:
+    return {name: tensor.double().flatten().tolist() for name, tensor in model.state_dict().items()}
+
+
+def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Train with a plain PyTorch loop over whole batches."""
+    task = kind(dtype)
+    parts = {
+        name: (
+            [weight for key, weight in task.model.named_parameters() if key.startswith(content["trains"][0])],
+            content.get("every", 1),
+        )
+        for name, content in kind.declared.items()
+    }
+    optimizers = {name: torch.optim.Adam(weights, lr=LR) for name, (weights, _) in parts.items()}
+    batches, losses = batches_of(Order(NUM_SAMPLES, GLOBAL, GLOBAL, seed=3), dtype), []
+    for update in range(UPDATES):
+        micro = next(batches)
+        for name, (weights, every) in parts.items():
+            if update % every:
+                continue
+            noise.start_pass(micro.samples)
+            task.model.zero_grad()
+            total, count = task.loss(task.model, micro.batch, name)
+            (total / count).backward()
+            nn.utils.clip_grad_norm_(weights, 0.5)
+            optimizers[name].step()
+            losses.append(float(total.detach()) / count)
+    return {"losses": losses, "weights": weights_of(task.model)}
+
+
+@pytest.mark.parametrize("kind", [Adversarial, ActorCritic, Distilled])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 5), ((19, 13), 4), ((11, 8, 13), 5)], ids=str)
+def test_ranks_shares_and_accumulation_equal_a_plain_loop(
+    kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int
+) -> None:
+    found = run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
+    plain = by_hand(kind, dtype)
+    for one in found:
+        assert distance(plain["losses"], one["losses"]) <= PROMISED[dtype]
+        assert distance(plain["weights"], one["weights"]) <= PROMISED[dtype]
+
+
+def test_parameters_of_no_objective_stay_as_they_are() -> None:
+    before = weights_of(Distilled(torch.float32).model)
+    after = trained(ALONE, Distilled, shares=(32,), micro=8, dtype=torch.float32)["weights"]
+    same = {name for name in before if before[name] == after[name]}
+    assert same == {name for name in before if name.startswith("teacher")}
+
+
+def test_an_overflow_of_one_objective_skips_only_its_step() -> None:
+    """Each objective has its own loss scale."""
+    task = Adversarial(torch.float32)
+    run = objectives(task, ALONE, half)
+    before = weights_of(task.model)
+    loss = run.parts[0][1].loss
+    exploding = [(run.parts[0][0], run.parts[0][1].watched(lambda _: lambda model, batch: _times(loss(model, batch))))]
+    run = Objectives(run.position, run.model, run.parallel, [*exploding, run.parts[1]])
+    next(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float32), 1))
+    after = weights_of(task.model)
+    assert {name.split(".")[0] for name in before if before[name] != after[name]} == {"gen"}
+    assert [training.precision.num_skipped() for _, training in run.parts] == [1, 0]
+
+
+def _times(answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
+    return answer[0] * float("inf"), answer[1]
+
+
+def test_half_precision_does_not_depend_on_micro_batches() -> None:
+    """To a few roundings of float16: eps is 1e-3."""
+    whole = trained(ALONE, Adversarial, shares=(32,), micro=32, dtype=torch.float32, precision=half)
+    parts = trained(ALONE, Adversarial, shares=(32,), micro=8, dtype=torch.float32, precision=half)
+    assert distance(whole["losses"], parts["losses"]) <= 4e-3
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "trains nothing": {"disc": {"trains": ["critic"]}},
+    "no list": {"disc": {"trains": []}},
+    "shared": {"disc": {"trains": ["disc"]}, "gen": {"trains": ["gen", "disc.0"]}},
+    "unknown key": {"disc": {"trains": ["disc"], "lr": 1e-3}},
+    "unknown optimizer": {"disc": {"trains": ["disc"], "optimizer": "adamm"}},
+    "unknown key of an optimizer": {"disc": {"trains": ["disc"], "optimizer.beta": 0.5}},
+    "wrong value": {"disc": {"trains": ["disc"], "optimizer.lr": "fast"}},
+    "never": {"disc": {"trains": ["disc"], "every": 0}},
+    "not in every update": {"disc": {"trains": ["disc"], "every": 2}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_invalid_objectives_are_refused_with_exit_code_78(name: str) -> None:
+    task = type("Wrong", (Adversarial,), {"declared": WRONG[name]})(torch.float32)
+    with pytest.raises(ConfigError) as found:
+        specs_of(task)
+    assert found.value.exit_code == 78
+
+
+def test_objectives_may_share_parameters_that_each_of_them_declares() -> None:
+    shares = {"shares": ["disc.0"]}
+    shared = {"disc": {"trains": ["disc"], **shares}, "gen": {"trains": ["gen", "disc.0"], **shares}}
+    task = type("Shared", (Adversarial,), {"declared": shared})(torch.float32)
+    assert [len(spec.parameters_of(task.model)) for spec in specs_of(task)] == [4, 6]
+
+
+def test_updates_skipped_in_earlier_phases_follow_a_resume() -> None:
+    """A checkpoint restores the position of the phase after the objectives are built."""
+    whole = Position("train")
+    first, second = (OwnPosition(whole, 1, keeps_precision=keeps) for keeps in (True, False))
+    whole.update, whole.skipped_before = 7, 3
+    assert (first.skipped_before, second.skipped_before) == (3, 0)
+
+
+def test_a_loss_with_other_arguments_than_it_is_called_with_is_refused() -> None:
+    source = Path(__file__)
+
+    class Whole(Task):
+        def loss(self, model: nn.Module, batch: Any) -> Any: ...
+
+    class OfObjectives(Task):
+        def loss(self, model: nn.Module, batch: Any, objective: str) -> Any: ...
+
+    class Coupled(Task):
+        def embed(self, model: nn.Module, batch: Any) -> Any: ...
+
+    check_signature(Whole(), source, several=False)
+    check_signature(OfObjectives(), source, several=True)
+    check_signature(Coupled(), source, several=False)
+    for task, several in ((Whole(), True), (OfObjectives(), False), (Coupled(), True)):
+        with pytest.raises(TaskFault):
+            check_signature(task, source, several=several)

@@ -1,0 +1,132 @@
+"""Laws of the record of a run: it is read back as written, and no file is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import Problem
+from runner.base.json_values import to_json
+from runner.cli import main
+from runner.config.request import Request
+from runner.durable.directory import RunDirectory
+from runner.durable.record_files import read_error, read_record
+from runner.durable.run_request import origin_of
+from runner.durable.run_state import standing
+from runner.records.evidence import Evidence, PhaseEvidence
+from runner.records.run_record import (
+    VERSION,
+    AdoptedCheckpoint,
+    ErrorRecord,
+    PhaseRecord,
+    ProcessRecord,
+    RunOrigin,
+    RunRecord,
+    RunResult,
+)
+from runner.tools.measure.hint import facts_of
+from runner.tools.report.run_data import read_story
+
+OLD = Path(__file__).parent / "run_of_version_1"
+FULL = RunRecord(
+    name="first",
+    names=("first", "zero"),
+    uid="u",
+    adopted=(AdoptedCheckpoint(uid="v", checkpoint="update-1"),),
+    origin=RunOrigin(task="gpt", overrides=("seed=1",), folder="/data"),
+    process=ProcessRecord(state="done", exit_code=0, pid=7),
+    changes=({"file": "task.py"},),
+    result=RunResult(
+        update=4, metrics={"val/loss": 1.5, "val/pck": None}, phases={"train": PhaseRecord("train", 4, 4)}
+    ),
+    evidence=Evidence(task="gpt", phases=(PhaseEvidence("train", "train", updates=4),)),
+)
+
+
+def left_by(folder: Path, content: Any) -> RunRecord:
+    (folder / "run.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_record(folder)
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of runs with one that version 1 has written."""
+    shutil.copytree(OLD, tmp_path / "outputs" / "first")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "outputs"
+
+
+def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    found = left_by(tmp_path, to_json(FULL.to_json()))
+    assert found == FULL
+    assert (found.problem, found.wrong, found.version) == ("", (), VERSION)
+
+
+def test_an_error_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    error = ErrorRecord(cause="a", problems=(Problem("b", "c", "d"),), exit_code=65, place={"rank": 1}, reached=3)
+    (tmp_path / "error.json").write_text(to_json(error.to_json()))
+    assert read_error(tmp_path) == error
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"state": ', "null"])
+def test_a_damaged_file_is_unknown_and_reported(tmp_path: Path, content: str) -> None:
+    found = left_by(tmp_path, content)
+    assert found == RunRecord()
+    assert found.problem
+    assert not found.is_known
+
+
+def test_a_missing_file_is_unknown_and_reported(tmp_path: Path) -> None:
+    assert read_record(tmp_path) == RunRecord()
+    assert read_record(tmp_path).problem
+    assert read_error(tmp_path) is None
+
+
+@pytest.mark.parametrize("key", [each for each in FULL.to_json() if each != "version"])
+def test_a_value_of_a_wrong_type_makes_no_other_unknown(tmp_path: Path, key: str) -> None:
+    content = FULL.to_json()
+    found = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
+    rest = found.to_json()
+    assert rest[key] == "3" or key in found.wrong  # where None is written, a text may be right
+    assert bool(found.wrong) == bool(found.problem)
+    assert {name: value for name, value in rest.items() if name != key} == {
+        name: value for name, value in content.items() if name != key
+    }
+
+
+def test_a_file_of_a_newer_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+    found = left_by(tmp_path, FULL.to_json() | {"version": VERSION + 1, "later": {"a": 1}})
+    assert dataclasses.replace(found, version=VERSION) == FULL
+    assert str(VERSION + 1) in found.problem
+
+
+def test_a_run_of_version_1_is_read_completely(root: Path) -> None:
+    found = read_record(root / "first")
+    content = json.loads((OLD / "run.json").read_text())
+    assert (found.problem, found.wrong) == ("", ())
+    again = json.loads(to_json(found.to_json()))
+    assert {name: again[name] for name in content} == content
+    assert standing(found).word == "finished"
+
+
+def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "first"]) == 0
+    shown = capsys.readouterr().out
+    assert "475 items/s" in shown
+    assert "update 6 of 6" in shown
+    assert main(["runs", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["state"], row["task"], row["update"], row["items_per_s"]) == ("finished", "cape", 6, 474.5517287580912)
+    directory = RunDirectory.find(root, "first")
+    assert origin_of(directory, root, Request()).overrides[0] == "task=cape"
+    assert len(directory.owner.uid or "") == 32
+    story = read_story(directory)
+    assert (story.task, story.metrics["val/pck"], "record" in story.missing) == ("cape", 0.14916314143829318, False)
+    facts = facts_of(root / "first")
+    assert facts is not None
+    assert (facts.values["updates"], facts.values["micro_batch_size"], facts.evidence.updates) == (6, 4, 5)

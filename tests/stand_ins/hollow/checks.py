@@ -1,0 +1,379 @@
+"""What accel-run assumes of torch's CUDA build, checked on the hollow GPU: `scripts/first_contact.sh hollow`.
+
+    python checks.py FOLDER             build into FOLDER, run every check, print ok or differs for each
+    python checks.py --one NAME ARGS    run one check in this process, which sees the hollow GPU
+
+Results of kernels are zeros, so that nothing is compared but what the host does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.stand_ins.hollow.stubs import build, environment
+
+SEQUENCES, ALLOCATIONS = 12, 400
+Result = tuple[str, bool, str]  # what was compared, whether it agrees, and with which figures
+MIB = 2**20
+
+
+# ---------------------------------------------------------------- memory
+
+
+def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
+    """Random allocations: torch's statistics against the model in runner/plan/cuda_allocator.py."""
+    import torch
+
+    from runner.plan.cuda_allocator import Allocator, replay
+
+    torch.cuda.init()
+    limit = int(torch.cuda.mem_get_info()[0]) if int(limit_mib) else None
+    wrong: list[str] = []
+    for seed in range(SEQUENCES):
+        chance, events, held = random.Random(seed), [], dict[int, Any]()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        fits = True
+        for number in range(ALLOCATIONS):
+            if held and chance.random() < 0.45:
+                gone = chance.choice(sorted(held))
+                del held[gone]
+                events.append((gone, 0))
+            else:
+                size = int(2 ** chance.uniform(6, 26.5)) + chance.randrange(512)
+                events.append((number, size))
+                try:
+                    held[number] = torch.empty(size, dtype=torch.uint8, device="cuda")
+                except torch.OutOfMemoryError:
+                    fits = False
+                    break
+        statistics = torch.cuda.memory_stats()
+        found = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), statistics["num_alloc_retries"])
+        model = replay(events, Allocator.of(settings), limit)
+        expected = (model.allocated, model.reserved, model.retries)
+        if not fits:  # torch counts the last retry, and the model stops there
+            found, expected = (*found[:2], 0), (*expected[:2], 0)
+        held.clear()
+        agree = found == expected and fits == model.fits
+        if not agree:
+            wrong.append(f"seed {seed}: {(*found, fits)} instead of {(*expected, model.fits)}")
+    yield f"{SEQUENCES} sequences", not wrong, "; ".join(wrong) or "bytes allocated and reserved, and retries"
+
+
+def prediction(words: str) -> Iterator[Result]:
+    """Memory of a short run: the plan's prediction against torch's allocator, with real flash attention."""
+    from runner.config.configuration import compose
+    from runner.config.request import Request
+    from runner.plan.inventory import take_inventory
+    from runner.tools.doctor.findings import CheckContext
+    from runner.tools.doctor.first_contact import MEMORY_TOLERANCE, Expected, expectation
+
+    out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
+    own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {words}"
+    compose(Request(tuple(own.split())))
+    context = CheckContext(out, out, inventory=take_inventory())
+    expected = expectation(Request(tuple(own.split())), context)
+    assert isinstance(expected, Expected), expected
+    run(["train", *own.split()])
+    import torch
+
+    # cuBLAS's workspace comes from the same allocator; the plan counts it with the context.
+    held = torch.cuda.memory_allocated()
+    torch._C._cuda_clearCublasWorkspaces()
+    workspace = held - torch.cuda.memory_allocated()
+    allocated = torch.cuda.max_memory_allocated() - workspace
+    differs = abs(allocated - expected.allocated) > MEMORY_TOLERANCE * expected.allocated
+    figures = f"predicted {expected.allocated / MIB:.1f} MiB, allocated {allocated / MIB:.1f} MiB"
+    yield "allocated", not differs, f"{figures} and {workspace / MIB:.1f} MiB workspace of cuBLAS"
+
+
+# ---------------------------------------------------------------- kernels
+
+
+def attention() -> Iterator[Result]:
+    """Which attention kernels torch accepts for a call, against `why_not` in runner/axes/attention.py."""
+    import torch
+    from torch.backends.cuda import (
+        SDPAParams,
+        can_use_cudnn_attention,
+        can_use_efficient_attention,
+        can_use_flash_attention,
+    )
+
+    from runner.axes.attention import why_not
+
+    accepts = {
+        "flash": can_use_flash_attention,
+        "efficient": can_use_efficient_attention,
+        "cudnn": can_use_cudnn_attention,
+    }
+    device = torch.device("cuda:0")
+    total = 0
+    wrong: list[str] = []
+    dtypes, head_sizes = (torch.float16, torch.bfloat16, torch.float32), (*range(8, 272, 8), 20, 36, 320)
+    for dtype, head_size, masked, dropout, training in product(
+        dtypes, head_sizes, (False, True), (0.0, 0.1, 0.125), (True, False)
+    ):
+        shape = (2, 4, 128, head_size)
+        q = torch.empty(shape, dtype=dtype, device=device, requires_grad=training)
+        mask = torch.zeros(1, 1, 128, 128, dtype=dtype, device=device) if masked else None
+        given = SDPAParams(q, q, q, mask, dropout, not masked, False)
+        for name, accepted in accepts.items():
+            total += 1
+            reason = why_not(name, shape, dtype, device, masked=masked, dropout=dropout, training=training)
+            if accepted(given, False) == bool(reason):
+                kind = f"{str(dtype)[6:]} head {head_size}{' mask' * masked} dropout {dropout}{' training' * training}"
+                wrong.append(f"{name} {kind}: {reason or 'no reason, but refused'}")
+    yield f"{total} calls", not wrong, f"{len(wrong)} differ: {'; '.join(wrong[:6])}" if wrong else "all agree"
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def waits() -> Iterator[Result]:
+    """The loop under sync_debug_mode=error, with the test of tests/gpu that needs a CUDA build."""
+    from runner.axes.precision import bf16, fp16, fp32, tf32
+    from runner.axes.prefetch import none, stream
+    from tests.gpu import test_stream_and_precision as there
+
+    for precision in (fp32, tf32, bf16, fp16):
+        for prefetch in (none, stream):
+            try:
+                there.test_the_loop_and_its_rows_never_wait_for_the_device(precision, prefetch)
+                yield f"{precision.__name__} {prefetch.__name__}", True, "12 updates, none waits"
+            except Exception as error:
+                yield (
+                    f"{precision.__name__} {prefetch.__name__}",
+                    False,
+                    f"{type(error).__name__}: {error}".splitlines()[0],
+                )
+
+
+# ---------------------------------------------------------------- processes
+
+
+def contexts(words: str) -> Iterator[Result]:
+    """Each process has a context on its own GPU and on no other."""
+    device = next(word.partition("=")[2] for word in words.split() if word.startswith("device="))
+    out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
+    run(["train", "updates=1", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *words.split()])
+    library = ctypes.CDLL("libhollow.so")
+    found = [number for number in range(int(os.environ["HOLLOW_GPUS"])) if library.hollow_context(number)]
+    yield words, found == [int(device[-1])], f"contexts on {found}"
+
+
+ROOM = """
+import torch, ctypes
+from runner.durable import tensors
+tensors._WORTH_A_THREAD = 0
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+room = tensors.HostBuffer()
+room.prepare(4 << 20, device)
+room.clear()
+room.copy(torch.zeros(1 << 20, device=device))
+print([number for number in range(2) if ctypes.CDLL("libhollow.so").hollow_context(number)])
+"""
+
+
+def host_buffer() -> Iterator[Result]:
+    """The thread that prepares host memory for checkpoints opens no context on the first GPU."""
+    done = subprocess.run([sys.executable, "-c", ROOM], capture_output=True, text=True, check=False)
+    yield "contexts", done.stdout.strip() == "[1]", done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def forks() -> Iterator[Result]:
+    """Taking the inventory leaves a process that may be forked; one that has used CUDA may not."""
+    import torch
+
+    from runner.plan.inventory import take_inventory
+
+    def in_child() -> str:
+        read, write = os.pipe()
+        if os.fork() == 0:
+            try:
+                torch.zeros(1, device="cuda")
+                os.write(write, b"works")
+            except RuntimeError as error:
+                os.write(write, str(error).splitlines()[0].encode())
+            os._exit(0)
+        os.close(write)
+        os.wait()
+        return os.read(read, 1000).decode()
+
+    here = take_inventory()
+    yield "inventory", len(here.usable) == 1, f"{[device.name for device in here.usable]}"
+    yield "after the inventory", not torch.cuda.is_initialized(), f"initialized: {torch.cuda.is_initialized()}"
+    said = in_child()
+    yield "child after the inventory", said == "works", said
+    torch.zeros(1, device="cuda")
+    said = in_child()
+    yield "child of a process that used CUDA", "Cannot re-initialize CUDA in forked subprocess" in said, said
+
+
+# ---------------------------------------------------------------- compilation
+
+
+def compiled(capability: str) -> Iterator[Result]:
+    """Inductor and Triton down to machine code for this capability; what cannot be launched is not."""
+    import torch
+
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8)
+    )
+    model.to("cuda")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        torch._dynamo.reset()
+        name = f"sm_{capability.replace('.', '')} {str(dtype)[6:]}"
+        before = set(_machine_code())
+        try:
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                loss = torch.compile(model)(torch.zeros(32, 64, device="cuda")).square().mean()
+            loss.backward()
+        except Exception as error:
+            yield name, False, f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            continue
+        if dtype == torch.bfloat16 and capability < "8.0":
+            skipped = not set(_machine_code()) - before
+            yield name, skipped, "Inductor leaves it to eager kernels; the plan refuses precision=bf16 here"
+            continue
+        made = [path for path in _machine_code() if path not in before]
+        targets = {_target(path) for path in made}
+        wanted = capability.replace(".", "")
+        agree = bool(made) and all(target.startswith(wanted) for target in targets)
+        yield name, agree, f"{len(made)} kernels for sm_{', sm_'.join(sorted(targets)) or 'none'}"
+
+
+def _machine_code() -> list[Path]:
+    return sorted(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))
+
+
+def _target(cubin: Path) -> str:
+    return str(json.loads(cubin.with_suffix(".json").read_text())["target"]["arch"])
+
+
+# ---------------------------------------------------------------- how checks are run
+
+
+def run(words: Sequence[str]) -> None:
+    """Run accel-run in this process; raises AssertionError with its output where it fails."""
+    from runner.cli import main
+
+    sys.argv = ["accel-run", *words]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(list(words))
+    assert code == 0, said.getvalue()
+
+
+CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
+    function.__name__: function
+    for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, compiled)
+}
+# check, its arguments, what is different from one GPU of 8 GiB and capability 8.0
+PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
+    *(
+        ("allocator", (settings, limit), {"mib": int(limit) or 65536, "settings": settings})
+        for settings in (
+            "",
+            "max_split_size_mb:32",
+            "roundup_power2_divisions:4",
+            "large_segment_size_mb:40",
+            "expandable_segments:True",
+        )
+        for limit in ("0", "1000")
+    ),
+    *(
+        ("attention", (), {"capability": capability})
+        for capability in ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+    ),
+    ("waits", (), {}),
+    ("contexts", ("device=cuda:0 task=gpt micro_batch_size=8",), {"gpus": 2}),
+    ("contexts", ("device=cuda:1 task=gpt micro_batch_size=8 prefetch=stream",), {"gpus": 2}),
+    ("host_buffer", (), {"gpus": 2}),
+    ("forks", (), {}),
+    *(
+        (
+            "prediction",
+            (f"task={task} precision={precision} micro_batch_size=8 global_batch_size=16",),
+            {"capability": capability},
+        )
+        # Not fp16: no kernel writes the loss scale, so that it is 0 and the run ends.
+        for task, precision, capability in (("gpt", "bf16", "8.0"), ("gpt", "fp32", "8.0"), ("gpt", "fp32", "7.5"))
+    ),
+    *(("compiled", (capability,), {"capability": capability}) for capability in ("7.5", "8.0", "9.0")),
+)
+LIMIT_S = 400
+
+
+def main(folder: Path, only: str) -> int:
+    """Run every check in a process of its own; return 1 if anything differs."""
+    build(folder)
+    names = ("torch", "triton", "nvidia-cuda-runtime", "nvidia-cudnn-cu13")
+    print(", ".join(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}", sep=", ")
+    differ = 0
+    for number, (name, arguments, changes) in enumerate(PLAN):
+        if only and name != only:
+            continue
+        settings = {"PYTORCH_CUDA_ALLOC_CONF": changes.pop("settings")} if changes.get("settings") else {}
+        changes.pop("settings", None)
+        scratch = folder / "scratch" / str(number)
+        shutil.rmtree(scratch, ignore_errors=True)  # runs and compiled kernels of an earlier call
+        scratch.mkdir(parents=True)
+        env = environment(folder, **changes) | settings
+        env |= {"HOLLOW_SCRATCH": str(scratch), "TRITON_CACHE_DIR": str(scratch / "triton")}
+        env |= {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"), "OMP_NUM_THREADS": "1"}
+        line = [sys.executable, __file__, "--one", name, *arguments]
+        with (scratch / "err").open("w") as errors:
+            done = subprocess.run(
+                line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=LIMIT_S, check=False
+            )
+        found = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("[")]
+        title = " ".join([name, *filter(None, (*arguments, changes.get("capability", "")))])
+        for what, agrees, figures in found:
+            differ += not agrees
+            print(f"{'ok' if agrees else 'DIFFERS':<8}{title}: {what}: {figures}", flush=True)
+        if done.returncode or not found:
+            differ += 1
+            last = [text for text in (scratch / "err").read_text().splitlines() if text.strip()][-1:]
+            print(f"DIFFERS {title}: ended with {done.returncode}: {''.join(last)}", flush=True)
+    print(f"{differ} differ" if differ else "everything agrees")
+    return 1 if differ else 0
+
+
+def one(name: str, arguments: Sequence[str]) -> int:
+    """Run one check here and print its results as lines of JSON."""
+    try:
+        for result in CHECKS[name](*arguments):
+            print("\n" + json.dumps(result), flush=True)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--one":
+        code = one(sys.argv[2], sys.argv[3:])
+        sys.stdout.flush()
+        os._exit(code)  # what libraries do at the exit is of no interest
+    sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2] if len(sys.argv) > 2 else ""))

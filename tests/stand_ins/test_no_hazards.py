@@ -1,0 +1,76 @@
+"""Unmodified runs in which nothing races, leaks or reads too early: a sample by default, all thirty with --all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.stand_ins.cuda.build import why_not
+from tests.stand_ins.cuda.environment import ROOT
+from tests.stand_ins.forked import StandIn, read
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
+
+SMALL = f"--task {ROOT / 'tests/gpu/task_for_gpus.py'} global_batch_size=16 evaluate.samples=16"
+GPT = "task=gpt evaluate.samples=16"
+CAPE = "task=cape task.size=tiny evaluate.samples=16"
+DYNAMO = "task=dynamo phases=[pretrain] global_batch_size=16 evaluate.samples=16"  # the first of its four phases
+NMT = "task=nmt task.size=tiny evaluate.samples=16"
+
+# machine, settings. A machine of two GPUs has two ranks, each with a context on its own device.
+RUNS = [
+    ("t4", f"{GPT} +hardware=t4 prefetch=stream"),
+    ("a100", f"{GPT} prefetch=stream dataloader.num_workers=2 memory=checkpoint"),
+    ("a100x2", f"{GPT} parallelism=ddp prefetch=stream"),
+    ("a100x2", f"{GPT} parallelism=fsdp precision=bf16"),
+    ("pair", f"{GPT} parallelism=pipeline"),
+    ("a100", f"{GPT} precision=fp16 micro_batch_size=2 prefetch=stream"),
+    ("a100", f"{GPT} precision=bf16 dataloader=thread prefetch=stream"),
+    ("a100", f"{GPT} precision=tf32 averaging=ema evaluate.every=1"),
+    ("h100", f"{GPT} precision=bf16 memory=selective"),
+    ("a100", f"{GPT} optimizer=sgd precision=fp32 prefetch=none"),
+    ("a100", f"{GPT} backend=deterministic attention=math"),
+    ("pair", f"{GPT} parallelism=ddp parallelism.shares=memory"),
+    ("a100", f"{CAPE} prefetch=stream"),
+    ("t4", f"{CAPE} precision=fp16 dataloader.num_workers=1"),
+    ("a100x2", f"{CAPE} parallelism=ddp dataloader=thread"),
+    ("a100", f"{DYNAMO} prefetch=stream"),
+    ("a100", f"{NMT} prefetch=stream evaluate.every=2"),
+    ("a100x2", f"{NMT} parallelism=fsdp precision=bf16"),
+    ("a100", f"{SMALL} micro_batch_size=8 task.short_in=forward prefetch=stream"),
+    ("a100", f"{SMALL} micro_batch_size=8 task.short_in=backward precision=fp16"),
+    ("a100", f"{SMALL} micro_batch_size=8 task.short_in=optimizer checkpoint.every=1"),
+    ("a100x2", f"{SMALL} micro_batch_size=8 task.short_in=backward task.rank=1 parallelism=ddp"),
+    ("a100", f"{SMALL} task.dropout=0.5 task.batch_norm=true averaging=swa prefetch=stream"),
+    ("a100x2", f"{SMALL} task.batch_norm=true parallelism=ddp parallelism.batch_norm=sync"),
+    ("a100x2", f"{SMALL} parallelism=ddp parallelism.shares=[10,6] precision=fp16"),
+    ("a100x2", f"{SMALL} parallelism=fsdp memory=checkpoint micro_batch_size=4 averaging=ema"),
+    ("a100x2", f"{SMALL} parallelism=pipeline precision=fp16 max_grad_norm=1"),
+    ("a100", f"{SMALL} checkpoint.every=1 prefetch=stream averaging=ema evaluate.every=1"),
+    ("a100", f"{SMALL} scheduler=plateau evaluate.every=1 optimizer=adam max_grad_norm=1 log_every=1"),
+    ("h100", f"{SMALL} micro_batch_size=2 precision=bf16 dataloader.num_workers=2 prefetch=stream"),
+]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(
+    number: int, stand_in: StandIn, tmp_path: Path
+) -> None:
+    machine, words = RUNS[number]
+    contexts = [[0], [1]] if "parallelism=" in words else [[0]]
+    (tmp_path / "counted").mkdir()
+    every = "" if "checkpoint.every" in words else "checkpoint.every=2"
+    ended = stand_in.command(
+        machine, f"train {words} {every} run=r updates=4 device=cuda", tmp_path, tmp_path / "counted"
+    )
+    assert ended.code == 0, ended.out + ended.err
+    counted = read(tmp_path / "counted")
+    assert [each["misuses"] for each in counted] == [{}] * len(contexts), words
+    assert sorted(each["contexts"] for each in counted) == contexts
+    assert list((tmp_path / "outputs/r/checkpoints").iterdir())
+
+
+def test_there_are_thirty_runs_and_all_differ() -> None:
+    assert len(set(RUNS)) == len(RUNS) == 30

@@ -1,0 +1,120 @@
+"""Ranks that fail over NCCL: the tests of ranks over gloo once more, on the stand-in's devices and its NCCL.
+
+NCCL differs where something fails: nobody is told of a lost peer, destroying a group waits for kernels that the lost
+rank never joins, and errors surface late. The tests are those of other folders; only the server is another one here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.distributed import join
+from runner.launch import local
+from tests.end_to_end import test_ranks as whole_runs
+from tests.end_to_end.test_ranks import expected, folder, one_process
+from tests.faults import test_out_of_memory as shortages
+from tests.faults import test_ranks as faults
+from tests.faults.conftest import amount, seed, tally
+from tests.faults.test_ranks import curves
+from tests.forkserver import Ended, ForkServer
+from tests.stand_ins.cuda.build import why_not
+from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
+from tests.stand_ins.cuda.environment import ROOT
+from tests.stand_ins.forked import DESCRIBE, StandIn
+
+__all__ = ["amount", "curves", "expected", "folder", "one_process", "seed", "tally"]  # fixtures
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built"),
+    pytest.mark.timeout(300),
+]
+MACHINE = {VARIABLE: encoded(MACHINES["h100x8"])}
+EXACT = "precision=fp32"  # as on a CPU: curves are compared
+
+
+@dataclass(frozen=True)
+class OnDevices:
+    """A fork server whose commands train on devices of the stand-in, and whose ranks so meet over NCCL."""
+
+    server: ForkServer
+
+    def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
+        given = [*(word for word in words if word != "device=cpu"), "device=cuda", EXACT]
+        if not any(word.startswith("micro_batch_size=") for word in words):
+            given.append("micro_batch_size=8")  # nothing has to be traced
+        return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
+
+    def wait(self) -> Ended:
+        return self.server.wait()
+
+    def run(
+        self, words: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = ""
+    ) -> Ended:
+        self.start(words.split() if isinstance(words, str) else words, folder, env, before)
+        return self.wait()
+
+
+@pytest.fixture(scope="session")
+def server(stand_in: StandIn) -> OnDevices:
+    """In the place of the server over gloo."""
+    return OnDevices(stand_in.server)
+
+
+def copied(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[..., None]:
+    """Return a test of another file with marks of its own besides its parameters."""
+
+    @functools.wraps(test)
+    def over_nccl(**fixtures: Any) -> None:
+        test(**fixtures)
+
+    kept = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+    return functools.reduce(lambda function, mark: mark(function), marks, _with_marks(over_nccl, kept))
+
+
+def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> Callable[..., None]:
+    function.pytestmark = list(marks)  # type: ignore[attr-defined]
+    return function
+
+
+ONE, LONG = pytest.mark.sampled(1), pytest.mark.long
+# SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
+test_ranks = copied(faults.test_ranks, ONE)
+test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_rest_goes_on, ONE)
+test_an_exception = copied(whole_runs.test_the_fault_of_a_task_ends_the_run_with_its_own_words)
+test_an_early_exit = copied(whole_runs.test_a_rank_that_leaves_in_the_middle_is_lost, LONG)
+test_a_loss_that_is_not_finite = copied(whole_runs.test_a_loss_that_is_not_finite_ends_all_ranks_with_82, LONG)
+test_a_signal = copied(whole_runs.test_a_run_that_is_asked_to_stop_saves_and_goes_on_later, ONE)
+test_a_second_signal = copied(whole_runs.test_a_second_signal_leaves_at_once_with_130, LONG)
+test_a_killed_launcher = copied(whole_runs.test_nobody_is_left_when_the_launcher_is_killed, LONG)
+test_out_of_memory = copied(shortages.test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes, ONE)
+
+LAUNCHED = """
+import os, pytest
+os.chdir({root!r})
+os.environ["RANKS_OVER"] = "nccl"
+assert pytest.main({words}) == 0
+"""
+
+
+def test_launched_ranks_that_raise_or_are_killed_are_named_and_nobody_is_left(stand_in: StandIn) -> None:
+    words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "tests/launch/test_local.py"]
+    words += ["-k", "test_a_killed_rank_is_named or test_a_raising_rank_is_named"]
+    out = stand_in.program("h100x8", LAUNCHED.format(root=str(ROOT), words=words))
+    (passed,) = re.findall(r"(\d+) passed", out)
+    assert int(passed) >= 2
+    assert "failed" not in out
+
+
+def test_what_is_waited_for_after_a_failure_adds_up_to_less_than_12_s() -> None:
+    """The grace of the others, what outlives its rank on purpose, and one reminder."""
+    grace_s = inspect.signature(local.run_ranks).parameters["grace_s"].default
+    assert grace_s + local.OTHERS_S + local.REMINDER_S < 12
+    assert join.ABORT_S < 12

@@ -1,0 +1,200 @@
+"""accel-run from Python: what the command line gives, and nothing left behind in the process that calls it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import runner
+from runner import Run, evaluate, open_run, train
+from runner.base.errors import AccelRunError, ConfigError, InputMissing, TaskFault
+from runner.durable.checkpoint import load, path_of
+from tests.forkserver import ForkServer
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[1]
+TASK = ROOT / "tests" / "engine" / "task_of_averages.py"
+WORDS = ("--task", str(TASK), "updates=6", "device=cpu", "monitor=off", "backend.threads=1")
+SETTINGS: dict[str, Any] = {"optimizer__lr": 0.02, "evaluate__every": 2, "checkpoint__best": "val/loss", "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("api")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return train(*WORDS, run="first", output_root=folder, **SETTINGS)
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+
+
+def test_a_run_from_python_has_the_bits_of_the_command(run: Run, folder: Path, server: ForkServer) -> None:
+    typed = ("run=typed", f"output_root={folder}", "optimizer.lr=0.02", "evaluate.every=2", "seed=3")
+    assert server.run(["train", *WORDS, *typed], folder).code == 0
+    bits = [
+        (path_of(folder / name / "checkpoints", 6) / f"{stem}.safetensors").read_bytes()
+        for stem in ("model", "optimizer")
+        for name in ("first", "typed")
+    ]
+    assert bits[0] == bits[1]
+    assert bits[2] == bits[3]
+
+
+def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) -> None:
+    assert run.state == "finished"
+    losses = {row["update"]: row["val/loss"] for row in run.history() if "val/loss" in row}
+    assert list(losses) == [2, 4, 6]
+    assert run.metrics["val/loss"] == losses[6]
+    before = torch.get_rng_state()
+    model = run.model("last")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    for name, tensor in load(path_of(folder / "first" / "checkpoints", 6)).tensors("model").items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    (axes,) = run.plot("val/loss").axes
+    assert list(axes.lines[0].get_ydata()) == list(losses.values())
+    with pytest.raises(ConfigError):
+        run.plot("val/nothing")
+    with pytest.raises(InputMissing):
+        run.model(5)
+
+
+def test_evaluate_returns_the_metrics_of_the_run(run: Run, folder: Path) -> None:
+    found = evaluate("first", f"output_root={folder}", split="val", checkpoint="last")
+    assert found == run.metrics
+
+
+def test_a_run_is_opened_by_name_and_by_directory(run: Run, folder: Path) -> None:
+    assert open_run("first", output_root=folder).metrics == run.metrics
+    assert open_run(str(folder / "first")).name == "first"
+    with pytest.raises(InputMissing):
+        open_run("nothing", output_root=folder)
+
+
+def test_errors_are_those_of_the_command(folder: Path, server: ForkServer) -> None:
+    for words, kind in ((["no_such_key=1"], ConfigError), (["resume=nowhere", "run=new"], InputMissing)):
+        typed = server.run(["train", *WORDS, f"output_root={folder}", *words], folder)
+        with pytest.raises(kind) as caught:
+            train(*WORDS, *words, output_root=folder)
+        assert caught.value.exit_code == typed.code
+        assert all(problem.what in typed.err for problem in caught.value.problems)
+
+
+def test_an_error_of_the_task_is_raised_with_its_place(tmp_path: Path) -> None:
+    text = TASK.read_text().replace("        x, y = batch\n", "        raise ValueError('broken')\n")
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(TaskFault) as caught:
+        train("--task", str(tmp_path / "broken.py"), *WORDS[2:], run="broken", output_root=tmp_path)
+    assert "broken.py" in str(caught.value)
+    assert open_run("broken", output_root=tmp_path).state == "failed"
+
+
+def global_state() -> list[Any]:
+    mask = os.umask(0o22)
+    os.umask(mask)
+    return [handlers(), threading.active_count(), torch.are_deterministic_algorithms_enabled(), sys.stdout, mask]
+
+
+def test_nothing_is_left_behind_in_the_process_that_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = global_state()
+    train(*WORDS, "backend=deterministic", run="quiet", output_root=tmp_path)
+    with pytest.raises(AccelRunError):
+        train(*WORDS, "weights=nowhere", run="never", output_root=tmp_path)
+    assert global_state() == before
+    out, err = capfd.readouterr()
+    assert "quiet" in out
+    assert not err
+
+
+def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path) -> None:
+    words = (*WORDS, "updates=1000000", "evaluate.every=0", "log_every=1", "run=stopped", f"output_root={tmp_path}")
+    words = tuple(word for word in words if word != "updates=6")
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+
+    def interrupt() -> None:
+        wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        train(*words)
+    thread.join()
+    assert open_run("stopped", output_root=tmp_path).state == "preempted"
+
+
+def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+    def objective(trial: Any) -> float:
+        rate = trial.suggest_float("lr", 1e-3, 1e-1, log=True)
+        run = train(*WORDS, optimizer__lr=rate, run=f"trial-{trial.number}", output_root=tmp_path)
+        return run.metrics["val/loss"]
+
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    study.optimize(objective, n_trials=2)
+    values = [trial.value for trial in study.trials]
+    assert values == [open_run(f"trial-{number}", output_root=tmp_path).metrics["val/loss"] for number in (0, 1)]
+    assert len(set(values)) == 2
+
+
+def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
+    program = "import sys; from runner import train, evaluate, open_run; print({'torch', 'hydra'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> None:
+    from runner.api import words_of
+    from runner.config.configuration import compose
+    from runner.config.request import Request
+
+    given: dict[str, Any] = {
+        "updates": 7, "optimizer__lr": 3e-4, "epochs": None, "weights__strict": False, "weights__only": ["a.b", "c"],
+        "weights__rename": {"enc.0": "backbone"}, "output_root": tmp_path / "a b", "scheduler": "constant",
+    }  # fmt: skip
+    settings = compose(Request(tuple(words_of((), given)))).settings
+    assert (settings.updates, settings.epochs, settings.output_root) == (7, None, str(tmp_path / "a b"))
+    assert (settings.weights.strict, settings.weights.only, settings.weights.rename) == (
+        False, ["a.b", "c"], {"enc.0": "backbone"},
+    )  # fmt: skip
+
+
+def test_the_package_exports_the_functions() -> None:
+    assert {"train", "evaluate", "open_run"} <= set(runner.__all__)
+
+
+def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    cells = [
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runner import open_run, train",
+        f"run = train(*{WORDS!r}, run='cell', evaluate__every=2)",
+        "run.plot()",
+        "sorted(run.metrics)",
+        "train('no_such_key=1')",
+    ]
+    book = new_notebook(cells=[new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(
+        book, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    trained, plotted, metrics, refused = (cell.outputs for cell in book.cells[1:])
+    assert "cell" in "".join(output.text for output in trained if output.output_type == "stream")
+    assert any("image/png" in output.get("data", {}) for output in plotted)
+    assert metrics[0].data["text/plain"] == "['val/loss']"
+    assert refused[-1].ename == "ConfigError"

@@ -1,0 +1,61 @@
+"""The lint of the shape finds each planted violation, and nothing in a module that keeps the rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.lint_shape import findings, parse
+
+METHODS = "".join(f"    def f{number}(self): ...\n" for number in range(31))
+FIELDS = "".join(f"    f{number}: int\n" for number in range(15))
+PLANTED = {
+    "file": ("runner/base/a.py", "\n" * 601),
+    "class": ("runner/base/a.py", f"class A:\n{METHODS}"),
+    "dataclass": ("runner/base/a.py", f"@dataclass(frozen=True)\nclass A:\n{FIELDS}"),
+    "function": ("runner/base/a.py", "class A:\n    def f(self, a, b, c, d, e, f, g): ..."),
+    "layer": ("runner/base/a.py", "def f():\n    from runner.engine.loop import train"),
+    "layer of a type": ("runner/base/a.py", "if TYPE_CHECKING:\n    import runner.engine.loop"),
+    "layer of a task": ("tasks/mine/task.py", "from runner.base import world"),
+    "layer of an axis": ("runner/axes/precision.py", "from runner.axes.memory import MEMORY"),
+    "layer of nothing": ("runner/elsewhere/a.py", ""),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_each_violation_is_found(planted: str) -> None:
+    assert {finding.rule for finding in findings([parse(*PLANTED[planted])])} == {planted.split(maxsplit=1)[0]}
+
+
+def test_modules_in_a_cycle_are_found_whatever_lies_between() -> None:
+    """And a package that imports its modules is in no cycle with them."""
+    texts = {
+        "runner/base/a.py": "from runner.base import b",
+        "runner/base/b.py": "if TYPE_CHECKING:\n    from runner.base.c import C",
+        "runner/base/c.py": "def f():\n    import runner.base.a",
+        "runner/base/d.py": "import runner.base.a",
+        "runner/base/__init__.py": "from runner.base.d import D",
+    }
+    (found,) = findings([parse(path, text) for path, text in texts.items()])
+    assert (found.rule, found.subject.split()) == ("cycle", [f"runner.base.{name}" for name in "abc"])
+
+
+def test_a_name_of_two_modules_or_two_public_classes_is_found() -> None:
+    texts = {
+        "runner/base/a.py": "class One: ...\nclass _Private: ...",
+        "runner/config/a.py": "class One: ...\nclass _Private: ...",
+        "runner/tools/measure/suites/one.py": "",
+        "runner/tools/measure/one.py": "",
+    }
+    found = list(findings([parse(path, text) for path, text in texts.items()]))
+    assert sorted(finding.key for finding in found) == [("name", "One"), ("name", "a")]
+
+
+def test_settings_after_the_star_fields_of_a_class_and_lines_up_to_the_limit_are_allowed() -> None:
+    texts = {
+        "runner/base/a.py": "def f(a, b, c, d, e, f, *, g, h): ...\nclass A:\n    def g(self, a, b, c, d, e, f): ...",
+        "runner/base/b.py": f"class B:\n{FIELDS}",
+        "runner/base/c.py": "\n" * 600,
+        "runner/engine/d.py": "from runner import __version__\nfrom runner.base import a\nimport torch.nn",
+        "tasks/mine/task.py": "from runner.base.task import Task\nfrom runner.tasks.gpt.data import prepared",
+    }
+    assert list(findings([parse(path, text) for path, text in texts.items()])) == []
