@@ -99,10 +99,8 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the last evaluation, such as {"val/loss": 0.4}; NaN for one without items."""
-        found: dict[str, float] = {}
-        for row in self.history():
-            found |= {key: value for key, value in row.items() if key.startswith("val/")}
-        return found
+        evaluations = ({key: value for key, value in row.items() if key.startswith("val/")} for row in self.history())
+        return next((values for values in reversed(list(evaluations)) if values), {})
 
     def history(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, oldest first; NaN for what was not measured."""

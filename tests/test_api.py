@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,3 +200,14 @@ def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path) -> None:
     assert any("image/png" in output.get("data", {}) for output in plotted)
     assert metrics[0].data["text/plain"] == "['val/loss']"
     assert refused[-1].ename == "ConfigError"
+
+
+def test_metrics_are_those_of_the_last_evaluation_only(run: Run, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "first", tmp_path / "first")
+    rows = [
+        {"update": 2, "val/loss": 3.0, "val/accuracy": 0.5},
+        {"update": 4, "val/loss": 2.0},
+        {"update": 5, "loss": 1.0},
+    ]
+    (tmp_path / "first" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert open_run("first", output_root=tmp_path).metrics == {"val/loss": 2.0}

@@ -245,6 +245,17 @@ def rate(items_per_s: float) -> str:
     return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
 
 
+def duration(seconds: float) -> str:
+    """Format seconds as `12.3 s`, `4 min 5 s` or `2 h 10 min`; `-` for what is not a duration."""
+    if not 0 <= seconds < 1e10:
+        return "-"
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
+
+
 def sized(size: float) -> str:
     """Format bytes with at least three digits, in the largest unit of which they are at least a tenth.
 

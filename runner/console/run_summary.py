@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from runner.base.text import aligned, metric_text, rate, sized_gib
+from runner.base.text import aligned, duration, metric_text, rate, sized_gib
 from runner.console import bottleneck
 
 
@@ -128,7 +128,7 @@ def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
     speed = "" if end.items_per_s is None else f", {rate(end.items_per_s)} {end.item}s/s"
     rows = [
-        (end.outcome, f"{end.update} of {end.total_updates} updates in {_duration(end.total_s)}{speed}"),
+        (end.outcome, f"{end.update} of {end.total_updates} updates in {duration(end.total_s)}{speed}"),
         *_repeat("phase", end.phases),
         *_repeat("loss", () if end.loss is None else (f"{end.loss:.4g}",)),
         *_repeat("validation", (_metric(name, value, end.baselines) for name, value in end.metrics.items())),
@@ -174,14 +174,6 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit} ({number:,})"
     return str(number)
-
-
-def _duration(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minute} min"
-    return f"{minute} min {second} s" if minute else f"{seconds:.1f} s"
 
 
 def _repeat(name: str, values: Iterable[str]) -> list[tuple[str, str]]:

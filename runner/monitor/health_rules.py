@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from runner.base.text import aligned
+from runner.base.text import aligned, duration
 from runner.monitor.alerts import Alert
 from runner.monitor.samples import Stat, Summary, SummaryPart
 
@@ -81,7 +81,7 @@ def utilisation(summary: Summary) -> Iterator[HealthVerdict]:
         stat = summary.whole.metrics.get(f"{gpu}/util")
         if stat is None:
             continue
-        evidence = f"mean {stat.mean:.0f} %, {stat.min:.0f} to {stat.max:.0f} %, over {_seconds(stat.seconds)}"
+        evidence = f"mean {stat.mean:.0f} %, {stat.min:.0f} to {stat.max:.0f} %, over {duration(stat.seconds)}"
         if _is_idle(summary, gpu):
             yield HealthVerdict("note", f"{title} utilisation", "nothing ran on it", evidence)
             continue
@@ -186,7 +186,7 @@ def phases(summary: Summary) -> list[str]:
         means = [
             f"{title} {part.metrics[metric].mean:.0f} %" for metric, title in known.items() if metric in part.metrics
         ]
-        rows.append((f"phase {name}", _seconds(part.seconds), ", ".join(means)))
+        rows.append((f"phase {name}", duration(part.seconds), ", ".join(means)))
     return aligned(rows, "<><") if len(named) > 1 else []
 
 
@@ -234,16 +234,6 @@ def _hottest(part: SummaryPart, gpu: str) -> list[str]:
 
 def _share(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
-
-
-def _seconds(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 180
-        else f"{seconds / 60:.0f} min"
-        if seconds < 10800
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 # The ranges to expect of a training run: utilisation 80 to 100 %, memory 50 to 80 %.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -14,26 +13,20 @@ from torch import Tensor, nn
 
 from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
-from runner.base.task import Context
-from runner.durable.checkpoint import load, newest_valid
+from tests.end_to_end.examples import EXAMPLES, ON_CPU, build, train
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_clip.py"
+EXAMPLE = EXAMPLES / "own_clip.py"
 SEED, SIZE, UPDATES = 3, 64, 20  # an epoch has 16 updates
-SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=constant max_grad_norm=1.0"
-ON_CPU = "run=mine device=cpu monitor=off dataloader.num_workers=0 precision=fp32"
+SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=constant max_grad_norm=1.0 precision=fp32"
 
 
 @cache
 def by_hand() -> dict[str, Tensor]:
     """Train with a plain PyTorch loop; return the weights."""
-    spec = importlib.util.spec_from_file_location("own_clip", EXAMPLE)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - for mypy
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     seed_everything(SEED)
-    task = module.build(Context(SEED, None, Path("unused")))
+    task = build("own_clip", SEED)
     dataset, model = task.dataset("train"), task.model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for update in range(UPDATES):
@@ -49,20 +42,10 @@ def by_hand() -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def trained(server: ForkServer, folder: Path, words: str, faults: tuple[dict[str, Any] | None, ...] = (None,)) -> Any:
-    """Run the example; return weights and metrics."""
-    text = EXAMPLE.read_text(encoding="utf-8") + (
-        "\n    def begin_update(self, progress):\n        from tests.faults.ending import reached\n\n"
-        "        reached('update', progress.update + 1)\n"
-    )
-    (folder / "own_clip.py").write_text(text)
-    for fault in faults:
-        env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-        ended = server.run(f"train --task own_clip.py {SETTINGS} {ON_CPU} {words}", folder, env)
-        assert ended.code == (70 if fault else 0), ended.err
-    path = newest_valid(folder / "outputs/mine/checkpoints")
-    assert path is not None
-    return load(path).tensors("model"), json.loads((folder / "outputs/mine/run.json").read_text())["metrics"]
+def trained(server: ForkServer, folder: Path, words: str, *faults: dict[str, Any] | None) -> Any:
+    """Return weights and metrics of the example."""
+    weights, directory = train(server, folder, "own_clip", f"{SETTINGS} {words}", faults or (None,))
+    return weights, json.loads((directory / "run.json").read_text())["metrics"]
 
 
 TWO = "parallelism=ddp parallelism.world_size=2"
@@ -86,7 +69,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Pat
     results, words = [], f"{TWO} micro_batch_size=8 averaging=ema"
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
-        weights, _ = trained(server, tmp_path / name, f"{words} checkpoint.every=3", faults)
+        weights, _ = trained(server, tmp_path / name, f"{words} checkpoint.every=3", *faults)
         results.append(weights)
     whole, cut = results
     assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -16,27 +15,21 @@ from runner.base import noise
 from runner.base.batch import BatchSamples
 from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
-from runner.base.task import Context
-from runner.durable.checkpoint import load, newest_valid
+from tests.end_to_end.examples import EXAMPLES, ON_CPU, build, train
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "own_gan.py"
+EXAMPLE = EXAMPLES / "own_gan.py"
 SEED, SIZE, UPDATES = 3, 64, 20  # an epoch has 16 updates
-SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=constant max_grad_norm=1.0"
-ON_CPU = "run=mine device=cpu monitor=off dataloader.num_workers=0 log_every=1"
+SETTINGS = f"seed={SEED} global_batch_size={SIZE} updates={UPDATES} scheduler=constant max_grad_norm=1.0 log_every=1"
 RATES = {"discriminator": 1e-3, "generator": 5e-4}
 
 
 @cache
 def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     """Train with a plain PyTorch loop; return the weights, and the losses by objective."""
-    spec = importlib.util.spec_from_file_location("own_gan", EXAMPLE)
-    assert spec is not None and spec.loader is not None  # noqa: PT018 - for mypy
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     seed_everything(SEED)
-    task = module.build(Context(SEED, None, Path("unused")))
+    task = build("own_gan", SEED)
     dataset, model = task.dataset("train"), task.model
     optimizers = {name: torch.optim.Adam(getattr(model, name).parameters(), lr=lr) for name, lr in RATES.items()}
     losses: dict[str, list[float]] = {name: [] for name in optimizers}
@@ -55,23 +48,10 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}, losses
 
 
-def trained(
-    server: ForkServer, folder: Path, words: str, faults: tuple[dict[str, Any] | None, ...] = (None,)
-) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Run the example; return weights and rows."""
-    text = EXAMPLE.read_text(encoding="utf-8") + (
-        "\n    def begin_update(self, progress):\n        from tests.faults.ending import reached\n\n"
-        "        reached('update', progress.update + 1)\n"
-    )
-    (folder / "own_gan.py").write_text(text)
-    for fault in faults:
-        env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-        ended = server.run(f"train --task own_gan.py {SETTINGS} {ON_CPU} {words}", folder, env)
-        assert ended.code == (70 if fault else 0), ended.err
-    path = newest_valid(folder / "outputs/mine/checkpoints")
-    assert path is not None
-    rows = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
-    return load(path).tensors("model"), rows
+def trained(server: ForkServer, folder: Path, words: str, *faults: dict[str, Any] | None) -> Any:
+    """Return weights and rows of the example."""
+    weights, directory = train(server, folder, "own_gan", f"{SETTINGS} {words}", faults or (None,))
+    return weights, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 TWO = "parallelism=ddp parallelism.world_size=2"
@@ -99,7 +79,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(words: str, server: ForkServer, t
     results = []
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
-        results.append(trained(server, tmp_path / name, f"{words} checkpoint.every=3", faults)[0])
+        results.append(trained(server, tmp_path / name, f"{words} checkpoint.every=3", *faults)[0])
     whole, cut = results
     assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
 

@@ -238,7 +238,7 @@ def test_a_stopped_cell_computes_nothing(arena: Comparison) -> None:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(family) > 1
         wait_until(lambda: {each.status() for each in family} == {psutil.STATUS_STOPPED}, "all of it is stopped")
-        process.reduce()
+        process.resume()
         assert ask({"do": "make", "updates": 1})["updates"] == 1
 
 

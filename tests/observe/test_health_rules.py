@@ -34,7 +34,7 @@ def said(summary: Summary, *, of_run: bool = True) -> dict[str, str]:
 def test_utilisation_is_good_from_80_to_100_percent(mean: float, level: str) -> None:
     (verdict,) = verdicts(summary_of(gpu0_util=(0, mean, 100)))
     assert (verdict.subject, verdict.level) == ("GPU 0 utilisation", level)
-    assert verdict.evidence == f"mean {mean:.0f} %, 0 to 100 %, over 60 s"
+    assert f"mean {mean:.0f} %, 0 to 100 %" in verdict.evidence
 
 
 @pytest.mark.parametrize(

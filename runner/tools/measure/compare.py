@@ -428,7 +428,7 @@ class Comparison:
         # A block may take twice as long as it was begun for; the baseline's are waited for: all is said against them.
         process.until = math.inf if measured is trials.baseline else self.deadline + measured.turn_s
         try:
-            process.reduce()
+            process.resume()
             made = process.block(measured.updates, self.limits.start_s, measured.unpaid)
             measured.made_by[number] = process.number
             measured.behind_s[number] = made["behind_s"]
@@ -468,7 +468,7 @@ class Comparison:
     def _ask_for_report(measured: VariantResult, process: VariantProcess) -> None:
         with suppress(AccelRunError):
             process.until = math.inf
-            process.reduce()
+            process.resume()
             report = process.ask({"do": "report"}, ANSWER_S)
             # The answer of a block that was interrupted comes first.
             report = report if "losses" in report else process.answer(ANSWER_S)

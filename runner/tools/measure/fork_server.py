@@ -165,10 +165,10 @@ class VariantProcess(JsonSocket):
         return answer
 
     def pause(self) -> None:
-        """Nothing of it runs until `reduce`."""
+        """Nothing of it runs until `resume`."""
         self._signal(signal.SIGSTOP)
 
-    def reduce(self) -> None:
+    def resume(self) -> None:
         """It runs again."""
         self._signal(signal.SIGCONT)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from runner.base.picture import COLORS, new_figure
-from runner.base.text import NOT_MEASURED, metric_text, rate, shortened, sized, sized_gib
+from runner.base.text import NOT_MEASURED, duration, metric_text, rate, shortened, sized, sized_gib
 from runner.tools.report.chart_parts import Chart, Drawing, Missing, binned, smoothed
 from runner.tools.report.page import Page, PageHead, PageTable, Step
-from runner.tools.report.page_tables import duration, word_of
+from runner.tools.report.page_tables import word_of
 from runner.tools.report.run_data import Curve, RunData
 from runner.tools.report.svg import as_svg, drawing
 

@@ -6,7 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from runner.base.json_values import is_number, listed, mapped
-from runner.base.text import metric_text, sized
+from runner.base.text import duration, metric_text, sized
 from runner.console import bottleneck
 from runner.tools.report.page import PageTable
 from runner.tools.report.run_data import Checkpoint, RunData
@@ -129,17 +129,6 @@ def events(story: RunData) -> PageTable:
     loud = sum(row[1] not in _QUIET for row in rows)
     folded = f"{len(rows):,} event{'s' * (len(rows) != 1)}" if not loud else ""
     return PageTable("events", "Events and warnings", ("time", "kind", "what"), shown, note, folded)
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as people say them."""
-    if not 0 <= seconds < 1e10:
-        return "-"
-    if seconds < 90:
-        return f"{seconds:.1f} s"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
 
 
 def word_of(value: Any) -> str:

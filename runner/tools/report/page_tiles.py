@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from runner.base.text import NOT_MEASURED, rate, sized, sized_gib
+from runner.base.text import NOT_MEASURED, duration, rate, sized, sized_gib
 from runner.tools.report.page import Tile
-from runner.tools.report.page_tables import duration
 from runner.tools.report.run_data import RunData
 
 
