@@ -20,6 +20,7 @@ from runner.base import noise
 from tests.composed import composed, folder_for_all
 from tests.faults import tallies
 from tests.forkserver import ForkServer
+from tests.nvml_stub import NvmlStub, build_stub
 from tests.screens import screen_of
 from tests.warm import import_all
 
@@ -27,14 +28,16 @@ from tests.warm import import_all
 LONGEST = (
     "stand_ins/test_cuda_paths.py", "engine/test_watchdog.py", "faults/test_environment.py",
     "end_to_end/test_ranks.py", "stand_ins/test_cuda_costs.py", "stand_ins/test_cuda_stand_in.py",
-    "launch/test_local.py", "measure/test_tuner.py", "launch/test_sweeps.py", "measure/test_compare.py",
+    "launch/test_local.py", "tools/measure/test_tuner.py", "sweeps/test_sweeps.py", "tools/measure/test_compare.py",
     "tasks/test_tractodiff_model.py", "tasks/test_tractodiff_data.py", "commands/test_monitor.py",
-    "observe/test_trackers.py", "commands/test_plan_of_ranks.py", "distributed/test_sharded.py",
+    "trackers/test_trackers.py", "commands/test_plan_of_ranks.py", "distributed/test_sharded.py",
     "distributed/test_pipelined.py", "faults/test_resume_matrix.py", "faults/test_secrets.py",
-    "measure/test_suite_parallelism.py", "measure/test_advisor.py", "measure/test_suite_before_after.py",
-    "measure/test_suite_devices.py", "launch/test_two_nodes.py", "end_to_end/test_what_changed.py",
-    "report/test_report.py", "measure/test_ladder.py", "faults/test_signals_of_runs.py",
-    "end_to_end/test_phases_as_data.py", "doctor/test_command.py", "engine/test_forecast.py", "laws/test_tasks.py",
+    "tools/measure/suites/test_parallelism.py", "tools/measure/test_advisor.py",
+    "tools/measure/suites/test_before_after.py",
+    "tools/measure/suites/test_devices.py", "launch/test_two_nodes.py", "end_to_end/test_what_changed.py",
+    "tools/report/test_report.py", "tools/measure/suites/test_ladder.py", "faults/test_signals_of_runs.py",
+    "end_to_end/test_phases_as_data.py", "tools/doctor/test_command.py", "forecast/test_forecast.py",
+    "laws/test_tasks.py",
     "commands/test_profile.py", "faults/test_configuration_fuzz.py",
 )  # fmt: skip
 
@@ -108,6 +111,12 @@ def server() -> Iterator[ForkServer]:
     """accel-run in processes of its own, without importing torch each time."""
     with ForkServer.started() as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
+    """Compile the NVML stub once."""
+    return build_stub(tmp_path_factory.mktemp("nvml_stub"))
 
 
 @pytest.fixture(autouse=True)

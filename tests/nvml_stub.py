@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "tests" / "plan" / "nvml_stub" / "nvml_stub.c"
+SOURCE = ROOT / "tests" / "monitor" / "nvml_stub" / "nvml_stub.c"
 GIB, MIB = 2**30, 2**20
 
 State = dict[str, object]

@@ -46,7 +46,7 @@ RIGHT = [
     "process.wait(timeout=60)\nprocess.wait(timeout=limit_s)\nselect.poll(timeout=0)",
     "class Stub:\n    def __init__(self):\n        self._mine = 1",
     "os._exit(0)\nnamed._replace(x=1)\ntorch.cuda._sleep(5)\nobject.__dict__",
-    "from tests.launch.stand_in import _own",
+    "from tests.sweeps.stand_in import _own",
     "def test():\n    assert problem.where == 'optimizer.lr'\n    assert words == 'a b'",
     "def test():\n    assert code == 0, 'the run goes on after the kill'",
 ]

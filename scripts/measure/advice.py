@@ -10,7 +10,7 @@ applied    times as fast, by the blocks of the runs
 Exit 1 where fewer than nine in ten of the cases that could be measured are right, or are predicted within 20 % of what
 applying them brings.
 Two cases need a GPU (copies from memory that is not pinned, kernel search for shapes that vary): without one they are
-listed as not measured; tests/measure/test_rules.py judges the rules on given evidence.
+listed as not measured; tests/tools/measure/test_rules.py judges the rules on given evidence.
 Run on quiet cores: python scripts/measure/advice.py
 """
 

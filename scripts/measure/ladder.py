@@ -4,7 +4,7 @@ nothing   does what the baseline does: `no clear change`, in at least 19 of 20 r
 slow      sleeps for a tenth of the baseline's update besides: `worse`, each time
 wrong     has other gradients: flagged, each time
 
-The task computes (tests/measure/planted/layers.py); a second job keeps a core busy meanwhile. Prints one line per
+The task computes (tests/tools/measure/planted/layers.py); a second job keeps a core busy meanwhile. Prints one line per
 repetition and the counts. Exit 1 where they are fewer.
     python scripts/measure/ladder.py [--repetitions 20] [--budget-s 60]
 """

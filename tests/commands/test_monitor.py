@@ -23,18 +23,13 @@ from runner.host.process_identity import process_identity
 from runner.monitor.alerts import Alert
 from runner.monitor.samples import COLUMNS
 from tests.forkserver import Ended, ForkServer
-from tests.nvml_stub import GIB, PAIR, T4, NvmlStub, build_stub
+from tests.nvml_stub import GIB, PAIR, T4, NvmlStub
 from tests.suggestions import suggested
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "runner", "monitor"]
 LINE = r"GPU: 8\.0/15\.0GB \(53%\) \| Util: 85% \| CPU: [\d.]+% \| RAM: [\d.]+%"
 TEN: dict[str, object] = T4 | {"0.processes": ",".join(f"{4_000_001 + pid}:{(pid + 1) * GIB}" for pid in range(10))}
-
-
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
-    return build_stub(tmp_path_factory.mktemp("nvml_stub"))
 
 
 LIMITED = """
@@ -49,22 +44,22 @@ Watch = Callable[..., Ended]
 
 
 @pytest.fixture
-def monitor(server: ForkServer, stub: NvmlStub, tmp_path: Path) -> Watch:
+def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
     """Watch the GPUs of a state, None for a machine without any, with these words and variables."""
 
     def watch(state: Any, *words: str, **variables: str) -> Ended:
         if state is None:  # a new process: the loader looks for the driver in other folders
             done = subprocess.run(
                 [*COMMAND, *words],
-                env=stub.environment(None),
+                env=nvml_stub.environment(None),
                 cwd=tmp_path,
                 capture_output=True,
                 text=True,
                 check=False,
             )
             return Ended(done.returncode, done.stdout, done.stderr)
-        driver = f"import ctypes; ctypes.CDLL({str(stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
-        environment = {"NVML_STUB": str(stub.write(state)), **variables}
+        driver = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
+        environment = {"NVML_STUB": str(nvml_stub.write(state)), **variables}
         return server.run(["monitor", *words], tmp_path, environment, driver)
 
     return watch
@@ -102,12 +97,12 @@ def test_a_pipe_gets_a_line_per_sample_then_figures_meanings_and_files(monitor: 
 
 @pytest.mark.parametrize("room", [700, 1_500])
 def test_files_that_lack_something_are_named_and_the_watch_ends_with_an_error(
-    stub: NvmlStub, tmp_path: Path, room: int
+    nvml_stub: NvmlStub, tmp_path: Path, room: int
 ) -> None:
     """A limit of the size of files stands for a full disk: first gpu.csv has no room, then monitor.json too."""
     command = [sys.executable, "-c", LIMITED, str(room), "seconds=1.5", "interval_s=0.05", "log_dir=mine"]
     ended = subprocess.run(
-        command, env=stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
+        command, env=nvml_stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
     )  # into pipes, which have no limit
     done = Ended(ended.returncode, ended.stdout, ended.stderr)
     (made,) = (tmp_path / "mine").iterdir()
@@ -205,9 +200,9 @@ def test_no_permission_and_a_lost_gpu_are_said_and_end_nothing(monitor: Watch, t
     assert "CPU" in done.out
 
 
-def test_a_reader_that_has_enough_still_leaves_the_files(stub: NvmlStub, tmp_path: Path) -> None:
+def test_a_reader_that_has_enough_still_leaves_the_files(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*COMMAND, "interval_s=0.1"], env=stub.environment(T4), cwd=tmp_path,
+        [*COMMAND, "interval_s=0.1"], env=nvml_stub.environment(T4), cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -220,8 +215,8 @@ def test_a_reader_that_has_enough_still_leaves_the_files(stub: NvmlStub, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_watch_with_its_summary_and_files(stub: NvmlStub, tmp_path: Path, number: int) -> None:
-    environment = stub.environment(T4)
+def test_a_signal_ends_the_watch_with_its_summary_and_files(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
+    environment = nvml_stub.environment(T4)
     with subprocess.Popen(
         [*COMMAND, "interval_s=0.1"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -427,7 +422,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(
     assert "CPU: " in shown.out
 
 
-def test_help_costs_next_to_nothing_and_watching_no_torch(stub: NvmlStub) -> None:
+def test_help_costs_next_to_nothing_and_watching_no_torch(nvml_stub: NvmlStub) -> None:
     code = "import json, sys, runner.cli; runner.cli.main(['monitor', {!r}]); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code.format("--help")], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
@@ -442,8 +437,8 @@ def test_help_costs_next_to_nothing_and_watching_no_torch(stub: NvmlStub) -> Non
 class Tmux:
     """A terminal in which the command runs."""
 
-    def __init__(self, stub: NvmlStub, folder: Path, columns: int, rows: int) -> None:
-        self.socket, self.stub, self.folder = folder / "tmux", stub, folder
+    def __init__(self, nvml_stub: NvmlStub, folder: Path, columns: int, rows: int) -> None:
+        self.socket, self.stub, self.folder = folder / "tmux", nvml_stub, folder
         self.size = ("-x", str(columns), "-y", str(rows))
 
     def run(self, *words: str) -> str:
@@ -468,14 +463,14 @@ class Tmux:
 
 
 @pytest.fixture
-def tmux(stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], Tmux]]:
+def tmux(nvml_stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], Tmux]]:
     """What makes a terminal of so many columns and rows."""
     if not shutil.which("tmux"):
         pytest.skip("needs tmux, which is not installed")
     made: list[Tmux] = []
 
     def make(columns: int, rows: int) -> Tmux:
-        made.append(Tmux(stub, tmp_path, columns, rows))
+        made.append(Tmux(nvml_stub, tmp_path, columns, rows))
         return made[-1]
 
     yield make
@@ -484,7 +479,7 @@ def tmux(stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], Tmux]]
 
 
 def test_the_screen_lives_follows_the_terminal_and_gives_it_back(
-    tmux: Callable[[int, int], Tmux], stub: NvmlStub
+    tmux: Callable[[int, int], Tmux], nvml_stub: NvmlStub
 ) -> None:
     seen = tmux(100, 24)
     seen.start(T4)
@@ -492,7 +487,7 @@ def test_the_screen_lives_follows_the_terminal_and_gives_it_back(
     assert re.search(r"^GPU 0  Tesla T4 +61 °C .* slowed: ", screen, re.MULTILINE)
     assert re.search(r"^  util      85% +▇+$", screen, re.MULTILINE)
     assert "4242" in screen
-    stub.write(T4 | {"0.util": 10, "0.throttle": 0})
+    nvml_stub.write(T4 | {"0.util": 10, "0.throttle": 0})
     screen = seen.until(lambda text: re.search(r"▇▁", text))
     assert "slowed" not in screen
 

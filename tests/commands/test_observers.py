@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.forkserver import Ended, ForkServer
-from tests.nvml_stub import PAIR, T4, NvmlStub, build_stub
+from tests.nvml_stub import PAIR, T4, NvmlStub
 from tests.waiting import wait_until
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -103,23 +103,20 @@ def test_the_monitor_sums_up_the_run_with_what_came_before_a_resumption(server: 
     assert rows_written == seen[1]["whole"]["samples"] > seen[0]["whole"]["samples"]
 
 
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
-    return build_stub(tmp_path_factory.mktemp("nvml_stub"))
-
-
-def driver(stub: NvmlStub) -> str:
+def driver(nvml_stub: NvmlStub) -> str:
     """Return what a process does first whose NVML is the stub."""
-    return f"import ctypes; ctypes.CDLL({str(stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
+    return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
 
 
-def test_a_run_on_the_cpu_does_not_watch_the_gpus_of_others(server: ForkServer, stub: NvmlStub, tmp_path: Path) -> None:
-    env = {"NVML_STUB": str(stub.write(T4 | {"0.throttle": 64}))}  # two strangers compute on it, and it is too hot
+def test_a_run_on_the_cpu_does_not_watch_the_gpus_of_others(
+    server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path
+) -> None:
+    env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # two strangers compute on it, and it is too hot
     words = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
     run, printed = tmp_path / "outputs" / "mine", ""
     for command, path in (("train", run / "gpu.csv"), ("inference", run / "predictions" / "gpu.csv")):
         more = ["task.sleep_s=0.01", "updates=50"] if command == "train" else []
-        ended = server.run([command, *words, *more], tmp_path, env=env, before=driver(stub))
+        ended = server.run([command, *words, *more], tmp_path, env=env, before=driver(nvml_stub))
         assert ended.code == 0, ended.err
         printed += ended.out + ended.err
         with path.open() as file:
@@ -135,17 +132,17 @@ def test_a_run_on_the_cpu_does_not_watch_the_gpus_of_others(server: ForkServer, 
 
 
 def test_what_happens_to_a_gpu_is_said_once_and_training_goes_on(
-    server: ForkServer, stub: NvmlStub, tmp_path: Path
+    server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path
 ) -> None:
     state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
-    env = {"NVML_STUB": str(stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    env = {"NVML_STUB": str(nvml_stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     words = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
     as_on_gpus = "import runner.engine.opening as module; module.gpus_of = lambda uuids, device: None"
     ended = server.run(
         ["train", "--task", str(TASK), "run=mine", "device=cpu", *words],
         tmp_path,
         env=env,
-        before=driver(stub) + as_on_gpus,
+        before=driver(nvml_stub) + as_on_gpus,
     )
     assert ended.code == 0, ended.err
     run = tmp_path / "outputs" / "mine"

@@ -1,7 +1,7 @@
 """The machine fails a run: its disk, its limits, its workers, its names. The run says so in words, and goes on.
 
 Short form: of each kind of failure some cases, by seed. That a tracker costs the start no time is tested in
-tests/observe/test_trackers.py, and measured in scripts/measure/start.py.
+tests/trackers/test_trackers.py, and measured in scripts/measure/start.py.
 """
 
 from __future__ import annotations

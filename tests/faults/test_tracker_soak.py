@@ -1,6 +1,6 @@
 """A wandb that misbehaves anew at each request, or is killed: no row is lost, and none is there twice.
 
-That neither the start nor a row waits for wandb is tested in tests/observe/test_trackers.py.
+That neither the start nor a row waits for wandb is tested in tests/trackers/test_trackers.py.
 """
 
 from __future__ import annotations

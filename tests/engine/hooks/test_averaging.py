@@ -1,0 +1,154 @@
+"""Averages of weights: the formula, and that resuming, accumulation and ranks do not change them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.errors import IncompatibleResume
+from runner.base.world import World
+from runner.config.request import Request
+from runner.durable import checkpoint
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.opening import open_phase
+from runner.engine.resumption import ADDED
+from runner.engine.trained_run import open_trained
+from runner.engine.training import check_resume
+from runner.records.events import Console
+from tests.distributed.ranks import run_ranks
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "task_of_averages.py"
+UPDATES, DECAY = 6, 0.9
+TOLERANCE = 1e-12  # float64: a sum of at most 6 updates of weights below 10 rounds to less than 1e-14 of them
+EMA = ("averaging=ema", f"averaging.decay={DECAY}")
+
+
+def request_of(folder: Path, *words: str) -> Request:
+    settings = (f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off")
+    return Request((*settings, f"output_root={folder}", *words), TASK)
+
+
+def weights_of(phase: Any) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in phase.run_.parts.bare.named_parameters()}
+
+
+def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[str, Tensor]:
+    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", update)).tensors(stem))
+
+
+def trained(folder: Path, *words: str, world: World | None = None) -> dict[str, float]:
+    with open_phase(request_of(folder, *words), world) as phase:
+        assert phase.run() is None
+        return dict(phase.run_.metrics)
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert float((tensor - other[name]).abs().max()) <= tolerance, name
+
+
+def by_hand(seen: list[dict[str, Tensor]], option: str) -> dict[str, Tensor]:
+    average = seen[0]
+    for number, weights in enumerate(seen[1:], 1):
+        kept = DECAY if option == "ema" else number / (number + 1)
+        average = {name: kept * average[name] + (1 - kept) * weights[name] for name in weights}
+    return average
+
+
+@pytest.mark.parametrize(("option", "words"), [("ema", EMA), ("swa", ("averaging=swa",))])
+def test_the_average_is_that_of_a_loop_written_by_hand(option: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path, *words)) as phase:
+        seen = [weights_of(phase) for _ in phase.updates()]
+        phase.close()
+    assert_close(saved(tmp_path), by_hand(seen, option))
+    assert_close(saved(tmp_path, "model"), seen[-1], 0.0)
+
+
+def test_averaging_does_not_change_training(tmp_path: Path) -> None:
+    trained(tmp_path / "with", *EMA, "evaluate.every=2")
+    trained(tmp_path / "without", "evaluate.every=2")
+    assert_close(saved(tmp_path / "with", "model"), saved(tmp_path / "without", "model"), 0.0)
+    assert_close(saved(tmp_path / "with", "optimizer"), saved(tmp_path / "without", "optimizer"), 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
+def test_resuming_does_not_change_the_average_by_a_bit(strategy: str, tmp_path: Path) -> None:
+    words = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+
+    def stopped(world: World | None) -> None:
+        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+            for update in phase.updates():
+                if update == 3:
+                    break
+            phase.hook(RankSync).exchange.close()
+            phase.hook(Checkpointing).save()
+
+    for act in (
+        lambda world: trained(tmp_path / "straight", *words, world=world),
+        stopped,
+        lambda world: trained(tmp_path / "stopped", *words, world=world),
+    ):
+        act(None) if strategy == "single" else run_ranks(act, 2)
+    for stem in ("averaging", "model", "optimizer"):
+        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+
+
+@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
+def test_neither_accumulation_nor_ranks_change_the_average(words: str, world_size: int, tmp_path: Path) -> None:
+    expected = trained(tmp_path / "straight", *EMA, "micro_batch_size=8")
+    folder = tmp_path / "other"
+
+    def rank(world: World) -> dict[str, float]:
+        return trained(folder, *EMA, f"parallelism={words}", f"parallelism.world_size={world_size}", world=world)
+
+    found = run_ranks(rank, world_size) if world_size > 1 else [trained(folder, *EMA, words)]
+    assert all(of_rank["val/loss"] == pytest.approx(expected["val/loss"], rel=TOLERANCE) for of_rank in found)
+    assert_close(saved(folder), saved(tmp_path / "straight"))
+
+
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_evaluation_and_inference_use_the_average_if_asked(
+    is_evaluated: bool, server: ForkServer, tmp_path: Path
+) -> None:
+    request = request_of(tmp_path, *EMA, f"averaging.evaluate={str(is_evaluated).lower()}")
+    assert server.run(["train", "--task", str(TASK), *request.overrides], tmp_path).code == 0
+    found = json.loads((tmp_path / "mine" / "run.json").read_text())["metrics"]
+    used = saved(tmp_path, "averaging" if is_evaluated else "model")
+    with ExitStack() as stack:
+        parts = open_trained(Request(("run=mine", f"output_root={tmp_path}"), TASK), Console(), stack).parts
+        assert_close(weights_of(SimpleNamespace(run_=SimpleNamespace(parts=parts))), used, 0.0)
+        with torch.no_grad():
+            total, items = parts.task.loss(parts.bare, parts.task.dataset("val").tensors)
+        assert found["val/loss"] == pytest.approx(float(total) / items, rel=TOLERANCE)
+
+
+def test_an_average_that_begins_later_is_asked_for_by_name(tmp_path: Path) -> None:
+    trained(tmp_path, "updates=3", "optimizer.lr=0.01")
+    longer = (*EMA, "resume_allow=[updates]")
+    with pytest.raises(IncompatibleResume), open_phase(request_of(tmp_path, *longer)):
+        pass
+    with open_phase(request_of(tmp_path, *EMA, "resume_allow=[updates,averaging]")) as phase:
+        seen = [weights_of(phase) for _ in phase.updates()]
+        phase.close()
+    assert len(seen) == 3
+    assert_close(saved(tmp_path), by_hand(seen, "ema"))
+
+
+def test_a_checkpoint_from_before_the_option_is_one_without_an_average(tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path)) as phase:
+        plan = phase.run_.plan
+    values = {key: value for key, value in plan.values().items() if key not in ADDED}
+    start: Any = SimpleNamespace(state={"phase": "train", "phase_update": 1, "values": values})
+    told: list[str] = []
+    check_resume(plan, start, told.append)
+    assert not told

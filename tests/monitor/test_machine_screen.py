@@ -1,0 +1,242 @@
+"""Laws of the screen of the machine: it fits any terminal, says what it leaves out, shows nothing that was not read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+
+import pytest
+
+from runner.monitor.machine_display import FullScreen, SampleLines, as_object, make_display
+from runner.monitor.machine_screen import KEPT, WAITING, Use, View, lines_of, sparkline
+from runner.monitor.monitor_thread import as_line
+from tests.console.test_progress_display import plain, terminal
+
+T4 = {
+    "gpu0/util": 85.0, "gpu0/memory_gib": 8.0, "gpu0/memory_total_gib": 15.0, "gpu0/temperature_c": 61.0,
+    "gpu0/power_w": 54.3, "gpu0/power_limit_w": 70.0, "gpu0/clock_mhz": 1590.0, "gpu0/throttle_reasons": 4.0,
+    "cpu/percent": 45.3, "ram/percent": 67.2, "disk/free_gib": 120.0, "disk/read_mb_s": 1.5,
+}  # fmt: skip
+USES = [Use(0, 4242, "ada", "python", 1.0, "first"), Use(0, 77, "", "", None)]
+
+
+def view_of(*samples: dict[str, float], gpus: int = 1, **values: object) -> View:
+    view = View(gpus=["Tesla T4", *["NVIDIA H100 80GB HBM3"] * (gpus - 1)][:gpus], **values)  # type: ignore[arg-type]
+    for sample in samples:
+        view.add(sample)
+    return view
+
+
+def eight() -> View:
+    one = {name.partition("/")[2]: value for name, value in T4.items() if name.startswith("gpu0/")}
+    sample = {f"gpu{gpu}/{name}": value for gpu in range(8) for name, value in one.items()}
+    sample |= {f"gpu{gpu}/throttle_reasons": 0.0 for gpu in range(8) if gpu != 5}
+    uses = [Use(gpu, 1000 + gpu, "ada", "python", 1.0) for gpu in range(8)]
+    return view_of(*[sample | {"cpu/percent": 10.0, "ram/percent": 20.0}] * 50, gpus=8, uses=uses)
+
+
+def shown(view: View, columns: int = 100, rows: int = 40, *, ascii_only: bool = False) -> list[str]:
+    return [line.plain for line in lines_of(view, columns, rows, ascii_only=ascii_only)]
+
+
+def test_a_sparkline_has_a_height_for_each_eighth_and_a_gap_for_what_was_not_read() -> None:
+    assert sparkline([0, 12.5, 25, 37.5, 50, 62.5, 75, 87.5, 100], 9) == "▁▂▃▄▅▆▇██"
+    assert sparkline([50, math.nan, 50], 9) == "▅ ▅"
+    assert sparkline([1, 2, 100], 2) == "▁█", "the newest are shown"
+    assert sparkline([0, 100, 101], 9, ascii_only=True) == "_##"
+    assert sparkline([1], 0) == sparkline([], 5) == ""
+
+
+def test_the_screen_shows_every_figure_of_a_t4_and_who_uses_it(screen: Callable[..., None]) -> None:
+    lines = shown(view_of(*[T4] * 3, uses=USES, seconds=12.4))
+    screen("\n".join(lines))
+
+
+def test_what_is_not_read_is_a_question_mark_or_absent_and_never_0() -> None:
+    text = "\n".join(shown(view_of({"cpu/percent": 5.0, "gpu0/memory_gib": 2.0})))
+    assert re.search(r"util +\?", text)
+    assert re.search(r"memory +\? +2\.0 GiB", text)
+    assert not any(word in text for word in (" W", "MHz", "°C", "slowed", "RAM", "disk", " 0%"))
+
+
+def test_a_reading_that_stops_leaves_a_gap_and_one_that_begins_late_begins_late() -> None:
+    view = view_of({"cpu/percent": 100.0}, {}, {"cpu/percent": 100.0, "ram/percent": 1.0})
+    assert [line.rstrip() for line in shown(view)[-2:]] != []
+    assert any(line.endswith("█ █") for line in shown(view))
+    assert any(line.endswith("  ▁") for line in shown(view))
+    assert {len(values) for values in view.history.values()} == {3}
+
+
+def test_what_a_gpu_showed_before_it_was_lost_stays_on_the_screen() -> None:
+    lines = shown(view_of(T4, T4, {"cpu/percent": 1.0}))
+    assert [line.split() for line in lines[2:4]] == [["util", "?", "▇▇"], ["memory", "?", "▅▅"]]
+
+
+def test_the_history_does_not_grow_for_ever() -> None:
+    view = view_of(*[T4] * (KEPT + 50))
+    assert {len(values) for values in view.history.values()} == {KEPT}
+
+
+@pytest.mark.parametrize("columns", [1, 5, 12, 20, 30, 49, 60, 79, 120, 300])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 24, 60])
+def test_the_screen_fits_every_terminal(columns: int, rows: int) -> None:
+    for view in (view_of(T4, uses=USES), eight(), view_of({}, gpus=0, missing=["no GPU " * 20])):
+        lines = shown(view, columns, rows)
+        assert len(lines) <= rows
+        assert all(len(line) <= columns for line in lines)
+
+
+def test_what_does_not_fit_is_said(screen: Callable[..., None]) -> None:
+    lines = shown(eight(), 80, 17)
+    assert sum(line.startswith("GPU") and "%" in line for line in lines) == 8, "each GPU keeps a line"
+    screen("\n".join(lines), "17 rows")
+    low = shown(eight(), 80, 7)
+    assert any(line.startswith("CPU") for line in low)
+    screen("\n".join(low), "7 rows")
+
+
+def test_gpus_of_one_line_stand_in_columns_and_keep_their_figures_when_one_is_too_hot(
+    screen: Callable[..., None],
+) -> None:
+    view = eight()
+    view.latest = {**view.latest, "gpu5/throttle_reasons": 64.0, "gpu6/throttle_reasons": 64.0}
+    found = shown(view, 90, 24)
+    lines = [line for line in found if line.startswith("GPU") and "%" in line]
+    assert {line.index("8.0/15.0 GiB") for line in lines} == {lines[0].index("8.0/15.0 GiB")}
+    assert all("61 °C    54/70 W  1590 MHz" in line for line in lines)
+    assert [line[:5] for line in lines if "!" in line] == ["GPU5!", "GPU6!"]
+    screen("\n".join(found))
+
+
+def test_a_power_limit_is_no_alarm_and_a_fault_is_one() -> None:
+    def reds(bits: float, columns: int, rows: int) -> list[str]:
+        lines = lines_of(view_of(T4 | {"gpu0/throttle_reasons": bits}), columns, rows)
+        return [line.plain for line in lines for span in line.spans if "red" in str(span.style)] + [
+            line.plain for line in lines if "red" in str(line.style)
+        ]
+
+    for columns, rows in [(100, 40), (60, 40), (60, 5)]:
+        assert reds(4.0 + 16 + 512, columns, rows) == []
+        assert reds(4.0 + 64, columns, rows) != []
+
+
+def test_no_figure_gives_way_to_what_slows_a_gpu_down(screen: Callable[..., None]) -> None:
+    lines = shown(view_of(T4 | {"gpu0/throttle_reasons": 4.0 + 32 + 64}), 60)
+    assert lines[1].endswith("61 °C   54/70 W   1590 MHz")
+    screen("\n".join(lines))
+
+
+def test_without_a_gpu_the_reason_is_shown() -> None:
+    reason = "GPUs are not monitored: no driver"
+    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=[reason], waits=True))
+    assert reason in lines
+    assert WAITING in lines
+    assert not any("process" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("uses", "words"),
+    [(None, "the driver does not report which processes use the GPU"), ([], "no process computes on the GPU")],
+)
+def test_no_process_and_no_answer_are_told_apart(uses: list[Use] | None, words: str) -> None:
+    assert shown(view_of(T4, uses=uses))[-1] == words
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    assert "\n".join(shown(view_of(T4, uses=USES), ascii_only=True)).isascii()
+
+
+def test_the_column_of_runs_is_there_only_when_a_run_uses_a_gpu() -> None:
+    assert "RUN" not in "\n".join(shown(view_of(T4, uses=[Use(0, 1)])))
+
+
+def test_the_terminal_is_given_back_and_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with terminal(80) as (stream, seen):
+        display = make_display(stream, io.StringIO(), as_json=False)
+        assert type(display) is FullScreen
+        display.sample(view_of(T4, uses=USES))
+        assert not display.is_resized()
+        display.close()
+        display.close()
+        text = seen()
+    assert "\x1b[?1049h" in text
+    assert text.rindex("\x1b[?1049l") > text.rindex("Tesla T4")
+    assert "slowed: power limit" in plain(text)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
+
+
+def test_a_terminal_of_another_size_is_noticed_and_one_that_is_gone_ends_nothing() -> None:
+    import fcntl
+    import os
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    stream = os.fdopen(theirs, "w")
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    display = FullScreen(stream)
+    display.sample(view_of(T4))
+    assert not display.is_resized()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    assert display.is_resized()
+    display.draw(view_of(T4))
+    assert not display.is_resized()
+    os.close(ours)
+    for _ in range(3):
+        display.sample(view_of(T4))
+    assert display.is_gone
+    display.close()
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
+def test_lines_and_not_a_screen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal(80) as (stream, _):
+        assert type(make_display(stream, io.StringIO(), as_json=False)) is SampleLines
+    out, aside = io.StringIO(), io.StringIO()
+    lines = make_display(out, aside, as_json=False)
+    view = view_of(T4, missing=["no XID"])
+    for _ in range(2):
+        lines.sample(view)
+    lines.draw(view)
+    assert out.getvalue() == 2 * f"{as_line(T4)}\n"
+    assert aside.getvalue() == "no XID\n", "said once"
+
+
+def test_a_sample_as_json_holds_every_reading_and_null_for_what_is_not_known() -> None:
+    out = io.StringIO()
+    make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, uses=USES, uuids=["GPU-1"]))
+    found = json.loads(out.getvalue())
+    assert found["readings"] == T4
+    assert found["gpus"] == [
+        {
+            "name": "Tesla T4",
+            "uuid": "GPU-1",
+            "processes": [
+                {"pid": 4242, "memory_gib": 1.0, "user": "ada", "name": "python", "run": "first"},
+                {"pid": 77, "memory_gib": None, "user": None, "name": None, "run": None},
+            ],
+        }
+    ]
+    assert as_object(view_of(T4))["gpus"][0]["processes"] is None
+
+
+def test_a_reader_that_went_away_is_noticed() -> None:
+    import os
+
+    ours, theirs = os.pipe()
+    os.close(ours)
+    stream = os.fdopen(theirs, "w")
+    lines = make_display(stream, io.StringIO(), as_json=True)
+    lines.sample(view_of(T4))
+    assert lines.is_gone
+    with pytest.raises(BrokenPipeError):
+        stream.close()

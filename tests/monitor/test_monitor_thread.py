@@ -1,0 +1,720 @@
+"""Laws of the monitor: it writes what it read and nothing else, and it can neither raise into a run nor hold it up."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import inspect
+import io
+import itertools
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from omegaconf import OmegaConf
+
+from runner.base.errors import ConfigError
+from runner.monitor import gpu_csv_history
+from runner.monitor import monitor_thread as module
+from runner.monitor.gpu_csv_history import sums_beside
+from runner.monitor.machine_sample import GrantedCpuLoad, Host
+from runner.monitor.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, as_line, read_samples
+from runner.monitor.nvml import Nvml
+from runner.monitor.samples import SummaryPart
+from runner.monitor.samples_file import read_rows
+from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
+from tests.waiting import wait_until
+
+WATCH = """
+import json, os, pathlib, time
+from runner.monitor.monitor_thread import Monitor
+path = pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+monitor = Monitor(path, 0.02, uuids=json.loads(os.environ.get("WATCH", "null")))
+before = [monitor.line(), dict(monitor.latest())]
+monitor.enter_phase("train")
+with monitor:
+    until = time.monotonic() + 20
+    while len(path.read_text().splitlines() if path.exists() else []) < 7 and time.monotonic() < until:
+        time.sleep(0.01)
+print(json.dumps({
+    "before": before, "latest": dict(monitor.latest()), "line": monitor.line(), "notes": monitor.notes,
+    "csv": path.read_text(), "now": time.time(),
+}))
+"""
+
+
+def rows_of(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_a_t4_is_in_the_file_the_metrics_and_the_line(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(WATCH, T4)
+    row = rows_of(seen["csv"])[0]
+
+    assert seen["before"] == ["", {}]
+    assert tuple(row) == COLUMNS
+    assert float(row.pop("timestamp")) == pytest.approx(seen["now"], abs=60)
+    assert 0 <= float(row.pop("cpu_percent")) <= 100
+    assert 0 < float(row.pop("ram_percent")) <= 100
+    assert 0 < float(row.pop("span_s")) < 5
+    assert float(row.pop("process_memory_gib")) > 0
+    for name in ("process_cpu_percent", "disk_free_gib", "disk_read_mb_s", "disk_write_mb_s", "other_memory_gib"):
+        del row[name]
+    assert row == {
+        "phase": "train", "device": "gpu0", "uuid": T4["0.uuid"], "util_percent": "85", "memory_used_gib": "8",
+        "memory_total_gib": "15", "temperature_c": "61", "power_w": "54.321", "clock_mhz": "1590", "name": "Tesla T4",
+        "memory_util_percent": "40", "memory_reserved_gib": "0.391", "memory_free_gib": "6.609",
+        "temperature_limit_c": "93", "power_limit_w": "70", "energy_j": "1234", "memory_clock_mhz": "5000",
+        "throttle_reasons": "4", "pcie_generation": "3", "pcie_width": "16", "pcie_rx_mb_s": "120",
+        "pcie_tx_mb_s": "30", "ecc_corrected": "0", "ecc_uncorrected": "0", "other_processes": row["other_processes"],
+    }  # fmt: skip
+    assert (seen["latest"]["gpu0/util"], seen["latest"]["gpu0/memory_gib"]) == (85.0, 8.0)
+    assert {"cpu/percent", "ram/percent", "process/cpu_percent", "process/memory_gib"} < set(seen["latest"])
+    assert seen["line"].split(" | ")[:2] == ["GPU: 8.0/15.0GB (53%)", "Util: 85%"]
+    assert [note for note in seen["notes"] if "also used" not in note and "power limit" not in note] == []
+
+
+def test_each_gpu_has_its_row_in_the_order_asked_for(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(
+        WATCH, PAIR, WATCH='["3070bbbb-2222-4000-8000-000000000000", "GPU-2080aaaa-1111-4000-8000-000000000000"]'
+    )
+    first, second = rows_of(seen["csv"])[:2]
+
+    assert first["timestamp"] == second["timestamp"]
+    assert (first["device"], first["uuid"]) == ("gpu0", PAIR["1.uuid"])
+    assert (second["device"], second["uuid"]) == ("gpu1", PAIR["0.uuid"])
+    parts = seen["line"].split(" | ")
+    assert parts[:2] == ["GPU0: 1.0/8.0GB (12%)", "Util: 40%"]
+    assert parts[2:4] == ["GPU1: 2.0/11.0GB (18%)", "Util: 90%"]
+
+
+def test_only_visible_gpus_are_watched(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(WATCH, PAIR, CUDA_VISIBLE_DEVICES="GPU-3070")
+
+    assert {row["uuid"] for row in rows_of(seen["csv"])} == {PAIR["1.uuid"]}
+
+
+@pytest.mark.parametrize("name", [f"MIG-{SLICED['0.uuid']}/2/0", "MIG-0000bbbb"])
+def test_an_instance_of_a_gpu_is_watched_by_either_of_its_names(nvml_stub: NvmlStub, name: str) -> None:
+    row = rows_of(nvml_stub.run(WATCH, SLICED, CUDA_VISIBLE_DEVICES=name)["csv"])[0]
+
+    assert (row["device"], row["uuid"]) == ("gpu0", SLICED["0.mig.1.uuid"])
+    assert row["memory_total_gib"] == "39.25"
+    assert row["util_percent"] == "", "an instance does not tell"
+
+
+def test_a_missing_reading_is_an_empty_cell_and_never_0(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(WATCH, T4 | {"0.err.power": 3, "0.err.util": 15})
+    row = rows_of(seen["csv"])[0]
+
+    assert (row["power_w"], row["util_percent"]) == ("", "")
+    assert "gpu0/power_w" not in seen["latest"]
+    assert "Util" not in seen["line"]
+
+
+def test_a_reading_of_0_is_a_0(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(WATCH, T4 | {"0.util": 0})
+
+    assert rows_of(seen["csv"])[0]["util_percent"] == "0"
+    assert "Util: 0%" in seen["line"]
+
+
+def test_without_a_gpu_the_cpu_is_watched_and_the_reason_noted(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
+    seen = nvml_stub.run(WATCH, None)
+    row = rows_of(seen["csv"])[0]
+
+    assert (row["device"], row["uuid"], row["util_percent"]) == ("cpu", "", "")
+    assert float(row["ram_percent"]) > 0
+    assert seen["line"].startswith("CPU: ")
+    screen(seen["notes"][0])
+
+
+def test_the_line_reads_as_promised(screen: Callable[..., None]) -> None:
+    machine = {"cpu/percent": 45.3, "ram/percent": 67.2}
+    sample = {"gpu0/memory_gib": 8.2, "gpu0/memory_total_gib": 16.0, "gpu0/util": 85.0} | machine
+
+    screen(as_line(sample))
+    assert as_line(machine) == "CPU: 45.3% | RAM: 67.2%"
+    assert as_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
+
+
+def test_samples_come_at_the_interval_without_drift(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    with Monitor(path, 0.05):
+        wait_until(lambda: path.exists() and len(rows_of(path.read_text())) >= 12)
+    times = [float(row["timestamp"]) for row in rows_of(path.read_text())]
+    steps = sorted(later - gpu_csv_history for gpu_csv_history, later in itertools.pairwise(times))
+
+    assert steps[len(steps) // 2] == pytest.approx(0.05, abs=0.03), "a busy machine may delay single samples"
+    assert steps[0] > 0
+
+
+def test_a_second_run_adds_to_the_file_after_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text(",".join(COLUMNS) + "\n1.0,train,cp")
+    with Monitor(path, 0.01) as monitor:
+        wait_until(monitor.latest)
+    lines = path.read_text().splitlines()
+
+    assert lines[:2] == [",".join(COLUMNS), "1.0,train,cp"]
+    assert len(lines) > 2
+    assert all(line.count(",") == len(COLUMNS) - 1 for line in lines[2:])
+
+
+def test_the_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    with Monitor(path, 0.01):
+        wait_until(path.exists)
+
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "gpu.csv").symlink_to(tmp_path / "elsewhere")
+    with Monitor(tmp_path / "gpu.csv", 0.01) as monitor:
+        wait_until(monitor.latest)
+
+    assert not (tmp_path / "elsewhere").exists()
+    assert any("is not written" in note for note in monitor.notes)
+
+
+def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(
+    tmp_path: Path, screen: Callable[..., None]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full, a device that is always full")
+    with Monitor(Path("/dev/full"), 0.01) as full, Monitor(tmp_path / "missing" / "gpu.csv", 0.01) as missing:
+        wait_until(lambda: full.summary().whole.samples > 3 and missing.summary().whole.samples > 3)
+
+    (said,) = [note for note in full.notes if "/dev/full" in note]
+    screen(said)
+    assert full.lost == said
+    assert "is not written" in missing.lost
+    assert len([note for note in missing.notes if "is not written" in note]) == 1
+
+
+def test_of_a_row_that_finds_no_room_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write, num_rows = tmp_path / "gpu.csv", os.write, itertools.count()
+
+    def on_a_disk_that_fills_up(descriptor: int, content: bytes) -> int:
+        number = next(num_rows)
+        if number > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content[:20] if number == 3 else content)
+
+    monkeypatch.setattr(os, "write", on_a_disk_that_fills_up)
+    with Monitor(path, 0.01) as monitor:
+        wait_until(lambda: monitor.lost)
+
+    assert os.strerror(errno.ENOSPC) in monitor.lost
+    assert len(read_samples(path)) == 2
+    assert path.read_text().endswith("\n")
+
+
+def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, screen: Callable[..., None]
+) -> None:
+    def broken() -> None:
+        raise ValueError("unexpected")
+
+    monkeypatch.setattr(module, "open_driver", broken)
+    with Monitor(None, 0.01) as monitor:
+        wait_until(lambda: monitor.notes)
+
+    (note,) = monitor.notes
+    screen(note)
+    assert monitor.latest() == {}
+
+
+def test_a_driver_that_hangs_holds_up_neither_start_nor_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, release, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> Nvml:
+        asked.set()
+        release.wait(120)
+        answered.set()
+        return Nvml()
+
+    monkeypatch.setattr(module, "open_driver", hang)
+    monitor = Monitor(None, 0.01)
+    monitor.start()
+    wait_until(asked.is_set)
+    monitor.stop()
+    assert not answered.is_set()
+    release.set()
+
+    wait_until(lambda: all(thread.name != "accel-run monitor" for thread in threading.enumerate()))
+
+
+def test_starting_and_stopping_twice_leaves_no_thread() -> None:
+    monitor = Monitor(None, 0.01)
+    for _ in range(2):
+        monitor.start()
+        monitor.start()
+        assert sum(thread.name == "accel-run monitor" for thread in threading.enumerate()) == 1
+        monitor.stop()
+        monitor.stop()
+
+    assert all(thread.name != "accel-run monitor" for thread in threading.enumerate())
+    assert monitor.latest(), "even the shortest run leaves one sample"
+
+
+def test_the_children_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Host, "SELDOM_S", 0.0)
+    monkeypatch.setattr(Host, "SEARCH_SHARE", 1.0)
+    hungry = "import sys; held = bytearray(b'x') * (200 << 20); print('up', flush=True); sys.stdin.read()"
+
+    with Monitor(None, 0.02) as monitor:
+        wait_until(monitor.latest)
+        alone = monitor.latest()["process/memory_gib"]
+        with subprocess.Popen([sys.executable, "-c", hungry], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            wait_until(lambda: monitor.latest()["process/memory_gib"] > alone + 0.15)
+            child.communicate(b"")
+        wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15), "the dead count nothing"
+
+
+def test_off_has_the_same_verbs() -> None:
+    monitor = MONITORS["off"](Path("gpu.csv"))
+    with monitor:
+        monitor.enter_phase("train")
+
+    assert type(monitor) is NoMonitor
+    assert (monitor.latest(), monitor.line(), monitor.notes, monitor.news()) == ({}, "", (), ())
+    assert monitor.summary() == Summary()
+    public = {name for name in vars(Monitor) if not name.startswith("_")}
+    assert public <= set(vars(NoMonitor))
+
+
+def test_the_yaml_files_are_the_table_and_their_keys_the_signature() -> None:
+    folder = ROOT / "conf" / "monitor"
+
+    assert {path.stem for path in folder.glob("*.yaml")} == set(MONITORS)
+    for name, function in MONITORS.items():
+        keys = {
+            key: parameter.default
+            for key, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        assert OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml")) == keys
+
+
+def test_watching_does_not_import_torch(nvml_stub: NvmlStub) -> None:
+    imported = "import json, sys, runner.monitor.monitor_thread; print(json.dumps(list(sys.modules)))"
+    assert "torch" not in nvml_stub.run(imported, None)
+
+
+@pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e-9, 3601, "one"])
+def test_an_interval_that_cannot_be_is_answered_in_words(interval_s: Any) -> None:
+    with pytest.raises(ConfigError, match=r"a number of seconds from 0\.01 to 3600, but is"):
+        Monitor(None, interval_s)
+
+
+OLD = (
+    "timestamp,phase,device,uuid,util_percent,memory_used_gib,memory_total_gib,temperature_c,power_w,clock_mhz,"
+    "cpu_percent,ram_percent"
+)
+
+
+def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(
+    tmp_path: Path, screen: Callable[..., None]
+) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text(f"{OLD}\n100.0,train,cpu,,,,,,,,12.5,50\n101.0,train,cpu,,,,,,,,37.5,50\n")
+    with Monitor(path, 0.01) as monitor:
+        wait_until(monitor.latest)
+    lines = path.read_text().splitlines()
+
+    assert {line.count(",") for line in lines} == {11}
+    assert len(lines) > 3
+    (note,) = [note for note in monitor.notes if "columns" in note]
+    screen(note)
+    assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
+
+
+def test_a_file_that_is_not_the_monitors_stays_as_it_is(tmp_path: Path, screen: Callable[..., None]) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text("my,own,table\n1,2,3\n")
+    with Monitor(path, 0.01) as monitor:
+        wait_until(monitor.latest)
+
+    assert path.read_text() == "my,own,table\n1,2,3\n"
+    screen("\n".join(note for note in monitor.notes if str(path) in note))
+
+
+def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    with Monitor(path, 0.1) as monitor:  # the file's spans are whole milliseconds
+        monitor.enter_phase("one")
+        wait_until(lambda: "one" in monitor.summary().phases and monitor.summary().whole.samples > 3)
+        monitor.enter_phase("two, or three")
+        wait_until(lambda: "two, or three" in monitor.summary().phases)
+    mine, read = monitor.summary().whole, Summary.of(read_samples(path))
+
+    assert (mine.samples, mine.seconds) == (read.whole.samples, pytest.approx(read.whole.seconds, abs=0.01))
+    assert {"one", "two  or three"} <= set(read.phases)
+    for name, own in mine.metrics.items():
+        assert read.whole.metrics[name].mean == pytest.approx(own.mean, abs=0.06, rel=0.01), name
+    assert sum(part.samples for part in read.phases.values()) == read.whole.samples
+
+
+LOSE = """
+import json, pathlib, os, time
+from runner.monitor.monitor_thread import Monitor
+state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+def wait(for_what):
+    until = time.monotonic() + 20
+    while not for_what() and time.monotonic() < until:
+        time.sleep(0.01)
+monitor = Monitor(path, 0.02)
+with monitor:
+    wait(monitor.latest)
+    state.write_text(state.read_text() + "1.err.all=15\\n")
+    wait(lambda: monitor.notes)
+    rows = len(path.read_text().splitlines())
+    wait(lambda: len(path.read_text().splitlines()) > rows + 6)
+print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dict(monitor.latest())}))
+"""
+
+
+def test_after_a_gpu_is_lost_its_cells_are_empty_and_the_others_go_on(
+    nvml_stub: NvmlStub, screen: Callable[..., None]
+) -> None:
+    seen = nvml_stub.run(LOSE, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    rows = rows_of(seen["csv"])
+
+    (note,) = seen["notes"]
+    screen(note)
+    assert rows[1]["util_percent"] == "40"
+    assert rows[-1]["device"] == "gpu1"
+    measured = [name for name in rows[-1] if name.endswith(("_gib", "_percent", "_c", "_w", "_mhz"))]
+    of_gpu = [name for name in measured if not name.startswith(("cpu", "ram", "process", "disk"))]
+    assert {rows[-1][name] for name in of_gpu} == {""}
+    assert rows[-2]["util_percent"] == "90"
+    assert not [name for name in seen["latest"] if name.startswith("gpu1/")]
+
+
+def test_each_device_has_a_row_per_interval_of_the_run(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, pathlib, time
+from runner.monitor.monitor_thread import Monitor
+path = pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+began = time.monotonic()
+with Monitor(path, 0.1):
+    time.sleep(3.0)
+passed = time.monotonic() - began
+print(json.dumps([passed / 0.1, [line.split(",")[2] for line in path.read_text().splitlines()[1:]]]))
+"""
+    passed, devices = nvml_stub.run(code, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
+
+    assert devices.count("gpu0") == devices.count("gpu1")
+    assert 2 <= devices.count("gpu0") <= passed + 2
+
+
+def test_the_last_moments_of_a_run_count(tmp_path: Path) -> None:
+    with Monitor(None, 60.0) as monitor:
+        wait_until(monitor.latest)
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() > began + 0.4)
+    whole = monitor.summary().whole
+
+    assert whole.samples == 2
+    assert whole.seconds > 0.4
+
+
+def test_a_child_that_is_forked_while_it_watches_does_not_watch(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, os, threading, time
+from runner.monitor.monitor_thread import Monitor
+with Monitor(None, 0.01) as monitor:
+    while not monitor.latest():
+        time.sleep(0.01)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        before = monitor.latest()
+        monitor.start()
+        time.sleep(0.1)
+        monitor.stop()
+        known = [threading.active_count(), monitor.latest() is before, monitor.summary().whole.samples]
+        os.write(write, json.dumps(known).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    alive = monitor.latest()
+    while monitor.latest() is alive:
+        time.sleep(0.01)
+print(os.read(read, 1000).decode())
+"""
+    assert nvml_stub.run(code, T4) == [1, True, 0]
+
+
+USERS = """
+import json, os, pathlib, time
+from runner.monitor import machine_sample
+from runner.monitor.monitor_thread import Monitor
+state = pathlib.Path(os.environ["NVML_STUB"])
+mine = os.environ.get("MINE", "yes") == "yes"
+others = [os.getppid(), 1]
+ours = [os.getpid()] if mine else []
+listed = ",".join(f"{pid}:{(n + 1) << 30}" for n, pid in enumerate([*others, *ours, *range(4000000, 4000007)]))
+state.write_text(state.read_text() + f"0.processes={listed}\\n")
+machine_sample._FIRST_PID_NAMESPACE = None  # as in a container
+with Monitor(None, 0.02) as monitor:
+    while not monitor.users():
+        time.sleep(0.01)
+    time.sleep(0.1)
+users = [[user.pid, user.name, user.memory_gib, user.is_ours] for user in monitor.users()["gpu0"]]
+print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "notes": monitor.notes,
+                  "latest": dict(monitor.latest())}))
+"""
+
+
+def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
+    seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
+    by_pid = {pid: rest for pid, *rest in seen["users"]}
+
+    assert len(by_pid) == 10
+    assert by_pid[seen["mine"]][1:] == [3.0, True]
+    assert by_pid[seen["parent"]][2] is False
+    assert by_pid[4000000][0] == "", "a process that /proc does not know has no name"
+    assert seen["latest"]["gpu0/other_processes"] == 9
+    (note,) = seen["notes"]
+    screen(note)
+
+
+def in_a_container(root: Path, seconds: float, used: float) -> Path:
+    """Write a /proc and /sys of a cgroup that grants half a thread and 4 MiB, after this much CPU time and memory."""
+    (root / "proc/self").mkdir(parents=True, exist_ok=True)
+    (root / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
+    (root / "proc/self/cgroup").write_text("0::/\n")
+    files = {
+        "cpu.max": "50000 100000",
+        "cpu.stat": f"usage_usec {int(seconds * 1e6)}",
+        "memory.max": f"{2**22}",
+        "memory.current": f"{int(used * 2**22)}",
+        "memory.stat": "inactive_file 0",
+    }
+    for name, text in files.items():
+        (root / "sys/fs/cgroup" / name).write_text(f"{text}\n")
+    return root
+
+
+def test_the_load_is_that_of_what_the_cgroup_grants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 104.0])
+    monkeypatch.setattr(GrantedCpuLoad, "now", staticmethod(lambda: next(clock)))
+    host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
+    in_a_container(tmp_path, 11.5, 0.75)
+    found = host.sample()
+
+    assert found["cpu/percent"] == pytest.approx(75), "1.5 s of the 2 s that half a thread has in 4 s"
+    assert found["ram/percent"] == pytest.approx(75)
+
+
+def test_the_load_is_that_of_the_cores_that_the_run_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cores = [(1.0, 9.0)] * 4
+    times = namedtuple("times", "user idle")
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: len(cores))
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu=False: [times(*each) for each in cores])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
+    host = Host(system=tmp_path)
+    cores = [(1.0, 10.0), (1.0, 10.0), (1.75, 9.25), (1.0, 10.0)]
+
+    assert host.sample()["cpu/percent"] == pytest.approx(75)
+
+
+def test_a_child_that_began_after_the_last_search_is_this_runs(nvml_stub: NvmlStub) -> None:
+    code = """
+import json, os, pathlib, subprocess, sys
+from runner.monitor import machine_sample
+from runner.monitor.nvml import open_nvml
+state = pathlib.Path(os.environ["NVML_STUB"])
+host = machine_sample.Host()
+host.sample()
+# a child of a child, as a data worker of a rank is
+code = "import subprocess, sys; p = subprocess.Popen(['cat'], stdin=0); print(p.pid, flush=True); p.wait()"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+pid = int(child.stdout.readline())
+state.write_text(state.read_text() + f"0.processes={os.getpid()}:1,{pid}:1,{os.getppid()}:1\\n")
+with open_nvml() as nvml:
+    gpus = machine_sample.Gpus(nvml, nvml.gpus, host.family)
+    gpus.sample()
+print(json.dumps([pid in host.family.pids, [user.is_ours for user in gpus.users[0]]]))
+child.communicate(b"")
+"""
+    assert nvml_stub.run(code, T4) == [False, [True, True, False]]
+
+
+def test_numbers_of_another_namespace_are_nobodys(nvml_stub: NvmlStub) -> None:
+    seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0}, MINE="no")
+
+    assert {ours for *_, ours in seen["users"]} == {None}
+    assert seen["notes"] == []
+    assert "gpu0/other_processes" not in seen["latest"]
+
+
+def test_of_two_gpus_the_driver_waits_for_one_at_a_time(nvml_stub: NvmlStub) -> None:
+    code = """
+import json
+from runner.monitor.machine_sample import Gpus, Host
+from runner.monitor.nvml import open_nvml
+Gpus.TURN_S = 0.0
+with open_nvml() as nvml:
+    machine = Gpus(nvml, nvml.gpus, Host().family)
+    print(json.dumps([[sorted(name for name in machine.sample() if "pcie_rx" in name), sorted(machine.held())]
+                      for _ in range(3)]))
+"""
+    rates = {f"{gpu}.pcie_{way}": 1000 for gpu in (0, 1) for way in ("rx", "tx")}
+    both = [f"gpu{gpu}/pcie_{way}_mb_s" for gpu in (0, 1) for way in ("rx", "tx")]
+    assert nvml_stub.run(code, PAIR | rates) == [
+        [["gpu0/pcie_rx_mb_s"], both[:2]], [["gpu1/pcie_rx_mb_s"], both], [["gpu0/pcie_rx_mb_s"], both],
+    ]  # fmt: skip
+
+
+HANG = """
+import json, os, pathlib, time
+from runner.monitor import monitor_thread as module
+from runner.monitor.gpu_csv_history import sums_beside
+from runner.monitor.monitor_thread import Monitor
+module.PATIENCE_S, module.OLD_S = 0.1, 0.3
+state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
+path.unlink(missing_ok=True)
+def wait(for_what):
+    until = time.monotonic() + 20
+    while not for_what() and time.monotonic() < until:
+        time.sleep(0.01)
+with Monitor(path, 0.02) as monitor:
+    wait(lambda: "gpu0/util" in monitor.latest())
+    monitor.news()
+    fresh = state.with_suffix(".new")
+    fresh.write_text(state.read_text() + "0.pcie_wait_ms=60000\\n")
+    fresh.replace(state)
+    wait(lambda: any("has not answered" in note for note in monitor.notes))
+    rows = len(path.read_text().splitlines())
+    wait(lambda: len(path.read_text().splitlines()) > rows + 5)
+    seen = [dict(monitor.row()), monitor.line(), [notice.text for notice in monitor.news()], bool(monitor.users())]
+    begin = time.monotonic()
+print(json.dumps([*seen, time.monotonic() - begin, path.read_text()]), flush=True)
+os._exit(0)  # the driver sleeps for a minute
+"""
+
+
+def test_a_driver_that_hangs_leaves_no_old_readings_and_cpu_and_ram_go_on(nvml_stub: NvmlStub) -> None:
+    readings, line, news, has_users, stopped_s, table = nvml_stub.run(HANG, T4 | {"0.processes": ""})
+    last = rows_of(table)[-1]
+
+    assert not [name for name in readings if name.startswith("gpu")]
+    assert readings["ram/percent"] > 0
+    assert line.startswith("CPU: ")
+    assert len([text for text in news if "has not answered" in text]) == 1, "said once"
+    assert not has_users
+    assert stopped_s < 2.5
+    assert (last["device"], last["util_percent"]) == ("gpu0", "")
+    assert float(last["ram_percent"]) > 0
+
+
+def test_a_driver_that_hangs_when_it_is_opened_leaves_cpu_and_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(module, "OPEN_S", 0.1)
+    monkeypatch.setattr(module, "OLD_S", 0.2)
+    monkeypatch.setattr(module, "open_driver", lambda: release.wait(20) and Nvml())
+    with Monitor(None, 0.02) as monitor:
+        wait_until(lambda: "ram/percent" in monitor.latest())
+        wait_until(lambda: any("the GPUs are not watched" in note for note in monitor.notes))
+        release.set()
+    wait_until(lambda: all(thread.name != "accel-run NVML" for thread in threading.enumerate()))
+
+
+def test_readings_of_a_sampler_that_stands_still_are_absent_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck, release = threading.Event(), threading.Event()
+    real = Host.sample
+
+    def sample(self: Host) -> dict[str, float]:
+        if stuck.is_set():
+            release.wait(120)
+        return real(self)
+
+    monkeypatch.setattr(Host, "sample", sample)
+    monkeypatch.setattr(module, "OLD_S", 0.1)
+    with Monitor(None, 0.02) as monitor:
+        wait_until(monitor.latest)
+        stuck.set()
+        wait_until(lambda: not monitor.latest() and not monitor.row() and not monitor.line())
+        told: list[Any] = []
+        wait_until(lambda: told.extend(monitor.news()) or told)
+        began = time.monotonic()
+        wait_until(lambda: told.extend(monitor.news()) or time.monotonic() > began + 15 * module.OLD_S)
+        release.set()
+        wait_until(monitor.latest)
+
+    assert len([notice for notice in told if "not been sampled" in notice.text]) == 1
+
+
+def ended(path: Path, samples: int = 3) -> Monitor:
+    """Return a monitor that has watched, and leave monitor.json as an orderly end does."""
+    with Monitor(path, 0.01) as monitor:
+        monitor.enter_phase("train")
+        wait_until(lambda: monitor.summary().phases.get("train", SummaryPart()).samples >= samples)
+    sums_beside(path).write_text(json.dumps(monitor.summary().to_json()))
+    return monitor
+
+
+def test_a_run_that_goes_on_sums_up_both_parts_and_reads_no_row_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.csv"
+    first = ended(path)
+    read: list[int] = []
+    monkeypatch.setattr(
+        gpu_csv_history, "read_rows", lambda path, rows: read.append(len(rows)) or read_rows(path, rows)
+    )
+    second = ended(path)
+    assert read == [], "the sums of the first part were there"
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*text, f"{time.time():.3f}{text[-1][text[-1].index(',') :]}"]))  # of a run that was killed
+    third = ended(path)
+    assert read == [2], "its head, and the row that nobody had counted"
+
+    whole = third.summary().whole
+    assert whole.samples == len(read_samples(path)) > second.summary().whole.samples > first.summary().whole.samples
+    assert whole.seconds == pytest.approx(Summary.of(read_samples(path)).whole.seconds, abs=0.02)
+
+
+def test_the_end_never_passes_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.csv"
+    ended(path)
+    sums_beside(path).unlink()
+    text = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([text[0], *(f"{n}.000{text[1][text[1].index(',') :]}" for n in range(20_000))]))
+    monkeypatch.setattr(gpu_csv_history, "SHARE", 1e-4)
+    with Monitor(path, 0.01) as monitor:
+        wait_until(monitor.latest)
+    summary = monitor.summary()
+
+    assert summary.covered is None, "whoever goes on reads it all"
+    assert "not summed up" in summary.notes[-1]
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"phases": {"train": 3}}', '{"phases": {}, "covered": {"bytes": 9}}']
+)
+def test_sums_that_do_not_fit_are_not_trusted(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "gpu.csv"
+    ended(path)
+    sums_beside(path).write_text(damage)
+    monitor = ended(path)
+
+    assert monitor.summary().whole.samples == len(read_samples(path))

@@ -1,0 +1,180 @@
+"""GPUs in trouble, seen by everything that reports on them: monitor, summary, doctor and inventory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.nvml_stub import GIB, MIB, PAIR, SLICED, T4, NvmlStub, State, gpu
+
+# Samples the GPUs twice, with THEN in between, as the monitor does; then examines them with the others.
+EXAMINE = """
+import json, os, pathlib
+from runner.monitor.alerts import AlertMonitor
+from runner.monitor.health_rules import verdicts
+from runner.monitor.machine_sample import Gpus, ProcessTree
+from runner.monitor.nvml import open_nvml, visible
+from runner.monitor.samples import SampledGpu, SampleTally
+from runner.plan.inventory import Cpu, Inventory, TorchView, match_devices
+from runner.tools.doctor import gpu_checks
+from runner.tools.doctor.findings import CheckContext
+
+state, alerts, readings, tally = pathlib.Path(os.environ["NVML_STUB"]), [], [], SampleTally()
+Gpus.SELDOM_S = Gpus.TURN_S = 0.0
+with open_nvml() as nvml:
+    chosen = visible(nvml.gpus).gpus
+    nvml.watch_events(chosen)
+    gpus, watching = Gpus(nvml, chosen, ProcessTree(os.getpid())), AlertMonitor(nvml, chosen)
+    for added in ("", os.environ.get("THEN", "")):
+        state.write_text(state.read_text() + added)
+        readings.append(gpus.sample())
+        tally.add("train", 1.0, readings[-1])
+        alerts += watching.look(readings[-1], gpus.users, nvml.events())
+    devices = {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
+    verdict = verdicts(tally.summary(devices, [alert.text for alert in alerts]), alerts)
+context = CheckContext(pathlib.Path("outputs"), pathlib.Path("."), inventory=Inventory((), Cpu("a CPU", 1, 1, 2**30)))
+checks = (gpu_checks.driver, gpu_checks.processes, gpu_checks.numbering)
+with open_nvml() as nvml:
+    listed, notes = match_devices(nvml, TorchView("2.13.0", cuda_version="13.0"), os.environ)
+print(json.dumps({
+    "alerts": [[alert.kind, alert.facts.get("device"), alert.text] for alert in alerts],
+    "readings": readings,
+    "verdicts": [[each.level, each.subject, each.says] for each in verdict],
+    "doctor": {check.__name__: [finding.to_json() for finding in check(context)] for check in checks},
+    "inventory": [[device.index, device.uuid, device.usable, device.why_not] for device in listed],
+    "notes": notes,
+}))
+"""
+Seen = dict[str, Any]
+
+
+def examined(stub: NvmlStub, state: State, then: str = "", **variables: str) -> Seen:
+    seen: Seen = stub.run(EXAMINE, state, THEN=then, **variables)
+    return seen
+
+
+def kinds(seen: Seen) -> list[tuple[str, str]]:
+    return [(kind, device) for kind, device, _ in seen["alerts"]]
+
+
+QUIET = {"0.throttle": 0, "0.processes": "", "1.processes": ""}
+BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml_stub: NvmlStub) -> None:
+    lost = "".join(f"1.err.{name}=15\n" for name in ("power", "util", "memory_total", "temperature", "sm_clock"))
+    seen = examined(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
+
+    assert kinds(seen) == [("lost", "gpu1")]
+    before, after = seen["readings"]
+    assert "gpu1/util" in before
+    assert not [name for name in after if name.startswith("gpu1/")]
+    assert after["gpu0/util"] == 90
+    assert ["high", "GPU 1 lost"] in [each[:2] for each in seen["verdicts"]]
+    assert not [subject for _, subject, _ in seen["verdicts"] if subject in ("GPU 1 utilisation", "GPU 1 memory")]
+    states = {each["subject"]: each["state"] for each in seen["doctor"]["driver"]}
+    assert (states["GPU 0"], states["GPU 1"]) == ("ok", "FAIL")
+    why_not = {index: why_not for index, _, _, why_not in seen["inventory"]}
+    assert "bus" in why_not[1]
+    assert "bus" not in why_not[0]
+
+
+def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) -> None:
+    events = {"event_types": 11}
+    seen = examined(nvml_stub, PAIR | QUIET | events, "events=0:8:79,0:8:79,1:2:0\n", **BY_BUS)
+
+    assert kinds(seen) == [("xid", "gpu0"), ("ecc", "gpu1")]
+    high = [subject for level, subject, _ in seen["verdicts"] if level == "high"]
+    assert sorted(high) == ["GPU 0 error", "GPU 1 memory errors"]
+
+
+def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvml_stub: NvmlStub) -> None:
+    seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11}, "0.ecc_uncorrected=2\nevents=0:2:0\n")
+
+    assert kinds(seen) == [("ecc", "gpu0")]
+    assert [subject for level, subject, _ in seen["verdicts"] if level == "high"] == ["GPU 0 memory errors"]
+    (card,) = [each for each in seen["doctor"]["driver"] if each["subject"] == "GPU 0"]
+    assert card["state"] == "FAIL"
+
+
+def test_denied_counters_are_named_and_empty_and_denied_errors_are_said_to_be_unwatched(nvml_stub: NvmlStub) -> None:
+    denied = {f"0.err.{name}": 4 for name in ("power", "energy", "ecc_uncorrected", "events")}
+    seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11} | denied)
+
+    assert kinds(seen) == [("denied", "gpu0")]
+    (text,) = [text for _, _, text in seen["alerts"]]
+    for name in ("power_w", "energy_j", "ecc_uncorrected", "XID"):
+        assert name in text
+    assert not {"gpu0/power_w", "gpu0/energy_j", "gpu0/ecc_uncorrected"} & seen["readings"][0].keys()
+    (card,) = [each for each in seen["doctor"]["driver"] if each["subject"] == "GPU 0"]
+    assert card["state"] == "ok"
+    assert "power_w" in card["seen"]
+
+
+@pytest.mark.parametrize(("bits", "level"), [(4, "note"), (64, "high"), (8 | 128, "high")])
+def test_throttled_clocks_are_a_verdict_by_their_reason(nvml_stub: NvmlStub, bits: int, level: str) -> None:
+    seen = examined(nvml_stub, T4 | QUIET | {"0.throttle": bits})
+
+    assert {each for each, subject, _ in seen["verdicts"] if subject == "GPU 0 clocks"} == {level}
+
+
+# ---------------------------------------------------------------- MIG
+
+FIRST, SECOND = SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]
+
+
+def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) -> None:
+    """An XID event carries the GPU instance; one without it, or of the whole GPU, concerns every instance."""
+    state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
+
+    assert kinds(examined(nvml_stub, state, "events=0:8:13:1\n", **mine)) == []
+    assert kinds(examined(nvml_stub, state, "events=0:8:13:2\n", **mine)) == [("xid", "gpu0")]
+    assert kinds(examined(nvml_stub, state, "events=0:8:79\n", **mine)) == [("xid", "gpu0")]
+
+
+def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub: NvmlStub) -> None:
+    users = {"0.mig.1.processes": f"4000000:{GIB}", "0.mig.1.memory_used": 30 * GIB}
+    seen = examined(nvml_stub, SLICED | users, CUDA_VISIBLE_DEVICES=str(SECOND))
+
+    assert seen["readings"][0]["gpu0/memory_gib"] == 30
+    assert "gpu0/util" not in seen["readings"][0], "NVML does not measure it for an instance"
+    assert not [subject for _, subject, _ in seen["verdicts"] if subject == "GPU 0 utilisation"]
+    (entry,) = seen["inventory"]
+    assert entry[1] == SLICED["0.uuid"]
+
+
+def test_a_container_that_may_read_one_instance_only_has_its_memory(nvml_stub: NvmlStub) -> None:
+    denied = {f"0.err.{name}": 4 for name in ("memory_total", "util", "power", "processes")}
+    seen = examined(nvml_stub, SLICED | denied, CUDA_VISIBLE_DEVICES=str(FIRST))
+
+    assert seen["readings"][0]["gpu0/memory_total_gib"] == 40192 * MIB / GIB
+    assert kinds(seen) == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "uuids"),
+    [
+        ("1", [PAIR["1.uuid"]]),
+        ("1,0", [PAIR["1.uuid"], PAIR["0.uuid"]]),
+        ("GPU-3070", [PAIR["1.uuid"]]),
+        ("GPU-2080aaaa,GPU-3070bbbb", [PAIR["0.uuid"], PAIR["1.uuid"]]),
+    ],
+)
+def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wanted: str, uuids: list[str]) -> None:
+    totals = {PAIR["0.uuid"]: 11.0, PAIR["1.uuid"]: 8.0}
+    seen = examined(nvml_stub, PAIR | QUIET, "0.err.all=15\n" if len(uuids) == 1 else "", CUDA_VISIBLE_DEVICES=wanted)
+
+    assert kinds(seen) == []
+    found = [seen["readings"][0][f"gpu{at}/memory_total_gib"] for at in range(len(uuids))]
+    assert found == [totals[uuid] for uuid in uuids]
+    assert f"gpu{len(uuids)}/memory_total_gib" not in seen["readings"][0]
+
+
+def test_other_processes_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
+    seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"1:{GIB}"), **BY_BUS)
+    shared = [("shared", "gpu1")] if ["high", "GPU 1 processes"] in [each[:2] for each in seen["verdicts"]] else []
+
+    assert kinds(seen) == shared
+    (process,) = [each for each in seen["doctor"]["processes"] if each["subject"] == "GPU 1"]
+    assert process["state"] == "warn"

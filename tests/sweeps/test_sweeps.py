@@ -1,0 +1,550 @@
+"""Laws of sweeps and searches, with stand-ins for the trainings: what a kill leaves, what goes on, what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import ConfigError, DataError
+from runner.base.text import NOT_MEASURED
+from runner.cli import main
+from runner.commands.arguments import read
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.durable.directory import RunDirectory
+from runner.sweeps import sweep
+from runner.sweeps.packing import NUMBERS_ONLY, DeviceCapacity, Packing, TrialDemand, distinct, packed, packing_of
+from runner.sweeps.sweep_syntax import SearchSpace, composed, expand_sweep
+from runner.sweeps.trials import Goal, Result, Sweep, Trial, as_csv, table, told, winner
+from tests.faults.tallies import SEED
+from tests.forkserver import ForkServer
+from tests.waiting import wait_until
+
+KILLS = 2
+ROOT = Path(__file__).parents[2]
+TASK = ["--task", str(Path(__file__).parent / "task_of_trials.py"), "run=mine"]
+GRID = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", *TASK]
+SEARCH = ["search", "optimizer.lr=log(1e-5,1e-1)", "task.hidden=range(8,33,8)", "trials=5", *TASK]
+
+
+BEFORE = """
+import os, sys
+sys.path[1:1] = os.environ["PYTHONPATH"].split(":")
+from tests.sweeps.stand_in import stand_in
+stand_in()
+"""
+
+
+def start(server: ForkServer, words: Sequence[str], folder: Path, **more: str) -> int:
+    env = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
+    return server.start(list(words), folder, env, BEFORE)
+
+
+def run(server: ForkServer, words: Sequence[str], folder: Path, **more: str) -> tuple[int, str, str]:
+    start(server, words, folder, **more)
+    ended = server.wait()
+    return ended.code, ended.out, ended.err
+
+
+def rows(folder: Path, *, without: Sequence[str] = ("seconds",)) -> list[dict[str, str]]:
+    with (folder / "outputs" / "mine" / "results.csv").open() as file:
+        return [{key: value for key, value in row.items() if key not in without} for row in csv.DictReader(file)]
+
+
+def record(folder: Path, number: int) -> dict[str, Any]:
+    found = json.loads((folder / "outputs" / "mine" / f"mine-{number}" / "run.json").read_text())
+    assert isinstance(found, dict)
+    return found
+
+
+def killed_until_done(server: ForkServer, words: Sequence[str], folder: Path, dice: random.Random) -> int:
+    """Kill the sweep at random moments after it began, and go on; return how often it was killed before it was done."""
+    file = folder / "outputs" / "mine" / "sweep.json"
+    for kills in range(KILLS):
+        before = file.stat().st_mtime_ns if file.exists() else 0
+        pid = start(server, words, folder)
+        wait_until(lambda before=before: file.exists() and file.stat().st_mtime_ns > before)
+        time.sleep(dice.random() * 0.4)  # lint-tests: sleep: any moment is right
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        if server.wait().code >= 0:
+            return kills
+    code, _, err = run(server, words, folder)
+    assert code == 0, err
+    return KILLS
+
+
+def needs_optuna() -> None:
+    pytest.importorskip("optuna")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("words", [GRID, SEARCH], ids=["sweep", "search"])
+def test_whoever_goes_on_after_kills_at_any_moment_gets_the_same_table(
+    words: list[str], server: ForkServer, tmp_path: Path
+) -> None:
+    if words is SEARCH:
+        needs_optuna()
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir()
+    cut.mkdir()
+    code, _, err = run(server, words, whole)
+    assert code == 0, err
+    seed = SEED
+    kills = killed_until_done(server, words, cut, random.Random(seed))
+    assert rows(cut) == rows(whole), f"seed {seed}, {kills} kills"
+    for number in range(1, len(rows(cut)) + 1):  # nothing that was finished is repeated, and what was saved is kept
+        began = record(cut, number)["began"]
+        assert began == sorted(began), f"seed {seed}"
+        assert 3 not in began, f"seed {seed}"
+
+
+def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refused(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*GRID, "task.act=hang"]
+    pid = start(server, words, tmp_path)
+    wait_until((tmp_path / "outputs/mine/mine-1/run.json").exists)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    assert main(words) == 87
+    assert str(pid) in capsys.readouterr().err
+    os.kill(pid, signal.SIGINT)
+    ended = server.wait()
+    assert ended.code == 75, ended.err
+    assert "run=mine" in ended.out, "how to go on"
+    assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
+    assert Sweep.read(tmp_path / "outputs" / "mine").record["state"] == "preempted"
+
+
+def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tmp_path: Path) -> None:
+    pid = start(server, [*GRID, "task.act=deaf", "together=2"], tmp_path, SAVED="never")
+    trials = [tmp_path / f"outputs/mine/mine-{number}" for number in (1, 2)]
+    wait_until(lambda: all((trial / "run.json").exists() for trial in trials))
+    for number in (1, 2, 3):
+        os.kill(pid, signal.SIGTERM)
+        if number < 3:
+            wait_until(lambda n=number: all((trial / f"asked-{n}").exists() for trial in trials))
+    ended = server.wait()
+    assert ended.code == 130, ended.err
+    assert [row["state"] for row in rows(tmp_path)] == ["stopped", "stopped", "waiting", "waiting"]
+
+
+def test_a_trial_whose_folder_is_gone_or_of_other_settings_is_run(server: ForkServer, tmp_path: Path) -> None:
+    assert run(server, GRID, tmp_path)[0] == 0
+    shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
+    other = record(tmp_path, 3) | {"overrides": ["optimizer.lr=5"]}
+    (tmp_path / "outputs" / "mine" / "mine-3" / "run.json").write_text(json.dumps(other))
+    code, out, err = run(server, GRID, tmp_path)
+    assert code == 0, err
+    lines = [line[:5] for line in out.splitlines() if line.startswith("[")]
+    assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "where it begins, and where it ends"
+
+
+def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    words = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
+    code, _, err = run(server, words, tmp_path)
+    assert code == 70, err
+    told = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
+    assert told == {
+        "fail": ("failed", "70", "0"), "killed": ("failed", "137", "0"), "bad": ("done", "0", "0"),
+        "other": ("done", "0", "0"), "good": ("done", "0", "1"),
+    }  # fmt: skip
+    code, out, err = run(server, [*words, "retry=true"], tmp_path, MENDED="1")
+    assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[1/5]", "[2/5]", "[2/5]"], err
+    assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
+    assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
+
+
+def test_other_settings_for_all_trials_are_named_where_the_sweep_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    assert run(server, [*GRID, "updates=10"], tmp_path)[0] == 0
+    code, _, err = run(server, [*GRID, "updates=20"], tmp_path)
+    assert code == 88
+    assert "updates=10" in err
+    assert "updates=20" in err
+
+
+def test_a_metric_that_the_first_trial_lacks_is_told_when_it_is_through(server: ForkServer, tmp_path: Path) -> None:
+    code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
+    assert code == 0, err
+    assert len([line for line in err.splitlines() if "val/los," in line]) == 1
+
+
+def test_whoever_goes_on_waits_for_what_a_killed_sweep_still_saves(server: ForkServer, tmp_path: Path) -> None:
+    words, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
+    pid = start(server, words, tmp_path, SAVED=str(saved))
+    wait_until((tmp_path / "outputs" / "mine" / "mine-1" / "run.json").exists)
+    os.kill(pid, signal.SIGKILL)
+    server.wait()
+    saves = record(tmp_path, 1)["pid"]
+    assert run(server, [*words, "task.seconds=0.2"], tmp_path)[0] == 88, "another length is another sweep"
+    start(server, words, tmp_path, SAVED=str(saved))
+    wait_until(lambda: str(saves) in (tmp_path / ".out").read_text(), "the word that it waits")
+    saved.touch()
+    ended = server.wait()
+    assert ended.code == 0, ended.err
+    assert ended.out.count(str(saves)) == 1
+
+
+def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServer, tmp_path: Path) -> None:
+    code, out, err = run(
+        server, [*GRID, "together=2", "task.act=meet"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline"
+    )
+    assert code == 0, err
+    spans = [(record(tmp_path, number)["since"], record(tmp_path, number)["until"]) for number in (1, 2, 3, 4)]
+    at_once = [sum(begin <= since < end for begin, end in spans) for since, _ in spans]
+    assert max(at_once) == 2
+    assert all(f"mine-{number} | trains mine-{number}\n" in out for number in (1, 2, 3, 4))
+    assert out.startswith("together=2: ")
+    counted = [int(record(tmp_path, number)["threads"]) for number in (1, 2, 3, 4)]
+    assert [record(tmp_path, number)["cores"] for number in (1, 2, 3, 4)] == counted
+    assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
+
+
+def test_a_search_asks_for_more_where_it_was_and_refuses_another_space_or_goal(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    needs_optuna()
+    few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
+    assert run(server, few, tmp_path)[0] == 0
+    before = rows(tmp_path)
+    code, _, err = run(server, SEARCH, tmp_path)
+    assert code == 0, err
+    assert [row["name"] for row in rows(tmp_path)] == [f"mine-{n}" for n in range(1, 6)]
+    assert [{**row, "is_best": ""} for row in rows(tmp_path)[:2]] == [{**row, "is_best": ""} for row in before]
+    assert all(1e-5 <= float(row["optimizer.lr"]) <= 1e-1 for row in rows(tmp_path))
+    assert {int(row["task.hidden"]) for row in rows(tmp_path)} <= {8, 16, 24, 32}
+    assert run(server, [*SEARCH, "goal=max"], tmp_path)[0] == 88
+    wider = [word.replace("1e-5", "1e-6") for word in SEARCH]
+    code, _, err = run(server, wider, tmp_path)
+    assert code == 88
+    assert "optimizer.lr" in err
+    assert "1e-05" in err
+
+
+def test_a_search_counts_what_fails_or_is_not_finite_as_failed_and_goes_on(server: ForkServer, tmp_path: Path) -> None:
+    optuna = pytest.importorskip("optuna")
+    words = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
+    code, _, err = run(server, words, tmp_path)
+    assert code == 0, err
+    journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "outputs/mine/optuna.journal"))
+    study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(journal))
+    states = [trial.state.name for trial in study.trials]
+    acts = [row["task.act"] for row in rows(tmp_path)]
+    assert {"fail", "bad", "good"} == set(acts), "another seed, for one of each"
+    assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
+
+
+def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: ForkServer, tmp_path: Path) -> None:
+    needs_optuna()
+    code, out, err = run(server, [*SEARCH, "metric=val/los"], tmp_path)
+    assert code == 78
+    assert "metric=val/los" in err
+    assert "val/loss?" in err
+    code, out, err = run(server, SEARCH, tmp_path)
+    assert code == 0, err
+    assert "[1/5]" not in out, "the first trial is through, and is not repeated"
+
+
+def test_a_search_of_which_every_trial_fails_ends_with_the_code_of_the_first(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    needs_optuna()
+    assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
+
+
+def test_without_optuna_the_line_that_installs_it_is_said(tmp_path: Path) -> None:
+    (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError('no optuna', name='optuna')")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    line = [sys.executable, "-m", "runner", *SEARCH]
+    ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 78
+    line = 'pip install "accel-run[search]"'
+    assert line in ended.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_best_is_the_first_of_equals_and_never_one_that_is_not_through() -> None:
+    results = [
+        Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
+        Result(Trial(2, "a-2", ()), "done", 0, float("nan")),
+        Result(Trial(3, "a-3", ()), "done", 0, 2.0),
+        Result(Trial(4, "a-4", ()), "done", 0, 2.0),
+        Result(Trial(5, "a-5", ()), "done", 0, 3.0),
+    ]
+    assert winner(results, Goal()) is results[2]
+    assert winner(results, Goal(best_is="max")) is results[4]
+    assert winner(results[:2], Goal()) is None
+    assert [line.endswith("<- best") for line in table(results, Goal())] == [False, False, False, True, False, False]
+
+
+def test_a_trial_whose_last_evaluation_has_no_value_is_not_the_best_by_an_earlier_one(tmp_path: Path) -> None:
+    """As a trial that diverges after its best evaluation: run.json has null for the metric."""
+    trials = [{"number": number, "name": f"mine-{number}", "words": [], "exit_code": 0} for number in (1, 2)]
+    (tmp_path / "sweep.json").write_text(json.dumps({"trials": trials, "goal": {"metric": "val/loss"}}))
+    for number, last in ((1, None), (2, 2.0)):
+        run = tmp_path / f"mine-{number}"
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({"update": at, "val/loss": loss}) + "\n" for at, loss in ((1, 0.5 * number), (2, last)))
+        )
+        (run / "run.json").write_text(json.dumps({"state": "done", "exit_code": 0, "metrics": {"val/loss": last}}))
+    sweep = Sweep.read(tmp_path)
+    results = sweep.results()
+    assert [each.value for each in results] == [None, 2.0]
+    assert winner(results, sweep.goal) is results[1]
+    assert f"val/loss {NOT_MEASURED}" in told(results[0], sweep.goal)
+    assert [NOT_MEASURED in line for line in table(results, sweep.goal)] == [False, True, False]
+    assert "nan" not in as_csv(results, sweep.goal)
+
+
+def test_a_damaged_or_strange_file_of_a_sweep_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    for text in (
+        "",
+        "[]",
+        "{",
+        '{"trials": 3, "goal": [], "space": 1, "fixed": null}',
+        '{"trials": [{"number": "x"}, 4]}',
+    ):
+        (tmp_path / "sweep.json").write_text(text)
+        assert Sweep.read(tmp_path).trials == []
+    (tmp_path / "sweep.json").write_text('{"trials": [{"number": 1, "name": "../../etc", "words": []}]}')
+    assert Sweep.read(tmp_path).trials == []
+
+
+STRANGE = (None, True, 2**70, math.inf, math.nan, "\x1b[31mred", [], {}, [[]], {"a": {"b": None}}, {"a": 3})
+
+
+def test_whatever_a_stranger_wrote_about_a_sweep_is_told_in_words(tmp_path: Path) -> None:
+    run = tmp_path / "outputs" / "mine" / "mine-1"
+    run.mkdir(parents=True)
+    trial = {"number": 1, "name": "mine-1", "words": ["seed=1"], "exit_code": 0}
+    told = {
+        "kind": "sweep",
+        "trials": [trial],
+        "fixed": [],
+        "goal": {"metric": "val/loss"},
+        "space": {"seed": "0, 1"},
+        "state": "done",
+    }
+    made = {
+        "state": "done",
+        "overrides": ["seed=1"],
+        "metrics": {"val/loss": 1.0},
+        "phases": {"train": {"seconds": 1}},
+        "evidence": {},
+    }
+    with RunDirectory.create_or_open(tmp_path, "copy", of_a_sweep=True) as copy:
+        for file, good in ((run.parent / "sweep.json", told), (run / "run.json", made)):
+            (run.parent / "sweep.json").write_text(json.dumps(told))
+            (run / "run.json").write_text(json.dumps(made))
+            hostile = [good | {key: value} for key in (*good, "task", "pid", "host") for value in STRANGE]
+            hostile += [told | {"trials": [trial | {key: value}]} for key in trial for value in STRANGE]
+            for record in hostile:
+                file.write_text(json.dumps(record))
+                found = Sweep.read(run.parent)
+                saves = record.get("phases", made["phases"]) != made["phases"]
+                results = found.save(copy, "running") if saves else found.results()
+                assert "\x1b" not in "".join(table(results, found.goal)), record
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["{", '{"fixed": []}', '{"trials": [], "fixed": 3}', '{"fixed": [], "trials": [{"number": 2, "name": "b"}]}'],
+)
+def test_a_damaged_sweep_is_not_begun_anew(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    file = tmp_path / "outputs" / "mine" / "sweep.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(damage)
+    assert main(GRID) == 65
+    assert "sweep.json" in capsys.readouterr().err
+    assert file.read_text() == damage
+    RunDirectory.create_or_open(tmp_path / "outputs", "mine", of_a_sweep=True).release()  # nobody holds it
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2, 3])
+def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(tmp_path: Path, num_left: int) -> None:
+    needs_optuna()
+    from runner.sweeps.study import JOURNAL, Study
+
+    axes = (
+        SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
+        SearchSpace("task.act", ("task.act=a", "task.act=b", "task.act=c")),
+        SearchSpace("task.hidden", (), 8, 512, is_whole=True),
+    )
+    found = Sweep(tmp_path, "search")
+
+    def of_two_trials(study: Study) -> list[Trial]:
+        known = study.trials([])
+        return [*known, *(study.ask() for _ in range(2 - len(known)))]
+
+    whole = of_two_trials(Study(found, axes, "mine", seed=3))
+    file = tmp_path / JOURNAL
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[: len(lines) - len(axes) + num_left]))  # the last values are those of trial 2
+    assert of_two_trials(Study(found, axes, "mine", seed=3)) == whole
+    assert len({trial.words for trial in whole}) == 2
+
+
+def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
+    needs_optuna()
+    from runner.sweeps.study import JOURNAL, Study
+
+    axes = (
+        SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
+        SearchSpace("task.act", ("task.act=a", "task.act=b")),
+    )
+    found = Sweep(tmp_path, "search")
+    study = Study(found, axes, "mine", seed=0)
+    known = [study.ask(), study.ask()]
+    study.tell(known[0], 1.0)
+    file = tmp_path / JOURNAL
+    whole = file.read_bytes()
+    assert Study(found, axes, "mine", seed=0).trials(known) == known
+    lines = whole.splitlines(keepends=True)
+    damaged = [b"", *(lines[0] + line for line in lines[1:2])]
+    damaged += [
+        b"".join([*lines[:at], junk, *lines[at + 1 :]])
+        for at in range(len(lines))
+        for junk in (b"junk\n", b"[]\n", b"[" * 10000 + b"\n")
+    ]
+    for content in damaged:
+        file.write_bytes(content)
+        with pytest.raises(DataError, match="is damaged"):
+            Study(found, axes, "mine", seed=0).trials(known)
+    file.write_bytes(whole + b'{"op_code": 4, "half')  # as a crash leaves it
+    assert Study(found, axes, "mine", seed=0).trials(known) == known
+    file.write_bytes(whole.replace(b"task.act", b"task.odd"))
+    with pytest.raises(DataError, match="mine-1 is not the trial that sweep"):
+        Study(found, axes, "mine", seed=0).trials(known)
+
+
+# ---------------------------------------------------------------- wandb's agent
+
+
+def test_the_words_that_wandb_makes_of_the_sweep_in_the_documentation_are_settings() -> None:
+    import yaml
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    sweep = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])
+    chosen = {name: {"value": said.get("min") or said["values"][-1]} for name, said in sweep["parameters"].items()}
+    program, command, *words = sweep["command"]
+    assert (program, command, words[-1]) == ("accel-run", "train", "${args_no_hyphens}")
+    made = create_sweep_command_args({"args": chosen})["args_no_hyphens"]
+    configuration = compose(read([*words[:-1], *made]).request)
+    assert configuration.flat()["optimizer.lr"] == 0.0001
+    assert configuration.settings.global_batch_size == 64
+    assert configuration.choices["scheduler"].name == "linear"
+
+
+def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
+
+    values = {
+        "optimizer.betas": [0.9, 0.99],
+        "dataloader.pin_memory": False,
+        "max_grad_norm": "null",
+        "phases": ["train"],
+    }
+    made = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
+    found = compose(read(made["args_no_hyphens"]).request).flat()
+    assert {key: found[key] for key in values} == {**values, "max_grad_norm": None}
+
+
+# ---------------------------------------------------------------- how many at once
+
+
+@pytest.mark.parametrize(
+    ("rooms", "cores", "trials", "slots", "why"),
+    [
+        ([DeviceCapacity("", "Card", 16 << 30, 3 << 30)], 8, 20, [{"OMP_NUM_THREADS": "2"}] * 4, "4 at once by memory"),
+        (
+            [DeviceCapacity("", "Card", 16 << 30, 3 << 30)], 8, 3,
+            [{"OMP_NUM_THREADS": "2"}] * 3, "3 at once by the number of",
+        ),
+        ([DeviceCapacity("", "Card", 80 << 30, 1 << 30)], 4, 20, [{"OMP_NUM_THREADS": "1"}] * 4, "4 at once by cores"),
+        ([DeviceCapacity("", "Card", 4 << 30, 5 << 30)], 4, 20, [{"OMP_NUM_THREADS": "4"}], "1 at once by memory"),
+        (
+            [DeviceCapacity("GPU-a", "Card", 8 << 30, 3 << 30),
+             DeviceCapacity("GPU-b", "Card", 4 << 30, 3 << 30)], 6, 20,
+            [{"CUDA_VISIBLE_DEVICES": f"GPU-{name}", "OMP_NUM_THREADS": "2"} for name in "aba"], "3 at once by memory",
+        ),
+    ],
+)  # fmt: skip
+def test_as_many_trials_run_at_once_as_memory_cores_and_their_number_allow(
+    rooms: list[DeviceCapacity], cores: int, trials: int, slots: list[dict[str, str]], why: str
+) -> None:
+    packing = packing_of(TrialDemand(tuple(rooms), cores), "auto", trials)
+    assert [slot.environment for slot in packing.slots] == slots
+    assert packing.why.startswith(f"together=auto: {why}")
+
+
+def test_trials_at_once_share_no_core_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.sweeps.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
+    slots = packing_of(TrialDemand((DeviceCapacity("", "Card", 0, 0),), 6), 3, 9).slots  # a quota leaves 6 of them
+    assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]
+
+
+def test_what_is_not_known_is_one_at_a_time_and_says_why() -> None:
+    packing = packing_of(TrialDemand(cores=4, why_not="no data"), "auto", 9)
+    assert packing == Packing(why=packing.why)
+    assert packing.why.startswith("together=auto: ")
+    assert packing.why.endswith("no data")
+
+
+def test_trials_that_take_all_devices_run_alone() -> None:
+    several = [compose(Request(("parallelism=ddp",)))]
+    assert packed(several, 1) == Packing()
+    found = packed(several, "auto")
+    assert found == Packing(why=found.why)
+    assert "parallelism=ddp" in found.why
+    unlike = composed(expand_sweep(Request(("device=cpu,cuda:0",))))
+    found = packed(unlike, "auto")
+    assert found == Packing(why=found.why)
+    with pytest.raises(ConfigError) as caught:
+        packed(several, 2)
+    assert [problem.where for problem in caught.value.problems] == ["together=2"]
+    alone = [compose(Request(("hardware=pair_11gb_8gb", f"seed={seed}"))) for seed in (0, 1)]
+    assert len(packed(alone, 2).slots) == 2, "auto is one device here"
+
+
+def test_settings_that_change_numbers_only_are_traced_once() -> None:
+    requests = expand_sweep(Request(("seed=0,1", "optimizer.lr=0.1,0.2", "global_batch_size=8,16")))
+    sizes = [each.settings.global_batch_size for each in distinct(composed(requests))]
+    assert sizes == [8, 16]
+    assert {"seed", "optimizer.lr", "updates"} <= NUMBERS_ONLY <= set(compose(Request(("scheduler=cosine",))).flat())
+
+
+def test_what_is_planned_and_traced_for_a_sweep_leaves_torch_out_of_its_process(tmp_path: Path) -> None:
+    task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
+    main = "from runner.cli import main; from runner.sweeps import pool; from tests.sweeps.stand_in import TRIAL; "
+    main += "import sys; pool.TRIAL_MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
+    main += "sys.exit(code)"
+    words = ["train", "-m", "seed=0,1", "together=auto", "device=cpu", "run=mine", "--task", str(task)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", main, *words]
+    ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert " predicted for each, " in ended.stdout.splitlines()[0]
+    assert ended.stdout.startswith("together=auto: ")

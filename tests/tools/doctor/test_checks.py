@@ -1,0 +1,413 @@
+"""Laws of the checks themselves: each finds what is wrong when it is wrong, and nothing when it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.plan.inventory import GIB, Cpu, Device, Inventory
+from runner.tools.doctor import arithmetic, host_checks, kernels, software, storage, traffic
+from runner.tools.doctor.checks import CHECKS
+from runner.tools.doctor.findings import CheckContext, CheckResult
+from tests.forkserver import ForkServer
+
+ROOT = Path(__file__).parents[3]
+CPU = Cpu("a CPU", 1, 1, 4 * GIB, "AVX2", ("avx2",))
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> CheckContext:
+    return CheckContext(tmp_path / "outputs", tmp_path, inventory=Inventory((), CPU))
+
+
+def by_subject(findings: Iterator[Any]) -> dict[str, CheckResult]:
+    return {finding.subject: finding for finding in findings}
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+WRONG = {
+    "zeros": lambda one, other: torch.zeros_like(one),
+    "the factors turned": lambda one, other: other @ one,
+    "NaN": lambda one, other: (one @ other).fill_(float("nan")),
+    "one number off": lambda one, other: (one @ other).index_put_(
+        (torch.tensor(3), torch.tensor(5)), torch.tensor(10.0), True
+    ),
+    "a sum cut short": lambda one, other: one[:, :-1] @ other[:-1],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp64"])
+def test_a_product_that_is_wrong_fails(what: str, name: str) -> None:
+    def call(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return WRONG[what](one.float(), other.float()).to(one.dtype)  # type: ignore[no-untyped-call]
+
+    (number,) = [each for each in arithmetic.formats(CPU.device, Inventory((), CPU)) if each.name == name]
+    assert arithmetic.try_format(number, call).state == "FAIL"
+
+
+def test_float32_that_is_computed_in_tf32_fails() -> None:
+    def rounded(factor: torch.Tensor) -> torch.Tensor:
+        return (factor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 bits after the point
+
+    fp32 = arithmetic.formats(CPU.device, Inventory((), CPU))[0]
+
+    def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return rounded(one) @ rounded(other)
+
+    assert arithmetic.try_format(fp32, product).state == "FAIL"
+    tf32 = dataclasses.replace(fp32, name="tf32", digits=11)
+    assert arithmetic.error_of(tf32, product) <= arithmetic.allowed_error(tf32)
+
+
+def test_formats_are_those_of_the_device() -> None:
+    t4, h200 = (Device("cuda", 0, name, capability=found) for name, found in (("Tesla T4", (7, 5)), ("H200", (9, 0))))
+    there = {
+        device.name: {
+            each.name: (not each.why_not, each.is_own) for each in arithmetic.formats(device, Inventory((), CPU))
+        }
+        for device in (t4, h200, CPU.device)
+    }
+
+    assert there["Tesla T4"] == {
+        "fp32": (True, False), "tf32": (False, True), "bf16": (True, False), "fp16": (True, True), "fp64": (True, False)
+    }  # fmt: skip
+    assert there["H200"]["tf32"] == there["H200"]["bf16"] == (True, True)
+    assert list(there["a CPU"]) == ["fp32", "bf16", "fp16", "fp64"]
+
+
+def test_attention_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def without_the_mask(*inputs: torch.Tensor, is_causal: bool) -> torch.Tensor:
+        return right(*inputs, is_causal=is_causal and inputs[0].dtype == torch.float64)
+
+    assert kernels.try_kernel(CPU.device, "math").state == "ok"
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_the_mask)
+    assert kernels.try_kernel(CPU.device, "math").state == "FAIL"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_attention_in_half_precision_may_be_wrong_by_rounding_only(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = [torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    right, allowed = kernels.output_and_gradients, kernels.allowed_error(dtype)
+    assert kernels.error_of("flash", inputs) <= allowed
+
+    for wrong in (lambda x: x * 1.05, lambda x: x.index_fill(2, torch.tensor(3), 1.0), lambda x: x * float("nan")):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "output_and_gradients", lambda kernel, given, wrong=wrong: [
+                each if each.dtype == torch.float64 else wrong(each) for each in right(kernel, given)])  # fmt: skip
+            assert not kernels.error_of("flash", inputs) <= allowed
+
+
+def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verdict(tried: dict[str, str], begun: int = 0) -> list[str]:
+        """Return what is said beyond each kernel; the first ones were begun by an earlier process."""
+        made = {kernel: CheckResult(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
+        before = [made[kernel] for kernel in kernels.KERNELS[:begun]]
+        monkeypatch.setattr(kernels, "try_kernel", lambda device, kernel: made[kernel])
+        given = dataclasses.replace(context, begun=frozenset(each.subject for each in before), found=tuple(before))
+        return [
+            each.subject for each in kernels.attention(given) if each.subject not in {x.subject for x in made.values()}
+        ]
+
+    refused = dict.fromkeys(kernels.KERNELS, "skip") | {"math": "ok"}
+    for begun in range(len(kernels.KERNELS)):
+        assert verdict(refused, begun) == ["cpu fused"]
+        assert verdict(refused | {"flash": "ok"}, begun) == []
+        assert verdict(refused | {"cudnn": "FAIL"}, begun) == []
+
+
+def test_what_is_switched_off_is_not_said_to_compile(tmp_path: Path, server: ForkServer) -> None:
+    name = "TORCHDYNAMO_DISABLE"
+    ended = server.run("doctor --json checks=[compile] device=cpu", tmp_path, {name: "1"})
+    (found,) = [each for each in json.loads(ended.out)["findings"] if each["check"] == "compile"]
+    if "not installed" in found["seen"]:
+        pytest.skip(found["seen"])
+    assert (found["state"], found["fix"]) == ("warn", f"unset {name}")
+    assert found["seen"].startswith("nothing was compiled")
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def died(rank: int, *_: object) -> float:
+    if rank:
+        os._exit(3)
+    return 0.0
+
+
+RANKS: dict[str, tuple[Any, str, str]] = {
+    "right": (lambda *_: 0.0, "ok", "2 processes"),
+    "wrong here": (lambda rank, *_: 1.0 - rank, "FAIL", "wrong by 1 in process 0"),
+    "wrong there": (lambda rank, *_: 2.0 * rank, "FAIL", "wrong by 2 in process 1"),
+    "NaN there": (lambda rank, *_: float("nan") if rank else 0.0, "FAIL", "wrong by nan in process 1"),
+    "died there": (died, "FAIL", "process 1 of 2 left with exit code 3"),
+}
+
+
+@pytest.mark.parametrize("what", RANKS)
+def test_a_sum_must_be_right_in_every_process(what: str, tmp_path: Path) -> None:
+    rank, state, words = RANKS[what]
+    found = traffic.sum_over_processes("gloo", ("cpu", "cpu"), tmp_path, rank)
+    assert found.state == state
+    assert words in found.seen
+
+
+def test_why_torch_refuses_a_kernel_is_told_in_its_own_words() -> None:
+    disabled = "Memory Efficient attention has been runtime disabled."
+    too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
+    said = [
+        "Memory efficient kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:904.)",
+        f"{disabled} (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
+        "Flash attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:906.)",
+        f"{too_old} (Triggered internally at x:1.)",
+        "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
+    ]
+    assert kernels.reason_of("flash", said) == too_old
+    assert kernels.reason_of("efficient", said) == disabled
+    assert kernels.reason_of("cudnn", said) == ""
+
+
+def test_a_missing_compiler_is_named_with_the_line_that_brings_it(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    (found,) = kernels.compiling(context)  # type: ignore[misc]
+    assert (found.state, found.fix.partition(",")[0]) == ("skip", "apt install g++")
+    assert "/nowhere/g++" in found.seen
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def test_few_open_files_are_told_with_the_limit_to_set() -> None:
+    told = limits_under(
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
+    )["open files"]
+    assert (told["state"], told["figures"]) == ("warn", {"open_files": 300})
+    assert told["fix"].startswith("ulimit -n ")
+
+    told = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
+    assert (told["state"], "/etc/security/limits.conf" in told["fix"]) == ("FAIL", True)
+
+
+def test_few_processes_are_told() -> None:
+    told = limits_under("resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); os.setresuid(12345, 12345, 12345)")
+    assert told["processes"]["state"] == "warn"
+    assert "ulimit -u" in told["processes"]["seen"]
+
+
+def limits_under(before: str) -> dict[str, Any]:
+    """Return what the check finds in a process that this was done to."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may change the limits of another")
+    code = (
+        "import json, os, pathlib, resource\nfrom runner.tools.doctor import host_checks\nimport psutil\n"
+        "from runner.tools.doctor.findings import CheckContext\n"
+        f"{before}\n"
+        "found = host_checks.limits(CheckContext(pathlib.Path('.'), pathlib.Path('.')))\n"
+        "print(json.dumps({each.subject: each.to_json() for each in found}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_variables_that_slow_torch_down_are_named(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in host_checks.SLOWING:
+        monkeypatch.delenv(name, raising=False)
+    assert [each.state for each in host_checks.environment(context)] == ["ok"]
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    assert [each.state for each in host_checks.environment(context)] == ["ok"]
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    (found,) = host_checks.environment(context)
+    assert (found.state, found.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
+
+
+def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def under(counted: int, cores: int, set_to: str = "") -> CheckResult:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: counted)
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+        cpu = dataclasses.replace(CPU, logical_cores=cores)
+        return by_subject(host_checks.threads(dataclasses.replace(context, inventory=Inventory((), cpu))))[""]
+
+    assert under(8, 8).state == "ok"
+    assert (under(64, 2).state, under(64, 2).fix.split()) == ("warn", ["export", "OMP_NUM_THREADS=2"])
+    assert (under(1, 8, "1").state, under(1, 8, "1").fix.split()) == ("warn", ["unset", "OMP_NUM_THREADS"])
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "pace", "expected"),
+    [(0, 1.0, {"": "ok"}), (-40 * 365 * 86400, 1.0, {"": "warn"}), (0, 2.0, {"": "ok", "pace": "warn"})],
+    ids=["right", "before the installation", "being set"],
+)
+def test_a_clock_that_is_wrong_or_set_is_told(
+    offset_s: float, pace: float, expected: dict[str, str], context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+    begin = time.time() + offset_s
+    planted = {
+        "time": lambda: begin + pace * passed[0], "monotonic": lambda: passed[0],
+        "sleep": lambda seconds: passed.append(passed.pop() + seconds),
+    }  # fmt: skip
+    for name, function in planted.items():
+        monkeypatch.setattr(host_checks.time, name, function)
+    found = by_subject(host_checks.clock(context))
+    monkeypatch.undo()
+    assert {subject: each.state for subject, each in found.items()} == expected
+
+
+# ---------------------------------------------------------------- storage
+
+
+def test_a_disk_is_written_synced_and_left_as_it_was(context: CheckContext) -> None:
+    found = by_subject(storage.disk(context))
+
+    assert {each.state for each in found.values()} <= {"ok", "warn"}
+    assert {"room", "write", "replace", "lock"} <= set(found)
+    assert not context.root.exists()
+    assert list(context.root.parent.iterdir()) == []
+
+
+def test_a_folder_for_runs_that_is_a_file_fails(context: CheckContext) -> None:
+    context.root.write_text("")
+    (found,) = storage.disk(context)
+    assert (found.state, " output_root=" in found.fix) == ("FAIL", True)
+
+
+def test_a_full_disk_fails_and_nothing_is_written(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs(context.scratch)
+    usage = type("Usage", (), {"total": full.f_blocks, "used": full.f_blocks, "free": 1000})
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
+    (found,) = storage.disk(context)
+    assert found.state == "FAIL"
+    assert list(context.root.parent.iterdir()) == []
+
+
+def test_what_is_not_read_back_as_it_was_written_fails(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.files, "read", lambda path: b"something else")
+    assert by_subject(storage.disk(context))["write"].state == "FAIL"
+
+
+def test_little_shared_memory_is_told(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type("Usage", (), {"total": 64 * 2**20, "used": 0, "free": 1 * 2**20})
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
+    (found,) = storage.shared_memory(context)
+    assert found.state == "warn"
+    assert "--shm-size" in found.fix
+
+
+# ---------------------------------------------------------------- packages
+
+
+def needing(monkeypatch: pytest.MonkeyPatch, *packages: software.Package) -> None:
+    monkeypatch.setattr(software, "required_packages", lambda: list(packages))
+
+
+def test_a_missing_package_is_skipped_in_an_extra_and_fails_where_it_is_needed(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needing(monkeypatch, software.Package("no-such", ">=1"), software.Package("not-this-either", ">=2", "8bit"))
+    (needed,), (optional,) = software.packages(context), software.extras(context)
+
+    assert (needed.state, shlex.split(needed.fix)) == ("FAIL", ["pip", "install", "no-such>=1"])
+    assert (optional.state, optional.fix.split()) == ("skip", ["scripts/setup.sh", "8bit"])
+
+
+def test_a_package_that_cannot_be_imported_is_told_with_the_last_line_of_its_error(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    why = "libcudart.so.12: cannot open shared object file"
+    (tmp_path / "brokenpack.py").write_text(f"raise ImportError({why!r})")
+    info = tmp_path / "brokenpack-1.5.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brokenpack\nVersion: 1.5\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    needing(monkeypatch, software.Package("brokenpack", ">=1", "8bit"), software.Package("brokenpack", ">=1"))
+    (needed,), (optional,) = software.packages(context), software.extras(context)
+
+    assert (needed.state, optional.state) == ("FAIL", "warn")
+    assert optional.seen.startswith("1.5 ")
+    assert optional.seen.endswith(f"ImportError: {why}")
+
+
+def test_a_torch_that_cannot_be_imported_is_told_with_the_line_that_mends_it(
+    context: CheckContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needing(monkeypatch, software.Package("torch", ">=2.11"))
+    monkeypatch.setattr(software, "import_error", lambda module: "OSError: libcudart.so.13: cannot open it")
+    (found,) = software.torch(context)
+    assert isinstance(found, CheckResult)
+    assert (found.state, shlex.split(found.fix)) == ("FAIL", ["pip", "install", "--force-reinstall", "torch>=2.11"])
+
+
+def test_a_version_that_is_not_supported_is_told(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    needing(monkeypatch, software.Package("psutil", ">=999"), software.Package("torch", ">=999"))
+    (psutil,) = software.packages(context)
+    _, torch_found = software.torch(context)
+
+    assert (psutil.state, psutil.fix) == ("FAIL", 'pip install "psutil>=999"')
+    assert isinstance(torch_found, CheckResult)
+    assert (torch_found.state, torch_found.fix) == ("FAIL", 'pip install "torch>=999"')
+
+
+def test_what_is_needed_is_what_pyproject_says() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    stated = {line.partition(">")[0].partition("<")[0] for line in project["dependencies"]}
+    found = software.required_packages()
+
+    assert {each.name for each in found if not each.extra} == stated
+    assert {each.extra for each in found} >= {"8bit", "bpe", "onnx", "slurm"}
+    assert software.required_python().specifier == software.Requirement(f"x{project['requires-python']}").specifier
+
+
+def test_a_key_of_wandb_is_never_shown(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
+    (found,) = software.wandb(context)
+    assert (found.state, "0123456789" in str(found)) == ("ok", False)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def test_the_page_has_a_row_for_every_check() -> None:
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    rows = [
+        f"| `{name}`{'' if check.is_quick else ' *'} | {check.tries} | {check.why} |" for name, check in CHECKS.items()
+    ]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+def test_a_check_stands_after_what_it_needs_and_the_slowest_last() -> None:
+    names = list(CHECKS)
+    for name, check in CHECKS.items():
+        if check.needs:
+            assert names.index(check.needs) < names.index(name)
+    slow = [name for name, check in CHECKS.items() if not check.is_quick]
+    assert names[-len(slow) :] == slow

@@ -1,0 +1,59 @@
+"""What tests of suites share."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from runner.tools.measure import advisor, compare, fork_server, suite_common, tuner
+from runner.tools.measure.suites import before_after, ladder
+from tests.tools.measure.nursery import Nurseries
+from tests.tools.measure.planted_time import Planted, Select
+
+TIMED = (advisor, before_after, suite_common, ladder, compare, fork_server, tuner)
+
+
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suites make few and short blocks: what tests plant is far above the noise."""
+    monkeypatch.setattr(suite_common, "ROUNDS", (3, 4))
+    monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
+
+
+@pytest.fixture(scope="session")
+def nurseries() -> Iterator[Nurseries]:
+    made = Nurseries()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planted(nurseries: Nurseries) -> Iterator[Planted]:
+    """Cells are forks of one process, and they and those who measure them know no time but the planted one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", nurseries)
+        patch.setattr(fork_server, "select", Select(nurseries.time))
+        for module in TIMED:
+            patch.setattr(module, "time", nurseries.time)
+        yield nurseries.time
+
+
+@pytest.fixture
+def shown(screen: Callable[..., None]) -> Callable[..., None]:
+    """The fixture `screen`, where that is the name of a function under test."""
+    return screen
+
+
+@pytest.fixture
+def real_time() -> Iterator[None]:
+    """Nurseries are processes of their own here, and time is the machine's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork_server, "subprocess", subprocess)
+        patch.setattr(fork_server, "select", select)
+        for module in TIMED:
+            patch.setattr(module, "time", time)
+        yield

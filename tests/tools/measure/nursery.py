@@ -1,0 +1,137 @@
+"""Nurseries of cells that are forks of one process, which has torch imported, and in which only planted time passes.
+
+tests/tools/measure/test_compare.py also has real nurseries, each a process of its own, by the real clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from runner.base.secret import without_secrets
+from runner.tools.measure.fork_server import STEADY
+from tests.tools.measure.planted_time import Planted
+
+SERVER = """
+import gc, importlib, json, os, socket, sys, traceback
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.tools.measure import variant_process
+from tests.composed import composed
+from tests.tools.measure.planted_time import Planted
+from tests.warm import IMPORTED
+for name in IMPORTED:
+    importlib.import_module(name)
+composed()
+planted = Planted(int(sys.argv[2]))
+live = variant_process.live
+def live_in_planted_time(*given):
+    planted.rule()
+    return live(*given)
+variant_process.live = live_in_planted_time
+variant_process.BlockClock.behind_others = lambda self: lambda: 0.0  # no core is waited for in planted time
+compose(Request())
+gc.collect()
+gc.freeze()
+with socket.socket(fileno=int(sys.argv[1])) as line:
+    while True:
+        content, given, _, _ = socket.recv_fds(line, 1 << 18, 2)
+        if not content:
+            break
+        order = json.loads(content)
+        if "wait" in order:
+            answer = os.waitstatus_to_exitcode(os.waitpid(order["wait"], 0)[1])
+        else:
+            us, answer = os.getpid(), os.fork()
+            if answer == 0:
+                code = 70
+                try:
+                    line.close()
+                    os.setsid()
+                    os.dup2(given[1], 2)
+                    os.chdir(order["cwd"])
+                    os.environ.clear()
+                    os.environ.update(order["environment"])
+                    code = variant_process.main(given[0], us, order["cores"])
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(code)
+            for number in given:
+                os.close(number)
+        line.sendall(json.dumps(answer).encode())
+"""
+
+
+class Nurseries:
+    """In the place of `subprocess` where nurseries are started."""
+
+    DEVNULL = subprocess.DEVNULL
+
+    def __init__(self) -> None:
+        self.time = Planted(os.memfd_create("planted time"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name that is stood in for
+        """Return a nursery, to be killed and waited for."""
+        assert words[1:3] == ["-m", "runner.tools.measure.variant_process"]
+        if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
+            self._start()
+        order = {"cores": int(words[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
+        message, descriptors = json.dumps(order).encode(), [*given["pass_fds"], given["stderr"].fileno()]
+        try:
+            socket.send_fds(self._line, [message], descriptors)
+        except BrokenPipeError:  # it has died since
+            self._start()
+            socket.send_fds(self._line, [message], descriptors)
+        return _Forked(self, int(self.answer()))
+
+    def wait(self, pid: int) -> int:
+        """Return how a nursery ended."""
+        try:
+            self._line.sendall(json.dumps({"wait": pid}).encode())
+        except BrokenPipeError:  # it has died, and its children with it or after it
+            return -signal.SIGKILL
+        return int(self.answer())
+
+    def answer(self) -> Any:
+        content = self._line.recv(1 << 10)
+        assert content, "the process that makes nurseries died"
+        return json.loads(content)
+
+    def close(self) -> None:
+        """All nurseries end."""
+        if self._process is not None:
+            self._line.close()
+            self._process.wait(timeout=30)
+
+    def _start(self) -> None:
+        if self._process is not None:
+            self._line.close()
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", SERVER, str(theirs.fileno()), str(self.time.memory)],
+                pass_fds=[theirs.fileno(), self.time.memory], start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                env={**STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[3])},
+            )  # fmt: skip
+
+
+class _Forked:
+    def __init__(self, nurseries: Nurseries, pid: int) -> None:
+        self._nurseries, self._pid = nurseries, pid
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return self._nurseries.wait(self._pid)

@@ -1,0 +1,103 @@
+"""Laws of `accel-run benchmark suite=batch`: the update stays the same, and what does not fit ends nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.commands.benchmark import run as benchmark
+from runner.tools.measure.suite import SuiteReport, screen
+from runner.tools.measure.suites.batch import halves, run
+from tests.forkserver import ForkServer
+from tests.tools.measure.suites.asked import asked
+
+TASK = Path(__file__).parents[1] / "task_of_sizes.py"
+SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=16")
+
+
+def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
+    return run(asked("batch", tmp_path, TASK, *SETTINGS, *words, **options))
+
+
+def rows(found: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]]:
+    (table,) = found.tables
+    named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    return {(row["of an update"], row["samples of a pass"]): row for row in named}
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
+    """A pass costs 6 ms however many samples it has, and 16 samples do not fit."""
+    found = report(tmp_path, "micro_batch_size=2", "task.pass_ms=6", "task.most=8", micro="2,4,8,16,3,32")
+
+    assert found.data["recommended_micro_batch_size"] == 8
+    assert "micro_batch_size=8" in found.headline
+    assert "micro 16" in found.skipped
+    assert "no multiple" in found.skipped["micro 3"]
+    assert "more than the 16" in found.skipped["micro 32"]
+    assert set(rows(found)) == {(16, 2), (16, 4), (16, 8)}
+    eight = rows(found)[16, 8]
+    assert eight["passes"] == 2
+    assert eight["samples/s"] == pytest.approx(16e3 / eight["update, ms"])  # type: ignore[operator]
+    (file,) = found.files
+    assert json.loads(file.read_text())["recommended_micro_batch_size"] == 8
+    assert found.headline in screen(found)
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp_path: Path) -> None:
+    found = report(tmp_path, "task.pass_ms=4", "task.most=4", micro="8,4,2")
+
+    assert set(found.skipped) == {"as it is", "micro 8"}
+    assert found.data["recommended_micro_batch_size"] == 4
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_with_batch_norms_no_size_is_recommended(tmp_path: Path) -> None:
+    """Their statistics are those of a pass: another size computes something else, however fast."""
+    found = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
+
+    assert float(str(rows(found)[16, 4]["samples/s"])) < float(str(rows(found)[16, 8]["samples/s"]))
+    assert found.data["recommended_micro_batch_size"] == 4
+    assert any("batch norms" in note for note in found.notes)
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> None:
+    """Twice the samples in an update, of which each takes the same: twice as many samples per second."""
+    found = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
+
+    assert found.data["recommended_micro_batch_size"] == 16
+    twice = rows(found)[32, 32]
+    assert twice["sure"] == "better"
+    assert any("another training" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("key", ["micro", "global"])
+@pytest.mark.parametrize("text", ["0", "-4", "2.5", "many", "", "4,,8", "٣"])
+def test_sizes_are_whole_numbers_above_0(tmp_path: Path, key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}={text}.*whole numbers from 1 on"):
+        report(tmp_path, **{key: text})
+
+
+def test_a_word_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="plots: is no word of this suite"):
+        benchmark(["suite=batch", "plots", f"folder={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("samples", "sizes"), [(16, [16, 8, 4, 2, 1]), (12, [12, 6, 3]), (512, [512, 256, 128, 64, 32, 16])]
+)
+def test_what_is_tried_when_nobody_says_keeps_every_pass_of_an_update_alike(samples: int, sizes: list[int]) -> None:
+    assert list(halves(samples)) == sizes
+
+
+def test_a_budget_in_which_nothing_can_begin_is_a_wrong_setting(server: ForkServer, tmp_path: Path) -> None:
+    """In real time; where the baseline starts within the budget after all, the table says that nothing else had."""
+    ended = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
+    assert ended.code in (0, 78), ended.err
+    assert "budget_s" in (ended.err if ended.code else ended.out)

@@ -1,0 +1,167 @@
+"""Laws of `accel-run benchmark suite=before_after`: what is the same is no gain, what is faster is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.base.paths import shipped
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request, merge_overrides
+from runner.tools.measure.suite import SuiteReport
+from runner.tools.measure.suites.before_after import Biggest, largest_row, plain, run, watched
+from tests.tools.measure.suites.asked import asked
+from tests.waiting import wait_until
+
+TASK = Path(__file__).parents[1] / "task_of_sizes.py"
+SETTINGS = ("updates=64", "device=cpu", "backend.threads=1", "global_batch_size=16")
+
+
+def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
+    return run(asked("before_after", tmp_path, TASK, *SETTINGS, *words, **options))
+
+
+def rows(found: SuiteReport) -> dict[str, dict[str, Any]]:
+    table = found.tables[0]
+    return {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+def profile(folder: Path, *settings: str) -> Path:
+    """Return a folder of configuration whose hardware profile `mine` has these settings."""
+    (folder / "hardware").mkdir(parents=True)
+    text = "# @package _global_\n# Mine.\n" + "".join(f"{line}\n" for line in settings)
+    (folder / "hardware" / "mine.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_settings_that_are_faster_than_plain_ones_are_said_to_be(tmp_path: Path) -> None:
+    """Reading 16 samples sleeps for 16 ms; what is kept in memory is not read again. 256 samples are 16 updates."""
+    words = ("task.read_ms=1", "task.pass_ms=2", "task.most=32", "+hardware=mine")
+    wanted = asked("before_after", tmp_path, TASK, *SETTINGS, *words, biggest="64")
+    folder = profile(tmp_path / "conf", "dataloader:", "  cache: memory")
+    found = run(dataclasses.replace(wanted, request=dataclasses.replace(wanted.request, config_dir=folder)))
+
+    told = rows(found)
+    epoch, speed = told["time per epoch, s"], told["updates per second"]
+    assert epoch["sure"] == speed["sure"] == "better"
+    assert epoch["before"] == pytest.approx(16 / speed["before"])
+    assert epoch["after"] == pytest.approx(16 / speed["after"])
+    biggest = told["biggest batch, samples"]
+    assert (biggest["before"], biggest["after"], biggest["sure"]) == (32, 32, "no clear change")
+    inference = told["inference, ms per row"]["before"]
+    assert 1.9 < inference < 20, "each of 4 rows sleeps for 2 ms when it is predicted"
+    assert told["peak memory, GiB"]["after"] > 0.05
+    assert told["GPU busy, %"]["sure"] == "not measured"
+    assert "no GPU" in found.skipped["GPU busy"]
+    differ = {row[0]: row[1:] for row in found.tables[1].rows}
+    assert differ["dataloader.cache"] == ("none", "memory")
+    assert json.loads(found.files[0].read_text())["biggest"]["after"]["size"] == 32
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
+    words = plain(compose(Request(SETTINGS, TASK)))
+
+    found = report(tmp_path, "task.pass_ms=20", *words, biggest="0")
+
+    assert found.headline.startswith("no clear change")
+    assert rows(found)["time per epoch, s"]["sure"] == "no clear change"
+    assert rows(found)["biggest batch, samples"]["before"] is None
+    assert "none was tried" in found.skipped["biggest batch, before"]
+    assert not any("biggest batch" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sure"),
+    [
+        (Biggest(64, "", True), Biggest(128, "no time"), "better"),
+        (Biggest(64, "no time"), Biggest(128, "no time"), "not known"),
+        (Biggest(64, "no time"), Biggest(128, "", True), "not known"),
+        (Biggest(64, "", True), Biggest(64, "no time"), "not known"),
+        (Biggest(64, "", True), Biggest(64, "", True), "no clear change"),
+        (Biggest(128, "no time"), Biggest(64, "", True), "worse"),
+        (Biggest(None, "an error"), Biggest(64, "", True), "not measured"),
+    ],
+)
+def test_a_batch_that_nobody_has_tried_to_double_is_not_the_biggest(before: Biggest, after: Biggest, sure: str) -> None:
+    row = largest_row(before, after)
+
+    assert row[:3] == ("biggest batch, samples", before.size, after.size)
+    assert str(row[4]).startswith(sure)
+
+
+def before(request: Request) -> Configuration:
+    """Return the configuration that is measured before."""
+    return compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, plain(compose(request)))))
+
+
+def test_plain_keeps_what_is_mathematics_of_the_loader(tmp_path: Path) -> None:
+    lines = ("defaults:", "  - override /dataloader: thread", "dataloader:", "  drop_last: true")
+
+    configuration = before(Request(("+hardware=mine", *SETTINGS), TASK, profile(tmp_path, *lines)))
+
+    loader = configuration.choices["dataloader"]
+    assert (loader.name, loader.options["drop_last"], loader.options["num_workers"]) == ("default", True, 0)
+
+
+OPTIONS = [
+    f"{group}={file.stem}"
+    for group in ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
+    for file in sorted((shipped("conf") / group).glob("*.yaml"))
+]
+KEYS = (
+    "backend.threads=1", "dataloader.num_workers=3", "dataloader.cache=memory", "dataloader.pin_memory=true",
+    "dataloader.prefetch_factor=4", "memory.channels_last=true", "optimizer.kernel=fused", "optimizer.lr=0.5",
+    "+memory=checkpoint memory.channels_last=true", "dataloader=thread dataloader.drop_last=true",
+    "backend=deterministic backend.warn_only=true", "optimizer=sgd optimizer.momentum=0.5", "global_batch_size=8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", [*OPTIONS, *KEYS])
+def test_what_is_set_on_the_command_line_holds_before_and_after(typed: str) -> None:
+    request = Request(("device=cpu", *typed.replace("+", "").split()), TASK)
+
+    after, found = compose(request).flat(), before(request).flat()
+
+    for word in request.overrides:
+        key = word.partition("=")[0]
+        assert found[key] == after[key], key
+
+
+def test_what_is_not_set_is_plain_before() -> None:
+    found = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
+
+    expected = {"precision": "fp32", "compile": "off", "attention": "math", "dataloader.num_workers": 0}
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_an_optimizer_without_kernels_has_none_to_be_plain() -> None:
+    configuration = compose(Request(("optimizer=adamw8bit", *SETTINGS), TASK))
+    has_kernel = "kernel" in configuration.choices["optimizer"].options
+
+    assert ("optimizer.kernel=for-loop" in plain(configuration)) == has_kernel
+
+
+def test_how_busy_a_gpu_is_is_read_while_it_computes() -> None:
+    answers = iter([75.0, None, 50.0])
+
+    class Driver:
+        def read(self, gpu: object, names: list[str]) -> dict[str, float | None]:
+            return {"util_percent": next(answers, 25.0)}
+
+    with watched(Driver(), object()) as seen:  # type: ignore[arg-type]
+        wait_until(lambda: len(seen) >= 3, "the driver is asked again and again")
+
+    assert seen[:3] == [75.0, 50.0, 25.0]
+
+
+@pytest.mark.parametrize(("key", "text"), [("biggest", "-1"), ("biggest", "1e3")])
+def test_numbers_that_are_none_are_refused(tmp_path: Path, key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*whole numbers"):
+        report(tmp_path, **{key: text})

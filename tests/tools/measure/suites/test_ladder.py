@@ -1,0 +1,476 @@
+"""Laws of the ladder: what changes nothing is said to change nothing, what computes something else is never a gain."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+from runner.commands.benchmark import run as benchmark
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.tools.measure import suite_common
+from runner.tools.measure.compare import Comparison
+from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
+from runner.tools.measure.results import Results, session_baseline
+from runner.tools.measure.statistics import Ratio
+from runner.tools.measure.suite import SuiteReport, SuiteRequest, screen
+from runner.tools.measure.suites import ladder
+from runner.tools.measure.suites.ladder import LadderRow, run
+from runner.tools.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
+from tests.tools.measure.suites.asked import asked
+
+TASK = Path(__file__).parents[1] / "task_to_measure.py"
+SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=8")
+STEPS = 12
+# name -> the file of a technique that somebody added
+PLANTED = {
+    "nothing": "overrides: [task.dies_at=0]",
+    "slow": "overrides: [task.sleep_ms=9.2]",
+    "quick": "overrides: [task.sleep_ms=6]",
+    "quick_and_wrong": "overrides: [task.sleep_ms=1, task.gradient=3.0]",
+    "impossible": "overrides: [nonsense=1]",
+    "of_sgd": "overrides: [optimizer.lr=0.1]\nneeds: {optimizer: sgd}",
+}
+
+
+@pytest.fixture(scope="module")
+def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mine")
+    (folder / "benchmark" / "technique").mkdir(parents=True)
+    for name, text in PLANTED.items():
+        (folder / "benchmark" / "technique" / f"{name}.yaml").write_text(f"# planted\n{text}\n")
+    return folder
+
+
+def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> SuiteRequest:
+    wanted = asked("ladder", folder, TASK, *SETTINGS, **({"steps": str(STEPS), "rounds": "8"} | options))
+    return replace(wanted, words=words, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tuple[SuiteReport, Path]:
+    """The whole ladder of what is planted, measured once."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suite_common, "BLOCK_S", 0.05)
+        return run(wanted_in(folder, config_dir, techniques=f"[{','.join(PLANTED)},tf32]")), folder
+
+
+@pytest.fixture(scope="module")
+def rows(measured: tuple[SuiteReport, Path]) -> dict[str, dict[str, object]]:
+    return {row["cell"]: row for row in measured[0].data["rows"]}
+
+
+# ---------------------------------------------------------------- what is measured
+
+
+def test_what_does_nothing_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["nothing"]["verdict"] == "no clear change"
+
+
+def test_what_sleeps_a_tenth_longer_is_slower(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["slow"]["verdict"] == "worse"
+
+
+def test_what_is_faster_is_found(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["quick"]["verdict"] == "better"
+    assert not rows["quick"]["is_wrong"]
+
+
+def test_what_changes_gradients_is_flagged_and_is_in_no_combination(rows: dict[str, dict[str, object]]) -> None:
+    assert rows["quick_and_wrong"]["verdict"] == "better, but wrong"
+    for row in rows.values():
+        assert row["mode"] == "isolated" or "quick_and_wrong" not in row["members"]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("word", "fix"), [("rounds", "rounds=60"), ("modes", "modes=NAME"), ("suite", "suite=ladder")])
+def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match="needs a value") as raised:
+        benchmark([word, "task=gpt"])
+
+    assert raised.value.problems == (Problem("needs a value", word, f"use {fix}"),)
+
+
+def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[SuiteReport, Path]) -> None:
+    skipped = measured[0].skipped
+
+    assert skipped["impossible"].startswith("nonsense=1: unknown key")
+    assert {"optimizer=sgd,", "optimizer=adamw"} <= set(skipped["of_sgd"].split())
+    assert "needs a GPU" in skipped["tf32"]
+    assert all(reason in "\n".join(screen(measured[0])) for reason in skipped.values())
+
+
+def test_of_those_that_exclude_each_other_the_fastest_is_combined(
+    measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
+) -> None:
+    """Both set task.sleep_ms."""
+    assert any(note.startswith("slow and quick ") for note in measured[0].notes)
+    assert not any(name.endswith(" slow") for name in rows)
+
+
+def test_each_is_put_on_top_of_those_before(
+    measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
+) -> None:
+    assert rows["up to nothing"]["members"] == ["nothing"]
+    assert rows["up to quick"]["members"] == ["nothing", "quick"]
+    own = rows["up to quick"]["own"]
+    assert isinstance(own, dict)
+    assert own["middle"] > 1.05, "faster than the stack before it"
+    assert "quick" in measured[0].headline
+
+
+def test_start_and_compilation_are_told_apart_and_memory_and_kernels_are_told(
+    rows: dict[str, dict[str, object]],
+) -> None:
+    for name in (BASELINE, "quick"):
+        row = rows[name]
+        assert isinstance(row["start_s"], float)
+        assert row["start_s"] > 0
+        assert isinstance(row["compile_s"], float)
+        assert isinstance(row["peak_gib"], float)
+        assert row["optimizer_mib"] == pytest.approx(2 * (8 * 8 + 8) * 4 / 2**20, rel=0.1)
+        assert row["device"] == "cpu"
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
+    report, folder = measured
+    columns = Results(folder).columns()
+
+    assert set(columns) == {row["cell"] for row in report.data["rows"] if row["update_ms"]}
+    assert {len(column) for column in columns.values()} == {STEPS}
+    assert statistics.median(columns["quick"]) < statistics.median(columns[BASELINE])
+
+
+def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[SuiteReport, Path]) -> None:
+    report, folder = measured
+    facts = Results(folder).facts()["techniques"]
+
+    assert facts["quick"]["task"] == "task_to_measure"
+    assert facts["quick"]["verdict"] == "better"
+    assert facts["quick_and_wrong"]["is_wrong"]
+    json.dumps(dict(report.data), allow_nan=False)
+
+
+def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({BASELINE: [1.0, 1.0], "bf16": [2.0]}, {})
+
+    report = run(wanted_in(tmp_path, config_dir, BASELINE, steps="4", rounds="3"))
+
+    assert [row["cell"] for row in report.data["rows"]] == [BASELINE]
+    columns = results.columns()
+    assert (columns["bf16"], columns[session_baseline(1)]) == ([2.0], [1.0, 1.0])
+    assert len(columns[BASELINE]) == 4
+
+
+def test_only_the_stack_is_measured_if_only_it_is_asked_for(tmp_path: Path, config_dir: Path) -> None:
+    wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="cumulative", steps="4", rounds="4")
+
+    report = run(wanted)
+
+    assert [row["cell"] for row in report.data["rows"]] == [BASELINE, "up to nothing", "up to quick"]
+    assert set(Results(tmp_path).columns()) == {BASELINE, "up to nothing", "up to quick"}
+
+
+def test_float16_begins_after_the_others_on_a_cpu(
+    tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its updates take ten times as long there, and its start the time of others."""
+    asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
+    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
+    begun: list[str] = []
+
+    class Begun(Exception):
+        pass
+
+    class Told:
+        def compare(self, cells: list[Variant], *_: object) -> None:
+            begun.extend(cell.name for cell in cells)
+            raise Begun
+
+    for is_on_cpu in (True, False):
+        monkeypatch.setattr(climbing, "arena", Told(), raising=False)
+        climbing.is_on_cpu = is_on_cpu
+        with pytest.raises(Begun):
+            climbing.measure_isolated(asked.members)
+
+    assert begun == [BASELINE, "nothing", "fused", "fp16", BASELINE, "fp16", "nothing", "fused"]
+
+
+def test_what_is_stopped_leaves_what_it_has_measured(
+    tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a signal while blocks are made; the signal then means again what it meant."""
+    monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
+    turn, made, handler = Comparison.turn, [], signal.getsignal(signal.SIGTERM)
+
+    def stopped(arena: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
+        turn(arena, trials, measured, number)
+        made.append(number)
+        if len(made) == 10:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Comparison, "turn", stopped)
+    wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", rounds="30")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted)
+
+    results = Results(tmp_path)
+    assert set(results.columns()) == {BASELINE, "nothing", "quick"}
+    facts = results.facts()["techniques"]["quick"]
+    assert facts["ratio"]["num"] == 3
+    assert facts["peak_gib"] > 0, "the block that was under way is not taken for the report"
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_what_gains_nothing_and_takes_long_to_begin_is_put_on_top_of_nothing(tmp_path: Path, config_dir: Path) -> None:
+    asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
+    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
+    better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
+    for name, ratio, seconds in (("nothing", worse, 1.0), ("quick", better, 100.0), ("slow", worse, 100.0)):
+        climbing.rows.append(LadderRow(name, "isolated", (name,), ratio=ratio, start_s=0.5, compile_s=seconds))
+
+    assert [each.name for each in climbing.startable(asked.members)] == ["nothing", "quick"]
+    assert "302 s" in climbing.skipped["up to slow"]
+
+
+def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_columns_alone(
+    tmp_path: Path, config_dir: Path
+) -> None:
+    results = Results(tmp_path)
+    results.put({BASELINE: [1.0, 1.0], "bf16": [2.0], "nothing": [3.0]}, {})
+
+    run(wanted_in(tmp_path, config_dir, "nothing", steps="4", rounds="3"))
+
+    columns = results.columns()
+    assert (columns[BASELINE], columns["bf16"]) == ([1.0, 1.0], [2.0])
+    assert len(columns["nothing"]) == 4
+    assert columns["nothing"] != [3.0]
+    own, sessions = columns[session_baseline(2)], results.sessions()
+    assert len(own) == 4, "and its own baseline is beside it"
+    assert sessions == {BASELINE: 1, "bf16": 1, "nothing": 2, session_baseline(2): 2}
+
+
+# ---------------------------------------------------------------- what is asked
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (("bf61",), {}, "must be a technique"),
+        ((), {"techniques": "[nothing,bf61]"}, "must be a technique"),
+        ((), {"steps": "0"}, "must be a whole number above 0"),
+        ((), {"steps": "many"}, "must be a whole number above 0"),
+        ((), {"rounds": "-1"}, "must be a whole number above 0"),
+        ((), {"batch": "0"}, "must be a whole number above 0"),
+        ((), {"modes": "alone"}, "alone is none of them"),
+        ((), {"techniques": "[]"}, "must name a technique"),
+        (("all", "plots"), {}, "plots: must stand alone, but stands with all"),
+        (("reset", "nothing"), {}, "must stand alone"),
+        (("impossible",), {}, "nonsense"),
+        (("nothing",), {"techniques": "[slow]"}, "which name techniques too"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_clear_error(
+    tmp_path: Path, config_dir: Path, words: tuple[str, ...], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(wanted_in(tmp_path, config_dir, *words, **options))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_table_is_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
+    (tmp_path / "results.csv").write_text("step,nothing\n1,fast\n")
+
+    with pytest.raises(DataError, match="must be milliseconds"):
+        run(wanted_in(tmp_path, config_dir, "nothing"))
+
+    assert (tmp_path / "results.csv").read_text() == "step,nothing\n1,fast\n"
+
+
+def test_damaged_facts_are_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({"nothing": [1.0]}, {})
+    results.json.write_text('{"techniques": {')
+
+    with pytest.raises(DataError):
+        run(wanted_in(tmp_path, config_dir, "nothing"))
+
+    assert results.json.read_text() == '{"techniques": {'
+
+
+def test_columns_of_another_task_are_not_put_beside_each_other(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+    results.put({"nothing": [1.0]}, {"nothing": {"task": "another"}})
+
+    with pytest.raises(ConfigError, match="holds what was measured of task another, and this is task task_to_measure"):
+        run(wanted_in(tmp_path, config_dir, "nothing"))
+
+
+def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path) -> None:
+    results = Results(tmp_path)
+
+    run(wanted_in(tmp_path, config_dir, "init"))
+    assert results.columns() == {}
+    results.put({"bf16": [2.0]}, {})
+    run(wanted_in(tmp_path, config_dir, "reset"))
+    assert results.columns() == {}
+    run(wanted_in(tmp_path, config_dir, "clean"))
+    with pytest.raises(InputMissing):
+        results.columns()
+
+
+def test_results_are_drawn_where_there_are_some(
+    measured: tuple[SuiteReport, Path], tmp_path: Path, config_dir: Path
+) -> None:
+    drawn = run(wanted_in(measured[1], config_dir, "plots")).files
+
+    assert {"steps.png", "speedup.png"} <= {file.name for file in drawn}
+    assert all(file.stat().st_size > 1000 for file in drawn)
+    with pytest.raises(InputMissing, match="no results yet"):
+        run(wanted_in(tmp_path, config_dir, "plots"))
+
+
+def test_a_batch_is_the_samples_of_an_update(tmp_path: Path, config_dir: Path) -> None:
+    wanted = wanted_in(tmp_path, config_dir, "nothing", batch="8")
+
+    assert ladder.requested(wanted).configuration.settings.global_batch_size == 8
+
+
+# ---------------------------------------------------------------- techniques
+
+
+def test_every_shipped_technique_can_be_read_and_composes() -> None:
+    known = techniques(None)
+
+    assert tuple(known) == ORDER
+    for technique in chosen(known, known):
+        configuration = compose(Request())
+        compose(Request(stacked([technique], known[BASELINE], configuration)))
+
+
+def test_the_baseline_is_without_every_technique() -> None:
+    known = techniques(None)
+    plain = compose(Request(known[BASELINE].overrides)).flat()
+
+    for technique in chosen(known, known):
+        changed = compose(Request(stacked([technique], known[BASELINE], compose(Request())))).flat()
+        assert any(plain.get(word.partition("=")[0]) != changed[word.partition("=")[0]] for word in technique.overrides)
+
+
+def test_a_file_of_mine_stands_in_the_place_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "benchmark" / "technique" / "bf16.yaml").write_text("overrides: [precision=bf16, compile=regional]")
+
+    assert techniques(tmp_path)["bf16"].overrides == ("precision=bf16", "compile=regional")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["precision=bf16", "overrides: precision=bf16", "overrides: [bf16]", "override: []", "overrides: []\nneeds: x"],
+)
+def test_a_file_that_is_no_technique_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "benchmark" / "technique" / "mine.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        techniques(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["step", "all", "plots"])
+def test_a_name_that_means_something_else_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "benchmark" / "technique").mkdir(parents=True)
+    (tmp_path / "benchmark" / "technique" / f"{name}.yaml").write_text("overrides: [precision=bf16]")
+
+    with pytest.raises(ConfigError, match="cannot be the name of a technique"):
+        techniques(tmp_path)
+
+
+def test_every_word_of_the_ladder_is_taken() -> None:
+    assert {*ladder.ACTIONS, "all"} <= set(TAKEN)
+
+
+def test_another_optimizer_keeps_the_mathematics_of_the_one_before() -> None:
+    """Nobody compares a learning rate with another one by mistake."""
+    given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
+    configuration = compose(Request(given))
+    words = stacked(
+        [Technique("8bit", ("optimizer=adamw8bit",))],
+        Technique(BASELINE, ("optimizer.kernel=for-loop",)),
+        configuration,
+    )
+
+    used = compose(Request(("task=nmt", *words))).choices["optimizer"]
+
+    assert used.name == "adamw8bit"
+    before = configuration.choices["optimizer"].options
+    assert {key: used.options[key] for key in before if key in used.options} == {
+        key: value for key, value in before.items() if key in used.options
+    }
+    assert used.options["weight_decay"] == 0.03
+
+
+PHASES = """
+PHASES = {"first": {"optimizer.lr": 0.01, "optimizer.weight_decay": 0.0}, "second": {"needs": ["first"]}}
+SETTINGS = {"optimizer.lr": 0.005, "updates": 10}
+def build(*, width: int = 3): ...
+"""
+
+
+@pytest.mark.parametrize("given", [(), ("phase.second.optimizer.betas=[0.8,0.9]",), ("optimizer.lr=0.5",)])
+def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, given: tuple[str, ...]) -> None:
+    task = tmp_path / "phased.py"
+    task.write_text(PHASES)
+    before = compose(Request(given, task))
+    known = techniques(None)
+
+    after = compose(Request((*given, *stacked([known["8bit"]], known[BASELINE], before)), task))
+
+    for ours, theirs in zip(before.phases, after.phases, strict=True):
+        assert theirs.optimizer.name == "adamw8bit"
+        shared = ours.optimizer.options.keys() & theirs.optimizer.options.keys()
+        assert {"lr", "weight_decay", "betas"} <= shared
+        assert all(ours.optimizer.options[key] == theirs.optimizer.options[key] for key in shared)
+    assert known["8bit"].why_not(before) == ""
+    other = compose(Request(("phase.first.optimizer=sgd",), task))
+    assert {"optimizer=adamw,", "optimizer=sgd"} <= set(known["8bit"].why_not(other).split())
+
+
+def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> None:
+    base, configuration = Technique(BASELINE, ("precision=fp32", "compile=off")), compose(Request())
+    members = [
+        Technique("bf16", ("precision=bf16",)),
+        Technique("compile", ("compile=default",)),
+        Technique("fp16", ("precision=fp16",)),
+    ]
+
+    assert stacked(members, base, configuration) == ("compile=default", "precision=fp16")
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def test_numbers_that_are_not_known_are_null_in_json() -> None:
+    row = LadderRow("bf16", "isolated", ("bf16",), why_not="no room")
+
+    assert ladder.as_json(row)["update_ms"] is None
+    assert math.isnan(row.update_ms)
+
+
+@pytest.mark.parametrize(
+    ("num", "kept"), [(3, (0.0, 2.0, 4.0)), (6, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)), (9, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))]
+)
+def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]) -> None:
+    assert ladder.evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept

@@ -1,0 +1,111 @@
+"""Laws of `accel-run benchmark suite=loader`: what waits is found, and what cannot be is said and not measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
+from runner.tools.measure.suite import SuiteReport
+from runner.tools.measure.suite_common import measured_in
+from runner.tools.measure.suites.loader import LoaderVariant, run, why_not
+from tests.tools.measure.suites.asked import asked
+
+TASK = Path(__file__).parents[1] / "task_of_sizes.py"
+SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=8", "dataloader.num_workers=0")
+
+
+def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
+    return run(asked("loader", tmp_path, TASK, *SETTINGS, *words, **options))
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_where_reading_takes_long_the_loader_that_does_not_read_again_is_first(tmp_path: Path) -> None:
+    """A sample sleeps for 3 ms when it is read, an update 6 ms: 24 of 30 ms wait for data."""
+    found = report(
+        tmp_path,
+        "task.read_ms=3",
+        "task.pass_ms=6",
+        workers="0",
+        prefetch="2",
+        pin="false,true",
+        cache="none,memory,device",
+    )
+
+    (table,) = found.tables
+    named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["loader"] for row in named] == ["0 workers, cache memory", "as it is"]
+    cached, now = named
+    assert 60 < now["waits for data, %"] < 95  # type: ignore[operator]
+    assert cached["waits for data, %"] < 30  # type: ignore[operator]
+    assert cached["begins later, s"] > 0.6, "256 samples of 3 ms were read before"  # type: ignore[operator]
+    assert cached["sure"] == "better"
+    assert "dataloader.cache=memory" in found.headline
+    assert "dataloader.cache=memory" in found.data["recommended"]
+    assert json.loads(found.files[0].read_text())["is_clear"] is True
+    left_out = LoaderVariant(0, 0, pin=True, cache="none"), LoaderVariant(0, 0, pin=False, cache="device")
+    assert set(map(str, left_out)) <= set(found.skipped)
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> None:
+    """Nothing is read for long: what reads it ahead hides nothing. Without a cache, a thread is one worker process."""
+    found = report(tmp_path, "task.pass_ms=20", workers="0,thread,1", prefetch="2", cache="none")
+
+    assert found.headline.startswith("no clear change")
+    assert found.data["recommended"] == []
+    (table,) = found.tables
+    assert {row[0] for row in table.rows} == {"as it is", str(LoaderVariant(1, 2, pin=False, cache="none"))}
+
+
+@pytest.mark.usefixtures("few_rounds")
+def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> None:
+    found = report(tmp_path, workers="0", prefetch="2", cache="none")
+
+    assert [len(table.rows) for table in found.tables] == [1]
+    assert found.data["is_clear"] is False
+    assert found.data["recommended"] == []
+
+
+def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path) -> None:
+    short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
+    place = SimpleNamespace(arena=SimpleNamespace(compare=lambda *_: short))
+
+    found = measured_in(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
+
+    (note,) = found.notes
+    assert "budget_s=70" in note
+
+
+def test_workers_cannot_read_what_lies_on_the_device() -> None:
+    assert len(list(why_not(LoaderVariant(2, 2, pin=False, cache="device"), has_gpu=True))) == 1
+    assert list(why_not(LoaderVariant(0, 0, pin=False, cache="device"), has_gpu=True)) == []
+    assert list(why_not(LoaderVariant(2, 2, pin=True, cache="memory"), has_gpu=True)) == []
+
+
+def test_what_reads_nothing_ahead_is_measured_once(tmp_path: Path) -> None:
+    assert str(LoaderVariant(0, 0, pin=False, cache="none")) == "0 workers, cache none"
+    assert LoaderVariant("thread", 4, pin=True, cache="none").overrides == (
+        "dataloader=thread", "dataloader.depth=4", "dataloader.pin_memory=true", "dataloader.cache=none",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("workers", "-1"),
+        ("workers", "two"),
+        ("workers", ""),
+        ("prefetch", "0"),
+        ("prefetch", "1.5"),
+        ("pin", "maybe"),
+        ("cache", "disk"),
+    ],
+)
+def test_values_that_no_loader_has_are_refused(tmp_path: Path, key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
+        report(tmp_path, **{key: text})

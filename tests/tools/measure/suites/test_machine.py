@@ -1,0 +1,495 @@
+"""Laws of suite=machine: rates are what was done over the time it took, and a picture shows what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from runner.base.errors import ConfigError
+from runner.commands import benchmark
+from runner.config.config_files import facts_of_profiles
+from runner.config.request import Request, merge_overrides
+from runner.plan.inventory import GIB, Cpu, Device, Inventory
+from runner.tools.doctor import arithmetic
+from runner.tools.measure import machine_rates
+from runner.tools.measure.compare import Asked as Asking
+from runner.tools.measure.compare import CompareLimits
+from runner.tools.measure.comparison_result import Variant, VariantResult
+from runner.tools.measure.counting import Count, counted
+from runner.tools.measure.machine_rates import MachineRequest, MachineResults, Rate, Turn, best, in_turns
+from runner.tools.measure.roofline import RooflinePoint, Roofs, drawn, judged
+from runner.tools.measure.suite import SuiteRequest, screen
+from runner.tools.measure.suites import SUITES, machine
+from runner.tools.measure.suites.machine import DataSheetPeaks
+
+TASK = Path(__file__).parents[1] / "task_to_measure.py"
+CPU = Cpu("a CPU", 1, 1, 4 * GIB)
+DEVICE = torch.device("cpu")
+H100 = Device("cuda", 0, "NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB, capability=(9, 0))
+
+
+def turn(once: Callable[[], float], name: str = "fp32", size: int = 1, amount: float = 1.0) -> Turn:
+    return Turn("matmul", "cpu", name, size, amount, once)
+
+
+def taking(*seconds: float) -> Callable[[], float]:
+    each = itertools.cycle(seconds)
+    return lambda: next(each)
+
+
+# ---------------------------------------------------------------- turns
+
+
+@pytest.mark.parametrize(("words", "meant"), [("round=3", "rounds"), ("suite=machine disk_mb=3", "disk_mib")])
+def test_a_slip_may_have_meant_a_key_of_the_suite(words: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        benchmark.run(words.split())
+    (problem,) = raised.value.problems
+    assert problem.fix == f"did you mean {meant}?"
+
+
+def test_a_rate_is_what_was_done_over_the_seconds_it_took() -> None:
+    rates, failed = in_turns([turn(taking(0.5), amount=2.0 * 1024**3)], rounds=5, seconds=60)
+
+    assert failed == {}
+    assert rates[0].per_s == (4.0 * 1024**3,) * 5
+
+
+def test_the_median_and_half_of_the_rounds_are_told() -> None:
+    rates, _ = in_turns([turn(taking(1.0, 0.5, 0.25, 0.2, 0.1))], rounds=5, seconds=60)
+
+    assert rates[0].median == 4.0
+    assert rates[0].quartiles == (2.0, 5.0)
+
+
+def test_the_fastest_size_counts() -> None:
+    sizes = [turn(taking(1.0), size=256, amount=1.0), turn(taking(1.0), size=512, amount=8.0)]
+
+    (rate,) = best(in_turns(sizes, rounds=3, seconds=60)[0])
+
+    assert (rate.size, rate.median) == (512, 8.0)
+
+
+def test_cells_take_turns_in_an_order_drawn_anew() -> None:
+    played: list[str] = []
+
+    def once(name: str) -> float:
+        played.append(name)
+        return 1.0
+
+    names = "abcdef"
+    in_turns([turn(lambda name=name: once(name), name) for name in names], rounds=6, seconds=60)  # type: ignore[misc]
+
+    rounds = ["".join(played[start : start + len(names)]) for start in range(0, len(played), len(names))]
+    assert all(sorted(each) == list(names) for each in rounds), "each takes part in each round"
+    assert len(set(rounds)) > 1
+
+
+def test_what_fails_is_out_with_its_reason_and_ends_nothing_else() -> None:
+    what = "\"addmm_impl_cpu_\" not implemented for 'Half'"
+
+    def fails() -> float:
+        raise RuntimeError(f"{what}\nand a stack")
+
+    rates, failed = in_turns([turn(fails, "fp16"), turn(taking(1.0), "fp32")], rounds=3, seconds=60)
+
+    assert failed == {"cpu fp16": what}
+    assert [rate.name for rate in rates] == ["fp32"]
+
+
+def test_a_size_that_fails_does_not_take_the_others_with_it() -> None:
+    def no_memory() -> float:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    rates, failed = in_turns([turn(no_memory, size=512), turn(taking(1.0), size=256)], rounds=3, seconds=60)
+
+    assert ([rate.size for rate in rates], failed) == ([256], {})
+
+
+def test_a_small_budget_still_makes_a_few_rounds() -> None:
+    rates, _ = in_turns([turn(taking(1.0))], rounds=50, seconds=0.0)
+
+    assert len(rates[0].per_s) == machine_rates.LEAST_ROUNDS
+
+
+# ---------------------------------------------------------------- the parts
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> MachineRequest:
+    return MachineRequest(Inventory((), CPU), "cpu", 3, tmp_path / "outputs", 4 * machine_rates.MIB)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes a millisecond, and no more than that."""
+
+    def planted(call: Callable[[], object], device: torch.device) -> float:
+        call()
+        return 1e-3
+
+    monkeypatch.setattr(arithmetic, "seconds", planted)
+    monkeypatch.setattr(machine_rates, "LARGEST", 512)
+
+
+@pytest.mark.usefixtures("quick")
+def test_products_by_a_planted_clock_have_the_exact_rate(asked: MachineRequest) -> None:
+    rates = {(rate.name, rate.size): rate.median for rate in machine_rates.matmul(asked, 60.0).rates}
+
+    assert {name for name, _ in rates} >= {"fp32", "bf16", "fp64"}
+    for (name, size), rate in rates.items():
+        assert rate == pytest.approx(2.0 * size**3 / 1e-3, rel=1e-12), name
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_format_without_kernels_is_skipped_with_the_reason(
+    asked: MachineRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(number: Any, *_: Any) -> float:
+        if number.name == "fp16":
+            raise RuntimeError("not implemented for 'Half'")
+        return 1e-3
+
+    monkeypatch.setattr(machine_rates, "product_seconds", refuses)
+    found = machine_rates.matmul(asked, 60.0)
+
+    assert set(found.skipped) == {"cpu fp16 matmul"}
+    assert "'Half'" in found.skipped["cpu fp16 matmul"]
+    assert "fp16" not in {rate.name for rate in found.rates}
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_triad_reads_two_arrays_and_writes_one(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", machine_rates.MIB)
+    monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 0)
+    (rate,) = machine_rates.copies(asked, 60.0).rates
+
+    assert rate.median == 3.0 * machine_rates.MIB / 1e-3
+
+
+def test_an_array_of_the_triad_is_four_times_the_cache(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", 1)
+    monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 10 * machine_rates.MIB)
+
+    assert machine_rates.triad(asked.inventory.cpu.device).size == 40 * machine_rates.MIB
+
+
+def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp_path: Path) -> None:
+    """Two cores of which each has a last cache of its own, and two that share one: 3 x 32 MiB."""
+    kinds = {"index0": ("1", "48K", "{core}"), "index2": ("3", "32M", "{shared}")}
+    for core, shared in {0: "0", 1: "1", 2: "2-3", 3: "2-3"}.items():
+        for name, values in kinds.items():
+            index = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache" / name
+            index.mkdir(parents=True)
+            for file, value in zip(("level", "size", "shared_cpu_list"), values, strict=True):
+                (index / file).write_text(value.format(core=core, shared=shared) + "\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_rates, "affinity", lambda: {0, 1, 2, 3})
+        assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path) == 96 * machine_rates.MIB
+        patch.setattr(machine_rates, "affinity", lambda: {2})
+        assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path) == 32 * machine_rates.MIB
+    assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
+
+
+def test_a_file_that_would_fill_the_disk_is_not_written(asked: MachineRequest, tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+
+    found = machine_rates.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
+
+    assert "more than half" in found.skipped["disk"]
+    assert (found.rates, list(tmp_path.iterdir())) == ([], [])
+
+
+def test_the_disk_is_written_and_read_and_nothing_is_left(asked: MachineRequest, tmp_path: Path) -> None:
+    rates = {rate.name: rate for rate in machine_rates.disk(asked, 60.0).rates}
+
+    assert [name.partition(" ")[0] for name in sorted(rates)] == ["read", "written"]
+    assert all(rate.median > 0 and rate.size == asked.disk_bytes for rate in rates.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_gpu_all_that_needs_one_is_listed_with_the_reason() -> None:
+    broken = dataclasses.replace(H100, usable=False, why_not="its driver does not answer")
+    skipped = machine.skipped_without_gpu(["matmul", "copies"], Inventory((broken,), CPU), "auto")
+
+    assert {"GPU bf16 matmul", "GPU fp64 matmul", "device to device"} <= set(skipped)
+    assert set(skipped.values()) == {f"{H100.name}: {broken.why_not}"}
+    assert len(set(machine.skipped_without_gpu(["matmul"], Inventory((), CPU), "auto").values())) == 1
+    assert machine.skipped_without_gpu(["matmul", "copies"], Inventory((H100,), CPU), "auto") == {}
+    said = machine.skipped_without_gpu(["matmul"], Inventory((H100,), CPU), "cpu")
+    assert all(why.startswith("device=cpu ") for why in said.values())
+
+
+# ---------------------------------------------------------------- peaks
+
+
+@pytest.fixture(scope="module")
+def peaks() -> DataSheetPeaks:
+    return DataSheetPeaks(facts_of_profiles())
+
+
+def rate_of(part: str, name: str) -> Rate:
+    return Rate(part, "cuda:0", name, 1, (1.0,))
+
+
+def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks: DataSheetPeaks) -> None:
+    facts = facts_of_profiles()["h100"]["devices"][0]
+
+    peak, source = peaks.of(H100, rate_of("matmul", "bf16"))
+    assert peak == facts["bf16_tensor_tflops"] * 1e12
+    assert facts["source"]["bf16_tensor_tflops"] in source
+    peak, _ = peaks.of(H100, rate_of("copies", "memory, triad"))
+    assert peak == facts["memory_bandwidth_gb_s"] * 1e9
+
+
+@pytest.mark.parametrize(
+    ("device", "part", "name", "why"),
+    [
+        (CPU.device, "matmul", "fp32", "which nobody tells here"),
+        (H100, "matmul", "fp64", "has no figure for it"),
+        (H100, "copies", "host to device, pinned", "has no figure for it"),
+        (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile is of"),
+    ],
+)
+def test_a_peak_that_nobody_published_is_not_guessed(
+    peaks: DataSheetPeaks, device: Device, part: str, name: str, why: str
+) -> None:
+    peak, source = peaks.of(device, rate_of(part, name))
+
+    assert peak is None
+    assert why in source
+
+
+# ---------------------------------------------------------------- counting
+
+
+def test_the_count_of_a_product_is_exact() -> None:
+    one, other = torch.randn(8, 16), torch.randn(16, 4)
+
+    count = counted(lambda: one @ other, DEVICE)
+
+    assert count == Count(flops=2.0 * 8 * 16 * 4, bytes=4.0 * (8 * 16 + 16 * 4 + 8 * 4))
+
+
+def test_backward_passes_count() -> None:
+    model, batch = nn.Linear(16, 4, bias=False), torch.randn(8, 16)
+    forward = counted(lambda: model(batch), DEVICE)
+
+    both = counted(lambda: model(batch).sum().backward(), DEVICE)
+
+    assert both.flops == 2 * forward.flops, "the gradient of the weight is another product, the input needs none"
+
+
+def attended(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return functional.scaled_dot_product_attention(*inputs)
+
+
+def test_attention_counts_on_a_cpu_too() -> None:
+    batch, heads, length, size = 2, 3, 16, 8
+    inputs = [torch.randn(batch, heads, length, size, requires_grad=True) for _ in range(3)]
+    products = 2 * (2.0 * batch * heads * length * length * size)  # scores, and their product with the values
+
+    assert counted(lambda: attended(inputs), DEVICE).flops == products
+    assert counted(lambda: attended(inputs).sum().backward(), DEVICE).flops > 2 * products
+
+
+@pytest.mark.parametrize(
+    ("make", "moved"),
+    [
+        (lambda x: x.view(-1).t(), 0),
+        (lambda x: x[:, 1:].reshape(1, *x[:, 1:].shape).detach(), 0),
+        (torch.empty_like, 0),
+        (lambda x: x + 1, 2),
+        (lambda x: x.add_(1), 2),
+        (lambda x: x.copy_(torch.empty_like(x)), 2),
+        (lambda x: x.zero_(), 1),
+        (lambda x: torch.add(x, x, out=torch.empty_like(x)), 3),
+        (lambda x: x.new_zeros(1).expand_as(x) + x, 2),
+    ],
+)
+def test_each_operation_reads_its_operands_and_writes_its_results_once(
+    make: Callable[[torch.Tensor], Any], moved: int
+) -> None:
+    x = torch.ones(64, 64)
+
+    found = counted(lambda: make(x), DEVICE).bytes
+
+    assert found == pytest.approx(moved * x.nbytes, abs=16), "in arrays, besides single numbers"
+
+
+def test_of_a_table_only_the_rows_that_are_asked_for_are_read() -> None:
+    table, rows = torch.randn(10_000, 8), torch.tensor([1, 5])
+
+    found = counted(lambda: functional.embedding(rows, table), DEVICE).bytes
+
+    assert found == 2 * (2 * 8 * 4) + rows.nbytes
+
+
+# ---------------------------------------------------------------- the picture
+
+ROOFS = Roofs("a device", {"fp32": 1e12, "bf16": 4e12}, 1e11)
+
+
+def point_of(flops: float, bytes_: float, seconds: float, name: str = "fp32") -> RooflinePoint:
+    return RooflinePoint("a task", Count(flops, bytes_), seconds, name)
+
+
+def test_the_roof_is_the_lower_one_of_memory_and_arithmetic() -> None:
+    assert ROOFS.ridge("fp32") == 10.0
+    assert ROOFS.over(1.0, "fp32") == 1e11
+    assert ROOFS.over(10.0, "fp32") == 1e12
+    assert ROOFS.over(1000.0, "bf16") == 4e12
+
+
+@pytest.mark.parametrize("intensity", [1e-3, 0.5, 30.0, 1e5])
+def test_the_update_lies_at_its_intensity_and_throughput_within_the_picture(intensity: float) -> None:
+    pytest.importorskip("matplotlib")
+    point = point_of(intensity * 1e9, 1e9, 0.1)
+
+    (axes,) = drawn(ROOFS, point).axes
+    (update,) = (line for line in axes.lines if line.get_label() == "update")
+
+    assert (update.get_xdata()[0], update.get_ydata()[0]) == (point.intensity, point.throughput / 1e12)
+    assert axes.get_xlim()[0] < intensity < axes.get_xlim()[1]
+    assert axes.get_ylim()[0] < point.throughput / 1e12 < axes.get_ylim()[1]
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert "FLOP per byte" in axes.get_xlabel()
+    assert "TFLOP/s" in axes.get_ylabel()
+
+
+@pytest.mark.parametrize(("peak", "unit"), [(9e11, "GFLOP/s"), (1e12, "TFLOP/s")])
+def test_the_unit_is_that_of_the_highest_roof(peak: float, unit: str) -> None:
+    pytest.importorskip("matplotlib")
+    (axes,) = drawn(Roofs("a device", {"fp32": peak}, 1e10), None).axes
+
+    assert axes.get_ylabel() == f"throughput, {unit}"
+    assert max(max(line.get_ydata()) for line in axes.lines) == pytest.approx(peak / {"G": 1e9, "T": 1e12}[unit[0]])
+
+
+def test_the_sentence_names_the_roof_that_holds(shown: Callable[..., None]) -> None:
+    points = point_of(1e9, 1e9, 0.02), point_of(1e11, 1e9, 0.4), point_of(1e9, 1e9, 0.001)
+    shown("\n".join(judged(ROOFS, point) for point in points))
+
+
+# ---------------------------------------------------------------- the suite
+
+
+def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
+    settings = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")
+    request = Request((*settings, f"output_root={folder / 'outputs'}"), TASK)
+    return SuiteRequest(request, words, {**machine.OPTIONS, **options}, folder, "here-", 10.0, lambda _: None)
+
+
+def test_the_suite_is_in_the_table() -> None:
+    assert SUITES["machine"][0] == "machine"
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "said"),
+    [
+        (("matmull",), {}, "did you mean matmul"),
+        ((), {"rounds": "0"}, "must be a whole number above 0"),
+        ((), {"disk_mib": "much"}, "use disk_mib=64"),
+    ],
+)
+def test_slips_are_said_before_anything_is_measured(
+    tmp_path: Path, words: tuple[str, ...], options: dict[str, str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        machine.run(wanted(tmp_path, *words, **options))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So little is measured that the forked processes are done in a moment."""
+    monkeypatch.setattr(machine_rates, "LARGEST", 256)
+    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", machine_rates.MIB)
+    monkeypatch.setattr(machine_rates, "TIMES_CACHE", 0)
+
+
+@pytest.mark.usefixtures("small")
+def test_all_of_it_is_measured_drawn_and_kept(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = machine.run(wanted(tmp_path, rounds="3", disk_mib="1"))
+
+    assert {table.title.split()[0] for table in report.tables} == {"products", "memory", "disk"}
+    assert "roof" in report.headline or "caches" in report.headline
+    assert (tmp_path / "here-roofline.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((tmp_path / "here-machine.json").read_text())
+    update = kept["update"]
+    assert update["flops"] == 2 * (2 * 16 * 8 * 8), "of one linear layer, whose input needs no gradient"
+    assert math.isfinite(update["seconds"])
+    assert update["roofs"].keys() >= {"fp32"}
+    assert kept["suite"] == "machine"
+    assert kept["date"].endswith("UTC")
+    assert kept["hardware"]["inventory"]["torch_version"]
+    assert any(line.startswith("not measured here") for line in screen(report))
+
+
+class PlantedArena:
+    """Cells whose updates take two seconds and are made of a million operations; what is asked of them is noted."""
+
+    asked: list[tuple[str, ...]] = []  # noqa: RUF012 - emptied by who looks at it
+
+    def __init__(self, request: Request) -> None:
+        self.words = request.overrides
+
+    def __enter__(self) -> PlantedArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @contextmanager
+    def alone(self, cell: Variant, limits: CompareLimits) -> Iterator[tuple[Asking, VariantResult]]:
+        words = merge_overrides(self.words, cell.overrides)
+        values = {"precision": "fp32", "compile": "default" if "compile=default" in words else "off"}
+        opened = {"values": values, "device": "cpu", "device_name": "a CPU", "threads": 1}
+
+        def ask(order: Mapping[str, Any]) -> dict[str, Any]:
+            self.asked.append((order["do"], values["compile"]))
+            return {"flops": 1e6, "bytes": 1e5} if order["do"] == "count" else {"seconds": 2.0 * order["updates"]}
+
+        yield ask, VariantResult(cell, updates=3, opened=opened)
+
+
+@pytest.mark.parametrize(("compiled", "timed_as"), [("compile=off", "off"), ("compile=default", "default")])
+def test_an_update_is_timed_as_it_is_and_counted_as_it_is_written(
+    monkeypatch: pytest.MonkeyPatch, compiled: str, timed_as: str
+) -> None:
+    monkeypatch.setattr(machine, "Comparison", PlantedArena)
+    PlantedArena.asked.clear()
+
+    point, _ = machine.measured_update(Request((compiled,)), 0.0, MachineResults(), "a task")
+
+    assert (point.seconds, point.throughput, point.intensity) == (2.0, 5e5, 10.0)
+    assert set(PlantedArena.asked) == {("make", timed_as), ("count", "off")}
+
+
+def _dies(*_: Any) -> Any:
+    import os
+
+    os._exit(9)
+
+
+def test_a_part_whose_process_dies_is_skipped_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "MEASURED", {**machine.MEASURED, "matmul": _dies})
+    report = machine.run(wanted(tmp_path, "matmul", "disk", rounds="3", disk_mib="1"))
+
+    assert "matmul" in report.skipped
+    assert [table.title for table in report.tables] == ["disk"]

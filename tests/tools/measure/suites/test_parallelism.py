@@ -1,0 +1,100 @@
+"""Laws of `accel-run benchmark suite=parallelism`: shares help beside a slow rank, and what cannot be is said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.tools.measure.comparison_result import UNTRIED
+from runner.tools.measure.suite import SuiteReport
+from runner.tools.measure.suites import parallelism
+from runner.tools.measure.suites.parallelism import run
+from tests.tools.measure.suites.asked import asked
+from tests.warm import IMPORTED
+
+TASK = Path(__file__).parents[1] / "task_of_sizes.py"
+LAYERS = Path(__file__).parents[1] / "planted" / "layers.py"
+SETTINGS = ("global_batch_size=32",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """What ranks import is imported before they are forked."""
+    for name in IMPORTED:
+        import_module(name)
+
+
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> SuiteReport:
+    monkeypatch.setattr(parallelism, "ROUNDS", (6, 10))
+    return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *words, **options))
+
+
+def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample sleeps for 3 ms, so ranks do not take cores from each other, and on the slow rank for 9 ms.
+
+    Equal shares of 16 take 144 ms an update beside the slow rank, the best ones of 24 and 8 take 72 ms.
+    """
+    found = report(
+        tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", slow="3", updates="3"
+    )
+
+    ratios = found.data["ratios"]
+    assert ratios["equal"]["verdict"] == "better"
+    assert 1.3 < ratios["equal"]["middle"] < 2.1
+    assert ratios["shares, one slow"]["verdict"] == "better"
+    assert 1.3 < ratios["shares, one slow"]["middle"] < 3.5, (
+        "on a busy machine a sample, and so the slow rank, is slower"
+    )
+    assert "equal against single: +" in found.headline
+    assert "one slow: +" in found.headline
+    assert "layers" in found.skipped["pipeline"]
+    assert "pipeline, one slow" in found.skipped
+    assert set(json.loads(found.files[0].read_text())["ratios"]) == {"equal", "shares", "shares, one slow"}
+
+
+def test_layers_on_two_ranks_have_passes_enough_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one pass for each update a stage would wait for the other all the time."""
+    monkeypatch.setattr(parallelism, "ROUNDS", (3, 3))
+
+    found = run(asked("parallelism", tmp_path, LAYERS, forms="single,pipeline", slow="1", updates="2"))
+
+    rows = {row[0]: row for row in found.tables[0].rows}
+    assert not found.skipped
+    assert rows["pipeline"][1] == 2
+    assert str(rows["pipeline"][2]).split() == ["parallelism=pipeline", "micro_batch_size=4"]
+    assert all(len(blocks) == 3 for blocks in found.data["blocks_ms"].values())
+    assert "pipeline against single: " in found.headline
+
+
+def test_what_begins_too_late_is_not_tried_and_said(tmp_path: Path) -> None:
+    wanted = replace(asked("parallelism", tmp_path, LAYERS, slow="1", updates="1"), budget_s=0.01)
+
+    found = run(wanted)
+
+    assert [row[0] for row in found.tables[0].rows] == ["single", "equal"]
+    assert found.skipped == {"shares": UNTRIED, "pipeline": UNTRIED}
+
+
+def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", slow="1", updates="5")
+
+    assert [row[0] for row in found.tables[0].rows] == ["equal"]
+    assert found.data["ratios"] == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("ranks", "1", "whole numbers from 2 on"), ("ranks", "two", "whole numbers"), ("updates", "0", "whole numbers"),
+        ("slow", "0.5", "from 1 to 100"), ("slow", "nan", "from 1 to 100"),
+        ("forms", "fsdp2", "must be some of single"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(tmp_path: Path, key: str, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*{words}"):
+        run(asked("parallelism", tmp_path, TASK, **{key: text}))

@@ -1,0 +1,416 @@
+"""Laws of trials: cells take turns, tell what they really used, and whatever ends one of them ends nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from runner.base.errors import AccelRunError
+from runner.config.request import Request
+from runner.host import resources as host
+from runner.tools.measure import compare
+from runner.tools.measure.compare import LEAST_ROUNDS, CompareLimits, Comparison, leave_out, updates_of_a_block
+from runner.tools.measure.comparison_result import (
+    NO_TIME,
+    UNTRIED,
+    ComparisonResult,
+    Variant,
+    VariantResult,
+    as_json,
+    disturbances,
+)
+from runner.tools.measure.statistics import USUAL
+from runner.tools.measure.variant_process import TIMED_UPDATES
+from tests.tools.measure.planted_time import Planted
+from tests.waiting import wait_until
+
+TASK = Path(__file__).parent / "task_to_measure.py"
+LIMITS = CompareLimits(budget_s=60, rounds=(3, 4), block_s=0.05)
+SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1")
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Comparison]:
+    with Comparison(Request(SETTINGS, TASK)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trials(arena: Comparison) -> ComparisonResult:
+    cells = [
+        Variant("as it is"),
+        Variant("quick", ("task.sleep_ms=0",)),
+        Variant("wrong", ("task.scale=3.0",)),
+        Variant("unknown", ("nonsense=1",)),
+        Variant("dies", ("task.dies_at=4",)),
+        Variant("raises", ("task.raises_at=4",)),
+    ]
+    return arena.compare(cells, LIMITS, lambda _: None)
+
+
+def test_what_is_faster_is_found(trials: ComparisonResult) -> None:
+    ratio = trials.ratio(trials.of("quick"))
+
+    assert ratio is not None
+    assert ratio.verdict == "better"
+    assert ratio.low > 1.1, "each update sleeps for 4 ms, and computes for less"
+
+
+def test_cells_that_live_take_part_in_every_round(trials: ComparisonResult) -> None:
+    assert trials.mode == "interleaved"
+    rounds = set(trials.baseline.blocks_ms)
+    assert len(rounds) >= 3
+    assert set(trials.of("wrong").blocks_ms) <= rounds
+
+
+def test_the_same_weights_and_samples_are_measured(trials: ComparisonResult) -> None:
+    numerics = trials.numerics(trials.of("quick"))
+
+    assert numerics is not None
+    assert (numerics.loss, numerics.grad_norm, numerics.later) == (0.0, 0.0, 0.0)
+    assert not numerics.differ
+
+
+def test_what_computes_something_else_is_flagged(trials: ComparisonResult) -> None:
+    numerics = trials.numerics(trials.of("wrong"))
+
+    assert numerics is not None
+    assert numerics.differ
+
+
+OTHERS = {
+    "as quick": ("optimizer.kernel=fused", "task.sleep_ms=0"),
+    "other rate": ("optimizer.lr=0.003",),
+    "other rule": ("optimizer=sgd",),
+    "opposite": ("task.gradient=-1.0",),
+}
+
+
+def test_what_moves_the_weights_elsewhere_is_flagged_though_its_losses_are_alike(arena: Comparison) -> None:
+    """Losses of a few updates at the beginning of a warm-up tell nothing of what the optimizer does."""
+    cells = [Variant("as it is"), *(Variant(name, words) for name, words in OTHERS.items())]
+
+    found = arena.compare(cells, LIMITS, lambda _: None)
+
+    off = {name: found.numerics(found.of(name)) for name in OTHERS}
+    assert {name for name, numerics in off.items() if numerics is not None and numerics.differ} == {*OTHERS} - {
+        "as quick"
+    }
+    assert all(numerics is not None and numerics.moved is not None for numerics in off.values())
+    assert off["other rate"].loss == 0.0  # type: ignore[union-attr]
+    assert off["other rate"].moved == pytest.approx(9.0, rel=0.01)  # type: ignore[union-attr]
+    assert off["opposite"].moved > 1.5  # type: ignore[union-attr, operator]
+    assert off["as quick"].moved < 0.01  # type: ignore[union-attr, operator]
+    assert "weights moved" in str(off["opposite"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
+)
+def test_what_ends_a_cell_is_its_reason_and_ends_nothing_else(trials: ComparisonResult, name: str, words: str) -> None:
+    assert words in trials.of(name).why_not
+    assert trials.ratio(trials.of("quick")) is not None
+
+
+def test_start_first_update_and_warm_up_are_told_apart(trials: ComparisonResult) -> None:
+    quick = trials.of("quick")
+
+    assert quick.start_s > 0
+    assert 0 < quick.first_update_s < quick.start_s
+    assert quick.warm_up_s >= LIMITS.block_s
+
+
+def test_a_cell_tells_what_it_really_used(trials: ComparisonResult) -> None:
+    opened, report = trials.baseline.opened, trials.baseline.report
+
+    assert opened["values"]["precision"] == "fp32"
+    assert opened["threads"] == 1
+    assert opened["parameters"] == 8 * 8 + 8
+    assert report["peak_host_gib"] > 0.05
+    assert len(report["losses"]) == 8
+
+
+def test_a_trial_leaves_no_process_and_no_file(trials: ComparisonResult, arena: Comparison) -> None:
+    nurseries = [nursery for server in psutil.Process().children() for nursery in server.children()]
+    assert nurseries
+    assert [child for nursery in nurseries for child in nursery.children()] == []
+    left = list(arena.folder.rglob("*.safetensors"))
+    assert left == []
+    assert not Path("outputs").exists() or not list(Path("outputs").glob("trial*"))
+
+
+def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResult) -> None:
+    """Each is timed by itself; together they are what the block says."""
+    for cell in (trials.baseline, trials.of("quick")):
+        for number, updates_ms in cell.updates_ms.items():
+            assert len(updates_ms) == min(cell.updates, TIMED_UPDATES)
+            if len(updates_ms) == cell.updates:
+                lasted_ms = cell.blocks_ms[number] * cell.updates + 1e3 * cell.behind_s[number]
+                assert sum(updates_ms) == pytest.approx(lasted_ms, rel=0.02)
+
+
+def test_what_disturbs_the_measurement_is_said() -> None:
+    calm = VariantResult(Variant("as it is"), blocks_ms=dict.fromkeys(range(8), 1.0))
+    throttled = VariantResult(Variant("hot"), blocks_ms=dict.fromkeys(range(8), 1.0), slowed=Counter({"heat": 3}))
+    uneven = VariantResult(Variant("as it is"), blocks_ms=dict(enumerate([1.0, 2.0] * 4)))
+
+    assert list(disturbances(ComparisonResult([calm], "interleaved", others=[0.0, 0.1]))) == []
+    assert "keep 1.0 of" in next(disturbances(ComparisonResult([calm], "interleaved", others=[0.9, 1.1])))
+    behind = dataclasses.replace(calm, updates=1000, behind_s=dict.fromkeys(range(8), 1.0))
+    assert next(disturbances(ComparisonResult([behind], "interleaved"))).startswith("50% ")
+    assert "heat, in 3 of 16" in next(disturbances(ComparisonResult([calm, throttled], "interleaved")))
+    assert "restless" in next(disturbances(ComparisonResult([uneven], "interleaved")))
+
+
+def test_every_cell_compiles_anew_and_its_restarts_do_not(arena: Comparison) -> None:
+    names = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
+    arena.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False), lambda _: None)
+
+    folders = [arena.compiled_folder(cell) for cell in (*names, *names)]
+    assert len(set(folders)) == 2
+    assert all(folder.parent == arena.folder for folder in folders)
+
+
+def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
+    rows = as_json(trials)["cells"]
+
+    assert [row["cell"]["name"] for row in rows][:2] == ["as it is", "quick"]
+    assert rows[1]["ratio"]["verdict"] == "better"
+    assert rows[3]["median_ms"] is None
+
+
+def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Comparison) -> None:
+    limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False)
+
+    found = arena.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
+
+    assert found.mode == "restarted"
+    assert len(found.of("quick").blocks_ms) == 3
+    ratio = found.ratio(found.of("quick"))
+    assert ratio is not None
+    assert ratio.middle > 1.1
+
+
+def test_cells_begin_anew_between_their_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one process does all its life, and another that does the same does not, is seen so."""
+    monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
+    before, folders = arena.number, set(arena.folder.glob("cell-*"))
+
+    limits = dataclasses.replace(LIMITS, rounds=(3, 40), block_s=0.1)
+    found = arena.compare([Variant("as it is"), Variant("wrong", ("task.scale=3.0",))], limits, lambda _: None)
+
+    assert arena.number - before >= 4
+    for cell in found.cells:
+        order = list(cell.made_by.values())
+        assert order == sorted(order), "a process that has ended makes no more blocks"
+        assert len(set(order)) >= 2
+        assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
+        assert cell.made_by.keys() == cell.blocks_ms.keys()
+    left = set(arena.folder.glob("cell-*")) - folders
+    assert len(left) <= 2, "what processes have saved that others followed is gone"
+    assert found.spread.freedom > USUAL.freedom
+    assert arena.known.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
+    numerics = found.numerics(found.of("wrong"))
+    assert numerics is not None
+    assert numerics.differ
+    assert as_json(found)["between_processes"]["sigma"] == found.spread.sigma
+
+
+def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Comparison) -> None:
+    with pytest.raises(AccelRunError, match="as planned"):
+        arena.compare([Variant("as it is", ("task.raises_at=1",))], LIMITS, lambda _: None)
+
+
+def test_a_stopped_cell_computes_nothing(arena: Comparison) -> None:
+    """Its turn is over: neither it nor its data workers run on beside the next one."""
+    with arena.alone(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
+        process = ask.__self__  # type: ignore[attr-defined]
+        process.pause()
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        assert len(family) > 1
+        wait_until(lambda: {each.status() for each in family} == {psutil.STATUS_STOPPED}, "all of it is stopped")
+        process.resume()
+        assert ask({"do": "make", "updates": 1})["updates"] == 1
+
+
+@pytest.mark.usefixtures("real_time")
+def test_cells_die_with_who_started_them(tmp_path: Path) -> None:
+    """The kernel sees to it: no handler runs in a process that is killed."""
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ["TMPDIR"] = str(tmp_path)
+            with Comparison(Request(SETTINGS, TASK)) as made, made.alone(Variant("as it is"), LIMITS) as (ask, _):
+                os.write(told, f"{ask.__self__.pid}\n".encode())  # type: ignore[attr-defined]
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(told)
+    with os.fdopen(ready) as pipe:
+        cell = int(pipe.readline())
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    wait_until(lambda: not psutil.pid_exists(cell), "the cell has ended")
+
+
+def test_the_probe_names_the_lines_of_the_task(arena: Comparison) -> None:
+    lines = TASK.read_text().splitlines()
+    slow = next(number for number, line in enumerate(lines, 1) if "# slow line" in line)
+    cell = Variant("look", ("task.sleep_ms=0", "task.sample_ms=3.0", "task.items=50"))
+
+    with arena.alone(cell, LIMITS) as (ask, _):
+        found = ask({"do": "probe"})
+
+    assert found["slow_line"]["line"] == slow
+    assert found["sample_ms"] == pytest.approx(3.0, rel=0.5)
+    assert "waits" not in found, "nothing waits on a CPU"
+    assert found["same_when_read_again"]
+    assert found["num_shapes"] == 1
+    assert found["loss_terms"] == 2
+
+
+def test_blocks_of_every_cell_take_about_the_same_time(trials: ComparisonResult) -> None:
+    """One that is much faster is not timed by blocks so short that waking up is most of them."""
+    quick, slow = trials.of("quick"), trials.baseline
+
+    assert quick.updates > slow.updates
+    assert quick.updates * quick.median_ms > 0.3 * slow.updates * slow.median_ms
+
+
+def test_batches_read_while_a_cell_waits_for_its_turn_are_no_gain(
+    arena: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waits for a disk or a network go on while a process is stopped: what they brought is not timed."""
+    far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting beside 4 ms of computing
+    cells = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
+
+    monkeypatch.setattr(planted, "workers", 1.0)
+
+    found = arena.compare(cells, CompareLimits(budget_s=600, rounds=(3, 3), block_s=0.03), lambda _: None)
+
+    reader, ratio = found.of("a worker"), found.ratio(found.of("a worker"))
+    assert reader.unpaid > reader.opened["ahead"] > 0
+    assert reader.updates >= 4 * reader.opened["ahead"]
+    assert ratio is not None
+    assert ratio.middle < 28 / 24 * 1.1, "at most the computing is hidden"
+
+
+def test_a_block_holds_what_comes_around_where_there_is_time_for_it(arena: Comparison) -> None:
+    rare = ("task.sleep_ms=1", "checkpoint.every=100")  # fifty times as long as the block would be
+    rarer = ("task.sleep_ms=1", "checkpoint.every=100000")
+    cells = [Variant("as it is", rare), Variant("rarer", rarer), Variant("by the clock", ("checkpoint.every=10min",))]
+
+    found = arena.compare(cells, CompareLimits(budget_s=20, rounds=(3, 3), block_s=0.01), lambda _: None)
+
+    assert found.baseline.updates % 100 == 0
+    assert [cell.sees("checkpoint") for cell in found.cells] == [True, False, False]
+
+
+def test_slow_updates_that_are_read_far_ahead_of_end_in_time_and_the_reason_is_told(arena: Comparison) -> None:
+    """A block of such updates would take longer than the whole budget: none is begun."""
+    slow = ("task.sleep_ms=1000", "dataloader.num_workers=4")
+    budget_s = 20.0
+
+    found = arena.compare(
+        [Variant("as it is", slow), Variant("other", (*slow, "seed=1"))], CompareLimits(budget_s), lambda _: None
+    )
+
+    assert found.seconds < budget_s + 1.0
+    assert found.of("other").why_not == UNTRIED
+    assert found.needs_s > found.baseline.turn_s > budget_s
+
+
+def test_no_block_is_begun_that_would_end_after_the_deadline(arena: Comparison) -> None:
+    cells = [Variant("as it is", ("task.sleep_ms=200",)), Variant("quick", ("task.sleep_ms=100",))]
+    limits = CompareLimits(budget_s=15, rounds=(60, 60), block_s=0.5)
+
+    found = arena.compare(cells, limits, lambda _: None)
+
+    assert found.seconds < limits.budget_s + 0.2
+    assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks_ms) >= LEAST_ROUNDS
+
+
+def test_a_cell_that_does_not_start_in_time_is_ended_and_told(arena: Comparison) -> None:
+    cells = [Variant("as it is"), Variant("slow", ("task.start_s=60",))]
+
+    found = arena.compare(cells, CompareLimits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
+
+    assert found.seconds <= 5
+    assert found.of("slow").why_not.startswith(NO_TIME)
+    assert len(found.baseline.blocks_ms) == 3
+
+
+def test_what_may_be_used_is_what_affinity_and_cgroup_leave(
+    arena: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container with little memory, cells that the machine would hold are not opened side by side."""
+    assert 0 < trials.num_cores <= psutil.cpu_count()
+    monkeypatch.setattr(host, "memory_grant", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26))
+
+    cells = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
+    found = arena.compare(cells, CompareLimits(budget_s=30, rounds=(1, 1), block_s=0.03), lambda _: None)
+
+    assert found.mode == "restarted"
+    assert host.free_memory_bytes() == 2**26
+    assert host.memory_bytes() == host.device_bytes(torch.device("cpu")) == 2**27
+
+
+def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:
+    with Comparison(Request(SETTINGS, TASK), cores=1) as made:
+        workers = Variant("workers", ("dataloader.num_workers=1",))
+        with made.alone(workers, LIMITS) as (ask, _):
+            process = psutil.Process(ask.__self__.pid)  # type: ignore[attr-defined]
+            assert [len(each.cpu_affinity()) for each in (process, *process.children())] == [1, 1]
+
+
+def blocks(name: str, ms: Sequence[float], against: str = "") -> VariantResult:
+    return VariantResult(Variant(name, against=against), dict(enumerate(ms)))
+
+
+def test_cells_that_are_compared_with_each_other_play_until_that_is_known() -> None:
+    """A size that takes ten times as long as the first one is clearly slower, and says nothing of its own rival."""
+    noisy, even = [80.0, 120.0] * 4, [100.0] * 8
+    first, rival, second, other = (
+        blocks("small a", [10.0] * 8),
+        blocks("small b", [10.0] * 8, "small a"),
+        blocks("large a", even),
+        blocks("large b", noisy, "large a"),
+    )
+    trials = ComparisonResult([first, rival, second, other], "interleaved")
+
+    leave_out(trials, 60)
+    assert [cell.is_out for cell in trials.cells] == [False, True, False, False]
+    assert trials.ratio(other) == trials.ratio(other, second)
+
+    other.blocks_ms = dict(enumerate(even))
+    leave_out(trials, 60)
+    assert [cell.is_out for cell in trials.cells] == [False, True, True, True]
+
+    other.is_out, second.why_not = False, "the memory is used up"
+    leave_out(trials, 60)
+    assert other.is_out
+
+
+def test_one_reading_of_nothing_makes_no_block_of_minutes() -> None:
+    """On a busy machine all of a short update may have been spent in line: as if it had taken no time."""
+    made: list[int] = []
+
+    def make(updates: int, _: float) -> float:
+        made.append(updates)
+        return 0.0 if len(made) == 1 else 0.003 * updates
+
+    measured = VariantResult(Variant("as it is"), opened={"periods": {}, "readers": 0})
+    num = updates_of_a_block(SimpleNamespace(make=make), measured, CompareLimits(block_s=0.4), 1.0)  # type: ignore[arg-type]
+
+    assert num == round(0.4 / 0.003)
+    assert max(made) <= 2 * num

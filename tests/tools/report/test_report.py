@@ -1,0 +1,494 @@
+"""Laws of the page about a run: all of it is there or named as missing, it needs nothing else, and it runs nothing."""
+
+# ruff: noqa: E501 - tables
+
+from __future__ import annotations
+
+import html
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.base.text import NOT_MEASURED, rate
+from runner.cli import main
+from runner.durable.directory import RunDirectory
+from runner.tools.measure.results import Results
+from runner.tools.report.chart_parts import Drawing, binned, smoothed
+from runner.tools.report.charts import gradient_norm
+from runner.tools.report.page import MOST_BYTES
+from runner.tools.report.run_data import Curve, flat, read_story
+from tests.tools.report.runs import full_run, make_run, plan, record, rows, watched
+
+matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("PIL.Image")
+
+CHARTS = {"time", "loss", "metrics", "throughput", "steps", "lr", "norm", "memory", "ranks", "pipeline", "machine", "gpus", "ladder", "heat"}  # fmt: skip
+TAGS = {
+    "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "div", "span", "p", "h1", "h2", "pre", "code",
+    "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "b", "dl", "dt", "dd", "details", "summary", "img",
+    "svg", "g", "path", "text", "tspan", "defs", "use", "clippath", "rect", "pattern", "desc", "image",
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The page as a browser reads it: its tags with their attributes, and the words in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.texts: dict[str, str] = {}  # id -> the words directly in it
+        self._id: str | None = None
+        self.text = text
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._id = dict(attrs).get("id")
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self._id:
+            self.texts[self._id] = self.texts.get(self._id, "") + data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def is_sound(page: Page) -> None:
+    """It is small, names nothing outside, runs nothing, and no id stands in it twice."""
+    assert len(page.text.encode()) < MOST_BYTES
+    assert {tag for tag, _ in page.tags} <= TAGS
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    for tag, attrs in page.tags:
+        assert not [key for key in attrs if key.startswith("on")], (tag, attrs)
+        for key in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            target = attrs.get(key) or ""
+            assert not target or target[1:] in ids or target.startswith("data:image/png;base64,"), (tag, attrs)
+        for target in re.findall(r"url\(([^)]*)\)", " ".join(str(value) for value in attrs.values())):
+            assert target.startswith("#")
+            assert target[1:] in ids
+    (style,) = re.findall(r"<style>(.*?)</style>", page.text, re.DOTALL)
+    assert "url(" not in style
+    assert "@import" not in style
+    first, second, *_ = page.all("meta")
+    assert first == {"charset": "utf-8"}
+    assert second["http-equiv"] == "Content-Security-Policy"
+    assert "default-src 'none'" in str(second["content"])
+    assert "script" not in str(second["content"])
+
+
+def labelled(page: Page) -> dict[str, str]:
+    """Return the id of each chart -> what a reader who does not see it is told."""
+    found = {}
+    for attrs in page.all("svg"):
+        title, described = str(attrs["aria-labelledby"]).split()
+        assert attrs["role"] == "img"
+        assert page.texts[title].strip()
+        found[str(attrs["id"])] = page.texts[described].strip()
+    assert all(found.values())
+    return found
+
+
+def report(folder: Path, *words: str) -> Page:
+    """Return the page that the command writes with these words."""
+    out = folder / "page.html"
+    assert main(["report", *words, f"output_root={folder}", f"out={out}"]) == 0
+    page = Page(out.read_text())
+    is_sound(page)
+    return page
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of a run that has left everything."""
+    folder = tmp_path_factory.mktemp("full")
+    path = full_run(folder)
+    from PIL import Image
+
+    (path / "plots").mkdir()
+    Image.linear_gradient("L").resize((900, 500)).save(path / "plots" / "maps.png")
+    (path / "plots" / "gpu0.png").write_bytes(b"drawn anew")
+    (path / "plots" / "broken.png").write_bytes(b"\x89PNG none")
+    (path / "predictions").mkdir()
+    (path / "predictions" / "sample.txt").write_text("to be & not to be <b>")
+    blocks = {"baseline": [10.0, 11.0, 10.5], "compile": [5.0, 5.5, 5.2]}
+    Results(path / "benchmarks").put(blocks, {"compile": {"ratio": {"middle": 2.0, "low": 1.9, "high": 2.1, "num": 3}}})
+    return report(folder, "full")
+
+
+def test_settings_have_the_names_by_which_they_are_typed_and_rates_no_exponent() -> None:
+    tree = {"updates": 3, "precision": {"option": "bf16", "keep_fp32": []}}
+    assert dict(flat(tree)) == {"updates": 3, "precision": "bf16", "precision.keep_fp32": []}
+    assert [rate(36_450.4), rate(3.14159)] == ["36,450", "3.14"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "note"),
+    [
+        (0.8, "dashed: max_grad_norm=0.8, to which 50% of the rows were clipped"),
+        (1.2, "dashed: max_grad_norm=1.2, to which 0% of the rows were clipped"),
+        (50.0, "no gradient norm is close to max_grad_norm=50: nothing was clipped"),
+    ],
+)
+def test_the_limit_of_gradients_is_drawn_in_sight_or_said_to_be_out_of_it(
+    limit: float, note: str, tmp_path: Path
+) -> None:
+    told = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
+    make_run(tmp_path, "mine", metrics__jsonl=told, config__yaml=f"max_grad_norm: {limit}\n")
+    drawn = gradient_norm(read_story(RunDirectory.find(tmp_path, "mine")))
+    assert isinstance(drawn, Drawing)
+    assert drawn.note == note
+    axes = drawn.figure.axes[0]
+    assert ("dashed" in note) == (len(axes.lines) == 2)
+    assert axes.get_ylim()[1] < 2.0
+    assert all(float(tick).is_integer() for tick in axes.get_xticks())
+    if "dashed" in note:
+        assert limit < axes.get_ylim()[1]
+
+
+def test_a_page_shows_all_that_a_run_has_left(full: Page, screen: Callable[..., None]) -> None:
+    page = full
+    told = labelled(page)
+    assert told.keys() == CHARTS
+    assert "compute 7.0 s" in told["time"]
+    screen("\n\n".join(f"{name}\n{text}" for name, text in told.items()))
+    assert "2.54 at update 10" in told["loss"]
+    assert "3 GiB of 16 GiB" in told["memory"]
+    assert "rank 1 waited 20%" in told["ranks"]
+    assert "1f1b, 4 micro-batches" in told["pipeline"]
+    assert "gpu1 utilisation 50 %" in told["gpus"]
+    for words in (
+        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
+        "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
+    ):  # fmt: skip
+        assert words in page.words, words
+    (picture,) = page.all("img")
+    assert "plots/maps.png" in str(picture["alt"])
+
+
+def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
+    make_run(tmp_path, "bare", run__json={"state": "failed", "exit_code": 70, "task": "gpt"})
+    (tmp_path / "bare" / "error.json").write_text(
+        json.dumps({"cause": "it raised", "where": "mine.py:3", "exit_code": 70})
+    )
+    (tmp_path / "bare" / "command.sh").write_text("#!/bin/sh\n")
+    page = report(tmp_path, "bare")
+    assert not page.all("svg")
+    missing = page.text[page.text.index('id="missing"') :]
+    for words in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
+                  "no checkpoints", f"accel-run inference run={tmp_path / 'bare'}", "accel-run benchmark task=gpt"):  # fmt: skip
+        assert words in missing, words
+    assert "(exit 70)" in page.words
+    assert "mine.py:3" in page.words
+    for name in ("bare", "bare-again"):
+        assert f"sh {tmp_path / 'bare' / 'command.sh'} run={name}\n" in f"{page.words}\n".replace("\n\n", "\n")
+
+
+def test_a_metric_that_the_last_evaluation_did_not_measure_has_no_earlier_value(tmp_path: Path) -> None:
+    last = {"val/loss": 2.1, "val/accuracy": None, "val/rare": None}
+    for name in ("one", "other"):
+        make_run(tmp_path, name, run__json=record(name, metrics=last), metrics__jsonl=list(rows(20)))
+    for page in (report(tmp_path, "one"), report(tmp_path, "one", "other")):
+        for metric in ("val/accuracy", "val/rare"):
+            assert f"{metric}{NOT_MEASURED}" in page.words.replace(f"{metric}\n", metric)
+
+
+def test_a_run_that_goes_on_and_damaged_lines_are_told(tmp_path: Path) -> None:
+    path = make_run(
+        tmp_path, "mine", run__json=record("mine", state="running", host="elsewhere", evidence=None, metrics=None)
+    )
+    good = [json.dumps(row) for row in rows(20)]
+    (path / "metrics.jsonl").write_text("\n".join([*good[:9], "{torn", "[]", *good[9:], '{"update": 210, "half']))
+    page = report(tmp_path, "mine")
+    assert "running on elsewhere" in page.words
+    assert "2 lines of" in page.words
+    assert "to 2.02 at update 200" in labelled(page)["loss"], "the last line is being written, and is no damage"
+    assert "2.1 s: compute 1.2 s" in labelled(page)["time"], "of a run without a summary, its rows tell where time goes"
+
+
+def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
+    path = full_run(tmp_path)
+    (path / "plan.json").write_text(json.dumps(plan("ddp")))
+    row = ', "phase": "train", "lr": 0.1, "train/loss": 2.%d, "train/grad_norm": 1.%d, "perf/items_per_s": 9%d, "perf/forward_ms": 1.%d}\n'
+    lines = [f'{{"update": {number}{row % ((number % 97,) * 4)}' for number in range(1, 100_001)]
+    (path / "metrics.jsonl").write_text(
+        "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
+    )
+    told = labelled(report(tmp_path, "full"))
+    assert CHARTS - told.keys() == {"ladder", "heat", "pipeline"}
+    parts = re.findall(r"(\w+): ([\d.]+ [KG]iB)", told["memory"])
+    assert {name: size for name, size in parts if name in ("weights", "gradients", "optimizer")} == {
+        "weights": "3.91 KiB", "gradients": "3.12 KiB", "optimizer": "7.81 KiB",
+    }  # fmt: skip
+
+
+def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
+    evil = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m$\\frac{\udc80\x00&amp;\ufffe'\""
+    token = "hf_" + "a1B2" * 10
+    strange = plan("ddp") | {"device_name": evil, "reasons": {"optimizer.lr": token}}
+    path = make_run(
+        tmp_path, "enemy",
+        run__json=record("enemy", command=f"{evil} {token}", task=evil, metrics={f"val/{evil}": 1.0}, phases={evil: {"kind": evil}}, api_key="hunter2hunter2"),
+        plan__json=strange, environment__json={"git": {"commit": evil, "db_password": "hunter2hunter2"}, "inventory": {"devices": [{"name": evil}]}},
+        metrics__jsonl=[row | {f"val/{evil}": 1.0, "phase": f"{row['phase']}{evil}"} for row in rows(12)],
+        events__jsonl=[{"time": evil, "kind": evil, "text": f"{evil} {token}"}],
+        config__yaml=f"optimizer:\n  lr: {json.dumps(evil.replace(chr(0xdc80), ''))}\n", gpu__csv=watched(10).replace("Card", "<b onclick=x>"),
+    )  # fmt: skip
+    (path / "predictions").mkdir()
+    (path / "predictions" / "<script>x.txt").write_text(evil.replace("\udc80", "") + token)
+    page = report(tmp_path, "enemy")
+    assert len(labelled(page)) >= 8
+    assert "alert(1)" in page.words, "it is shown, as text"
+    for secret in (token, "hunter2hunter2"):
+        assert secret not in page.text
+    assert "\x1b" not in page.text
+    assert "\x00" not in page.text
+
+
+def test_nonsense_in_every_file_is_no_fault_of_the_page(tmp_path: Path) -> None:
+    wrong: Any = {"phases": 3, "evidence": {"seconds": "x", "parts_s": {"forward": "y"}, "ranks_s": 7}, "metrics": [1], "baselines": 4, "started": 5,
+                  "command": ["a"], "overrides": 3, "task": {"x": 1}, "state": []}  # fmt: skip
+    odd = {"choices": {"parallelism": {"function": "pipeline", "options": {"schedule": "x"}}}, "batch": {"shares": "x", "micro_batch_size": 0},
+           "ranks": 3, "reasons": []}  # fmt: skip
+    lines = [
+        {"update": 1, "train/loss": math_nan}, {"update": -1}, {"update": True}, {"update": 5, "lr": 10**400, "val/x": "a"},
+        {"update": 5, "phase": ["x"], "perf/forward_ms": -3.0, "balance/shares": ["a"]}, {"update": 1e400}, {"no": 1},
+    ]  # fmt: skip
+    path = make_run(tmp_path, "odd", run__json=wrong, plan__json=odd, environment__json={"inventory": {"devices": 3, "cpu": []}}, metrics__jsonl=lines,
+                    config__yaml="a: &a [*a]\n", gpu__csv="a,b\n1,2\n", events__jsonl=[{"kind": [1]}])  # fmt: skip
+    (path / "checkpoints" / "update-0000000001").write_text("a file")
+    report(tmp_path, "odd")
+    shutil.copytree(path, tmp_path / "odder")
+    report(tmp_path, "odd", str(tmp_path / "odder"))
+
+
+math_nan = float("nan")
+
+
+def test_figures_that_no_run_writes_cost_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        {
+            "update": at,
+            "phase": "train",
+            "lr": 0.5,
+            "train/loss": (-1) ** at * 1.7e308,
+            "train/grad_norm": math_nan,
+            "memory/peak_gib": math_nan,
+        }
+        for at in range(1, 5)
+    ]
+    lines += [
+        {"update": 5, "phase": "train", "train/loss": 3.0, "balance/shares": [16]},
+        {"update": 6, "phase": "train", "train/loss": math_nan},
+    ]
+    evidence = record("x")["evidence"] | {"seconds": 10**400, "step_time_ms": math_nan, "device_peak_gib": math_nan}
+    odd = plan() | {"batch": {"global_batch_size": float("inf"), "micro_batch_size": 4}}
+    for name in ("one", "two"):
+        make_run(
+            tmp_path,
+            name,
+            run__json=record(name, evidence=evidence, overrides=3),
+            plan__json=odd,
+            metrics__jsonl=lines,
+            config__yaml="seed: 1\n",
+        )
+    page = report(tmp_path, "one")
+    assert labelled(page).keys() >= {"loss", "lr", "ranks", "memory"}
+    assert re.search(r"3previously .*nan", page.words.replace("\n", ""))
+    page = report(tmp_path, "one", "two")
+    assert labelled(page).keys() == {"chart0", "chart2"}
+    assert ": one, two" in page.words
+    assert "Warning" not in capsys.readouterr().err
+
+
+def test_whatever_is_long_has_room_and_the_first_chart_stays(tmp_path: Path) -> None:
+    long = "&" * 120_000
+    for name in ("one", "two"):
+        error = {"cause": long, "where": long, "fix": long, "exit_code": 70}
+        make_run(
+            tmp_path, name, run__json=record(name, state="failed", command=long, phases={long: {"kind": long, "metrics": {f"{key}&" * 50: 1.0 for key in range(600)}}}),
+            plan__json=plan() | {"device_name": long}, error__json=error, metrics__jsonl=list(rows(20)), environment__json={"git": dict.fromkeys(map(str, range(300)), "&" * 3000)},
+            events__jsonl=[{"kind": "&" * 9000, "text": long}] * 20,
+        )  # fmt: skip
+    assert "loss" in labelled(report(tmp_path, "one"))
+    assert "chart0" in labelled(report(tmp_path, "one", "two"))
+
+
+def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+    path = make_run(tmp_path, "mine", run__json=record("mine"))
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "diary.txt").write_text("dear diary")
+    (path / "predictions").symlink_to(tmp_path / "private")
+    os.mkfifo(path / "gpu.csv")  # to be opened it would wait for a writer
+    page = report(tmp_path, "mine")
+    assert "diary" not in page.words
+    assert re.search(r"gpu\.csv\b.* regular", page.words)
+
+
+def test_many_runs_have_a_row_each_and_their_lines_are_named_once(tmp_path: Path) -> None:
+    names = [f"gpt-20260131-14253{number}-ab12cd" for number in range(7)]
+    for number, name in enumerate(names):
+        make_run(tmp_path, name, run__json=record(name), metrics__jsonl=list(rows(3)), config__yaml=f"seed: {number}\n")
+    page = report(tmp_path, *names)
+    for name in names:
+        assert page.text.count(f"<tr><td>{name}</td>") == 2, "in the figures and in the differing settings"
+        assert len(re.findall(rf"<text[^>]*>{name}</text>", page.text)) == 1
+    assert page.words.count("first chart") == len(page.all("svg")) - 1
+
+
+def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Path) -> None:
+    for name, lr in (("one", "0.5"), ("two", "0.25")):
+        make_run(
+            tmp_path, name, run__json=record(name), plan__json=plan("ddp"), metrics__jsonl=list(rows(20)),
+            config__yaml=f"run: {name}\nseed: 3\noptimizer:\n  lr: {lr}\n",
+        )  # fmt: skip
+    page = report(tmp_path, "one", "two")
+    told = labelled(page)
+    assert len(told) == 6
+    assert all("one ends at" in words and "two ends at" in words for words in told.values())
+    differ = page.text[page.text.index('id="differences"') : page.text.index('id="charts"')]
+    assert "<td>optimizer.lr</td><td>0.5</td><td>0.25</td>" in differ
+    assert "seed" not in differ
+
+
+def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make_run(tmp_path, "mine", run__json=record("mine", phases={"train": {"seconds": 100.0}}))
+    for _ in range(2):
+        assert main(["report", "run=mine", f"output_root={tmp_path}"]) == 0
+    page = (path / "report.html").read_text()
+    assert "1 min 40 s</span>" in page
+    assert "of which 10.0 s" in page
+    assert (path / "report.html").stat().st_mode & 0o777 == 0o600
+    monkeypatch.chdir(path / "checkpoints")
+    assert report(tmp_path, "..").words.strip().startswith("mine ")
+    (tmp_path / "work.html").write_text("<p>mine")
+    with (tmp_path / "large.html").open("wb") as file:
+        file.truncate(1 << 30)
+    ways = {
+        f"out={tmp_path}/work.html": 78, "out=page.txt": 78, f"out={tmp_path}/no/page.html": 73, "nowhere": 66, "--fast": 78, "outt=x": 78,
+        "run=other": 78, str(tmp_path): 66, f"benchmarks={tmp_path}/none": 66,
+        "mine": 78, str(path): 78, f"out={tmp_path}/large.html": 78, "out=/proc/page.html": 74,
+    }  # fmt: skip
+    for word, code in ways.items():
+        assert main(["report", "mine", word, f"output_root={tmp_path}"]) == code, word
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        assert ".tmp-" not in told, "the name of what is written first says nothing to anybody"
+    assert (tmp_path / "work.html").read_text() == "<p>mine"
+
+
+@pytest.mark.parametrize("count", [1, 7, 319, 321, 5000])
+def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) -> None:
+    generator = np.random.default_rng(count)
+    y = generator.normal(size=count)
+    y[count // 2 :: 50] = np.nan
+    line = binned(Curve(list(range(count)), y.tolist()))
+    assert len(line.x) <= 320
+    assert np.nanmin(line.low, initial=9) == np.nanmin(y, initial=9)
+    assert np.nanmax(line.high, initial=-9) == np.nanmax(y, initial=-9)
+    assert np.isnan(line.mean).any() == (np.isnan(y).any() and count <= 320)
+    assert np.allclose(smoothed(Curve(list(range(count)), [3.0] * count)).y, 3.0)
+
+
+# ---------------------------------------------------------------- in a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = (390, 1280)
+# The page in two windows of these widths; a script around them, not in them, tells what is seen there.
+AROUND = """<!doctype html><meta charset="utf-8"><body style="margin:0; white-space:nowrap">FRAMES<script>
+window.onload = () => {
+  const seen = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, root = page.documentElement;
+    const charts = [...page.querySelectorAll("svg")].map(chart => [chart.id, chart.getBoundingClientRect()]);
+    return {
+      width: root.clientWidth, needs: root.scrollWidth, back: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+      small: charts.filter(([, box]) => box.width < 250 || box.height < 60).map(([id]) => id), charts: charts.length,
+      ink: frame.contentWindow.getComputedStyle(page.querySelector("svg text")).fill,
+    };
+  });
+  document.body.insertAdjacentHTML("beforeend", "<pre id=seen>" + JSON.stringify(seen) + "</pre>");
+};
+</script>"""
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[str, list[str]]]:
+    """The address of a server on this machine, and what it is asked for."""
+    paths: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", paths
+    server.shutdown()
+    server.server_close()
+
+
+def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]], list[str], Path]:
+    """Return what a browser shows in each width, what it writes to its console, and a picture of it."""
+    (folder / "page.html").write_text(text)
+    frames = "".join(
+        f'<iframe src="page.html" width="{width}" height="2400" style="border:0"></iframe>' for width in WIDTHS
+    )
+    (folder / "around.html").write_text(AROUND.replace("FRAMES", frames))
+    picture = folder / "picture.png"
+    words = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--hide-scrollbars",
+        "--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={sum(WIDTHS)},2400", f"--screenshot={picture}", "--dump-dom",
+        (folder / "around.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
+    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
+    return json.loads(html.unescape(found)), re.findall(r"CONSOLE.*", done.stderr), picture
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_a_browser_shows_it_in_both_lights_and_widths_and_asks_nobody(
+    full: Page, asked: tuple[str, list[str]], tmp_path: Path, dark: bool
+) -> None:
+    from PIL import Image
+
+    address, paths = asked
+    intruder = (
+        f"<img src='{address}/image'><script src='{address}/script'></script><script>document.body.remove()</script>"
+    )
+    intruder += f"<link rel=stylesheet href='{address}/style'><iframe src='{address}/frame'></iframe>"
+    text = full.text.replace("</main>", f"{intruder}</main>") if dark else full.text
+    seen, console, picture = shown(text, tmp_path, dark=dark)
+    assert paths == []
+    assert all("Content Security Policy" in line for line in console), console
+    assert bool(console) == dark, "what does not belong to it is refused, and that is the only thing said"
+    assert [frame["width"] for frame in seen] == list(WIDTHS)
+    for frame in seen:
+        assert frame["needs"] <= frame["width"], "nothing hangs out of the window"
+        assert frame["charts"] == len(CHARTS)
+        assert frame["small"] == []
+        lights = [sum(map(int, re.findall(r"\d+", frame[key])[:3])) / 3 for key in ("back", "ink")]
+        assert (lights[0] < 60 and lights[1] > 180) if dark else (lights[0] > 230 and lights[1] < 60), frame
+    with Image.open(picture) as image:
+        assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 500, "the charts are drawn"

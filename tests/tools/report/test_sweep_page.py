@@ -1,0 +1,120 @@
+"""The page about a sweep or a search, and what the other commands say of its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from runner.cli import main
+from runner.tools.report.page import MOST_BYTES
+from tests.tools.report.runs import make_run, record, rows
+from tests.tools.report.test_report import Page, is_sound, labelled
+
+GOAL = {"metric": "val/loss", "best_is": "min"}
+
+
+def sweep_of(folder: Path, count: int, *, kind: str = "search") -> Path:
+    """A folder as a search leaves it: the losses have their least at trial 7, trial 2 has failed, the last waits."""
+    path = folder / "outputs" / "lr"
+    trials = []
+    for number in range(1, count + 1):
+        name, loss = f"lr-{number}", 1 + abs(number - 7) / 10
+        words = [f"optimizer.lr={10 ** -(number % 5 + 1)}", f"optimizer={'adam' if number % 2 else 'sgd'}"]
+        trials.append({"number": number, "name": name, "words": words, "exit_code": 70 if number == 2 else 0})
+        if number == count:
+            trials[-1]["exit_code"] = None
+            break
+        said = record(name, metrics={"val/loss": loss}, state="failed" if number == 2 else "done", overrides=words)
+        metrics = [{**row, "val/loss": loss + 1 / row["update"]} if "val/loss" in row else row for row in rows(10)]
+        make_run(path, name, run__json=said, metrics__jsonl=metrics, config__yaml=f"optimizer:\n  lr: {number}\n")
+    told = {"kind": kind, "name": "lr", "state": "done", "task": "gpt", "goal": GOAL, "trials": trials}
+    told |= {"space": {"optimizer.lr": "1e-05 to 0.1 on a log scale"}, "command": "accel-run search ... run=lr"}
+    (path / "sweep.json").write_text(json.dumps(told))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return sweep_of(tmp_path, 20)
+
+
+def test_a_page_about_a_search_has_its_table_charts_and_the_best_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "lr"]) == 0
+    assert capsys.readouterr().out.split()[2] == "outputs/lr/report.html"
+    page = Page((folder / "report.html").read_text())
+    is_sound(page)
+    assert "lr-7" in page.words
+    assert "<- best" in page.words
+    assert re.search(r"lr-2 .*\(exit 70\)", page.words)
+    assert "12 best" in page.words
+    told = labelled(page)
+    assert re.findall(r"[\d.]+", told["trials0"]) == ["18", "1", "1.6"]
+    assert re.findall(r"[\d.e-]+\b", told["trials1"])[:3] == ["1e-05", "0.1", "0.001"]
+    assert main(["report", str(folder), "out=here.html"]) == 0
+    assert Path("here.html").is_file()
+
+
+def test_a_page_about_500_trials_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = sweep_of(tmp_path, 500)
+    assert main(["report", "lr"]) == 0
+    text = (path / "report.html").read_text()
+    assert len(text.encode()) < MOST_BYTES
+    assert "trials0" in text
+
+
+def test_nonsense_in_the_files_of_a_sweep_is_no_fault_of_the_page(folder: Path) -> None:
+    (folder / "lr-3" / "run.json").write_text(
+        '{"state": 3, "metrics": [], "phases": {"train": {"seconds": "x"}}, "exit_code": "a"}'
+    )
+    (folder / "lr-4" / "metrics.jsonl").write_text('{"update": 1, "val/loss": 1e999}\n{"val/loss": "x"}\nnonsense')
+    (folder / "lr-5" / "run.json").write_text(json.dumps(record("lr-5", metrics={"val/loss": math.nan}, overrides=[])))
+    told = json.loads((folder / "sweep.json").read_text())
+    told["together"] = told["command"] = told["trials"][0]["words"][0] = "<script>alert(1)</script>\x1b[31m=\x00"
+    (folder / "sweep.json").write_text(json.dumps(told))
+    assert main(["report", "lr"]) == 0
+    page = Page((folder / "report.html").read_text())
+    is_sound(page)
+    assert main(["status", "lr"]) == 0
+    assert main(["runs"]) == 0
+
+
+def test_a_sweep_is_one_row_among_runs_and_its_trials_are_found_by_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(folder.parent, "alone", run__json=record("alone"))
+    assert main(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert {line.split()[0] for line in lines} == {"alone", "lr"}
+    (line,) = [line for line in lines if line.startswith("lr ")]
+    assert "trials 19/20" in line
+    assert "val/loss 1 " in line
+    assert main(["status", "lr"]) == 0
+    summary = capsys.readouterr().out
+    assert "18 done, 1 failed, 1 waiting;" in summary
+    assert re.search(r" 1, lr-7 +optimizer\.lr=0\.001", summary)
+    assert main(["status", "lr-7"]) == 0
+    assert capsys.readouterr().out.startswith("lr-7: done")
+    assert main(["inference", "run=lr", "device=cpu"]) == 66
+    assert " 19 runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train run=lr", "train -m seed=1,2 run=alone"])
+def test_a_run_and_a_sweep_do_not_share_a_folder(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runner.sweeps import sweep
+
+    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    make_run(folder.parent, "alone", run__json=record("alone"))
+    before = sorted(path.name for path in folder.iterdir())
+    assert main([*command.split(), "device=cpu"]) == 78
+    assert "run=" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == before
