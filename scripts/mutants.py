@@ -7,11 +7,11 @@
     python scripts/mutants.py page FILE            # the table for docs/results
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
-Messages are not changed. Tests that execute the changed statement run in a fork of a process that has imported torch
-and pytest: those in the file that mirrors the module first, then the others, the fastest first, up to `--budget`
-seconds of recorded test time. A test that fails for the first time runs again with the mutant and without it; if it
-does not fail and pass, it is left out.
-Mutants "not restored" are made from the functions that read a checkpoint (RESTORING): each assignment and each call in
+Messages and checks of programming errors (assert, zip(strict=True)) are not changed. Tests that execute the changed
+statement run in a fork of a process that has imported torch and pytest: those in the file or folder that mirrors the
+module first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that fails for
+the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
+Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each call in
 them is left out in turn, so a new field has its mutant without an edit here.
 
 The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
@@ -42,7 +42,7 @@ import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
     "runner/durable", "runner/engine", "runner/distributed", "runner/axes", "runner/base/order.py",
-    "runner/base/batch.py", "runner/base/global_rng.py",
+    "runner/base/batch.py", "runner/base/global_rng.py", "runner/base/sample_rng.py", "runner/base/module_buffers.py",
+    "runner/base/optimizer_state.py", "runner/base/share_solver.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 
-# Functions that put back what a checkpoint holds, by name: of any class in the targets.
+# Functions that restore state: by name, of any class in the targets, or by module and qualified name.
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_random_state_of",
-    "_put_back", "_take_over", "_begin_after", "_restore", "_saver",
+    "_put_back", "_take_over", "_begin_after", "_restore", "restore", "load_for_use",
+    "checkpoint.put_back", "coupled._write", "forward_state._load", "forward_state.ForwardState._adopt",
+    "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
+    "oom_retry.OomRetry._restore_and_reduce", "resume_point.resume_point", "rewind._undo",
+    "trained_evaluation._sizes", "trained_run.open_source", "trained_run._open_weights",
+    "trained_run.load_trained_model", "weights._add_tied", "weights.begin_with",
 }  # fmt: skip
 # Fields that are restored inside an expression, which leaving out a statement does not reach: path, old, new.
 BY_HAND = (
@@ -69,6 +75,18 @@ BY_HAND = (
     ("runner/engine/phase.py", "rest = there[world.rank - 1]", "rest = there[0]"),
     ("runner/base/order.py", "if rank == 0 and update == 0:", "if update == 0:"),
     ("runner/engine/checkpoint_saver.py", "self.bests = list(bests)", "self.bests = []"),
+    ("runner/engine/hooks/checkpointing.py", "(start.update, bests_beside(", "(None, bests_beside("),
+    ("runner/engine/hooks/checkpointing.py", "bests_beside(start, policy.ranking))", "[])"),
+    ("runner/durable/checkpoint_choice.py", "_own_bests(state, start.state, ranking).items()", "()"),
+    (
+        "runner/durable/checkpoint_choice.py",
+        "{newest.update, *(number for _, number in bests_beside(newest))}",
+        "{newest.update}",
+    ),
+    ("runner/durable/rewind.py", "None if is_last else _copy_metrics(directory)", "None"),
+    ("runner/durable/weight_source.py", "index)", "None)"),
+    ("runner/durable/weight_source.py", "average=average", "average=None"),
+    ("runner/engine/objective_phase.py", 'mine, saved["optimizer"])', '{}, saved["optimizer"])'),
 )  # fmt: skip
 # What a new run has for the fields of a checkpoint, in the dict `state` of `Checkpointing.snapshot`.
 FRESH = {
@@ -148,7 +166,7 @@ def mutants_of(path: str, source: str) -> Iterator[Mutant]:
         return starts[place.lineno - 1] + place.col_offset, starts[place.end_lineno - 1] + place.end_col_offset
 
     for node, statement, function in places(tree):
-        for operator, new, whole in changes(node, statement, function):
+        for operator, new, whole in changes(node, statement, function, restores=is_restoring(path, function)):
             start, stop = span(whole)
             before, after = data[start:stop].decode(), new if isinstance(new, str) else f"({ast.unparse(new)})"
             same = (function, operator, before, after)
@@ -188,7 +206,11 @@ def places(tree: ast.Module) -> Iterator[tuple[Any, Any, str]]:
             if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
                 continue
             for child in value if isinstance(value, list) else [value]:
-                if not isinstance(child, ast.AST) or isinstance(child, ast.JoinedStr) or is_message(child):
+                if (
+                    not isinstance(child, ast.AST)
+                    or isinstance(child, (ast.Assert, ast.JoinedStr))
+                    or is_message(child)
+                ):
                     continue
                 inside = function
                 if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -211,9 +233,16 @@ def is_message(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def changes(node: Any, statement: Any, function: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (operator, new text or node, node replaced) for each change of a node."""
-    restores = function.rsplit(".", 1)[-1] in RESTORING
+def is_restoring(path: str, function: str) -> bool:
+    """Return whether a function restores state, see RESTORING."""
+    return not RESTORING.isdisjoint((function.rpartition(".")[2], f"{Path(path).stem}.{function}"))
+
+
+def changes(node: Any, statement: Any, function: str, *, restores: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (operator, new text or node, node replaced) for each change of a node.
+
+    restores  whether the function restores state
+    """
     match node:
         case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
             new = copy.deepcopy(node)
@@ -251,6 +280,8 @@ def changes(node: Any, statement: Any, function: str) -> Iterator[tuple[str, Any
                 if isinstance(key, ast.Constant) and key.value in FRESH:
                     yield "not restored", str(FRESH[key.value]), value
     match node:
+        case ast.Call(func=ast.Name(id="zip")):
+            pass
         case ast.Call(keywords=[*_, ast.keyword(arg=str())]) if not restores:
             new = copy.deepcopy(node)
             new.keywords.pop()
@@ -275,6 +306,8 @@ def changes(node: Any, statement: Any, function: str) -> Iterator[tuple[str, Any
             yield kind, "pass", node
         case ast.AugAssign():
             yield "not restored" if restores else "assignment removed", "pass", node
+        case ast.Assign(targets=[ast.Subscript()]) if restores:
+            yield "not restored", "pass", node
         case ast.Assign(targets=[ast.Attribute()]):
             if restores or not function.endswith("__init__"):
                 yield "not restored" if restores else "assignment removed", "pass", node
@@ -532,6 +565,15 @@ def files_of_tests(tree: Path, only: Sequence[str] = ()) -> list[str]:
     return [name for name in ranked if not only or any(name.startswith(one) for one in only)]
 
 
+def mirror_of(tree: Path, path: str) -> str:
+    """Return the test file that mirrors a module, or the closest folder with a slash where the module has none."""
+    module = Path("tests", *Path(path).parts[1:])
+    file = module.with_name(f"test_{module.name}")
+    if (tree / file).exists():
+        return str(file)
+    return f"{next(folder for folder in module.parents if any((tree / folder).glob('test_*.py')))}/"
+
+
 def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
@@ -647,7 +689,9 @@ class ForkedServer:
         real, plugin = subprocess.Popen, self
 
         def started(arguments: Any, *given: Any, **named: Any) -> Any:
-            if isinstance(arguments, list) and forkserver.SERVER in arguments and plugin.pid:
+            others = {key for key, value in named.get("env", os.environ).items() if os.environ.get(key) != value}
+            is_plain = others <= {"PYTHONPATH", "OMP_NUM_THREADS"}  # else it is of another machine, see tests/stand_ins
+            if isinstance(arguments, list) and forkserver.SERVER in arguments and plugin.pid and is_plain:
                 pid, plugin.pid = plugin.pid, 0
                 os.write(plugin.write, b"\n")
                 return Started(pid, plugin.write, plugin.answer)
@@ -662,12 +706,17 @@ class ForkedServer:
             os.waitpid(self.pid, 0)
 
 
-class Started:
+class Started(AbstractContextManager["Started"]):
     """What the tests need of subprocess.Popen."""
 
     def __init__(self, pid: int, write: int, read: int) -> None:
         self.pid, self.returncode = pid, None
         self.stdin, self.stdout = os.fdopen(write, "w"), os.fdopen(read, "r")
+
+    def __exit__(self, *error: object) -> None:
+        self.stdin.close()
+        self.stdout.close()
+        self.wait()
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -850,15 +899,13 @@ class Judge:
 
     def _in_order(self, mutant: Mutant, tests: Iterable[str]) -> list[str]:
         seen = self.killers[f"{mutant.path}\0{mutant.function}"]
-        mirror = mutant.path.replace("runner/", "tests/", 1).replace(
-            f"{Path(mutant.path).name}", f"test_{Path(mutant.path).name}"
-        )
+        mirror = mirror_of(self.tree, mutant.path)
         resumes = mutant.operator == "not restored"
 
         def rank(test: str) -> tuple[float, ...]:
             laws = (number for number, law in enumerate(RESUME_LAWS) if resumes and test.startswith(law))
             likely = next(laws, len(RESUME_LAWS))
-            return -min(seen[test], 3), not test.startswith(mirror + "::"), likely, self.known.seconds[test]
+            return -min(seen[test], 3), not test.startswith(mirror), likely, self.known.seconds[test]
 
         return sorted(tests, key=rank)
 

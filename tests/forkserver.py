@@ -26,6 +26,7 @@ from typing import Any, TextIO, TypeVar
 
 ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
+SERVER = "from tests.forkserver import serve; serve()"  # scripts/mutants.py runs it in a fork instead
 
 
 def serve() -> None:
@@ -122,7 +123,7 @@ class ForkServer:
     def started(cls, env: Mapping[str, str] | None = None) -> Iterator[ForkServer]:
         """Import torch and the runner in a process of its own; `env` is added to its environment."""
         with subprocess.Popen(
-            [sys.executable, "-c", "from tests.forkserver import serve; serve()"],
+            [sys.executable, "-c", SERVER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

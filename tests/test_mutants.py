@@ -1,0 +1,93 @@
+"""The tables of scripts/mutants.py name code that exists."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from scripts.mutants import (
+    BY_HAND,
+    EQUIVALENT,
+    FRESH,
+    RESTORING,
+    RESUME_LAWS,
+    ROOT,
+    SIGNATURES,
+    TARGETS,
+    Mutant,
+    is_restoring,
+    mirror_of,
+    mutants_of,
+    shown,
+    target_files,
+)
+
+
+@cache
+def every_mutant() -> list[Mutant]:
+    return [mutant for path in target_files(ROOT) for mutant in mutants_of(path, (ROOT / path).read_text())]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_has_mutants(target: str) -> None:
+    assert any(mutant.path.startswith(target) for mutant in every_mutant())
+
+
+@pytest.mark.parametrize("name", sorted(RESTORING))
+def test_a_restoring_function_has_statements_to_leave_out(name: str) -> None:
+    owners = {
+        mutant.function for mutant in every_mutant() if mutant.operator == "not restored"
+        and name in (mutant.function.rpartition(".")[2], f"{Path(mutant.path).stem}.{mutant.function}")
+    }  # fmt: skip
+    assert owners
+
+
+@pytest.mark.parametrize(("path", "old", "new"), BY_HAND)
+def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: str) -> None:
+    source = (ROOT / path).read_text()
+    found = [
+        mutant for mutant in every_mutant() if (mutant.path, mutant.before, mutant.after) == (path, old, new)
+        and mutant.operator == "not restored"
+    ]  # fmt: skip
+    assert len(found) == 1
+    changed = source.encode()[: found[0].start] + new.encode() + source.encode()[found[0].stop :]
+    compile(changed, path, "exec")
+
+
+def test_fields_with_fresh_values_are_saved_in_checkpoints() -> None:
+    source = (ROOT / "runner/engine/hooks/checkpointing.py").read_text()
+    saved = {
+        key.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign) and "state" in
+        {ast.unparse(target) for target in node.targets} and isinstance(node.value, ast.Dict)
+        for key in node.value.keys if isinstance(key, ast.Constant)
+    }  # fmt: skip
+    assert set(FRESH) <= saved
+
+
+def test_survivors_with_a_reason_are_mutants() -> None:
+    known = {(each.path, each.function, shown(each.before), shown(each.after)) for each in every_mutant()}
+    listed = {(row["path"], row["function"], row["before"], row["after"]) for row in
+              tomllib.loads(EQUIVALENT.read_text())["mutant"]}  # fmt: skip
+    assert listed - known == set()
+
+
+@pytest.mark.parametrize("test", [SIGNATURES, *RESUME_LAWS])
+def test_preferred_tests_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert f"def {name}" in (ROOT / file).read_text()
+
+
+def test_a_module_without_a_test_file_is_mirrored_by_the_closest_folder() -> None:
+    assert mirror_of(ROOT, "runner/base/batch.py") == "tests/base/test_batch.py"
+    assert mirror_of(ROOT, "runner/engine/hooks/oom.py") == "tests/engine/"
+    assert all((ROOT / mirror_of(ROOT, path)).exists() for path in target_files(ROOT))
+
+
+def test_restoring_functions_are_found_by_name_and_by_module() -> None:
+    assert is_restoring("runner/engine/meter.py", "Meter.load")
+    assert is_restoring("runner/engine/weights.py", "begin_with")
+    assert not is_restoring("runner/engine/training.py", "begin_with")
