@@ -532,8 +532,9 @@ def collect(cache: Path, only: Sequence[str]) -> None:
     copied(tree)
     keys = instrument(tree, cache / "reached")
     warm()
+    follow_moves(tree, maps)
     for name in files_of_tests(tree, only):
-        digest, kept = digest_of(tree / name), maps / (name.replace("/", "+") + ".json")
+        digest, kept = digest_of(tree / name), map_of(maps, name)
         if kept.exists() and json.loads(kept.read_text())["digest"] == digest:
             continue
         began = time.monotonic()
@@ -557,6 +558,26 @@ def collect(cache: Path, only: Sequence[str]) -> None:
 
         code, _ = in_fork(record, cache / "collect.log", 3600.0)
         print(f"{name}: {time.monotonic() - began:.0f} s, pytest exit {code}", flush=True)
+
+
+def map_of(maps: Path, name: str) -> Path:
+    """Return the file with the map of a test file."""
+    return maps / (name.replace("/", "+") + ".json")
+
+
+def follow_moves(tree: Path, maps: Path) -> None:
+    """Rename the map of each test file that has another path now, with the same content."""
+    names = files_of_tests(tree)
+    known = {map_of(maps, name) for name in names}
+    rows = {path: json.loads(path.read_text()) for path in maps.glob("*.json") if path not in known}
+    before = {row["digest"]: path for path, row in rows.items()}
+    for name in names:
+        old = before.pop(digest_of(tree / name), None)
+        if old is not None and not map_of(maps, name).exists():
+            row = rows[old]
+            row["tests"] = {f"{name}::{test.partition('::')[2]}": found for test, found in row["tests"].items()}
+            map_of(maps, name).write_text(json.dumps(row))
+            old.unlink()
 
 
 def files_of_tests(tree: Path, only: Sequence[str] = ()) -> list[str]:
@@ -590,7 +611,7 @@ class Known:
         self.stale: list[str] = []
         sources = {path: digest_of(tree / path) for path in target_files(tree)}
         for name in files_of_tests(tree):
-            kept = cache / "maps" / (name.replace("/", "+") + ".json")
+            kept = map_of(cache / "maps", name)
             if not kept.exists():
                 self.stale.append(name)
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,10 @@ from scripts.mutants import (
     SIGNATURES,
     TARGETS,
     Mutant,
+    digest_of,
+    follow_moves,
     is_restoring,
+    map_of,
     mirror_of,
     mutants_of,
     shown,
@@ -81,10 +85,28 @@ def test_preferred_tests_exist(test: str) -> None:
     assert f"def {name}" in (ROOT / file).read_text()
 
 
-def test_a_module_without_a_test_file_is_mirrored_by_the_closest_folder() -> None:
-    assert mirror_of(ROOT, "runner/base/batch.py") == "tests/base/test_batch.py"
-    assert mirror_of(ROOT, "runner/engine/hooks/oom.py") == "tests/engine/"
+def test_a_module_without_a_test_file_is_mirrored_by_the_closest_folder(tmp_path: Path) -> None:
+    (tmp_path / "tests/base").mkdir(parents=True)
+    (tmp_path / "tests/base/test_batch.py").touch()
+    assert mirror_of(tmp_path, "runner/base/batch.py") == "tests/base/test_batch.py"
+    assert mirror_of(tmp_path, "runner/base/parts/order.py") == "tests/base/"
+
+
+def test_every_target_is_mirrored_by_tests() -> None:
     assert all((ROOT / mirror_of(ROOT, path)).exists() for path in target_files(ROOT))
+
+
+def test_the_map_of_a_test_file_follows_it(tmp_path: Path) -> None:
+    tree, maps = tmp_path / "tree", tmp_path / "maps"
+    moved = tree / "tests/new/test_a.py"
+    for folder in (moved.parent, maps):
+        folder.mkdir(parents=True)
+    moved.write_text("def test_a(): ...")
+    row = {"digest": digest_of(moved), "statements": [], "tests": {"tests/old/test_a.py::test_a": {"passed": True}}}
+    map_of(maps, "tests/old/test_a.py").write_text(json.dumps(row))
+    follow_moves(tree, maps)
+    assert [path.name for path in maps.iterdir()] == ["tests+new+test_a.py.json"]
+    assert list(json.loads(map_of(maps, "tests/new/test_a.py").read_text())["tests"]) == ["tests/new/test_a.py::test_a"]
 
 
 def test_restoring_functions_are_found_by_name_and_by_module() -> None:
