@@ -15,12 +15,14 @@ __all__ = [
     "Fit",
     "GPUStats",
     "Gather",
+    "Hook",
     "PipelineParallel",
     "Prediction",
     "Progress",
     "Run",
     "SampleNoise",
     "Task",
+    "Wants",
     "__version__",
     "auto_parallelize",
     "evaluate",
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from runner.api import Run, evaluate, open_run, train
     from runner.base.noise import SampleNoise, per_sample_noise
     from runner.base.task import Context, Fit, Gather, Prediction, Progress, Task, sample_rng
+    from runner.engine.hooks.hook import Hook, Wants
     from runner.interface import PipelineParallel, auto_parallelize
     from runner.monitor.gpu_stats import GPUStats
 
@@ -52,6 +55,10 @@ def __getattr__(name: str) -> Any:
         from runner import api
 
         return getattr(api, name)
+    if name in ("Hook", "Wants"):
+        from runner.engine.hooks import hook
+
+        return getattr(hook, name)
     if name in ("SampleNoise", "per_sample_noise"):
         from runner.base import noise
 

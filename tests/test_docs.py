@@ -45,6 +45,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md")})
 RESULTS = DOCS / "results"  # blocks are raw output of the script that the heading names
+HOOK_SWITCH = re.compile(r"^hook\.\w+\.enabled$")
 WITH_RECIPES = ROOT / "CONTRIBUTING.md"  # whose blocks are followed, and used, by tests/end_to_end/test_contributing.py
 WHY_TEXT = ("output", "layout", "formula")
 FOREIGN = DOCS / "coming-from.md"  # its first column is what other programs are told
@@ -248,7 +249,17 @@ def techniques() -> set[str]:
 @cache
 def known_keys() -> set[str]:
     """Return every key that something of the command line has: settings, options, tasks and commands."""
-    keys = {*settings_keys(Settings), *MAIN_KEYS, *AXES, "task", "hardware", "inference.seed", "key", "format"}
+    keys = {
+        *settings_keys(Settings),
+        *MAIN_KEYS,
+        *AXES,
+        "task",
+        "hardware",
+        "inference.seed",
+        "key",
+        "format",
+        "hook.NAME.enabled",
+    }
     for group in AXES:
         for option in options_of(group):
             signature = function_of(group, option)
@@ -460,7 +471,7 @@ def test_a_setting_in_a_sentence_is_one() -> None:
             if key == "checkpoint" and is_choice(value):
                 continue
             options = options_of(key) if key in (*AXES, "task", "hardware") else ()
-            is_known = re.sub(r"^phase\.\w+\.", "", key) in known_keys()
+            is_known = re.sub(r"^phase\.\w+\.", "", HOOK_SWITCH.sub("hook.NAME.enabled", key)) in known_keys()
             if not is_known or (options and re.fullmatch(r"[a-z][\w-]*", value) and value not in options):
                 unknown.append(str(each))
     assert not unknown, "\n".join(unknown)

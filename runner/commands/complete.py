@@ -17,6 +17,8 @@ from typing import Any
 from runner.base.paths import PACKAGE, shipped
 from runner.base.values import Matches
 from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
+from runner.config.own_options import own_hooks
+from runner.config.own_tables import HOOK, keys_of_hook
 from runner.config.schema import Key, Signature, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 
@@ -120,6 +122,8 @@ class TypedLine:
             if prefix and (group.startswith(prefix) or prefix.startswith(f"{group}.")):
                 signature = function_of(group, self._function(group), self.task_file)
                 keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
+        if prefix and (HOOK.startswith(prefix) or prefix.startswith(f"{HOOK}.")):
+            keys |= {name: key for hook in own_hooks(self.task_file) for name, key in keys_of_hook(hook).items()}
         build = self.task.get("build")
         keys |= {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
         return {name: key for name, key in (keys | self.inference_keys()).items() if name.startswith(prefix)}

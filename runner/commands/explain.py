@@ -12,7 +12,7 @@ from runner.commands.arguments import read
 from runner.commands.plan import shown
 
 if TYPE_CHECKING:
-    from runner.config.configuration import Configuration
+    from runner.config.configuration import Choice, Configuration
     from runner.config.request import Request
     from runner.config.schema import Key
 
@@ -113,6 +113,9 @@ def source_of(key: str, configuration: Configuration) -> str:
             return f"the default ({choice.function.rsplit(':', 2)[0]})"
         shipped = choice.name if choice.name in options_of(group) else choice.function
         return f"the default (conf/{group}/{shipped}.yaml)"
+    hook = _hook(key, configuration)
+    if hook is not None and source == "default":
+        return f"the default ({hook.function.rsplit(':', 2)[0]})"
     if group == "inference":
         return f"the default (tasks/{configuration.choices['task'].name}/task.py)"
     return f"{'your folder' if source == 'config folder' else 'the default'} ({_file('config', request)})"
@@ -140,6 +143,8 @@ def _file(name: str, request: Request) -> str:
 def _key(key: str, configuration: Configuration) -> Key | None:
     """Return what is known of the key's meaning."""
     from runner.config.options import AXES, function_of, task_source
+    from runner.config.own_options import by_reference
+    from runner.config.own_tables import keys_of_hook
     from runner.config.schema import read_functions, settings_keys
     from runner.config.settings import Settings
 
@@ -147,11 +152,20 @@ def _key(key: str, configuration: Configuration) -> Key | None:
     if group in AXES and name:
         signature = function_of(group, configuration.choices[group].function)
         return signature.keys.get(name) if signature else None
+    hook = _hook(key, configuration)
+    own = by_reference(hook.function) if hook else None
+    if own is not None:
+        return keys_of_hook(own)[key]
     if group in ("task", "inference") and name:
         functions = read_functions(task_source(configuration.choices["task"].name, configuration.request.task_file))
         found = [functions[one].keys for one in functions if one == "build" or one.endswith(".predict")]
         return next((keys[name] for keys in found if name in keys), None)
     return settings_keys(Settings).get(key)
+
+
+def _hook(key: str, configuration: Configuration) -> Choice | None:
+    """Return the hook that has the key."""
+    return next((hook for hook in configuration.hooks if key.startswith(f"hook.{hook.name}.")), None)
 
 
 def _instead(key: str, configuration: Configuration) -> str:

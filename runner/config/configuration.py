@@ -18,6 +18,7 @@ from runner.config.layers import (
     merge,
     merge_phases,
     notes_of,
+    notes_of_hooks,
     of_defaults,
     of_files,
     of_groups,
@@ -31,9 +32,10 @@ from runner.config.layers import (
     unused_of_files,
     values_of,
 )
-from runner.config.options import AXES, names_of_options, own_choices, reference_of
+from runner.config.options import AXES, names_of_options, notes_of_own, reference_of
 from runner.config.overrides import parse, split
-from runner.config.own_options import table_problems
+from runner.config.own_options import own_hooks, table_problems
+from runner.config.own_tables import HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
 from runner.config.request import Request
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
@@ -79,6 +81,7 @@ class Configuration:
 
     choices  group -> choice, for every group but hardware
     phases   all phases of the task, in order; `settings.phases` says which of them run
+    hooks    hooks of the task file and of packages, each with its keys and `enabled`
     own_keys keys of the phases, empty where the task declares none and the one phase has the settings of the run
     hardware facts of the chosen profile; its name is `profile`
     for_auto keys of the task for the option that the plan chooses in the place of `auto`, such as precision.keep_fp32
@@ -97,6 +100,7 @@ class Configuration:
     notes: tuple[str, ...] = ()
     phases: tuple[PhaseSettings, ...] = ()
     own_keys: Mapping[str, Any] = field(default_factory=dict)
+    hooks: tuple[Choice, ...] = ()
 
     def asked_by_name(self, key: str) -> bool:
         """Tell whether the user typed this key or group, so that it must not be changed silently."""
@@ -108,6 +112,7 @@ class Configuration:
         for group, choice in self.choices.items():
             found[group] = choice.name
             found.update({f"{group}.{key}": value for key, value in choice.options.items()})
+        found.update({f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()})
         found.update(self.own_keys)
         found["hardware"] = self.profile
         found.update({f"inference.{key}": value for key, value in self.inference.items()})
@@ -148,8 +153,9 @@ def compose(request: Request) -> Configuration:
     typed = [each for setting in typed for each in placed(setting, schema, problems)]
     run = merge(each for each in (*files, *of_task, *typed) if not each.of_phase)
     merged = {**run, **merge_phases(of_phases, run, [*files, *typed], schema, task, problems)}
-    notes += [f"{group}={name} is from {origin}" for group, name, origin in own_choices(functions, request.task_file)]
+    notes += notes_of_own(functions, choices["task"], request.task_file)
     notes += [*notes_of([*of_task, *typed], run, schema), *check_phases(schema, problems)]
+    notes += notes_of_hooks(typed, run)
 
     problems += check(merged, schema, already={problem.where for problem in problems})
     is_alone = choices["parallelism"] == "single"  # what ranks can do is for the plan to decide
@@ -178,6 +184,8 @@ def to_yaml(configuration: Configuration) -> str:
     for key, value in configuration.own_keys.items():
         _, phase, name = key.split(".", 2)
         tree.setdefault("phase", {}).setdefault(phase, {})[name] = value
+    if configuration.hooks:
+        tree[HOOK] = {hook.name: dict(hook.options) for hook in configuration.hooks}
     tree["inference"] = dict(configuration.inference)
     tree["hardware"] = {"profile": configuration.profile, **configuration.hardware}
     return str(OmegaConf.to_yaml(OmegaConf.create(tree)))
@@ -216,6 +224,9 @@ def _frozen(
         request=request,
         phases=tuple(phases) or (_only_phase(settings, chosen),),
         own_keys={key: value for key, value in tree.items() if key.startswith("phase.")},
+        hooks=tuple(
+            Choice(hook.name, hook.reference, under(f"{HOOK}.{hook.name}")) for hook in own_hooks(request.task_file)
+        ),
         **rest,
     )
 

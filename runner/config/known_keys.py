@@ -13,6 +13,8 @@ from runner.base.secret import looks_random
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.config_files import shipped_options, variant_of
 from runner.config.options import AXES, GROUPS, function_of, option_with, options_of
+from runner.config.own_options import own_hooks
+from runner.config.own_tables import keys_of_hook
 from runner.config.phases import GROUPS as PHASE_GROUPS
 from runner.config.phases import Declared
 from runner.config.phases import keys_of as phase_keys
@@ -112,6 +114,8 @@ def schema_of(
     for group, function in functions.items():
         signature = signature_of(group, function)
         keys.update({f"{group}.{key.name}": key for key in (signature.keys.values() if signature else ())})
+    for hook in own_hooks(request.task_file):
+        keys.update(keys_of_hook(hook))
     keys.update({f"task.{key.name}": key for key in task.build.values()})
     keys.update({f"inference.{key.name}": key for key in task.predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")

@@ -28,6 +28,7 @@ from runner.config.config_files import (
 from runner.config.known_keys import PhaseKeys, Schema, for_auto_of, unknown, why_not_for
 from runner.config.options import AXES, GROUPS, function_of, options_of
 from runner.config.own_options import own_options
+from runner.config.own_tables import ENABLED, HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
 from runner.config.phases import LENGTHS, Declared
 from runner.config.request import Request, text_of_value
@@ -397,6 +398,16 @@ def notes_of(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterat
             if phase.declared.kind == "train" and phase.options[group] != schema.functions[group]:
                 option = phase.options[group]
                 yield f"{said} does not reach phase {phase.declared.name}, whose {group} is {option}"
+
+
+def notes_of_hooks(typed: Iterable[Setting], run: Merged) -> Iterator[str]:
+    """Yield a note for each key of the command line that is for a hook which is not enabled."""
+    for setting in typed:
+        group, _, name = setting.key.rpartition(".")
+        switch = run.get(f"{group}.{ENABLED}")
+        if group.startswith(f"{HOOK}.") and switch is not None and name != ENABLED and switch.value is False:
+            said = f"{setting.key}={text_of_value(setting.value)}"
+            yield f"{said} is not used: the hook is off ({group}.{ENABLED}=true enables it)"
 
 
 def task_size(typed: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:

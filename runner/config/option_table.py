@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from runner.base.errors import AccelRunError, TaskFault
+from runner.config.own_tables import HOOK_TABLE, hook_name
 
 Made = TypeVar("Made")
 
@@ -26,13 +27,22 @@ def make(table: Mapping[str, Callable[..., Made]], option: str, /, *given: Any, 
         return table[option](*given, **keys)
     place, of_place, name = option.rsplit(":", 2)
     try:
-        function: Callable[..., Made] = getattr(_module(place), of_place)[name]
+        entries = getattr(_module(place), of_place)
+        if of_place == HOOK_TABLE:  # a list of classes
+            entries = {hook_name(kind.__name__): kind for kind in entries}
+        function: Callable[..., Made] = entries[name]
         return function(*given, **keys)
     except AccelRunError:
         raise
     except Exception as error:
         fix = "fix the function, or use another option"
         raise TaskFault(f"{type(error).__name__}: {error}", where=f"{place}: {of_place}[{name!r}]", fix=fix) from error
+
+
+def file_of_reference(reference: str) -> Path:
+    """Return the file of the module that `PLACE:TABLE:NAME` names, which is loaded."""
+    module = _module(reference.rsplit(":", 2)[0])
+    return Path(str(module.__file__))
 
 
 def load_file(file: Path) -> ModuleType:

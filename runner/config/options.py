@@ -12,7 +12,7 @@ from runner.base.paths import PACKAGE, shipped
 from runner.config.aliases import (
     PRECISION_NAMES,
 )
-from runner.config.own_options import by_reference, own_options
+from runner.config.own_options import TASK, by_reference, file_of_task, own_hooks, own_options
 from runner.config.request import text_of_value
 from runner.config.schema import (
     Key,
@@ -103,9 +103,17 @@ def own_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterato
             yield group, option, own[group, option].origin
 
 
+def notes_of_own(functions: Mapping[str, str], task: str, task_file: Path | None) -> Iterator[str]:
+    """Yield a note for each option, hook and task that is not shipped, with its origin."""
+    for group, option, origin in own_choices({**functions, TASK: task}, task_file):
+        yield f"{group}={option} is from {origin}"
+    for hook in own_hooks(task_file):
+        yield f"hook {hook.name} is from {hook.origin}"
+
+
 def task_source(name: str, task_file: Path | None) -> Path:
     """Return the Python file that defines the task."""
-    return task_file if task_file else shipped("tasks") / name / "task.py"
+    return task_file or file_of_task(name) or shipped("tasks") / name / "task.py"
 
 
 def shipped_tasks() -> list[Path]:

@@ -82,6 +82,18 @@ def read_functions(path: Path) -> Mapping[str, Signature]:
     return found
 
 
+@cache
+def read_classes(path: Path) -> Mapping[str, ast.ClassDef]:
+    """Return the classes of a Python file by name, without importing it. Raises SyntaxError as Python would."""
+    return {node.name: node for node in read_module(path).body if isinstance(node, ast.ClassDef)}
+
+
+def docstring_of(node: ast.ClassDef) -> tuple[str, Mapping[str, str]]:
+    """Return the first line of a class's docstring, and the meanings of keys in it."""
+    docstring = ast.get_docstring(node) or ""
+    return docstring.split("\n", 1)[0], _help_lines(docstring)
+
+
 def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
     """Return the keys of a settings dataclass, nested ones with dots."""
     hints = typing.get_type_hints(settings, include_extras=True)

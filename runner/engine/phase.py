@@ -29,6 +29,7 @@ from runner.engine.hooks.checkpointing import Checkpointing, state_of
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
+from runner.engine.hooks.own import with_own_hooks
 from runner.engine.loop import Position, StepInfo
 from runner.engine.objective_phase import phase_kind
 from runner.engine.resumption import load_model
@@ -60,7 +61,7 @@ class Phase(PhaseView):
         self.loader: Loader = parts.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
         self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
-        self.hooks = tuple(kind(self) for kind in self.kinds_of_hooks)
+        self.hooks = with_own_hooks(self, self.kinds_of_hooks)
         oom = self.hook(OutOfMemory)
         self.order = replace(self.order, smaller=oom.smaller)
         self.work = phase_kind(planned, parts, self.order, self.position, oom if oom.is_on else None)

@@ -17,7 +17,7 @@ from runner.durable.checkpoint import Loaded
 FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "trains")
 # Keys that change the mathematics from here on: they may, if the user says so by name.
 BY_NAME = (
-    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
+    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging", "hook",
 )  # fmt: skip
 ADDED = {
     "averaging": "none",

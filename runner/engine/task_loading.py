@@ -19,6 +19,7 @@ from runner.base.paths import cache_folder
 from runner.base.task import Context, Task
 from runner.config.option_table import load_file
 from runner.config.options import task_source
+from runner.config.own_options import module_of_task
 from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import explain, place_of
 from runner.plan.run_plan import Plan
@@ -136,7 +137,8 @@ def _ignored(found: Mapping[str, tuple[Number, Number]]) -> None:
 
 
 def _import(name: str, file: Path | None) -> ModuleType:
-    if file is None:
+    of_package = module_of_task(name) if file is None else None
+    if file is None and of_package is None:
         return importlib.import_module(f"runner.tasks.{name}.task")
-    with explained(file, "the file"):
-        return load_file(file)
+    with explained(task_source(name, file), "the file"):
+        return importlib.import_module(of_package) if of_package else load_file(task_source(name, file))

@@ -17,6 +17,7 @@ from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.text import sized
 from runner.config.config_files import own_profile, shipped_options
 from runner.config.configuration import Configuration, PhaseSettings
+from runner.config.own_tables import ENABLED
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
@@ -68,6 +69,7 @@ def make_plan(
         own_keys=planner.own_keys,
         config_dir=str(configuration.request.config_dir) if configuration.request.config_dir else None,
         memory=memory,
+        hooks=tuple(hook for hook in configuration.hooks if hook.options[ENABLED]),
     )
 
 

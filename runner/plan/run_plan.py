@@ -11,6 +11,7 @@ from typing import Any
 from runner.base.division import Batch
 from runner.base.shares import lines, table
 from runner.config.configuration import Choice, PhaseSettings
+from runner.config.own_tables import HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
 from runner.config.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings, WeightsSettings
 from runner.plan.memory_fit import RankMemory, RankPart
@@ -53,6 +54,7 @@ class Plan:
     own_keys   keys of the phases where the task declares some, as in the configuration
     config_dir the user's folder of configuration, None where there is none
     memory     what is predicted for each rank in each phase that trains; empty where nothing was traced
+    hooks      hooks of the task file and of packages that are enabled
     """
 
     ranks: tuple[RankDevice, ...]
@@ -68,6 +70,7 @@ class Plan:
     own_keys: Mapping[str, Any]
     config_dir: str | None = None
     memory: tuple[RankMemory, ...] = ()
+    hooks: tuple[Choice, ...] = ()
 
     @property
     def device(self) -> str:
@@ -134,6 +137,7 @@ class Plan:
         for group, choice in self.choices.items():
             found[group] = choice.name
             found |= {f"{group}.{key}": value for key, value in choice.options.items()}
+        found |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
         found |= self.own_keys
         plain = dataclasses.asdict(self.settings)
         nested = {key: value for key, value in plain.items() if isinstance(value, dict)}
@@ -174,6 +178,7 @@ class Plan:
         tree["ranks"] = tuple(RankDevice(**rank) for rank in tree["ranks"])
         tree["notes"] = tuple(tree["notes"])
         tree["memory"] = tuple(RankMemory.from_dict(each) for each in tree["memory"])
+        tree["hooks"] = tuple(Choice(**hook) for hook in tree.get("hooks", ()))  # earlier versions wrote none
         return Plan(**tree)
 
 

@@ -6,13 +6,17 @@ each is answered with one line: first what to open, then rows, then finish. Noth
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
+import io
+import itertools
 import json
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -87,13 +91,28 @@ class Wandb:
             self._phase = row.get("phase")
             self._step = max(self._base + update, self._step)  # wandb drops a step that goes back
         if self._step >= self._first:
-            self._run.log({name: value for name, value in row.items() if value is not None}, step=self._step)
+            values = {name: wandb_value(value) for name, value in row.items() if value is not None}
+            self._run.log(values, step=self._step)
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
 
     def close(self) -> None:
         importlib.import_module("wandb").teardown()  # its service, waited for, so that no zombie stays in a container
+
+
+def wandb_value(value: Any) -> Any:
+    """Return what wandb logs for a value of a row; runner/engine/media.py encodes images and histograms."""
+    import wandb  # noqa: TID251 - as above
+
+    if not isinstance(value, dict):
+        return value
+    if value["kind"] == "images":
+        opened = importlib.import_module("PIL.Image").open
+        return [wandb.Image(opened(io.BytesIO(base64.b64decode(image)))) for image in value["png"]]
+    if value["kind"] == "histogram":
+        return wandb.Histogram(np_histogram=(value["counts"], value["edges"]))
+    return value["text"]
 
 
 class TensorBoard:
@@ -121,8 +140,38 @@ class TensorBoard:
             for name, value in row.items()
             if isinstance(value, (int, float)) and name != "update"
         ]
+        values += [each for name, value in row.items() if isinstance(value, dict) for each in self._media(name, value)]
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _media(self, name: str, value: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the values of a summary for images, a text or a histogram."""
+        make = self._summaries.Summary.Value
+        for number, image in enumerate(value.get("png", ())):
+            data = base64.b64decode(image)
+            width, height = struct.unpack(">II", data[16:24])  # of the PNG header
+            content = {"height": height, "width": width, "colorspace": 3 if data[25] else 1}
+            yield make(
+                tag=f"{name}/{number}", image=self._summaries.Summary.Image(encoded_image_string=data, **content)
+            )
+        if value["kind"] == "text":
+            tensor = importlib.import_module("tensorboard.util.tensor_util").make_tensor_proto([value["text"]])
+            plugin = self._summaries.SummaryMetadata.PluginData(plugin_name="text")
+            yield make(
+                tag=f"{name}/text_summary",
+                metadata=self._summaries.SummaryMetadata(plugin_data=plugin),
+                tensor=tensor,
+            )
+        if value["kind"] == "histogram":
+            edges, counts = value["edges"], value["counts"]
+            middle = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+            total = sum(at * count for at, count in zip(middle, counts, strict=True))
+            squares = sum(at * at * count for at, count in zip(middle, counts, strict=True))
+            proto = self._summaries.HistogramProto(
+                min=edges[0], max=edges[-1], num=sum(counts), sum=total, sum_squares=squares,
+                bucket_limit=edges[1:], bucket=counts,
+            )  # fmt: skip
+            yield make(tag=name, histo=proto)
 
     def finish(self, exit_code: int) -> None:
         self._writer.close()

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor, nn
 
 from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order
 from runner.base.stopwatch import Stopwatch
+from runner.base.task import Task
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.balance import FixedShares
 from runner.engine.evaluate import EvaluationResult
 from runner.engine.feed import Feed
 from runner.engine.loop import Position, StepInfo
+from runner.engine.media import histogram_of, images_of, number_of
 from runner.engine.phase_kinds import PhaseKind
 from runner.engine.run import TrainingRun
 from runner.engine.watchdog import ProgressMark
@@ -78,6 +82,45 @@ class PhaseView:
     closed = must_stop = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model on the device."""
+        return self.parts.bare
+
+    @property
+    def task(self) -> Task:
+        """The task of the run."""
+        return self.parts.task
+
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Write numbers to metrics.jsonl and the tracker, with the number of the update.
+
+        A tensor with one element is read, which waits for the device. Of several ranks, the first one writes.
+        Raises TypeError for what is no number, ValueError for the names update and phase.
+        """
+        row = {name: number_of(name, value) for name, value in values.items()}
+        self.run_.observers.write({"update": self.position.update, "phase": self.name, **row})
+
+    def log_images(self, name: str, images: Tensor) -> None:
+        """Send images to the tracker: (B, C, H, W), (C, H, W) or (H, W), C of 1 or 3; floats in [0, 1], or uint8.
+
+        Waits for the device. Raises ValueError for other shapes.
+        """
+        self._log_media(name, lambda: images_of(images))
+
+    def log_text(self, name: str, text: str) -> None:
+        """Send a text to the tracker."""
+        self._log_media(name, lambda: {"kind": "text", "text": text})
+
+    def log_histogram(self, name: str, values: Tensor, *, bins: int = 64) -> None:
+        """Send a histogram of the finite elements to the tracker. Waits for the device."""
+        self._log_media(name, lambda: histogram_of(values, bins))
+
+    def _log_media(self, name: str, encoded: Callable[[], Mapping[str, Any]]) -> None:
+        if self.parts.world.is_first:
+            row = {"update": self.position.update, "phase": self.name, name: encoded()}
+            self.run_.observers.tracker.log(row)
 
     def hook(self, kind: type[AnyHook]) -> AnyHook:
         """Return the hook of this class."""

@@ -1,0 +1,72 @@
+"""Encode what a hook logs: numbers, images as PNG, and histograms, as values of JSON."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COLORS = {1: 0, 3: 2}  # channels -> color type of PNG
+
+
+def number_of(name: str, value: Tensor | float) -> float:
+    """Return a number to log. Raises TypeError for anything else, ValueError for a name that every row has."""
+    if name in ("update", "phase"):
+        raise ValueError(f"{name} is a column of every row: choose another name")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a number or a tensor with one element, not {type(value).__name__}") from error
+
+
+def images_of(images: Tensor) -> dict[str, Any]:
+    """Return the value of a tracker's row for images."""
+    return {"kind": "images", "png": [base64.b64encode(image).decode() for image in png(images)]}
+
+
+def histogram_of(values: Tensor, bins: int) -> dict[str, Any]:
+    """Return the value of a tracker's row for a histogram."""
+    edges, counts = histogram(values, bins)
+    return {"kind": "histogram", "edges": edges, "counts": counts}
+
+
+def png(images: Tensor) -> list[bytes]:
+    """Encode (B, C, H, W), (C, H, W) or (H, W) as PNG with 8 bits; floats are clamped to [0, 1].
+
+    Raises ValueError for other shapes.
+    """
+    stack = images.detach()
+    while stack.ndim < 4:
+        stack = stack[None]
+    if stack.ndim != 4 or stack.shape[1] not in _COLORS or not stack[0].numel() or images.ndim < 2:
+        raise ValueError(f"images must be (B, C, H, W) with C of 1 or 3, (C, H, W) or (H, W), not {(*images.shape,)}")
+    if stack.dtype != torch.uint8:
+        stack = stack.float().clamp(0, 1).mul(255).round().to(torch.uint8)
+    return [_encoded(image) for image in stack.permute(0, 2, 3, 1).cpu()]
+
+
+def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
+    """Return the edges of equal bins from the smallest to the largest finite value, and the counts."""
+    known = values.detach().double().flatten().cpu()
+    known = known[known.isfinite()]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    edges = torch.linspace(low, high, bins + 1, dtype=torch.double)
+    at = torch.bucketize(known, edges[1:-1], right=True)
+    return edges.tolist(), torch.bincount(at, minlength=bins).tolist()
+
+
+def _encoded(pixels: Tensor) -> bytes:
+    """Encode (H, W, C) bytes. W3C, Portable Network Graphics, third edition, sections 5 and 11."""
+    height, width, channels = pixels.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
+    lines = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)
+    data = zlib.compress(lines.numpy().tobytes())
+    chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in chunks
+    )

@@ -1,0 +1,198 @@
+"""Hooks of a task file and of packages: settings from their signature, known before any code runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import ConfigError, Problem
+from runner.cli import main
+from runner.commands.complete import candidates
+from runner.config import own_options
+from runner.config.configuration import compose
+from runner.config.own_tables import hook_name
+from runner.config.request import Request
+from runner.config.schema import did_you_mean
+
+HOOKS = '''
+import runner
+
+class Base(runner.Hook):
+    """What the others share.
+
+    every  updates between two actions
+    """
+
+    def __init__(self, phase, *, every: int = 500):
+        super().__init__(phase)
+
+
+class LogImages(Base):
+    """Log generated images."""
+
+
+class FreezeAfter(Base):
+    """Stop training a module.
+
+    update  after this update
+    """
+
+    def __init__(self, phase, *, update: int = 3):
+        super().__init__(phase)
+
+
+HOOKS = [LogImages, FreezeAfter]
+'''
+NEVER_RUN = HOOKS + "\ndef build(): ...\nraise SystemExit('a task file is not executed to list its hooks')\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a task file with a name that no other test has loaded."""
+
+    def write(text: str) -> Path:
+        file = tmp_path / f"{tmp_path.name}_task.py"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def problems_of(file: Path, *words: str) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        compose(Request(words, file))
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("LogImages", "log_images"), ("EMA", "ema"), ("EMAHook", "ema_hook"), ("Log2D", "log2_d"), ("_Own", "own")],
+)
+def test_the_name_of_a_hook_is_that_of_its_class_in_lowercase(name: str, key: str) -> None:
+    assert hook_name(name) == key
+
+
+def test_a_hook_has_the_keys_of_its_constructor_or_of_the_one_it_inherits(write: Callable[[str], Path]) -> None:
+    file = write(NEVER_RUN)
+    configuration = compose(Request(("hook.log_images.every=7",), file))
+    assert {hook.name: hook.options for hook in configuration.hooks} == {
+        "log_images": {"enabled": True, "every": 7},
+        "freeze_after": {"enabled": True, "update": 3},
+    }
+    assert configuration.sources["hook.log_images.every"] == "command line"
+    assert configuration.flat()["hook.freeze_after.update"] == 3
+    assert [note for note in configuration.notes if "freeze_after" in note and str(file) in note]
+
+
+def test_a_task_may_set_the_keys_of_its_hooks(write: Callable[[str], Path]) -> None:
+    file = write(NEVER_RUN.replace("HOOKS = [", "SETTINGS = {'hook.log_images.every': 9}\nHOOKS = ["))
+    assert compose(Request((), file)).hooks[0].options["every"] == 9
+
+
+def test_a_hook_that_is_off_says_that_its_keys_have_no_effect(write: Callable[[str], Path]) -> None:
+    words = ("hook.log_images.enabled=false", "hook.log_images.every=7")
+    configuration = compose(Request(words, write(NEVER_RUN)))
+    assert [hook.name for hook in configuration.hooks if hook.options["enabled"]] == ["freeze_after"]
+    assert [note for note in configuration.notes if "hook.log_images.every=7" in note]
+
+
+def test_a_typo_in_a_hook_or_its_keys_is_answered_with_the_near_one(write: Callable[[str], Path]) -> None:
+    file = write(NEVER_RUN)
+    for typo, meant in (
+        ("hook.log_images.evry", "hook.log_images.every"),
+        ("hook.log_image.every", "hook.log_images.every"),
+        ("hook.log_images.enable", "hook.log_images.enabled"),
+    ):
+        (problem,) = problems_of(file, f"{typo}=1")
+        assert problem.fix == did_you_mean(typo, [meant])
+    (problem,) = problems_of(file, "hook.log_images.every=often")
+    assert problem.where == "hook.log_images.every=often"
+
+
+def test_completion_knows_hooks_and_their_keys(write: Callable[[str], Path]) -> None:
+    before = ["train", "--task", str(write(NEVER_RUN))]
+    assert "hook." in candidates([*before, "ho"])
+    assert candidates([*before, "hook.log_images.ev"]) == ["hook.log_images.every="]
+    assert candidates([*before, "hook.log_images.enabled="]) == [
+        "hook.log_images.enabled=true",
+        "hook.log_images.enabled=false",
+    ]
+
+
+def test_explain_names_the_file_of_a_hook_and_the_meaning_of_its_key(
+    write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(NEVER_RUN)
+    assert main(["explain", "hook.log_images.every", "--task", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert f"the default ({file})" in shown
+    assert len(shown.splitlines()) == 3, "the value, its source, its meaning"
+
+
+@pytest.mark.parametrize(
+    ("table", "where"),
+    [
+        ("HOOKS = {'log': LogImages}", ""),
+        ("HOOKS = [hook() for hook in ()]", ""),
+        ("HOOKS = [Missing]", ": HOOKS[Missing]"),
+        ("HOOKS = [LogImages()]", ": HOOKS[LogImages()]"),
+        ("class Plain: ...\nHOOKS = [Plain]", ": HOOKS[Plain]"),
+        ("HOOKS = [LogImages, LogImages]", ": HOOKS[LogImages]"),
+        ("class A(Base):\n    def __init__(self): ...\nHOOKS = [A]", ": HOOKS[A]"),
+        ("class A(Base):\n    def __init__(self, phase, lr=1): ...\nHOOKS = [A]", ": HOOKS[A]"),
+        ("class A(Base):\n    def __init__(self, phase, *, lr=1 + 1): ...\nHOOKS = [A]", ": HOOKS[A]"),
+        ("class A(Base):\n    def __init__(self, phase, *, enabled=True): ...\nHOOKS = [A]", ": HOOKS[A]"),
+        ("HOOKS = [LogImages]\nHOOKS.append(FreezeAfter)", ":53"),
+        ("HOOKS = [LogImages]\nHOOKS += [FreezeAfter]", ":53"),
+        ("if True:\n    HOOKS = [LogImages]", ":53"),
+        ("OPTIMIZERS = {}\nOPTIMIZERS['mine'] = build", ":53"),
+        ("OPTIMIZERS = {}\nOPTIMIZERS.update(mine=build)", ":53"),
+        ("from elsewhere import OPTIMIZERS", ":52"),
+        ("from elsewhere import mine as SCHEDULERS", ":52"),
+    ],
+)
+def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
+    table: str, where: str, write: Callable[[str], Path]
+) -> None:
+    text = NEVER_RUN.replace("HOOKS = [LogImages, FreezeAfter]\n", "\n")
+    file = write(f"{text}\n{table}\n")
+    number = len(text.splitlines()) + 2
+    places = [problem.where.replace(str(file), "") for problem in problems_of(file)]
+    assert [place.replace(f":{number + 1}", ":53").replace(f":{number}", ":52") for place in places] == [where]
+
+
+@pytest.mark.parametrize("table", ["DATALOADERS", "PRECISIONS", "PARALLELISMS", "TECHNIQUES"])
+def test_a_table_that_is_not_open_is_refused_by_name(table: str, write: Callable[[str], Path]) -> None:
+    file = write(f"{NEVER_RUN}\n{table} = {{'mine': build}}\n")
+    (problem,) = problems_of(file)
+    assert table in problem.what
+    assert problem.fix
+
+
+def test_the_hook_of_a_package_is_off_until_it_is_enabled_and_names_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"package_{tmp_path.name}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package is not imported to list its hooks')")
+    (tmp_path / name / "hooks.py").write_text(HOOKS)
+    metadata = tmp_path / f"{name}-1.5.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (metadata / "entry_points.txt").write_text(f"[accel_run.hooks]\nmine = {name}.hooks\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own_options.forget_packages()
+    try:
+        off = compose(Request(("task=gpt",)))
+        on = compose(Request(("task=gpt", "hook.log_images.enabled=true")))
+    finally:
+        monkeypatch.undo()
+        own_options.forget_packages()
+    assert not [hook for hook in off.hooks if hook.options["enabled"]]
+    (hook,) = (hook for hook in on.hooks if hook.options["enabled"])
+    assert hook.function == f"{name}.hooks:HOOKS:log_images"
+    assert [note for note in off.notes if f"{name} 1.5" in note and "log_images" in note]
+    assert name not in sys.modules

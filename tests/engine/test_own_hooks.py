@@ -1,0 +1,298 @@
+"""Hooks of a task file run between updates: their state resumes, their errors are the task's, media are logged."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.cli import main
+from runner.config import own_options
+from runner.engine.media import histogram, png
+from runner.trackers import tracker_process
+
+TASK = '''
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import runner
+
+SETTINGS = {
+    "updates": 6, "optimizer": "sgd", "optimizer.lr": 0.1, "scheduler": "constant", "evaluate.every": 3,
+    "checkpoint.every": 3,
+}
+
+
+class Drift(runner.Hook):
+    """Add a value that depends on the updates so far to the weights.
+
+    size  value per update
+    """
+
+    def __init__(self, phase, *, size: float = 0.125):
+        super().__init__(phase)
+        self.size, self.seen, self.sum = size, 0, torch.zeros(())
+
+    def after_update(self, step):
+        self.seen += 1
+        self.sum += self.size * self.seen
+        with torch.no_grad():
+            self.phase.model.weight += self.sum
+        self.phase.log({"drift/sum": self.sum, "drift/seen": self.seen})
+
+    def after_evaluation(self, found):
+        self.phase.log({"drift/evaluated": found.metrics["val/loss"]})
+
+    def state_dict(self):
+        return {"seen": self.seen, "sum": self.sum}
+
+    def load_state_dict(self, state):
+        self.seen, self.sum = state["seen"], state["sum"]
+
+
+class Quiet(runner.Hook):
+    """Do nothing."""
+
+
+HOOKS = [Drift, Quiet]
+
+
+def build():
+    return Mine()
+
+
+class Mine(runner.Task):
+    def __init__(self):
+        self.model = nn.Linear(2, 1)
+
+    def dataset(self, split):
+        return TensorDataset(torch.arange(128.0).view(64, 2) / 128)
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+'''
+WORDS = ["device=cpu", "monitor=off", "tracker=none", "log_every=1", "global_batch_size=16", "max_grad_norm=null"]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> Path:
+        file = tmp_path / f"{tmp_path.name}_task.py"
+        file.write_text(text)
+        return file
+
+    return write
+
+
+def rows(folder: Path, column: str) -> list[Any]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[column] for row in found if column in row]
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from runner.durable.checkpoint import load, newest_first
+
+    return load(newest_first(folder / "checkpoints")[0]).tensors("model")
+
+
+def test_a_hook_that_changes_weights_equals_a_plain_loop(write: Callable[[str], Path], tmp_path: Path) -> None:
+    file = write(TASK)
+    train = ["train", "--task", str(file), *WORDS, "hook.drift.size=0.25"]
+    assert main([*train, "run=own", "updates=1"]) == 0
+    assert main([*train, "run=none", "updates=1", "hook.drift.enabled=false"]) == 0
+    own, none = final_weights(tmp_path / "outputs" / "own"), final_weights(tmp_path / "outputs" / "none")
+    torch.testing.assert_close(own["weight"], none["weight"] + 0.25, rtol=0, atol=1e-6)
+    assert rows(tmp_path / "outputs" / "own", "drift/sum") == [0.25]
+    assert not rows(tmp_path / "outputs" / "none", "drift/sum")
+
+
+def test_the_state_of_a_hook_resumes_bit_for_bit(write: Callable[[str], Path], tmp_path: Path) -> None:
+    train = ["train", "--task", str(write(TASK)), *WORDS]
+    assert main([*train, "run=straight", "updates=8"]) == 0
+    assert main([*train, "run=parts", "updates=4"]) == 0
+    assert main([*train, "run=parts", "updates=8", "resume_allow=[updates]"]) == 0
+    straight, parts = tmp_path / "outputs" / "straight", tmp_path / "outputs" / "parts"
+    for column in ("drift/seen", "drift/sum", "train/loss"):
+        assert rows(straight, column) == rows(parts, column)
+    assert rows(straight, "drift/seen") == [*range(1, 9)]
+    assert len(rows(straight, "drift/evaluated")) == len(rows(straight, "val/loss")) > 1
+    for name, weight in final_weights(straight).items():
+        assert torch.equal(weight, final_weights(parts)[name])
+
+
+def test_two_ranks_run_a_hook_as_one_process_does(write: Callable[[str], Path], tmp_path: Path) -> None:
+    train = ["train", "--task", str(write(TASK)), *WORDS, "updates=4"]
+    two = ["parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[11,5]"]
+    assert main([*train, "run=one"]) == 0
+    assert main([*train, "run=two", *two]) == 0
+    one, two_ranks = tmp_path / "outputs" / "one", tmp_path / "outputs" / "two"
+    assert rows(one, "drift/sum") == rows(two_ranks, "drift/sum")
+    for name, weight in final_weights(one).items():
+        torch.testing.assert_close(final_weights(two_ranks)[name], weight, rtol=1e-6, atol=0)
+
+
+def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable[[str], Path]) -> None:
+    train = ["train", "--task", str(write(TASK)), *WORDS, "run=first"]
+    assert main([*train, "updates=2"]) == 0
+    longer = [*train, "updates=3", "hook.drift.size=0.5"]
+    assert main([*longer, "resume_allow=[updates]"]) == 88
+    assert main([*longer, "resume_allow=[updates,hook.drift.size]"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("self.seen += 1", "self.seen += self.unknown"),
+        ("super().__init__(phase)\n        self.size", "self.size"),
+        ('return {"seen": self.seen, "sum": self.sum}', "raise ValueError(self.seen)"),
+        ('return {"seen": self.seen, "sum": self.sum}', 'return {"seen": object()}'),
+        ('"drift/seen": self.seen}', '"drift/seen": "many"}'),
+        ('"drift/seen": self.seen}', '"update": self.seen}'),
+    ],
+)
+def test_a_fault_of_a_hook_is_the_tasks_and_names_the_line(
+    before: str, after: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert before in TASK
+    file = write(TASK.replace(before, after))
+    assert main(["train", "--task", str(file), *WORDS, "run=faulty"]) == 70
+    assert file.name in capsys.readouterr().err
+
+
+def test_a_package_brings_a_task_and_the_fault_of_its_hook_names_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"package_{tmp_path.name}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    (tmp_path / name / "line.py").write_text(TASK)
+    metadata = tmp_path / f"{name}-1.5.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    points = f"[accel_run.tasks]\nline = {name}.line\n[accel_run.hooks]\nline = {name}.line\n"
+    (metadata / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    own_options.forget_packages()
+    try:
+        assert main(["plan", "task=line", "device=cpu"]) == 0
+        assert f"{name} 1.5" in capsys.readouterr().out
+        assert main(["train", "task=line", *WORDS, "updates=2", "run=fine"]) == 0
+        assert not rows(tmp_path / "outputs" / "fine", "drift/sum"), "hooks of a package are off until enabled"
+        train = ["train", "task=line", *WORDS, "updates=2", "run=on", "hook.drift.enabled=true"]
+        assert main(train) == 0
+        assert len(rows(tmp_path / "outputs" / "on", "drift/sum")) == 2
+    finally:
+        monkeypatch.undo()
+        own_options.forget_packages()
+
+
+def test_the_fault_of_a_hook_of_a_package_names_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]
+) -> None:
+    name = f"package_{tmp_path.name}"
+    (tmp_path / "site-packages" / name).mkdir(parents=True)
+    (tmp_path / "site-packages" / name / "__init__.py").touch()
+    faulty = "import runner\nclass Faulty(runner.Hook):\n    def after_update(self, step):\n        raise KeyError(1)\n"
+    (tmp_path / "site-packages" / name / "mine.py").write_text(f"{faulty}HOOKS = [Faulty]\n")
+    metadata = tmp_path / "site-packages" / f"{name}-1.5.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+    (metadata / "entry_points.txt").write_text(f"[accel_run.hooks]\nmine = {name}.mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    own_options.forget_packages()
+    try:
+        train = ["train", "--task", str(write(TASK)), *WORDS, "run=faulty", "hook.faulty.enabled=true"]
+        assert main(train) == 70
+    finally:
+        monkeypatch.undo()
+        own_options.forget_packages()
+    assert f"{name}/mine.py:4" in capsys.readouterr().err
+
+
+MEDIA = TASK.replace(
+    '        self.phase.log({"drift/sum": self.sum, "drift/seen": self.seen})\n',
+    """        self.phase.log_images("samples", torch.full((2, 3, 4, 5), 0.5))
+        self.phase.log_text("text", f"update {step.update}")
+        self.phase.log_histogram("weights", self.phase.model.weight)
+""",
+)
+
+
+@pytest.mark.filterwarnings("default")  # tensorboard's own
+def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = [word for word in WORDS if not word.startswith("tracker=")]
+    train = ["train", "--task", str(write(MEDIA)), *words, "tracker=tensorboard", "run=media", "updates=2"]
+    assert main(train) == 0
+    found = EventAccumulator(str(tmp_path / "outputs" / "media" / "tensorboard"), {"histograms": 0})
+    found.Reload()
+    assert [(image.step, image.height, image.width) for image in found.Images("samples/1")] == [(1, 4, 5), (2, 4, 5)]
+    texts = [event.tensor_proto.string_val for event in found.Tensors("text/text_summary")]
+    assert texts == [[b"update 1"], [b"update 2"]]
+    assert [event.histogram_value.num for event in found.Histograms("weights")] == [2.0, 2.0]
+    assert not rows(tmp_path / "outputs" / "media", "samples")
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (3, 4, 5), (1, 4, 5), (4, 5)])
+def test_a_png_has_the_pixels_of_the_tensor(shape: tuple[int, ...]) -> None:
+    values = torch.arange(float(torch.tensor(shape).prod())).view(shape) / 255
+    images = png(values)
+    planes = values.mul(255).round().to(torch.uint8)
+    expected = planes if planes.ndim == 4 else planes[None] if planes.ndim == 3 else planes[None, None]
+    assert [pixels_of(image) for image in images] == [image.permute(1, 2, 0).flatten().tolist() for image in expected]
+    assert [pixels_of(image) for image in png(planes)] == [pixels_of(image) for image in images]
+
+
+def pixels_of(image: bytes) -> list[int]:
+    """Decode an unfiltered PNG of 8 bits."""
+    at, data, width, channels = 8, b"", 0, 1
+    while at < len(image):
+        (size,) = struct.unpack(">I", image[at : at + 4])
+        kind, content = image[at + 4 : at + 8], image[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", image[at + 8 + size : at + 12 + size]) == (zlib.crc32(kind + content),)
+        if kind == b"IHDR":
+            width, channels = struct.unpack(">I", content[:4])[0], {0: 1, 2: 3}[content[9]]
+        data += content if kind == b"IDAT" else b""
+        at += 12 + size
+    lines, step = zlib.decompress(data), 1 + width * channels
+    assert not any(lines[::step])
+    return [value for start in range(0, len(lines), step) for value in lines[start + 1 : start + step]]
+
+
+def test_a_histogram_counts_every_finite_value_once() -> None:
+    values = torch.tensor([0.0, 1.0, 1.0, 2.0, float("nan"), float("inf")])
+    edges, counts = histogram(values, bins=4)
+    assert counts == [1, 0, 2, 1]
+    assert (edges[0], edges[-1]) == (0.0, 2.0)
+    assert histogram(torch.tensor([3.0, 3.0]), bins=2)[1] == [0, 2]
+    assert histogram(torch.tensor([float("nan")]), bins=2)[1] == [0, 0]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 4, 5), (2, 3, 0, 5), (7,)])
+def test_a_tensor_that_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError):
+        png(torch.zeros(shape))
+
+
+def test_wandb_gets_media_as_its_own_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    image = base64.b64encode(png(torch.zeros(1, 2, 3))[0]).decode()
+    converted = tracker_process.wandb_value({"kind": "images", "png": [image]})
+    assert [(type(one).__name__, one.image.size) for one in converted] == [("Image", (3, 2))]
+    bins = tracker_process.wandb_value({"kind": "histogram", "edges": [0.0, 1.0, 2.0], "counts": [3, 4]})
+    assert (type(bins).__name__, bins.histogram) == ("Histogram", [3, 4])
+    assert tracker_process.wandb_value({"kind": "text", "text": "words"}) == "words"
+    assert tracker_process.wandb_value(0.5) == 0.5
