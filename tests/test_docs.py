@@ -269,7 +269,7 @@ def known_keys() -> set[str]:
         for name, signature in read_functions(source).items():
             head = "task" if name == "build" else "inference" if name.endswith(".predict") else None
             keys |= {f"{head}.{key}" for key in signature.keys} if head else set()
-    for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor.KEYS):
+    for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor.OWN):
         keys |= set(owner)
     for suite in SUITES:
         keys |= set(benchmark.suite_of(suite).OPTIONS)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runner.base.paths import PACKAGE, shipped
 from runner.base.values import Matches
@@ -50,8 +51,10 @@ def candidates(words: Sequence[str]) -> list[str]:
         visible = [name for name, (_, summary) in COMMANDS.items() if summary]
         return _beginning_with(last, [*visible, "--help", "--version"] if last.startswith("-") else visible)
     line = TypedLine.read(before, last)
-    offer = _COMMANDS.get(COMMANDS.get(line.command, ("", ""))[0])
-    found = dict.fromkeys(_beginning_with(last, offer(line))) if offer else ()
+    module = COMMANDS.get(line.command, ("", ""))[0]
+    command = next(name for name, (other, _) in COMMANDS.items() if other == module) if module else ""
+    accepts = _COMMANDS.get(" ".join([command, *line.lone[:1]])) or _COMMANDS.get(command)
+    found = dict.fromkeys(_beginning_with(last, _offered(line, module, accepts))) if accepts else ()
     return [word for word in found if _UNQUOTED.fullmatch(word.removeprefix(last))]
 
 
@@ -82,6 +85,15 @@ class TypedLine:
             else:
                 line.lone.append(word)
         return line
+
+    @property
+    def value(self) -> str:
+        """The part of the last argument after `=`."""
+        return self.last.partition("=")[2]
+
+    @property
+    def is_sweep(self) -> bool:
+        return not {"-m", "--multirun"}.isdisjoint(self.flags)
 
     @property
     def config_dir(self) -> Path | None:
@@ -159,87 +171,150 @@ class TypedLine:
         return Path(self.flags[flag]).expanduser().absolute() if self.flags.get(flag) else None
 
 
-# ---------------------------------------------------------------- one function per command
+# ---------------------------------------------------------------- what each command accepts
 
 
-def _settings_or_flags(line: TypedLine, *more: str) -> list[str]:
-    """Return flags, files after them, keys, or values after `key=`."""
-    if line.previous in _PATH_FLAGS:
-        return _paths(line.last, _PATH_FLAGS[line.previous])
+@dataclass(frozen=True)
+class Accepts:
+    """The arguments that a command accepts besides `--help`.
+
+    words     positional arguments
+    own       its own keys; None: `OWN` of its module
+    flags     options without a value
+    settings  settings of a training: no; accepted but not listed (`values`); or listed after its own keys
+    """
+
+    words: Callable[[TypedLine], Iterable[str]] = lambda line: ()
+    own: Callable[[TypedLine], Iterable[str]] | None = None
+    flags: tuple[str, ...] = ()
+    settings: Literal["no", "values", "listed"] = "no"
+
+
+def _offered(line: TypedLine, module: str, accepts: Accepts) -> Iterable[str]:
+    """Return completions of the last argument, including some that do not begin with what is typed."""
+    path_flags = _PATH_FLAGS if accepts.settings != "no" else {}
     key, has_value, value = line.last.partition("=")
-    if has_value and key in _PATH_FLAGS:
-        return [f"{key}={path}" for path in _paths(value, _PATH_FLAGS[key])]
+    if line.previous in path_flags:
+        return _paths(line.last, path_flags[line.previous])
+    if has_value and key in path_flags:
+        return [f"{key}={path}" for path in _paths(value, path_flags[key])]
     if line.last.startswith("-"):
-        return [*_PATH_FLAGS, *more, "--help"]
-    return _with_values(line, key, value) if has_value else [f"{key}=" for key in _names(line)] + _beginnings(line)
+        return [flag for flag in (*path_flags, *accepts.flags, "--help") if flag not in line.flags]
+    own = list(accepts.own(line) if accepts.own else _own_keys(module))
+    find = _OWN_VALUES.get(key, _suite_values if accepts.own is _benchmark_keys else None)
+    if has_value and key in own and find:
+        before = value[: max(value.rfind(","), value.rfind("[")) + 1]
+        given = {word.strip() for word in before.strip("[").split(",")}
+        return [f"{key}={before}{word}" for word in find(line) if word not in given]
+    if has_value:
+        return _with_values(line, key, value) if path_flags or key in (*own, "run", "output_root") else []
+    keys = [f"{name}=" for name in own if name not in line.overrides]
+    settings = [*(f"{name}=" for name in _names(line)), *_beginnings(line)] if accepts.settings == "listed" else []
+    return [*(word for word in accepts.words(line) if word not in line.lone), *keys, *settings]
 
 
-def _plan(line: TypedLine) -> list[str]:
-    return _settings_or_flags(line, "--probe")
+def _own_keys(module: str) -> Iterable[str]:
+    found: Iterable[str] = vars(import_module(f"runner.commands.{module}")).get("OWN", ())
+    return found
 
 
-def _train(line: TypedLine) -> list[str]:
+def _keys(*names: str) -> Callable[[TypedLine], Iterable[str]]:
+    return lambda line: names
+
+
+def _keys_to_explain(line: TypedLine) -> list[str]:
+    """Return a key to explain, or overrides after it."""
+    return [f"{name}{'=' if line.lone else ''}" for name in _names(line)] + _beginnings(line)
+
+
+def _run_or_sweep(line: TypedLine) -> Iterable[str]:
+    return [*_run_names(line), *([] if line.lone else _sweeps(line))]
+
+
+def _runs_and_sweeps(line: TypedLine) -> Iterable[str]:
+    return ["last", *_runs(line), *_sweeps(line)]
+
+
+def _files_to_import(line: TypedLine) -> Iterable[str]:
+    return (
+        [] if line.lone else [path for ending in (".pt", ".pth", ".bin", ".ckpt") for path in _paths(line.last, ending)]
+    )
+
+
+def _sweep_keys(line: TypedLine) -> Iterable[str]:
     from runner.commands.sweep_arguments import GRID
 
-    return _of_sweep(line, GRID) if {"-m", "--multirun"} & line.flags.keys() else _settings_or_flags(line, "-m")
+    return GRID if line.is_sweep else ()
 
 
-def _search(line: TypedLine) -> list[str]:
-    from runner.commands.search import OWN
+def _monitor_keys(line: TypedLine) -> Iterable[str]:
+    from runner.commands.monitor import MonitorOptions
 
-    return _of_sweep(line, OWN)
-
-
-def _of_sweep(line: TypedLine, own: Mapping[str, str]) -> list[str]:
-    """Return settings and the options of a sweep."""
-    key, has_value, _ = line.last.partition("=")
-    if has_value and key in own:
-        words = {"together": ("auto",), "goal": ("min", "max"), "retry": ("true", "false"), "metric": ("val/loss",)}
-        return [f"{key}={word}" for word in words.get(key, ())]
-    names = [] if has_value or line.last.startswith("-") else [name for name in own if name not in line.overrides]
-    return [*(f"{name}=" for name in names), *_settings_or_flags(line)]
+    return settings_keys(MonitorOptions)
 
 
-def _profile(line: TypedLine) -> list[str]:
-    """Return the completions of `train`, and the keys of the profiler without their group."""
-    from runner.commands.profile import OWN
+def _benchmark_keys(line: TypedLine) -> Iterable[str]:
+    from runner.commands.benchmark import OWN
 
-    key, has_value, _ = line.last.partition("=")
-    if has_value and key in OWN:
-        signature = function_of("profiler", "trace")
-        return [f"{key}={word}" for word in _literals(signature.keys[key].type)] if signature else []
-    return [*(f"{name}=" for name in OWN if not line.last.startswith("-")), *_settings_or_flags(line)]
+    return (*OWN, *_suite(line).get("OPTIONS", ()))
 
 
-def _explain(line: TypedLine) -> list[str]:
-    if line.lone or line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line)
-    return _names(line) + _beginnings(line)
+def _benchmark_words(line: TypedLine) -> Iterable[str]:
+    return (*_suite(line).get("WORDS", ()), *_techniques(line))
 
 
-def _inference(line: TypedLine) -> list[str]:
-    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line)
-    keys = [
-        f"{key}="
-        for key in ("run", "checkpoint", "device", "output_root", *line.inference_keys())
-        if key not in line.overrides
-    ]
-    return [*_run_names(line), *keys]
+def _techniques(line: TypedLine) -> list[str]:
+    from runner.tools.measure.technique import files_of
+
+    return list(files_of(line.config_dir)) if "techniques" in _suite(line).get("OPTIONS", ()) else []
 
 
-def _resume(line: TypedLine) -> list[str]:
-    return [*([] if "=" in line.last or line.last.startswith("-") else _run_names(line)), *_settings_or_flags(line)]
+def _suite(line: TypedLine) -> dict[str, Any]:
+    """Return the top-level literals of the suite's module, without the cost of importing it."""
+    from runner.commands.benchmark import OWN
+    from runner.tools.measure.suites import SUITES
+
+    found: dict[str, Any] = {}
+    suite = SUITES.get(line.overrides.get("suite", OWN["suite"]))
+    source = PACKAGE / "tools" / "measure" / "suites" / f"{suite[0]}.py" if suite else None
+    for statement in ast.parse(source.read_text(encoding="utf-8")).body if source else ():
+        match statement:
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ):
+                with suppress(ValueError, TypeError):
+                    found[name] = ast.literal_eval(value) if value else None
+    return found
 
 
-def _evaluate(line: TypedLine) -> list[str]:
-    key, has_value, _ = line.last.partition("=")
-    if key == "split" and has_value:
-        return ["split=train", "split=val", "split=test"]
-    if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line, "--json")
-    keys = ("split", "checkpoint", "device", "output_root", "weights")
-    return [*_run_names(line), *(f"{key}=" for key in keys if key not in line.overrides)]
+def _suite_values(line: TypedLine) -> list[str]:
+    """Return the words in the default value of an option of the suite, such as none, memory and device."""
+    default = _suite(line).get("OPTIONS", {}).get(line.last.partition("=")[0], "")
+    return [word for word in default.split(",") if word and not word.isdigit()]
+
+
+def _suites(line: TypedLine) -> Iterable[str]:
+    from runner.tools.measure.suites import SUITES
+
+    return SUITES
+
+
+def _checks(line: TypedLine) -> Iterable[str]:
+    from runner.tools.doctor.checks import CHECKS
+
+    return CHECKS
+
+
+def _profiler_values(line: TypedLine) -> Iterable[str]:
+    signature = function_of("profiler", "trace")
+    return _literals(signature.keys[line.last.partition("=")[0]].type) if signature else ()
+
+
+def _shells(line: TypedLine) -> Iterable[str]:
+    from runner.commands.completion import SCRIPTS
+
+    return () if line.lone else SCRIPTS
 
 
 def _checkpoints_of(line: TypedLine) -> list[str]:
@@ -254,152 +329,6 @@ def _checkpoints_of(line: TypedLine) -> list[str]:
         run = RunDirectory.find(line.root, line.overrides.get("run", next(iter(line.lone), "last")))
         numbers = [str(number_in(path)) for path in newest_first(run.checkpoints)]
     return [BEST, LAST, *numbers]
-
-
-def _export(line: TypedLine) -> list[str]:
-    key, has_value, value = line.last.partition("=")
-    if key == "format" and has_value:
-        before = value[: value.rfind(",") + 1]
-        return [f"format={before}{name}" for name in ("safetensors", "program", "onnx")]
-    if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line)
-    return [
-        *_run_names(line),
-        *(f"{key}=" for key in ("format", "checkpoint", "device", "output_root") if key not in line.overrides),
-    ]
-
-
-def _list_of_runs(line: TypedLine) -> list[str]:
-    if line.last.startswith("-"):
-        return ["--json", "--help"]
-    return _with_values(line, "output_root", line.last.partition("=")[2]) if "=" in line.last else ["output_root="]
-
-
-def _report(line: TypedLine) -> list[str]:
-    key, has_value, value = line.last.partition("=")
-    if line.last.startswith("-"):
-        return ["--help"]
-    if has_value:
-        folders = {"benchmarks": "/", "out": ".html"}
-        return (
-            [f"{key}={path}" for path in _paths(value, folders[key])]
-            if key in folders
-            else _with_values(line, key, value)
-        )
-    named = [name for name in [*_run_names(line, several=True), *_sweeps(line)] if name not in line.lone]
-    return [*named, *(f"{key}=" for key in ("out", "benchmarks", "output_root") if key not in line.overrides)]
-
-
-def _status(line: TypedLine) -> list[str]:
-    key, has_value, value = line.last.partition("=")
-    if line.last.startswith("-"):
-        return ["--help"]
-    if has_value:
-        return _with_values(line, key, value)
-    return [*_run_names(line), *([] if line.lone else _sweeps(line)), "output_root="]
-
-
-def _monitor(line: TypedLine) -> list[str]:
-    from runner.commands.monitor import FLAGS, MonitorOptions
-
-    key, has_value, value = line.last.partition("=")
-    if line.last.startswith("-"):
-        return [*(flag for flag in FLAGS if flag not in line.flags), "--help"]
-    if key == "log_dir" and has_value:
-        return [f"log_dir={path}" for path in _paths(value, "/")]
-    if has_value:
-        return _with_values(line, key, value) if key in ("run", "output_root") else []
-    return [f"{name}=" for name in settings_keys(MonitorOptions) if name not in line.overrides]
-
-
-def _advise(line: TypedLine) -> list[str]:
-    if line.last.startswith("apply="):
-        return ["apply=true", "apply=false"]
-    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line, "--json")
-    own = [f"{key}=" for key in ("budget_s", "apply", "profile") if key not in line.overrides]
-    return [*_run_names(line), *own, *_settings_or_flags(line)]
-
-
-def _benchmark(line: TypedLine) -> list[str]:
-    from runner.commands.benchmark import OWN
-    from runner.tools.measure.suites import SUITES
-    from runner.tools.measure.technique import files_of
-
-    suite = SUITES.get(line.overrides.get("suite", OWN["suite"]))
-    literals = _literals_of(suite[0]) if suite else {}
-    options: Mapping[str, str] = literals.get("OPTIONS", {})
-    is_ladder = "techniques" in options
-    names = list(files_of(line.config_dir)) if is_ladder else []
-    key, has_value, value = line.last.partition("=")
-    if has_value and key == "folder":
-        return [f"{key}={path}" for path in _paths(value, "/")]
-    if has_value and key in {**OWN, **options}:
-        known = {"suite": [*SUITES], "techniques": ["all", *names], "modes": ["all", *literals.get("MODES", ())]}
-        before = value[: max(value.rfind(","), value.rfind("[")) + 1]
-        there = {word.strip() for word in before.strip("[").split(",")}
-        words = known.get(key, [word for word in options.get(key, "").split(",") if not word.isdigit()])
-        return [f"{key}={before}{word}" for word in words if word and word not in there]
-    if line.last.startswith("-") or has_value or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line, "--json")
-    own = [f"{key}=" for key in (*OWN, *options) if key not in line.overrides]
-    words = [*literals.get("WORDS", ()), *names]
-    return [*(word for word in words if word not in line.lone), *own, *_settings_or_flags(line)]
-
-
-def _literals_of(suite: str) -> dict[str, Any]:
-    """Return the top-level literals of a suite's module, without the cost of importing it."""
-    source = (PACKAGE / "tools" / "measure" / "suites" / f"{suite}.py").read_text(encoding="utf-8")
-    found: dict[str, Any] = {}
-    for statement in ast.parse(source).body:
-        match statement:
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=value)
-            ):
-                with suppress(ValueError, TypeError):
-                    found[name] = ast.literal_eval(value) if value else None
-    return found
-
-
-def _tune(line: TypedLine) -> list[str]:
-    from runner.commands.tune import OWN
-
-    if line.last.startswith("-") or "=" in line.last or line.previous in _PATH_FLAGS:
-        return _settings_or_flags(line, "--json")
-    return [*(f"{key}=" for key in OWN if key not in line.overrides), *_settings_or_flags(line)]
-
-
-def _doctor(line: TypedLine) -> list[str]:
-    from runner.commands.doctor import CONTACT
-
-    if CONTACT in line.lone:
-        return _settings_or_flags(line, "--json")
-    if line.last.startswith("-"):
-        return ["--quick", "--json", "--help"]
-    key, has_value, value = line.last.partition("=")
-    if key == "checks" and has_value:
-        from runner.tools.doctor.checks import CHECKS
-
-        before = value[: max(value.rfind(","), value.rfind("[")) + 1]
-        return [f"checks={before}{name}" for name in CHECKS]
-    return _with_values(line, key, value) if has_value else [CONTACT, "checks=", "device=", "output_root="]
-
-
-def _new(line: TypedLine) -> list[str]:
-    return ["--help"] if line.last.startswith("-") else []
-
-
-def _import(line: TypedLine) -> list[str]:
-    if line.last.startswith("-"):
-        return ["--help"]
-    return ["key="] if line.lone else [path for ending in _FOREIGN for path in _paths(line.last, ending)]
-
-
-def _completion(line: TypedLine) -> list[str]:
-    from runner.commands.completion import SCRIPTS
-
-    return ["--help"] if line.last.startswith("-") else [] if line.lone else list(SCRIPTS)
 
 
 # ---------------------------------------------------------------- keys and values
@@ -424,7 +353,7 @@ def _beginnings(line: TypedLine) -> list[str]:
 def _with_values(line: TypedLine, key: str, value: str) -> list[str]:
     """Return `key=value` for every known value; in a sweep for the last item of a comma list."""
     lead = ""
-    if {"-m", "--multirun"} & line.flags.keys() and "," in value:
+    if line.is_sweep and "," in value:
         lead, value = value.rpartition(",")[0] + ",", value.rpartition(",")[2]
     return [f"{key}={lead}{candidate}" for candidate in _values_of(line, key.lstrip("+"), value)]
 
@@ -435,7 +364,7 @@ def _values_of(line: TypedLine, key: str, value: str) -> Iterable[str]:
     if key in GROUPS:
         return _plain(options_of(key, line.config_dir, line.task_file))
     if key == "run":
-        if line.command == "search" or {"-m", "--multirun"} & line.flags.keys():
+        if line.command == "search" or line.is_sweep:
             return _sweeps(line)
         if line.command in ("train", "both"):  # the name of a trial would start another run
             return _runs(line, in_sweeps=False)
@@ -477,9 +406,9 @@ def _typed(value: object) -> str:
 # ---------------------------------------------------------------- names of files and runs
 
 
-def _run_names(line: TypedLine, *, several: bool = False) -> list[str]:
-    """Return run names, unless one is given already and only one is allowed."""
-    return ["last", *_runs(line)] if several or not (line.lone or "run" in line.overrides) else []
+def _run_names(line: TypedLine) -> list[str]:
+    """Return the names of runs, unless one is given already."""
+    return [] if line.lone or "run" in line.overrides else ["last", *_runs(line)]
 
 
 def _runs(line: TypedLine, *, in_sweeps: bool = True) -> list[str]:
@@ -547,29 +476,51 @@ _DEFAULT = re.compile(r"^ *- (\w+): [\"']?([\w-]+)", re.MULTILINE)
 _OVERRIDE = re.compile(r"^ *- override /(\w+): [\"']?([\w-]+)", re.MULTILINE)
 _PATH_KEYS = {"output_root": "/", "data.path": "", "weights": ".safetensors"}
 _USING_A_CHECKPOINT = ("inference", "infer", "evaluate", "export", "resume")
-_FOREIGN = (".pt", ".pth", ".bin", ".ckpt")
+_USUAL_KEYS = ("checkpoint", "device", "output_root")
 _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
-# module of the command -> completion function
-_COMMANDS: Mapping[str, Callable[[TypedLine], list[str]]] = {
-    "train": _train,
-    "search": _search,
-    "both": _settings_or_flags,
-    "plan": _plan,
-    "profile": _profile,
-    "explain": _explain,
-    "inference": _inference,
-    "resume": _resume,
-    "runs": _list_of_runs,
-    "status": _status,
-    "report": _report,
-    "evaluate_run": _evaluate,
-    "export": _export,
-    "monitor": _monitor,
-    "advise": _advise,
-    "tune": _tune,
-    "benchmark": _benchmark,
-    "doctor": _doctor,
-    "new": _new,
-    "import_": _import,
-    "completion": _completion,
+# key of a command -> its values; the other values follow from the types of the settings
+_OWN_VALUES: Mapping[str, Callable[[TypedLine], Iterable[str]]] = {
+    "apply": lambda line: ("true", "false"),
+    "benchmarks": lambda line: _paths(line.value, "/"),
+    "checks": _checks,
+    "folder": lambda line: _paths(line.value, "/"),
+    "format": lambda line: ("safetensors", "program", "onnx"),
+    "goal": lambda line: ("min", "max"),
+    "log_dir": lambda line: _paths(line.value, "/"),
+    "metric": lambda line: ("val/loss",),
+    "modes": lambda line: ("all", *_suite(line).get("MODES", ())),
+    "out": lambda line: _paths(line.value, ".html"),
+    "record_shapes": _profiler_values,
+    "retry": lambda line: ("true", "false"),
+    "sort_by": _profiler_values,
+    "split": lambda line: ("train", "val", "test"),
+    "suite": _suites,
+    "techniques": lambda line: ("all", *_techniques(line)),
+    "together": lambda line: ("auto",),
+    "with_stack": _profiler_values,
+}
+# command, or a command and its first argument -> what it accepts
+_COMMANDS: Mapping[str, Accepts] = {
+    "train": Accepts(own=_sweep_keys, flags=("-m",), settings="listed"),
+    "search": Accepts(settings="listed"),
+    "both": Accepts(settings="listed"),
+    "plan": Accepts(flags=("--probe",), settings="listed"),
+    "profile": Accepts(settings="listed"),
+    "explain": Accepts(_keys_to_explain, settings="values"),
+    "inference": Accepts(_run_names, lambda line: ("run", *_USUAL_KEYS, *line.inference_keys()), settings="values"),
+    "resume": Accepts(_run_names, settings="listed"),
+    "runs": Accepts(flags=("--json",)),
+    "status": Accepts(_run_or_sweep, _keys("output_root")),
+    "report": Accepts(_runs_and_sweeps, _keys("out", "benchmarks", "output_root")),
+    "evaluate": Accepts(_run_names, _keys("split", *_USUAL_KEYS, "weights"), ("--json",), "values"),
+    "export": Accepts(_run_names, _keys("format", *_USUAL_KEYS), settings="values"),
+    "monitor": Accepts(own=_monitor_keys, flags=("--once", "--json")),
+    "advise": Accepts(_run_names, flags=("--json",), settings="listed"),
+    "tune": Accepts(flags=("--json",), settings="listed"),
+    "benchmark": Accepts(_benchmark_words, _benchmark_keys, ("--json",), "listed"),
+    "doctor": Accepts(lambda line: ("first_contact",), flags=("--quick", "--json")),
+    "doctor first_contact": Accepts(flags=("--json",), settings="listed"),
+    "import": Accepts(_files_to_import, lambda line: ("key",) if line.lone else ()),
+    "completion": Accepts(_shells),
+    "new": Accepts(),
 }

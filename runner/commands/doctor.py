@@ -145,7 +145,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
         key, has_value, value = word.partition("=")
         if word in _FLAGS:
             flags.add(word)
-        elif has_value and key in KEYS:
+        elif has_value and key in OWN:
             settings[key] = value
         else:
             problems.append(Problem("unknown argument", word, _meant(key)))
@@ -163,7 +163,7 @@ def _meant(word: str) -> str:
 
     if word in CHECKS:
         return f"use checks=[{word}]"
-    close = difflib.get_close_matches(word, [*_FLAGS, *KEYS], n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, [*_FLAGS, *OWN], n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else "see accel-run doctor --help"
 
 
@@ -203,5 +203,5 @@ CONTACT = "first_contact"
 _DEVICES = r"auto|cpu|mps|cuda(:\d+)?"
 _DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
 _FLAGS = ("--quick", "--json")
-KEYS = ("checks", "device", "output_root")
+OWN = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

@@ -31,6 +31,8 @@ examples
   accel-run runs output_root=/data/outputs --json
 """
 
+OWN = {"output_root": "outputs"}
+
 
 @dataclass(frozen=True)
 class RunRow:
@@ -62,7 +64,7 @@ def run(words: list[str]) -> int:
     from runner.base.paths import as_path
     from runner.durable.directory import runs, sweeps
 
-    own, rest, is_json = own_words(words, {"output_root": "outputs"})
+    own, rest, is_json = own_words(words, OWN)
     if rest:
         raise ConfigError(Problem("is not an option of accel-run runs", word, _fix_of(word)) for word in rest)
     root = as_path(own["output_root"])
@@ -83,7 +85,7 @@ def _fix_of(word: str) -> str:
     key, has_value, _ = word.partition("=")
     if not has_value and not word.startswith("-"):
         return f"for a single run: accel-run status {word}"
-    return did_you_mean(key, ("output_root", "--json")) or _FIX
+    return did_you_mean(key, (*OWN, "--json")) or _FIX
 
 
 def row_of(path: Path) -> RunRow:

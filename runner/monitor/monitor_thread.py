@@ -9,35 +9,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
-from runner.base.text import shortened
 from runner.base.values import Interval, Range
-from runner.host.dirfd import opened_parent
 from runner.monitor.alerts import Alert, AlertMonitor
-from runner.monitor.gpu_csv_history import first_time, sum_up
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
 from runner.monitor.nvml import Gpu, Nvml, visible
-from runner.monitor.samples import (
-    COLUMNS,
-    FIRST_COLUMNS,
-    GPU_COLUMNS,
-    MACHINE_COLUMNS,
-    Covered,
-    EarlierSamples,
-    MachineSamples,
-    Readings,
-    SampledGpu,
-    SampleTally,
-    Summary,
-)
-from runner.monitor.samples_file import read_samples
+from runner.monitor.samples import COLUMNS, MachineSamples, Readings, SampledGpu, SampleTally, Summary
+from runner.monitor.samples_file import SamplesFile, read_samples
 from runner.monitor.timeout_call import TimeoutCall
 
 __all__ = [
@@ -58,6 +42,7 @@ __all__ = [
 PATIENCE_S = 1.0  # for a look at the GPUs: a sick driver takes its time, and CPU and RAM are sampled all the same
 OPEN_S = 10.0  # for the first answer: a driver that nobody else uses loads the GPUs' state first, each for a second
 OLD_S = 5.0  # and three intervals: older readings are not how things are
+MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that are read when a run resumes: about 1.5 days of a GPU, 2 s of a core
 SHORTEST_S = 0.1  # the CPU's load is a mean since the look before: of less time than that it says nothing
 
 
@@ -146,8 +131,7 @@ class Monitor(NoMonitor):
         self._notices: tuple[Alert, ...] = ()
         self._num_told = 0
         self._tally, self._adding = SampleTally(), threading.Lock()
-        self._earlier: EarlierSamples | None = EarlierSamples()  # None while it is read
-        self._covered: Covered | None = None
+        self._earlier, self._earlier_devices, self._unread = SampleTally(), dict[str, SampledGpu](), ""
         self._taken_s = self._stale_s = 0.0
         self._said: set[str] = set()
         self._helpers: list[TimeoutCall[Any] | threading.Thread] = []
@@ -224,15 +208,12 @@ class Monitor(NoMonitor):
         return new
 
     def summary(self) -> Summary:
-        """Return what was seen so far, by this process and, where gpu.csv goes on from an earlier one, by that too."""
+        """Summarize the samples so far, including those that gpu.csv held at the start."""
         if self._is_in_child():
             return Summary()
         with self._adding:
-            if self._earlier is None:
-                unread = "what an earlier part of the run wrote into gpu.csv is not summed up here: it was not yet read"
-                return self._tally.summary(self._devices, (*self.notes, unread))
-            both, devices, changed = self._earlier.before(self._tally, self._devices)
-            return both.summary(devices, (*self.notes, *changed), self._covered)
+            notes = (*self.notes, self._unread) if self._unread else self.notes
+            return (self._earlier + self._tally).summary({**self._earlier_devices, **self._devices}, notes)
 
     def _is_in_child(self) -> bool:
         return os.getpid() != self._pid
@@ -289,8 +270,9 @@ class Monitor(NoMonitor):
         while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_S:
             opened = gpus.ask(0.1)
         opened = opened or gpus.ask(0.5)
-        file = _Table(self.path_csv, self._note, self._lose)
-        self._go_on_with(file, stopping)
+        file = SamplesFile(self.path_csv, self._note, self._lose)
+        if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
+            self._read_earlier(file.num_earlier_bytes)
         patience_s = PATIENCE_S if opened else 0.0
         before = due = time.monotonic()
         wall = time.time() - before
@@ -315,7 +297,6 @@ class Monitor(NoMonitor):
                 file.add(wall + now, now - before, self._phase, self._devices, sample)
                 with self._adding:
                     self._tally.add(self._phase, now - before, sample)
-                    self._covered = file.covered
                 self._latest, self._taken_s = MappingProxyType({**look.held, **sample}), time.monotonic()
                 self._users = MappingProxyType(dict(look.users))
                 self._notices += look.notices
@@ -326,23 +307,25 @@ class Monitor(NoMonitor):
         finally:
             file.close()
 
-    def _go_on_with(self, file: _Table, stopping: threading.Event) -> None:
-        """Sum up what earlier runs wrote, in a thread of its own; what this one wrote before a stop is summed up."""
-        if file.goes_on and self.path_csv is not None and not self._latest:
-            self._earlier = None
-            arguments = (self.path_csv, file.size, stopping)
-            thread = threading.Thread(target=self._sum_up, args=arguments, name="accel-run gpu.csv", daemon=True)
-            self._helpers = [*self._helpers, thread]
+    def _read_earlier(self, num_bytes: int) -> None:
+        """Summarize the samples of the run before it was resumed, in a thread."""
+        self._unread = f"the summary does not include the earlier samples in {self.path_csv}"
+        if num_bytes <= MAX_EARLIER_BYTES:
+            thread = threading.Thread(target=self._add_earlier, args=[num_bytes], name="accel-run gpu.csv", daemon=True)
+            self._helpers.append(thread)
             thread.start()
 
-    def _sum_up(self, path: Path, size: int, stopping: threading.Event) -> None:
+    def _add_earlier(self, num_bytes: int) -> None:
+        assert self.path_csv is not None
         try:
-            earlier = sum_up(path, size, stopping)
-        except (OSError, AccelRunError) as error:
-            self._note(f"what {path} held before is not summed up: {error}")
+            earlier = read_samples(self.path_csv, num_bytes)
+        except AccelRunError as error:
+            self._note(f"earlier samples: {error}")
             return
-        with self._adding:
-            self._earlier = earlier
+        if all(device == self._devices.get(name, device) for name, device in earlier.devices.items()):
+            tally = SampleTally.of(earlier)
+            with self._adding:
+                self._earlier, self._earlier_devices, self._unread = tally, dict(earlier.devices), ""
 
     def _choose(self, nvml: Nvml) -> tuple[Gpu, ...]:
         for note in (*nvml.notes, *([nvml.why_not] if nvml.why_not and nvml.why_not not in nvml.notes else [])):
@@ -379,102 +362,6 @@ class _Look:
     held: Readings = field(default_factory=dict)
     users: Mapping[str, tuple[GpuUser, ...]] = field(default_factory=dict)
     notices: tuple[Alert, ...] = ()
-
-
-class _Table:
-    """gpu.csv: rows are added to it, each sample in one write; after the first error no more, which is told once.
-
-    lose     takes why it lacks samples
-    goes_on  it held rows of an earlier run
-    size     its bytes
-    """
-
-    def __init__(self, path: Path | None, note: Callable[[str], None], lose: Callable[[str], None]) -> None:
-        self.goes_on, self.size = False, 0
-        self._first = ""  # the time in its first row
-        self._path, self._note, self._lose = path, note, lose
-        self._columns: Sequence[str] = COLUMNS
-        self._file = None if path is None else self._opened(path)
-
-    def add(
-        self, timestamp: float, span_s: float, phase: str, devices: Mapping[str, SampledGpu], sample: Readings
-    ) -> None:
-        """Add a row for each GPU, or one for the CPU where there is none."""
-        if self._file is None:
-            return
-        self._first = self._first or f"{timestamp:.3f}"
-        machine = {column.name: _cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
-        common = {"timestamp": f"{timestamp:.3f}", "phase": _word(phase), "span_s": f"{span_s:.3f}", **machine}
-        lines = []
-        for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
-            cells = {column.name: _cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
-            cells |= common | {"device": name, "uuid": device.uuid, "name": _word(device.name)}
-            lines.append(",".join(cells[column] for column in self._columns) + "\n")
-        self._write("".join(lines))
-
-    @property
-    def covered(self) -> Covered | None:
-        """The rows that it has now; None where it lacks what was sampled."""
-        return None if self._file is None else Covered(self._first, self.size)
-
-    def close(self) -> None:
-        """Close the file; closing twice is harmless."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _opened(self, path: Path) -> int | None:
-        try:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            with opened_parent(path) as (folder, name):
-                self._file = os.open(name, flags, 0o600, dir_fd=folder)
-        except OSError as error:
-            self._lose(f"{path} is not written: {error.strerror}")
-            return None
-        self.size = size = os.fstat(self._file).st_size
-        if size == 0:
-            self._write(",".join(COLUMNS) + "\n")
-        elif self._take_columns(os.pread(self._file, 4096, 0)):
-            self.goes_on = True
-            self._first = first_time(os.pread(self._file, 8192, 0))
-            if os.pread(self._file, 1, size - 1) != b"\n":  # a run that was killed while it wrote
-                self._write("\n")
-        else:
-            self._lose(f"{path} is not a table of the monitor, so no rows are added; move it away")
-            self.close()
-        return self._file
-
-    def _take_columns(self, head: bytes) -> bool:
-        """Go on with the columns that the file has; tell whether it can be gone on with."""
-        header = head.partition(b"\n")[0].decode(errors="replace").strip().split(",")
-        if not set(FIRST_COLUMNS) <= set(header) <= set(COLUMNS):
-            return False
-        self._columns = header
-        missing = [column for column in COLUMNS if column not in header]
-        if missing:
-            self._note(
-                f"{self._path} was started by an older version and keeps its {len(header)} columns, without "
-                f"{shortened(missing, 3)}; move it away to get all of them"
-            )
-        return True
-
-    def _write(self, text: str) -> None:
-        if self._file is None:
-            return
-        content = text.encode()
-        try:
-            rest = content
-            while rest:  # a disk takes what it still has room for, and refuses the rest
-                rest = rest[os.write(self._file, rest) :]
-            self.size += len(content)
-        except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._file, self.size)
-            self._lose(
-                f"{self._path} is no longer written: {error.strerror}; later samples are missing from it, "
-                "even if space becomes available again"
-            )
-            self.close()
 
 
 def as_line(sample: Readings, num_gpus: int = 1) -> str:
@@ -531,14 +418,6 @@ def _check_interval(interval_s: float) -> None:
         raise ConfigError(
             Problem(f"must be {interval.description}, but is {interval_s!r}", where="interval_s", fix="for example 1.0")
         )
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
-
-
-def _word(text: str) -> str:
-    return text.replace(",", " ").replace("\n", " ")
 
 
 _NOTHING: Readings = MappingProxyType({})

@@ -1,56 +1,142 @@
-"""Read gpu.csv: rows of a file that may be cut short, in disorder, or of several formats."""
+"""Read and write gpu.csv; rows may be incomplete, damaged, out of order, or of an older version."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from runner.base.errors import DataError, InputMissing
+from runner.base.text import shortened
+from runner.host.dirfd import opened_parent
+from runner.monitor.samples import (
+    COLUMNS,
+    FIRST_COLUMNS,
+    GPU_COLUMNS,
+    MACHINE_COLUMNS,
+    MachineSamples,
+    Readings,
+    SampledGpu,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-from runner.monitor.samples import (
-    GPU_COLUMNS,
-    MACHINE_COLUMNS,
-    Column,
-    MachineSamples,
-    SampledGpu,
-    free_names,
-    renamed,
-)
-
-MEND = "remove what is no row of the monitor's"
 
 
-def read_samples(path: Path) -> MachineSamples:
-    """Return what a gpu.csv holds, also one of an older version with fewer columns, or one that a crash left torn.
+class SamplesFile:
+    """Appends samples to gpu.csv, one write per sample; after the first error no more.
 
-    Raises InputMissing where there is no such file, DataError where it is not a table of the monitor.
+    lose               called once with the reason if samples are missing from the file
+    num_earlier_bytes  size of a file with earlier rows; 0 for a new one
+    """
+
+    def __init__(self, path: Path | None, note: Callable[[str], None], lose: Callable[[str], None]) -> None:
+        self.num_earlier_bytes = 0
+        self._size = 0
+        self._path, self._note, self._lose = path, note, lose
+        self._columns: Sequence[str] = COLUMNS
+        self._file: int | None = None
+        if path is not None:
+            self._open(path)
+
+    def add(
+        self, timestamp: float, span_s: float, phase: str, devices: Mapping[str, SampledGpu], sample: Readings
+    ) -> None:
+        """Add a row for each GPU, or one for the CPU if there is none."""
+        if self._file is None:
+            return
+        machine = {column.name: _cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
+        common = {"timestamp": f"{timestamp:.3f}", "phase": _word(phase), "span_s": f"{span_s:.3f}", **machine}
+        lines = []
+        for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
+            cells = {column.name: _cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
+            cells |= common | {"device": name, "uuid": device.uuid, "name": _word(device.name)}
+            lines.append(",".join(cells[column] for column in self._columns) + "\n")
+        self._write("".join(lines))
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self, path: Path) -> None:
+        try:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with opened_parent(path) as (folder, name):
+                self._file = os.open(name, flags, 0o600, dir_fd=folder)
+        except OSError as error:
+            self._lose(f"{path} is not written: {error.strerror}")
+            return
+        self._size = os.fstat(self._file).st_size
+        if self._size == 0:
+            self._write(",".join(COLUMNS) + "\n")
+            return
+        header = os.pread(self._file, 4096, 0).partition(b"\n")[0].decode(errors="replace").strip().split(",")
+        if not set(FIRST_COLUMNS) <= set(header) <= set(COLUMNS):
+            self._lose(f"{path} is not a table of the monitor, so no rows are added; move it away")
+            self.close()
+            return
+        self._columns, self.num_earlier_bytes = header, self._size
+        if missing := [column for column in COLUMNS if column not in header]:
+            self._note(
+                f"{path} was started by an older version and keeps its {len(header)} columns, without "
+                f"{shortened(missing, 3)}; move it away to get all of them"
+            )
+        if os.pread(self._file, 1, self._size - 1) != b"\n":  # the run was killed during a write
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if self._file is None:
+            return
+        content = rest = text.encode()
+        try:
+            while rest:  # a disk that fills up writes a part, and refuses the rest
+                rest = rest[os.write(self._file, rest) :]
+            self._size += len(content)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            self._lose(
+                f"{self._path} is no longer written: {error.strerror}; later samples are missing from it, "
+                "even if space becomes available again"
+            )
+            self.close()
+
+
+def read_samples(path: Path, size: int | None = None) -> MachineSamples:
+    """Return the samples of a gpu.csv, including one of an older version or one with damaged rows.
+
+    size  read only this many bytes
+    Raises InputMissing if the file does not exist, DataError if it was not written by the monitor.
     """
     try:
-        with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            return _samples(path, csv.reader(_without_nul(file)))
+        with path.open("rb") as file:
+            return _samples(path, csv.reader(_lines(file, size)))
     except FileNotFoundError:
         raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to have it written") from None
     except csv.Error as error:
-        raise DataError(f"is damaged: {error}", where=str(path), fix=MEND) from None
+        fix = "remove what is not a row of the monitor"
+        raise DataError(f"is damaged: {error}", where=str(path), fix=fix) from None
     except OSError as error:
         fix = "make it readable, or name another run"
         raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
 
 
-def read_rows(path: Path, lines: Iterable[bytes]) -> MachineSamples:
-    """Return what these lines of a gpu.csv hold, the first of which is its head. Raises DataError."""
-    try:
-        return _samples(path, csv.reader(_without_nul(line.decode(errors="replace") for line in lines)))
-    except csv.Error as error:
-        raise DataError(f"is damaged: {error}", where=str(path), fix=MEND) from None
+def _lines(file: BinaryIO, size: int | None) -> Iterator[str]:
+    """Yield the lines, without the zero bytes that a crash of the machine leaves in unwritten blocks."""
+    for line in file:
+        if size is not None and file.tell() > size:
+            return
+        yield line.decode(errors="replace").replace("\0", "")
 
 
 def _samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
@@ -58,123 +144,116 @@ def _samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
 
     header = next(rows, [])
     if not {"timestamp", "device"} <= set(header):
-        raise DataError(
-            "is not a table of the monitor: it has no columns timestamp and device",
-            where=str(path),
-            fix="name a gpu.csv",
-        )
-    place = {name: index for index, name in enumerate(header)}
-    table = _Table(
-        [(place[column.name], column) for column in (*GPU_COLUMNS, *MACHINE_COLUMNS) if column.name in place]
-    )
+        what = "is not a table of the monitor: it has no columns timestamp and device"
+        raise DataError(what, where=str(path), fix="name a gpu.csv")
+    table = _Table(header)
     num_damaged = 0
     for row in rows:
         try:
             if len(row) != len(header):
                 raise ValueError
-            table.take(row, place)
+            table.add(dict(zip(header, row, strict=True)))
         except ValueError:
             num_damaged += 1
-    names, devices, notes = table.named()
+    devices, notes = table.devices()
     if num_damaged:
         notes.append(f"{num_damaged} damaged rows of {path.name} were left out")
     times = np.array(table.times, dtype=np.float64)
     spans = np.array(table.spans, dtype=np.float64)
-    if np.isnan(spans).any():  # an older version: a sample stands for the time since the one before, if that was near
+    if np.isnan(spans).any():  # an older version: the time since the previous sample, unless there is a gap
         apart = np.diff(times, prepend=times[:1])
         usual = float(np.median(apart[1:])) if len(apart) > 1 else 0.0
         spans = np.where(np.isnan(spans), np.clip(apart, 0.0, 3 * max(usual, 0.0)), spans)
-    times, set_back = _in_order(times, spans)
-    notes += set_back
-    values = {renamed(name, names): np.array(column, dtype=np.float64) for name, column in table.filled().items()}
-    return MachineSamples(times, spans, tuple(table.phases), values, devices, tuple(notes))
+    times, set_back = _ascending(times, spans)
+    known = {name: gpu for gpu, (name, _) in devices.items()}
+    values = {}
+    for (gpu, metric), column in table.columns.items():
+        missing = [math.nan] * (len(times) - len(column))
+        values[f"{devices[gpu][0]}/{metric}" if gpu else metric] = np.array(column + missing, dtype=np.float64)
+    in_order = {name: devices[known[name]][1] for name in sorted(known, key=lambda name: (len(name), name))}
+    return MachineSamples(times, spans, tuple(table.phases), values, in_order, (*notes, *set_back))
 
 
-def _in_order(times: Floats, spans: Floats) -> tuple[Floats, list[str]]:
-    """Return times that only grow: what was sampled after the clock was set back comes after what was before, apart."""
+def _ascending(times: Floats, spans: Floats) -> tuple[Floats, list[str]]:
+    """Return times that only increase: samples after the clock was set back follow the earlier ones, after a gap."""
     import numpy as np
 
     back = np.flatnonzero(np.diff(times) < 0) + 1
-    notes = [
-        f"the clock was set back by {times[at - 1] - times[at]:.0f} s: what follows is put after it" for at in back
-    ]
+    notes = [f"the clock was set back by {times[at - 1] - times[at]:.0f} s; later samples follow it" for at in back]
     shifts = np.zeros(len(times))
     shifts[back] = times[back - 1] - times[back] + 2 * spans[back] + 1.0  # far enough to be a gap
     return times + np.cumsum(shifts), notes
 
 
 class _Table:
-    """Rows of one moment become one sample; a column that was never filled is none.
+    """Collects rows; the rows of one time are one sample. A GPU is identified by its UUID, or its number if unknown.
 
-    A GPU is known by its UUID, under whatever number it was watched; by the number where it has none.
+    columns  (GPU, metric), or ("", metric) for the machine -> values; shorter than `times` if the last are missing
     """
 
-    def __init__(self, columns: list[tuple[int, Column]]) -> None:
-        machine = {column.name for column in MACHINE_COLUMNS}
-        self.of_gpu = [(index, column) for index, column in columns if column.name not in machine]
-        self.of_machine = [(index, column) for index, column in columns if column.name in machine]
+    def __init__(self, header: list[str]) -> None:
         self.times: list[float] = []
         self.spans: list[float] = []
         self.phases: list[str] = []
-        self.columns: dict[str, list[float]] = {}
-        self._known: dict[str, SampledGpu] = {}  # by UUID
-        self._at: dict[str, str] = {}  # UUID -> the number under which it was seen last
-        self._last: dict[str, str] = {}  # number -> the UUID that was seen last under it
-        self._changes: list[tuple[str, str, str]] = []  # number, the UUID before, the UUID after
-        self._moment = ""
+        self.columns: dict[tuple[str, str], list[float]] = {}
+        self._gpu_columns = [column for column in GPU_COLUMNS if column.name in header]
+        self._machine_columns = [column for column in MACHINE_COLUMNS if column.name in header]
+        self._gpus: dict[str, tuple[str, SampledGpu]] = {}  # GPU -> its last number
+        self._numbers: dict[str, str] = {}  # number -> its last GPU
+        self._changes: list[tuple[str, str, str]] = []  # number, GPU before, GPU after
+        self._time = ""
 
-    def take(self, row: list[str], place: Mapping[str, int]) -> None:
-        moment, device = row[place["timestamp"]], row[place["device"]]
-        found, is_new = {}, moment != self._moment
+    def add(self, row: dict[str, str]) -> None:
+        """Add a row. Raises ValueError, and adds nothing, if it is damaged."""
+        number, is_new = row["device"], row["timestamp"] != self._time
+        gpu = ""
+        found = {}
         if is_new:
-            time_s, span = _number(moment), row[place["span_s"]] if "span_s" in place else ""
-            span_s = _number(span) if span else math.nan
-            found = {column.metric: _number(row[index]) for index, column in self.of_machine if row[index]}
-        if device.startswith("gpu"):
-            key = row[place["uuid"]].replace("/", " ") if "uuid" in place else ""
-            key = key or device
-            found |= {f"{key}/{column.metric}": _number(row[index]) for index, column in self.of_gpu if row[index]}
-            self._meet(key, device, row, place)
+            time_s, span_s = _number(row["timestamp"]), _number(row.get("span_s") or "0")
+            found = {("", each.metric): _number(row[each.name]) for each in self._machine_columns if row[each.name]}
+        if number.startswith("gpu"):
+            gpu = row.get("uuid") or number
+            found |= {(gpu, each.metric): _number(row[each.name]) for each in self._gpu_columns if row[each.name]}
         if is_new:
-            self._moment = moment
+            self._time = row["timestamp"]
             self.times.append(time_s)
-            self.spans.append(span_s)
-            self.phases.append(row[place["phase"]] if "phase" in place else "")
-        for name, value in found.items():
-            column = self.columns.setdefault(name, [])
+            self.spans.append(span_s if row.get("span_s") else math.nan)
+            self.phases.append(row.get("phase", ""))
+        for key, value in found.items():
+            column = self.columns.setdefault(key, [])
             column += [math.nan] * (len(self.times) - len(column))
             column[-1] = value
+        before = self._numbers.get(number)
+        if gpu and before != gpu:
+            self._changes += [(number, before, gpu)] if before else []
+            self._numbers[number] = gpu
+            self._gpus[gpu] = number, SampledGpu(row.get("name", ""), row.get("uuid", ""))
 
-    def filled(self) -> dict[str, list[float]]:
-        """Return the columns, as long as the table."""
-        length = len(self.times)
-        return {name: column + [math.nan] * (length - len(column)) for name, column in self.columns.items()}
+    def devices(self) -> tuple[dict[str, tuple[str, SampledGpu]], list[str]]:
+        """Return GPU -> (name, description), and notes on changes.
 
-    def named(self) -> tuple[dict[str, str], dict[str, SampledGpu], list[str]]:
-        """Return UUID -> name, name -> device, and what changed in words: the number it had last, if still its own."""
-        names = {key: device for key, device in self._at.items() if self._last[device] == key}
-        free = free_names(set(names.values()))
-        names |= {key: next(free) for key in self._at if key not in names}
-        changes = [
-            f"{device} was {before} and became {after}"
-            + (f"; {before} is {names[before]} here" if names[before] != device else "")
-            for device, before, after in self._changes
+        The name is the last number of the GPU, or a free one if another GPU has that number since.
+        """
+        taken = set(self._numbers)
+        free = (name for index in itertools.count() if (name := f"gpu{index}") not in taken)
+        found = {
+            gpu: (number if self._numbers[number] == gpu else next(free), device)
+            for gpu, (number, device) in self._gpus.items()
+        }
+        notes = [
+            f"{number} was {before} and became {after}"
+            + (f"; {before} is {found[before][0]} here" if found[before][0] != number else "")
+            for number, before, after in self._changes
         ]
-        return names, {name: self._known[key] for key, name in sorted(names.items(), key=_by_number)}, changes
-
-    def _meet(self, key: str, device: str, row: list[str], place: Mapping[str, int]) -> None:
-        before = self._last.get(device)
-        if before == key:
-            return
-        if before is not None:
-            self._changes.append((device, before, key))
-        self._last[device], self._at[key] = key, device
-        uuid = "" if key == device else key
-        self._known[key] = SampledGpu(row[place["name"]] if "name" in place else "", uuid)
+        return found, notes
 
 
-def _by_number(named: tuple[str, str]) -> tuple[int, str]:
-    return len(named[1]), named[1]
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _word(text: str) -> str:
+    return text.replace(",", " ").replace("\n", " ")
 
 
 def _number(text: str) -> float:
@@ -182,9 +261,3 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError
     return value
-
-
-def _without_nul(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines without what a crash of the machine leaves where nothing was written."""
-    for line in lines:
-        yield line.replace("\0", "")

@@ -120,7 +120,7 @@ OFFERS = {
     "accel-run monitor log_dir=o": "log_dir=outputs/",
     "accel-run status ": "last second first output_root=",
     "accel-run status first ": "output_root=",
-    "accel-run status output_root=elsewhere ": "last output_root=",
+    "accel-run status output_root=elsewhere ": "last",
     "accel-run runs ": "output_root=",
     "accel-run resume se": "second seed=",
     "accel-run resume run=": "run=last run=second run=first",

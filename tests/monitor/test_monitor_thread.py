@@ -7,7 +7,6 @@ import errno
 import inspect
 import io
 import itertools
-import json
 import os
 import stat
 import subprocess
@@ -24,14 +23,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.base.errors import ConfigError
-from runner.monitor import gpu_csv_history
 from runner.monitor import monitor_thread as module
-from runner.monitor.gpu_csv_history import sums_beside
 from runner.monitor.machine_sample import GrantedCpuLoad, Host
 from runner.monitor.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, as_line, read_samples
-from runner.monitor.nvml import Nvml
+from runner.monitor.nvml import Gpu, Nvml
 from runner.monitor.samples import SummaryPart
-from runner.monitor.samples_file import read_rows
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
 from tests.waiting import wait_until
 
@@ -156,7 +152,7 @@ def test_samples_come_at_the_interval_without_drift(tmp_path: Path) -> None:
     with Monitor(path, 0.05):
         wait_until(lambda: path.exists() and len(rows_of(path.read_text())) >= 12)
     times = [float(row["timestamp"]) for row in rows_of(path.read_text())]
-    steps = sorted(later - gpu_csv_history for gpu_csv_history, later in itertools.pairwise(times))
+    steps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
 
     assert steps[len(steps) // 2] == pytest.approx(0.05, abs=0.03), "a busy machine may delay single samples"
     assert steps[0] > 0
@@ -587,7 +583,6 @@ with open_nvml() as nvml:
 HANG = """
 import json, os, pathlib, time
 from runner.monitor import monitor_thread as module
-from runner.monitor.gpu_csv_history import sums_beside
 from runner.monitor.monitor_thread import Monitor
 module.PATIENCE_S, module.OLD_S = 0.1, 0.3
 state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
@@ -663,58 +658,37 @@ def test_readings_of_a_sampler_that_stands_still_are_absent_and_said_once(monkey
     assert len([notice for notice in told if "not been sampled" in notice.text]) == 1
 
 
-def ended(path: Path, samples: int = 3) -> Monitor:
-    """Return a monitor that has watched, and leave monitor.json as an orderly end does."""
+def sampled(path: Path, samples: int = 3) -> Monitor:
+    """Return a monitor that has sampled and was stopped."""
     with Monitor(path, 0.01) as monitor:
         monitor.enter_phase("train")
         wait_until(lambda: monitor.summary().phases.get("train", SummaryPart()).samples >= samples)
-    sums_beside(path).write_text(json.dumps(monitor.summary().to_json()))
     return monitor
 
 
-def test_a_run_that_goes_on_sums_up_both_parts_and_reads_no_row_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.csv"
+    first, second = sampled(path).summary().whole, sampled(path).summary().whole
+
+    assert second.samples == len(read_samples(path)) > first.samples
+    assert second.seconds == pytest.approx(Summary.of(read_samples(path)).whole.seconds, abs=0.02)
+
+
+@pytest.mark.parametrize("reason", ["too large", "another GPU"])
+def test_a_summary_without_the_earlier_samples_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     path = tmp_path / "gpu.csv"
-    first = ended(path)
-    read: list[int] = []
-    monkeypatch.setattr(
-        gpu_csv_history, "read_rows", lambda path, rows: read.append(len(rows)) or read_rows(path, rows)
-    )
-    second = ended(path)
-    assert read == [], "the sums of the first part were there"
-    text = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*text, f"{time.time():.3f}{text[-1][text[-1].index(',') :]}"]))  # of a run that was killed
-    third = ended(path)
-    assert read == [2], "its head, and the row that nobody had counted"
+    sampled(path)
+    if reason == "too large":
+        monkeypatch.setattr(module, "MAX_EARLIER_BYTES", 10)
+    else:
+        path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
+        nvml = Nvml()
+        nvml.gpus = (Gpu(0, "GPU-2", "H100"),)
+        monkeypatch.setattr(module, "open_driver", lambda: nvml)
+    before = len(read_samples(path))
+    summary = sampled(path).summary()
 
-    whole = third.summary().whole
-    assert whole.samples == len(read_samples(path)) > second.summary().whole.samples > first.summary().whole.samples
-    assert whole.seconds == pytest.approx(Summary.of(read_samples(path)).whole.seconds, abs=0.02)
-
-
-def test_the_end_never_passes_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "gpu.csv"
-    ended(path)
-    sums_beside(path).unlink()
-    text = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([text[0], *(f"{n}.000{text[1][text[1].index(',') :]}" for n in range(20_000))]))
-    monkeypatch.setattr(gpu_csv_history, "SHARE", 1e-4)
-    with Monitor(path, 0.01) as monitor:
-        wait_until(monitor.latest)
-    summary = monitor.summary()
-
-    assert summary.covered is None, "whoever goes on reads it all"
-    assert "not summed up" in summary.notes[-1]
-
-
-@pytest.mark.parametrize(
-    "damage", ["", "{", "[]", '{"phases": {"train": 3}}', '{"phases": {}, "covered": {"bytes": 9}}']
-)
-def test_sums_that_do_not_fit_are_not_trusted(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "gpu.csv"
-    ended(path)
-    sums_beside(path).write_text(damage)
-    monitor = ended(path)
-
-    assert monitor.summary().whole.samples == len(read_samples(path))
+    assert summary.whole.samples == len(read_samples(path)) - before
+    assert any(str(path) in note for note in summary.notes)
