@@ -1,4 +1,4 @@
-"""GPUs that are not here: a libnvidia-ml.so.1 that answers from a text file, and scenarios written in it.
+"""GPUs that are not here: a libnvidia-ml.so.1 that answers from a JSON file, and scenarios written in it.
 
 A library once loaded cannot be unloaded, so each scenario runs in a process of its own.
 """
@@ -71,13 +71,21 @@ def build_stub(folder: Path) -> NvmlStub:
     return NvmlStub(folder)
 
 
+def change(values: State) -> None:
+    """Change readings in a process that runs under the stub; a reader sees all of them or none."""
+    path = Path(os.environ["NVML_STUB"])
+    fresh = path.with_suffix(".new")
+    fresh.write_text(as_text(json.loads(path.read_text()) | values))
+    fresh.replace(path)
+
+
 def as_text(state: State) -> str:
-    """Return the lines that the library reads."""
-    return "".join(f"{key}={value}\n" for key, value in state.items())
+    """Return the file that the library reads: JSON with a member in each line."""
+    return json.dumps(state, indent=0)
 
 
 def gpu(index: int, **values: object) -> dict[str, object]:
-    """Return the lines of one GPU."""
+    """Return the members of one GPU."""
     return {f"{index}.{key}": value for key, value in values.items()}
 
 

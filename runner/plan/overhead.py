@@ -32,10 +32,15 @@ def overhead_of(kind: str, capability: tuple[int, int] | None) -> Overhead:
         return Overhead(libraries=round(_entry("host", (0, 0)) * MIB))
     known = capability or (99, 0)
     return Overhead(
-        libraries=round((_entry("context", known) + _entry("workspace", known)) * MIB),
+        libraries=round(_entry("context", known) * MIB) + cublas_workspace(known),
         communication=round(_entry("communication", known) * MIB),
         unseen=_entry("unseen", known),
     )
+
+
+def cublas_workspace(capability: tuple[int, int]) -> int:
+    """Return the bytes of cuBLAS's workspace, which torch takes from its allocator at the first matrix product."""
+    return round(_entry("workspace", capability) * MIB)
 
 
 def _entry(name: str, capability: tuple[int, int]) -> float:

@@ -237,13 +237,13 @@ assert stats.get_summary()["whole"]["samples"] == 1, "even the shortest block le
 
 def test_a_gpu_is_in_the_summary_with_its_energy(nvml_stub: NvmlStub) -> None:
     code = """
-import json, os, pathlib, time
+import json, time
 from runner import GPUStats
-state = pathlib.Path(os.environ["NVML_STUB"])
+from tests.nvml_stub import change
 with GPUStats("logs", 0.02) as stats:
     while not stats.latest():
         time.sleep(0.01)
-    state.write_text(state.read_text() + "0.energy=1734000\\n")
+    change({"0.energy": 1734000})
     while stats.latest().get("gpu0/energy_j", 0) < 1700:
         time.sleep(0.01)
 print(json.dumps(stats.get_summary()))

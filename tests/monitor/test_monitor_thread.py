@@ -369,7 +369,8 @@ def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
 LOSE = """
 import json, pathlib, os, time
 from runner.monitor.monitor_thread import Monitor
-state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
+from tests.nvml_stub import change
+path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
 def wait(for_what):
     until = time.monotonic() + 20
@@ -378,7 +379,7 @@ def wait(for_what):
 monitor = Monitor(path, 0.02)
 with monitor:
     wait(monitor.latest)
-    state.write_text(state.read_text() + "1.err.all=15\\n")
+    change({"1.err.all": 15})
     wait(lambda: monitor.notes)
     rows = len(path.read_text().splitlines())
     wait(lambda: len(path.read_text().splitlines()) > rows + 6)
@@ -462,12 +463,12 @@ USERS = """
 import json, os, pathlib, time
 from runner.monitor import machine_sample
 from runner.monitor.monitor_thread import Monitor
-state = pathlib.Path(os.environ["NVML_STUB"])
+from tests.nvml_stub import change
 mine = os.environ.get("MINE", "yes") == "yes"
 others = [os.getppid(), 1]
 ours = [os.getpid()] if mine else []
 listed = ",".join(f"{pid}:{(n + 1) << 30}" for n, pid in enumerate([*others, *ours, *range(4000000, 4000007)]))
-state.write_text(state.read_text() + f"0.processes={listed}\\n")
+change({"0.processes": listed})
 machine_sample._FIRST_PID_NAMESPACE = None  # as in a container
 with Monitor(None, 0.02) as monitor:
     while not monitor.users():
@@ -537,14 +538,14 @@ def test_a_child_that_began_after_the_last_search_is_this_runs(nvml_stub: NvmlSt
 import json, os, pathlib, subprocess, sys
 from runner.monitor import machine_sample
 from runner.monitor.nvml import open_nvml
-state = pathlib.Path(os.environ["NVML_STUB"])
+from tests.nvml_stub import change
 host = machine_sample.Host()
 host.sample()
 # a child of a child, as a data worker of a rank is
 code = "import subprocess, sys; p = subprocess.Popen(['cat'], stdin=0); print(p.pid, flush=True); p.wait()"
 child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 pid = int(child.stdout.readline())
-state.write_text(state.read_text() + f"0.processes={os.getpid()}:1,{pid}:1,{os.getppid()}:1\\n")
+change({"0.processes": f"{os.getpid()}:1,{pid}:1,{os.getppid()}:1"})
 with open_nvml() as nvml:
     gpus = machine_sample.Gpus(nvml, nvml.gpus, host.family)
     gpus.sample()
@@ -585,7 +586,8 @@ import json, os, pathlib, time
 from runner.monitor import monitor_thread as module
 from runner.monitor.monitor_thread import Monitor
 module.PATIENCE_S, module.OLD_S = 0.1, 0.3
-state, path = pathlib.Path(os.environ["NVML_STUB"]), pathlib.Path("gpu.csv")
+from tests.nvml_stub import change
+path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
 def wait(for_what):
     until = time.monotonic() + 20
@@ -594,9 +596,7 @@ def wait(for_what):
 with Monitor(path, 0.02) as monitor:
     wait(lambda: "gpu0/util" in monitor.latest())
     monitor.news()
-    fresh = state.with_suffix(".new")
-    fresh.write_text(state.read_text() + "0.pcie_wait_ms=60000\\n")
-    fresh.replace(state)
+    change({"0.pcie_wait_ms": 60000})
     wait(lambda: any("has not answered" in note for note in monitor.notes))
     rows = len(path.read_text().splitlines())
     wait(lambda: len(path.read_text().splitlines()) > rows + 5)

@@ -128,15 +128,15 @@ def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
 
 def test_a_gpu_that_is_lost_on_the_way_is_not_asked_again(nvml_stub: NvmlStub) -> None:
     code = """
-import json, os, pathlib
+import json
 from runner.monitor.nvml import open_nvml
+from tests.nvml_stub import change
 with open_nvml() as nvml:
     gpu = nvml.gpus[0]
-    state = pathlib.Path(os.environ["NVML_STUB"])
-    well, text = nvml.read(gpu), state.read_text()
-    state.write_text(text + "0.err.power=15\\n")
+    well = nvml.read(gpu)
+    change({"0.err.power": 15})
     nvml.read(gpu)
-    state.write_text(text)
+    change({"0.err.power": 0})
     print(json.dumps([well["util_percent"], nvml.read(gpu)["util_percent"], list(nvml.lost.values())]))
 """
     before, after, why = nvml_stub.run(code, T4)
@@ -158,14 +158,14 @@ with open_nvml() as nvml:
 
 def test_errors_are_told_once_each_with_their_gpu(nvml_stub: NvmlStub) -> None:
     code = """
-import json, os, pathlib
+import json
 from runner.monitor.nvml import open_nvml
+from tests.nvml_stub import change
 with open_nvml() as nvml:
     nvml.watch_events(nvml.gpus[1:])
-    state = pathlib.Path(os.environ["NVML_STUB"])
     told = [nvml.events()]
     for events in ("0:8:13,1:8:79", "0:8:13,1:8:79,1:2:0,1:64:1"):
-        state.write_text(state.read_text() + f"events={events}\\n")
+        change({"events": events})
         told += [nvml.events(), nvml.events()]
     print(json.dumps([[(event.gpu.index, event.kind, event.code) for event in each] for each in told]))
 """
@@ -252,12 +252,12 @@ def test_an_entry_that_names_no_gpu_is_pointed_out() -> None:
 def test_the_state_is_read_at_every_call(nvml_stub: NvmlStub) -> None:
     """The stub itself: without this, tests that watch a GPU change would watch nothing."""
     code = """
-import json, os, pathlib
+import json
 from runner.monitor.nvml import open_nvml
+from tests.nvml_stub import change
 nvml = open_nvml()
 before = nvml.read(nvml.gpus[0])["util_percent"]
-state = pathlib.Path(os.environ["NVML_STUB"])
-state.write_text(state.read_text().replace("0.util=85", "0.util=7"))
+change({"0.util": 7})
 print(json.dumps([before, nvml.read(nvml.gpus[0])["util_percent"]]))
 """
     assert nvml_stub.run(code, T4) == [85, 7]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -20,14 +21,16 @@ from runner.plan.inventory import Cpu, Inventory, TorchView, match_devices
 from runner.tools.doctor import gpu_checks
 from runner.tools.doctor.findings import CheckContext
 
-state, alerts, readings, tally = pathlib.Path(os.environ["NVML_STUB"]), [], [], SampleTally()
+from tests.nvml_stub import change
+
+alerts, readings, tally = [], [], SampleTally()
 Gpus.SELDOM_S = Gpus.TURN_S = 0.0
 with open_nvml() as nvml:
     chosen = visible(nvml.gpus).gpus
     nvml.watch_events(chosen)
     gpus, watching = Gpus(nvml, chosen, ProcessTree(os.getpid())), AlertMonitor(nvml, chosen)
-    for added in ("", os.environ.get("THEN", "")):
-        state.write_text(state.read_text() + added)
+    for changed in ({}, json.loads(os.environ["THEN"])):
+        change(changed)
         readings.append(gpus.sample())
         tally.add("train", 1.0, readings[-1])
         alerts += watching.look(readings[-1], gpus.users, nvml.events())
@@ -49,8 +52,8 @@ print(json.dumps({
 Seen = dict[str, Any]
 
 
-def examined(stub: NvmlStub, state: State, then: str = "", **variables: str) -> Seen:
-    seen: Seen = stub.run(EXAMINE, state, THEN=then, **variables)
+def examined(stub: NvmlStub, state: State, then: State | None = None, **variables: str) -> Seen:
+    seen: Seen = stub.run(EXAMINE, state, THEN=json.dumps(then or {}), **variables)
     return seen
 
 
@@ -63,7 +66,7 @@ BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml_stub: NvmlStub) -> None:
-    lost = "".join(f"1.err.{name}=15\n" for name in ("power", "util", "memory_total", "temperature", "sm_clock"))
+    lost: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
     seen = examined(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
 
     assert kinds(seen) == [("lost", "gpu1")]
@@ -82,7 +85,7 @@ def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml
 
 def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) -> None:
     events = {"event_types": 11}
-    seen = examined(nvml_stub, PAIR | QUIET | events, "events=0:8:79,0:8:79,1:2:0\n", **BY_BUS)
+    seen = examined(nvml_stub, PAIR | QUIET | events, {"events": "0:8:79,0:8:79,1:2:0"}, **BY_BUS)
 
     assert kinds(seen) == [("xid", "gpu0"), ("ecc", "gpu1")]
     high = [subject for level, subject, _ in seen["verdicts"] if level == "high"]
@@ -90,7 +93,7 @@ def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) 
 
 
 def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvml_stub: NvmlStub) -> None:
-    seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11}, "0.ecc_uncorrected=2\nevents=0:2:0\n")
+    seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11}, {"0.ecc_uncorrected": 2, "events": "0:2:0"})
 
     assert kinds(seen) == [("ecc", "gpu0")]
     assert [subject for level, subject, _ in seen["verdicts"] if level == "high"] == ["GPU 0 memory errors"]
@@ -128,9 +131,9 @@ def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) 
     """An XID event carries the GPU instance; one without it, or of the whole GPU, concerns every instance."""
     state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
 
-    assert kinds(examined(nvml_stub, state, "events=0:8:13:1\n", **mine)) == []
-    assert kinds(examined(nvml_stub, state, "events=0:8:13:2\n", **mine)) == [("xid", "gpu0")]
-    assert kinds(examined(nvml_stub, state, "events=0:8:79\n", **mine)) == [("xid", "gpu0")]
+    assert kinds(examined(nvml_stub, state, {"events": "0:8:13:1"}, **mine)) == []
+    assert kinds(examined(nvml_stub, state, {"events": "0:8:13:2"}, **mine)) == [("xid", "gpu0")]
+    assert kinds(examined(nvml_stub, state, {"events": "0:8:79"}, **mine)) == [("xid", "gpu0")]
 
 
 def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub: NvmlStub) -> None:
@@ -163,7 +166,7 @@ def test_a_container_that_may_read_one_instance_only_has_its_memory(nvml_stub: N
 )
 def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wanted: str, uuids: list[str]) -> None:
     totals = {PAIR["0.uuid"]: 11.0, PAIR["1.uuid"]: 8.0}
-    seen = examined(nvml_stub, PAIR | QUIET, "0.err.all=15\n" if len(uuids) == 1 else "", CUDA_VISIBLE_DEVICES=wanted)
+    seen = examined(nvml_stub, PAIR | QUIET, {"0.err.all": 15} if len(uuids) == 1 else {}, CUDA_VISIBLE_DEVICES=wanted)
 
     assert kinds(seen) == []
     found = [seen["readings"][0][f"gpu{at}/memory_total_gib"] for at in range(len(uuids))]

@@ -1,7 +1,12 @@
-// A libnvidia-ml.so.1 that answers from a text file, so that the real pynvml runs on a machine without a GPU.
+// A libnvidia-ml.so.1 that answers from a JSON file, so that the real pynvml runs on a machine without a GPU.
 //
 // NVML_STUB names the file. Every call looks whether it has changed: a test that rewrites it changes the GPUs while
-// they are being watched. Lines are key=value:
+// they are being watched. It is one object without nesting, a member in each line (`json.dumps(state, indent=0)`):
+// {
+// "driver": "580.159.03",
+// "0.util": 85
+// }
+// Its keys and values, written as key=value:
 //   driver=580.159.03   cuda=13000   count=2   err.init=9
 //   0.name=Tesla T4     0.uuid=GPU-...   0.cc=7.5   0.bus=00000000:00:04.0
 //   0.memory_total=16106127360   0.memory_used=0   0.memory_reserved=0   (bytes)
@@ -14,7 +19,7 @@
 //   1.err.all=15        every reading of GPU 1 does: it is lost
 //   events=0:8:79,0:8:13:2  events since the start, GPU:type:data[:GPU instance]; each is reported once to each set
 //   event_types=11      of all GPUs; without it there are no events; 0.err.events=4: registering fails
-// A reading without a line is NVML_ERROR_NOT_SUPPORTED. Built with -DOLD_DRIVER, the newer functions do not exist.
+// A reading without a key is NVML_ERROR_NOT_SUPPORTED. Built with -DOLD_DRIVER, the newer functions do not exist.
 
 #include <pthread.h>
 #include <stdio.h>
@@ -52,13 +57,17 @@ static void read_state(void) {
 }
 
 static int look_up(const char *key, char *value, size_t size) {
-    size_t length = strlen(key);
-    int found = 0;
+    char start[176];
+    int found = 0, length = snprintf(start, sizeof start, "\"%s\": ", key);
     pthread_mutex_lock(&reading);
     read_state();
     for (int i = 0; i < num_lines; i++)
-        if (!strncmp(lines[i], key, length) && lines[i][length] == '=') {
-            snprintf(value, size, "%s", lines[i] + length + 1);
+        if (!strncmp(lines[i], start, length)) {
+            const char *text = lines[i] + length;
+            int count = strlen(text);
+            if (count && text[count - 1] == ',') count--;
+            if (count > 1 && *text == '"') text++, count -= 2;
+            snprintf(value, size, "%.*s", count, text);
             found = 1;
         }
     pthread_mutex_unlock(&reading);

@@ -83,6 +83,7 @@ def prediction(words: str) -> Iterator[Result]:
     from runner.config.configuration import compose
     from runner.config.request import Request
     from runner.plan.inventory import take_inventory
+    from runner.plan.overhead import cublas_workspace
     from runner.tools.doctor.findings import CheckContext
     from runner.tools.doctor.first_contact import MEMORY_TOLERANCE, Expected, expectation
 
@@ -102,7 +103,13 @@ def prediction(words: str) -> Iterator[Result]:
     allocated = torch.cuda.max_memory_allocated() - workspace
     differs = abs(allocated - expected.allocated) > MEMORY_TOLERANCE * expected.allocated
     figures = f"predicted {expected.allocated / MIB:.1f} MiB, allocated {allocated / MIB:.1f} MiB"
-    yield "allocated", not differs, f"{figures} and {workspace / MIB:.1f} MiB workspace of cuBLAS"
+    yield "allocated", not differs, figures
+    predicted = cublas_workspace(torch.cuda.get_device_capability(0))
+    yield (
+        "workspace",
+        workspace == predicted,
+        f"predicted {predicted / MIB:.3f} MiB, allocated {workspace / MIB:.3f} MiB",
+    )
 
 
 # ---------------------------------------------------------------- kernels
@@ -318,7 +325,12 @@ PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
             {"capability": capability},
         )
         # Not fp16: no kernel writes the loss scale, so that it is 0 and the run ends.
-        for task, precision, capability in (("gpt", "bf16", "8.0"), ("gpt", "fp32", "8.0"), ("gpt", "fp32", "7.5"))
+        for task, precision, capability in (
+            ("gpt", "bf16", "8.0"),
+            ("gpt", "fp32", "8.0"),
+            ("gpt", "fp32", "7.5"),
+            ("gpt", "fp32", "9.0"),
+        )
     ),
     *(("compiled", (capability,), {"capability": capability}) for capability in ("7.5", "8.0", "9.0")),
 )
