@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from runner.base.errors import ConfigError, IncompatibleResume, Problem, TaskFault
-from runner.base.values import Count, Factor, Fraction, NonNegative, Positive, PositiveInt
+from runner.base.values import Count, Factor, Fraction, NonNegative, Part, Positive, PositiveInt
 from runner.config.option_table import make
 
 
@@ -122,7 +122,7 @@ def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
 
 
 def step(
-    updates: int, *, warmup: Count | Factor = 0, every: PositiveInt | Factor = 0.3, gamma: Positive = 0.1
+    updates: int, *, warmup: Count | Factor = 0, every: PositiveInt | Part = 0.3, gamma: Positive = 0.1
 ) -> Schedule:
     """Multiply the learning rate by gamma at regular intervals, counted from the first update.
 
@@ -139,7 +139,7 @@ def multistep(
     updates: int,
     *,
     warmup: Count | Factor = 0,
-    milestones: list[PositiveInt | Factor] = [0.5, 0.75],  # noqa: B006 - read as schema
+    milestones: list[PositiveInt | Part] = [0.5, 0.75],  # noqa: B006 - read as schema
     gamma: Positive = 0.1,
 ) -> Schedule:
     """Multiply the learning rate by gamma at each milestone.
@@ -222,7 +222,7 @@ def warm_restarts(
     updates: int,
     *,
     warmup: Count | Factor = 0,
-    period: PositiveInt | Factor = 0.1,
+    period: PositiveInt | Part = 0.1,
     growth: PositiveInt = 2,
     final_factor: Fraction = 0.0,
 ) -> Schedule:
@@ -250,7 +250,7 @@ def wsd(
     updates: int,
     *,
     warmup: Count | Factor = 0.02,
-    decay: PositiveInt | Factor = 0.2,
+    decay: PositiveInt | Part = 0.2,
     final_factor: Fraction = 0.0,
     shape: Literal["linear", "cosine", "sqrt"] = "linear",
 ) -> Schedule:

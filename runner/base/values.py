@@ -24,6 +24,7 @@ __all__ = [
     "Mapping",
     "Matches",
     "NonNegative",
+    "Part",
     "Place",
     "Positive",
     "PositiveInt",
@@ -66,6 +67,7 @@ Auto = Literal["auto"]
 Positive = Annotated[float, Range("a number above 0", low=0.0, low_allowed=False)]
 NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
 Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
+Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 Count = Annotated[int, Range("a whole number of at least 0", low=0)]
 Seed = Annotated[int, Range("a whole number from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]

@@ -153,7 +153,7 @@ def compose(request: Request) -> Configuration:
     typed = [each for setting in typed for each in placed(setting, schema, problems)]
     run = merge(each for each in (*files, *of_task, *typed) if not each.of_phase)
     merged = {**run, **merge_phases(of_phases, run, [*files, *typed], schema, task, problems)}
-    notes += notes_of_own(functions, choices["task"], request.task_file)
+    notes += notes_of_own(functions, choices["task"], request)
     notes += [*notes_of([*of_task, *typed], run, schema), *check_phases(schema, problems)]
     notes += notes_of_hooks(typed, run)
 

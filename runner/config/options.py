@@ -13,7 +13,7 @@ from runner.config.aliases import (
     PRECISION_NAMES,
 )
 from runner.config.own_options import TASK, by_reference, file_of_task, own_hooks, own_options
-from runner.config.request import text_of_value
+from runner.config.request import Request, text_of_value
 from runner.config.schema import (
     Key,
     Signature,
@@ -103,11 +103,13 @@ def own_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterato
             yield group, option, own[group, option].origin
 
 
-def notes_of_own(functions: Mapping[str, str], task: str, task_file: Path | None) -> Iterator[str]:
+def notes_of_own(functions: Mapping[str, str], task: str, request: Request) -> Iterator[str]:
     """Yield a note for each option, hook and task that is not shipped, with its origin."""
-    for group, option, origin in own_choices({**functions, TASK: task}, task_file):
-        yield f"{group}={option} is from {origin}"
-    for hook in own_hooks(task_file):
+    for group, option, origin in own_choices({**functions, TASK: task}, request.task_file):
+        file = request.config_dir / group / f"{option}.yaml" if request.config_dir else None
+        values = f", with the values of {file}" if file and file.is_file() else ""
+        yield f"{group}={option} is from {origin}{values}"
+    for hook in own_hooks(request.task_file):
         yield f"hook {hook.name} is from {hook.origin}"
 
 

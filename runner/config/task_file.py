@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import secret_problems
+from runner.config.foreign_methods import foreign_methods
 from runner.config.options import options_of, shipped_tasks, task_source
 from runner.config.phases import Declared, read_phases
 from runner.config.request import Request
@@ -68,6 +69,7 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
         what, fix = "has no function build()", "an example: accel-run new my_task.py"
         problems.append(Problem(what, str(source), fix))
         return TaskFile(source, label)
+    problems += foreign_methods(tree, source)
     build = functions["build"].keys
     predict = {
         name: key for found in functions if found.endswith(".predict") for name, key in functions[found].keys.items()

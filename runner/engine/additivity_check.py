@@ -147,6 +147,7 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
     fault: tuple[str, str, str] | None = None
     reasons: dict[str, list[str]] = {}
     declared = task.metrics("val")  # these are not sums
+    missing: list[str] = []
     with _left_alone(parts):
         try:
             split = _split(read(indices, like), read, parts)
@@ -156,6 +157,7 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
         def metrics_of(batch: Any) -> Mapping[str, tuple[Number, Number]]:
             found = task.evaluate(parts.model, batch)
             if declared and isinstance(found, Mapping):
+                missing.extend(name for name in declared if name not in found)
                 found = {name: value for name, value in found.items() if name not in declared}
             return checked_metrics(found, task.evaluate, parts.source)
 
@@ -168,6 +170,13 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
                 reasons.setdefault(_NEITHER, []).append(name)
             elif verdict.why:
                 reasons.setdefault(verdict.why, []).append(name)
+    if missing:
+        what = f"metrics declares {missing[0]}, but evaluate does not return it"
+        fault = (
+            what,
+            place_of(task.evaluate, parts.source),
+            f'return {{"{missing[0]}": (scores, labels)}} with the rest',
+        )
     _raise(parts.world.broadcast(fault))
     return dict(parts.world.broadcast(reasons))
 

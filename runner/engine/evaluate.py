@@ -16,6 +16,7 @@ from runner.axes.dataloader import Loader
 from runner.axes.precision import Precision
 from runner.axes.prefetch import Prefetch
 from runner.base import noise
+from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
 from runner.base.module_buffers import restored
 from runner.base.order import Indices, Micro, seed_of_rank
@@ -23,6 +24,7 @@ from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.contract_checks import Number, checked_figures, checked_metrics, must_count
+from runner.engine.error_diagnosis import place_of
 from runner.engine.metric_states import MetricStates, positions
 from runner.engine.oom_retry import release
 
@@ -141,7 +143,11 @@ def evaluate(
         if not math.isfinite(total):
             lost.add(name)
         divided[name] = total / count if count else math.nan
-    divided |= states.results()
+    figures = states.results()
+    if twice := [name for name in figures if name in divided]:
+        what = f"metrics and evaluate have the same name {twice[0]}"
+        raise TaskFault(what, where=place_of(task.metrics, source), fix="rename one of them")
+    divided |= figures
     lost |= states.lost
     metrics = checked_figures(task.summarize(divided), task.summarize, source)
     uncounted = {name for name, value in divided.items() if math.isnan(value) and name not in lost}

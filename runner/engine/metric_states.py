@@ -85,7 +85,13 @@ class MetricStates:
     def results(self) -> dict[str, float]:
         """Return name -> value over all ranks, NaN without samples; collective. Empties the states."""
         with torch.no_grad():
-            found = {name: value for state in self.states.values() for name, value in state.result(self.world).items()}
+            found: dict[str, float] = {}
+            for state in self.states.values():
+                figures = state.result(self.world)
+                if twice := sorted(figures.keys() & found.keys()):
+                    what = f"two metrics have the name {twice[0]}"
+                    raise TaskFault(what, where=place_of(self.task.metrics, self.source), fix="rename one of them")
+                found |= figures
         coupled = self.states.get("loss") if self.is_coupled else None
         self.lost = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_lost else set()
         self.states = {}

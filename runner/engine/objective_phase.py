@@ -17,6 +17,7 @@ from runner.base.errors import TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
 from runner.base.task import Task
+from runner.base.text import shortened
 from runner.config.option_table import make
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import Loaded
@@ -139,6 +140,12 @@ class ObjectivesPhase(GradientPhase):
             count = sum(weight.numel() for weight in training.parameters)
             often = "every update" if spec.every == 1 else f"one update in {spec.every}"
             lines.append(f"objective {spec.name}: {', '.join(spec.trains)} ({count:,} parameters), {often}")
+        wanted = {name for name, wanted in self._wanted_before.items() if wanted and name not in self.trained}
+        left = {name: weight.numel() for name, weight in self.parts.bare.named_parameters() if name in wanted}
+        if left:
+            lines.append(
+                f"no objective trains {shortened([*left])}: {sum(left.values()):,} parameters stay as they are"
+            )
         return lines
 
     def state_bytes(self) -> tuple[int, int]:

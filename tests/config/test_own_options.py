@@ -197,3 +197,23 @@ def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, m
     assert configuration.choices["optimizer"].function == f"{name}.rules:OPTIMIZERS:signed"
     assert [note for note in configuration.notes if f"{name} 1.5" in note]
     assert name not in sys.modules
+
+
+def test_a_file_of_the_config_folder_with_the_name_of_an_own_option_is_named(
+    write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file, folder = write(NEVER_RUN), tmp_path / "conf"
+    (folder / "optimizer").mkdir(parents=True)
+    (folder / "optimizer" / "signed.yaml").write_text("beta: 0.25\n")
+    configuration = compose(Request(("optimizer=signed",), file, folder))
+    assert configuration.choices["optimizer"].options["beta"] == 0.25
+    (note,) = (note for note in configuration.notes if "optimizer=signed" in note)
+    assert str(file) in note
+    assert str(folder / "optimizer" / "signed.yaml") in note
+
+
+@pytest.mark.parametrize("word", ["scheduler=wsd scheduler.decay=0", "scheduler=warm_restarts scheduler.period=0.0"])
+def test_an_interval_of_zero_is_refused_with_its_type(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(Request(tuple(word.split())))
+    assert [problem.where for problem in caught.value.problems] == [word.split()[1]]

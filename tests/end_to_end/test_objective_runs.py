@@ -128,3 +128,14 @@ def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServe
     assert ended.code == 0, ended.err
     metrics = json.loads((tmp_path / "outputs/mine/run.json").read_text())["metrics"]
     assert {f"val/{name}/loss" for name in RATES} <= metrics.keys()
+
+
+def test_parameters_of_no_objective_are_listed(server: ForkServer, tmp_path: Path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8")
+    generator = text[text.index('    "generator": {') :].partition("\n")[0]
+    (tmp_path / "own_gan.py").write_text(text.replace(f"{generator}\n", ""))
+    ended = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
+    assert ended.code == 0, ended.err
+    (line,) = (line for line in ended.out.splitlines() if "generator.0.weight" in line)
+    count = sum(weight.numel() for name, weight in build("own_gan", 0).model.named_parameters() if "generator" in name)
+    assert f"{count:,}" in line

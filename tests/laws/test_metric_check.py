@@ -18,7 +18,7 @@ from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.precision import fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
-from runner.base.task import Task
+from runner.base.task import Gather, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.additivity_check import check_metrics
@@ -153,3 +153,12 @@ def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_
         not (tmp_path / "outputs/mine/metrics.jsonl").exists()
         or not (tmp_path / "outputs/mine/metrics.jsonl").read_text()
     )
+
+
+def test_a_declared_metric_that_evaluate_lacks_is_found_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Task, "metrics", lambda self, split: {"auroc": Gather(lambda scores, labels: scores.mean())})
+    checked(lambda self, model, batch: {"auroc": (model(batch[0])[:, 0], batch[1])})
+    with pytest.raises(TaskFault, match="auroc"):
+        checked(lambda self, model, batch: {"accuracy": (correct(model, batch).sum(), len(batch[1]))})

@@ -160,6 +160,20 @@ def test_a_metric_that_evaluate_does_not_return_is_refused() -> None:
         measured(ALONE, Forgot(), 8)
 
 
+@pytest.mark.parametrize("other", [{"auroc.x": Gather(auroc)}, {}], ids=["two metrics", "a metric and a sum"])
+def test_a_name_of_a_metric_that_shadows_another_is_refused(other: dict[str, Gather]) -> None:
+    class Twice(Points):
+        def metrics(self, split: str) -> Any:
+            return {"auroc": Gather(lambda scores, labels: {"x": 1.0}), **other}
+
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            given = model(batch[0]).flatten(), batch[1]
+            return {"auroc": given, "auroc.x": given if other else (given[0].sum(), len(batch[1]))}
+
+    with pytest.raises(TaskFault, match=r"auroc\.x"):
+        measured(ALONE, Twice(), 8)
+
+
 @pytest.mark.parametrize(
     "declared",
     [
