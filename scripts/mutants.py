@@ -148,7 +148,8 @@ ARITHMETIC: Mapping[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 MESSAGES = {
-    "say", "warn", "warn_once", "_warn_once", "event", "print", "Problem", "did_you_mean", "shortened", "write_line",
+    "say", "info", "warning", "warn", "warn_once", "_warn_once", "event", "print", "Problem", "did_you_mean",
+    "shortened", "write_line",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from runner.base.errors import ConfigError, Problem
 from runner.durable import checkpoint, files
 from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save
 from runner.durable.checkpoint_writer import Writer
 from runner.durable.directory import RunDirectory
+from runner.durable.rewind import rewound
 from tests.faults.crash_states import State
 from tests.faults.recording import Quick, Recording
 
@@ -387,6 +389,44 @@ def _check_rows(root: Path, promised: Mapping[str, Any]) -> None:
     _check_saved(root, promised)
 
 
+def _three_saved_with_rows(root: Path) -> None:
+    with RunDirectory.create_or_open(root / "runs", "one") as run, files.AppendLog(run.metrics) as log:
+        for update in (1, 2, 3):
+            log.write(ROWS[update - 1].decode())
+            log.sync()
+            save(run.checkpoints, snapshot(update))
+
+
+def _go_back_and_return(root: Path, promise: Promise) -> None:
+    """Go back to update 1 in a run that then fails before it has trained."""
+    run = RunDirectory.find(root / "runs", "one")
+    promise("between", (1, 2, 3))
+    with suppress(ConfigError), rewound(run, "1", lambda _: None):
+        promise("between", (1, 3))
+        with RunDirectory.create_or_open(root / "runs", "one") as held, files.AppendLog(held.metrics) as log:
+            log.cut(len(ROWS[0]))
+        raise ConfigError(Problem("is refused", "task", "use another one"))
+    promise("between", (3,))
+
+
+def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
+    """Every checkpoint and row is there, seen or set aside, and the rows that the newest checkpoint counts are seen."""
+    directory, run = _checkpoints(root), root / "runs" / "one"
+    kept = {found[0] for name in files.names(directory) if (found := re.search(r"\d{10}", name))}
+    assert kept == {f"{update:010}" for update in (1, 2, 3)}, f"a checkpoint is lost: {files.names(directory)}"
+    rows = b"".join(ROWS[:3])
+    logs = [path.read_bytes() for path in run.glob("metrics*.jsonl")]
+    assert any(log == rows for log in logs), "rows are lost"
+    newest = checkpoint.newest_valid(directory)
+    assert newest is not None
+    found = checkpoint.load(newest)
+    check_loaded(found)
+    assert found.update in promised.get("between", (1, 2, 3))
+    counted = found.manifest["metrics_bytes"]
+    assert (run / "metrics.jsonl").read_bytes()[:counted] == rows[:counted]
+
+
+RETURN = History("going back and returning", _go_back_and_return, _check_return, _three_saved_with_rows)
 HISTORIES = [
     History("saves with retention", _save_and_retain, _check_saved),
     History("saves by the writer", _write_in_the_background, _check_saved),
@@ -400,6 +440,7 @@ HISTORIES = [
     History("a log", _append_and_cut, _check_log),
     History("a log with a torn line", _append_after_a_torn_line, _check_log, _torn),
     History("rows and saves", _rows_and_saves, _check_rows),
+    RETURN,
 ]
 
 

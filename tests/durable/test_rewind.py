@@ -1,0 +1,14 @@
+"""Laws of going back to an earlier checkpoint: nothing is lost, and a run that is refused stays where it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults.crash_states import states
+from tests.faults.histories import RETURN, check
+
+
+def test_a_crash_while_a_run_goes_back_and_returns_loses_nothing(tmp_path: Path) -> None:
+    recording = RETURN.record(tmp_path / "recorded")
+    for state in states(recording.start, recording.operations, 300, RETURN.name):
+        check(RETURN, state, tmp_path / "state")
