@@ -32,7 +32,7 @@ def train(*words: str, **settings: Any) -> Run:
     """
     from runner.commands.arguments import read
     from runner.config.configuration import compose
-    from runner.config.request import word_of
+    from runner.config.request import override_of
     from runner.durable.directory import default_name
     from runner.host.command_process import run_command
 
@@ -42,9 +42,9 @@ def train(*words: str, **settings: Any) -> Run:
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
     configuration = compose(read(given).request)
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
-    ended = run_command(["train", *given, *([] if configuration.settings.run else [word_of("run", name)])])
+    ended = run_command(["train", *given, *([] if configuration.settings.run else [override_of("run", name)])])
     _check(ended.code, "train", allowed=(Exit.DONE, Exit.PREEMPTED))
-    return Run([word_of("run", name), word_of("output_root", str(configuration.settings.root))])
+    return Run([override_of("run", name), override_of("output_root", str(configuration.settings.root))])
 
 
 def evaluate(*words: str, **settings: Any) -> dict[str, float]:
@@ -167,12 +167,12 @@ def words_of(words: tuple[str, ...], settings: Mapping[str, Any]) -> list[str]:
 
 def _text(value: Any) -> str:
     """Return a value as the command line takes it; a string stands for exactly this text."""
-    from runner.config.request import word_of
+    from runner.config.request import override_of
 
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str | Path):
-        return word_of("", str(value)).removeprefix("=")
+        return override_of("", str(value)).removeprefix("=")
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_text, value))}]"
     if isinstance(value, Mapping):

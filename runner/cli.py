@@ -139,10 +139,10 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
     from runner.config.aliases import fix_of_command
     from runner.config.options import options_of_groups
     from runner.config.schema import MAX_SHOWN
-    from runner.config.suggestions import proper_word
+    from runner.config.suggestions import suggest_override
 
     word = words[0]
-    known = fix_of_command([readable(each, MAX_SHOWN) for each in words[:6]], proper_word, options_of_groups())
+    known = fix_of_command([readable(each, MAX_SHOWN) for each in words[:6]], suggest_override, options_of_groups())
     close = difflib.get_close_matches(word.lower(), [name for name in COMMANDS if COMMANDS[name][1]], n=1, cutoff=0.6)
     if not known and close:
         known = f"did you mean accel-run {close[0]}?"

@@ -26,7 +26,7 @@ from markdown_it.token import Token
 import runner
 from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, search, tune
-from runner.commands.arguments import checkpoint_choice, own_words, read, read_of_a_run
+from runner.commands.arguments import checkpoint_choice, own_arguments, read, read_of_a_run
 from runner.commands.sweep_arguments import GRID, wish_of
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.config_files import shipped_options
@@ -130,7 +130,7 @@ UNIQUE = list({each.text: each for each in SAID}.values())
 
 
 def _settings(words: list[str]) -> None:
-    own, rest, _ = own_words(words, GRID) if "-m" in words else (GRID, words, False)
+    own, rest, _ = own_arguments(words, GRID) if "-m" in words else (GRID, words, False)
     wish_of(own)
     arguments = read(rest, multirun=True)
     for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
@@ -161,7 +161,7 @@ def _of_a_run(words: list[str]) -> None:
 
 def _search(words: list[str]) -> None:
     """What is searched is no setting yet: its key is checked, and all else composed."""
-    own, rest, _ = own_words(words, search.OWN)
+    own, rest, _ = own_arguments(words, search.OWN)
     wish_of(own)
     ranges = [word for word in rest if re.search(r"=.*[(,]", word)]
     assert ranges, "nothing is searched"
@@ -189,7 +189,7 @@ def _benchmark(words: list[str]) -> None:
 
 
 def _advise(words: list[str]) -> None:
-    _, rest, _ = own_words(words, advise.OWN)
+    _, rest, _ = own_arguments(words, advise.OWN)
     compose(read_of_a_run(rest, advise.OWN))
 
 
@@ -206,7 +206,7 @@ def _import(words: list[str]) -> None:
 
 
 def _runs(words: list[str]) -> None:
-    assert own_words(words, {"output_root": "outputs"})[1] == []
+    assert own_arguments(words, {"output_root": "outputs"})[1] == []
 
 
 def _completion(words: list[str]) -> None:

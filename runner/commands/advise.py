@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.base.text import aligned, for_terminal
-from runner.commands.arguments import budget, own_words, read_of_a_run, teller
+from runner.commands.arguments import budget, own_arguments, read_of_a_run, teller
 from runner.config.configuration import compose
 from runner.config.request import Request
 
@@ -96,7 +96,7 @@ def _wish(words: list[str]) -> _Wish:
     """Parse the arguments. Raises ConfigError, and InputMissing if the run does not exist."""
     from runner.tools.measure.advisor import AdviceInputs
 
-    own, rest, as_json = own_words(words, OWN)
+    own, rest, as_json = own_arguments(words, OWN)
     budget_s, problems = 0.0, list[Problem]()
     try:
         budget_s = budget(own["budget_s"], OWN["budget_s"])

@@ -12,7 +12,7 @@ from runner.base.secret import fit_to_show
 from runner.base.text import for_terminal
 from runner.config.options import options_of
 from runner.config.overrides import parse
-from runner.config.request import Request, word_of
+from runner.config.request import Request, override_of
 from runner.config.schema import did_you_mean
 
 
@@ -79,10 +79,10 @@ def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
     if arguments.positional and named:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, named[-1], "remove one of them"))
-    return replace(given, overrides=(*given.overrides, *(word_of("run", word) for word in arguments.positional)))
+    return replace(given, overrides=(*given.overrides, *(override_of("run", word) for word in arguments.positional)))
 
 
-def own_words(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
+def own_arguments(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
     """Return the values of a command's own keys, the other arguments, and whether `--json` was given.
 
     usual  key -> default value

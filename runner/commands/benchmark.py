@@ -11,7 +11,7 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.base.text import for_terminal
-from runner.commands.arguments import budget, own_words, read, teller
+from runner.commands.arguments import budget, own_arguments, read, teller
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
 from runner.tools.measure.suites import SUITES
@@ -69,7 +69,7 @@ def read_words(words: list[str]) -> tuple[Any, Any, bool]:
 
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
     suite = suite_of(given.get("suite", OWN["suite"]))
-    own, rest, as_json = own_words(words, OWN | suite.OPTIONS)
+    own, rest, as_json = own_arguments(words, OWN | suite.OPTIONS)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     arguments = read(rest, positional=len(rest), own=own)
     compose(arguments.request)  # report invalid settings before measuring

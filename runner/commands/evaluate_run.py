@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, own_words, read_of_a_run
+from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, own_arguments, read_of_a_run
 
 HELP = f"""usage: accel-run evaluate [last|NAME|DIR] [split=val] [checkpoint=best|last|N] [key=value ...] [--json]
        accel-run evaluate weights=FILE [split=val] [key=value ...] [--json]
@@ -33,7 +33,7 @@ OWN = {"split": "val"}
 
 def run(words: list[str]) -> int:
     """Evaluate; return 0, or 130 after a signal."""
-    own, rest, as_json = own_words(words, OWN)
+    own, rest, as_json = own_arguments(words, OWN)
     checkpoint, rest = checkpoint_choice(rest)
     request = read_of_a_run(rest, OWN)
     from runner.durable.directory import is_plain_path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.secret import fit_to_show
-from runner.commands.arguments import own_words, teller
+from runner.commands.arguments import own_arguments, teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -93,7 +93,7 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the command's keys, and the runs. Raises ConfigError listing all problems."""
     from runner.config.schema import did_you_mean
 
-    own, rest, _ = own_words(words, OWN)
+    own, rest, _ = own_arguments(words, OWN)
     problems = []
     for word in words:
         key, has_value, _ = word.partition("=")

@@ -13,7 +13,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.paths import as_path
 from runner.base.rank_env import member_of
 from runner.commands.arguments import checkpoint_choice, read_of_a_run, teller
-from runner.config.request import key_of, word_of
+from runner.config.request import key_of, override_of
 
 HELP = """usage: accel-run resume [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
 
@@ -81,4 +81,4 @@ def _root_of(folder: Path, overrides: Sequence[str]) -> list[str]:
     recorded = [word.partition("=")[2].strip("'\"") for word in overrides if key_of(word) == "output_root"]
     if as_path((recorded or ["outputs"])[-1]).resolve() == folder.resolve():
         return []
-    return [word_of("output_root", str(folder))]
+    return [override_of("output_root", str(folder))]

@@ -18,7 +18,7 @@ from runner.base.json_values import is_number
 from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import aligned, columns_of, for_terminal, metric_text, rate, sized
-from runner.commands.arguments import own_words
+from runner.commands.arguments import own_arguments
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
 
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
     from runner.base.paths import as_path
     from runner.durable.directory import runs, sweeps
 
-    own, rest, is_json = own_words(words, OWN)
+    own, rest, is_json = own_arguments(words, OWN)
     if rest:
         raise ConfigError(Problem("is not an option of accel-run runs", word, _fix_of(word)) for word in rest)
     root = as_path(own["output_root"])
@@ -124,7 +124,7 @@ def row_of(path: Path) -> RunRow:
 def row_of_sweep(path: Path) -> RunRow:
     """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
     from runner.durable.directory import SWEEP
-    from runner.durable.run_state import state_word
+    from runner.durable.run_state import process_state_name
     from runner.sweeps.trials import Sweep, winner
 
     sweep = Sweep.read(path)
@@ -136,7 +136,7 @@ def row_of_sweep(path: Path) -> RunRow:
     except OSError:
         written = 0.0
     metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
-    state = state_word(sweep.process)
+    state = process_state_name(sweep.process)
     return RunRow(
         path.name, str(path), sweep.task or None, state, None, "trials", through, len(results), metrics, written,
         _size_of(path),

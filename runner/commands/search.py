@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, budget, own_words, read
+from runner.commands.arguments import SETTINGS_HELP, budget, own_arguments, read
 from runner.commands.sweep_arguments import BOTH, TOGETHER_HELP, wish_of
 
 HELP = f"""usage: accel-run search 'KEY=RANGE' ... [trials=20] [metric=val/loss] [goal=min] [budget_s=S] [key=value ...]
@@ -37,7 +37,7 @@ OWN = {"trials": "20", "budget_s": "", **BOTH}
 
 def run(words: list[str]) -> int:
     """Search; return 0 if a trial has a value, or 75 if it was saved and stopped."""
-    own, rest, _ = own_words(words, OWN)
+    own, rest, _ = own_arguments(words, OWN)
     wish, trials, given = wish_of(own), own["trials"], own["budget_s"]
     if not trials.isdecimal() or not int(trials):
         what = "must be an integer of at least 1, the number of trials"

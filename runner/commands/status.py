@@ -57,12 +57,12 @@ def run(words: list[str]) -> int:
 
 def _of_sweep(folder: Path) -> int:
     """Print the trials of a sweep or a search."""
-    from runner.durable.run_state import state_word
+    from runner.durable.run_state import process_state_name
     from runner.sweeps.trials import Sweep, summary, table
 
     sweep = Sweep.read(folder)
     results = sweep.results()
-    word = state_word(sweep.process)
+    word = process_state_name(sweep.process)
     to_resume = f"; to resume, run the same command with run={folder.name}" if word in ("preempted", "killed") else ""
     _print(f"{folder.name}: {'stopped' if to_resume else word}{to_resume}   ({folder})")
     _print(f"  {sweep.kind:<10}  {sweep.task}: {summary(results, sweep.goal)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, own_words, read
+from runner.commands.arguments import SETTINGS_HELP, own_arguments, read
 from runner.commands.sweep_arguments import GRID, TOGETHER_HELP, wish_of
 from runner.config.request import Request
 
@@ -29,7 +29,7 @@ examples
 def run(words: list[str]) -> int:
     """Train; return 0, or 75 if it was saved and stopped."""
     if {"-m", "--multirun"} & set(words):
-        own, rest, _ = own_words(words, GRID)
+        own, rest, _ = own_arguments(words, GRID)
         wish = wish_of(own)
         from runner.sweeps.sweep import sweep
 

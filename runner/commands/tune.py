@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import AccelRunError
 from runner.base.secret import fit_to_show
 from runner.base.text import aligned, for_terminal
-from runner.commands.arguments import budget, own_words, read, teller
+from runner.commands.arguments import budget, own_arguments, read, teller
 from runner.config.configuration import compose
 from runner.config.request import Request
 
@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
 
 def read_words(words: list[str]) -> tuple[Request, float, str, bool]:
     """Return request, budget in seconds, profile name, and whether to print JSON. Raises ConfigError."""
-    own, rest, is_json = own_words(words, OWN)
+    own, rest, is_json = own_arguments(words, OWN)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     request = read(rest, own=own).request
     task = compose(request).choices["task"].name  # report invalid settings before measuring

@@ -17,7 +17,7 @@ PRECISION_NAMES = {
     "bf16-mixed": "bf16", "bfloat16": "bf16",
 }  # fmt: skip
 
-_OWN_TASK = "a file of yours holds the model: accel-run new my_task.py, then --task ./my_task.py"
+_OWN_TASK = "define your model in a task file: accel-run new my_task.py, then --task ./my_task.py"
 _RANKS = "parallelism=ddp parallelism.world_size={}"
 _BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samples per pass)"
 _ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
@@ -93,7 +93,7 @@ _SAY: Mapping[str, str] = {
     "dataloader.pin_memory=false": "no_pin_mem no_pin_memory",
     "dataloader.prefetch_factor={}": "prefetch_factor dataloader_prefetch_factor",
     "dataloader.drop_last={}": "drop_last dataloader_drop_last",
-    "leave it out: the workers live as long as the run": "persistent_workers dataloader_persistent_workers",
+    "leave it out: workers are always persistent": "persistent_workers dataloader_persistent_workers",
     "data.path={}": "data dataset data_dir data_path dataroot data_root train_data data.dir data.root",
     "data.train_samples={}": "max_train_samples num_train_samples",
     "evaluate.samples={}": "max_eval_samples num_eval_samples",
@@ -176,13 +176,13 @@ _ABSENT: Mapping[str, str] = {
     "a model is divided by parallelism=fsdp or parallelism=pipeline": "tp tp_size tensor_parallel "
     "tensor_model_parallel_size",
     "gradients are clipped by their norm": "gradient_clip_algorithm clip_mode",
-    "an evaluation has the batch of training, and float32 or the precision of training": "per_device_eval_batch_size "
+    "an evaluation uses the batch size and the precision of training": "per_device_eval_batch_size "
     "eval_batch_size val_batch_size fp16_full_eval bf16_full_eval",
     "a schedule is as long as the phase: updates=N": "t_max total_steps max_lr_steps lr_decay_iters lr_decay_steps",
-    "the first module that makes a NaN is named when one appears": "detect_anomaly anomaly_detection",
+    "the first module that produces a NaN is always named in the error": "detect_anomaly anomaly_detection",
     "a run is as long as updates or epochs say": "min_epochs min_steps max_time",
-    "nothing is sent anywhere but to the tracker": "push_to_hub hub_model_id hub_token",
-    "what is not listed by accel-run plan cannot be set": "num_sanity_val_steps reload_dataloaders_every_n_epochs "
+    "data is sent to the tracker only": "push_to_hub hub_model_id hub_token",
+    "accel-run plan lists all settings": "num_sanity_val_steps reload_dataloaders_every_n_epochs "
     "barebones plugins",
 }  # fmt: skip
 ABSENT: Mapping[str, str] = {key: why for why, keys in _ABSENT.items() for key in keys.split()}
@@ -259,7 +259,7 @@ FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-# Command to type -> words that a user may try as a command.
+# Command -> names that users of other tools may try.
 _COMMANDS: Mapping[str, str] = {
     "accel-run train": "fit run start launch go main",
     "accel-run resume": "continue restart go-on",
@@ -277,7 +277,7 @@ _COMMANDS: Mapping[str, str] = {
     "accel-run plan": "config settings args options dry-run dryrun",
     "accel-run import FILE.pt": "convert load",
     "accel-run tune, or accel-run advise": "faster",
-    "press Ctrl-C where it trains, or kill -TERM its process: all is saved, and accel-run resume goes on": "stop kill "
+    "press Ctrl-C where it trains, or kill -TERM its process; accel-run resume continues the run": "stop kill "
     "cancel abort",
     "accel-run --version": "version -v",
 }
@@ -290,8 +290,8 @@ def fix_of_key(key: str, value: str = "") -> str:
     group, _, inner = name.partition(".")
     names = [name, *([inner] if inner and group in _CONTAINERS else [])]
     for each in names:
-        if said := _by_value(each, value):
-            return said
+        if suggestion := _by_value(each, value):
+            return suggestion
         if each in ABSENT:
             return f"there is no such setting: {ABSENT[each]}"
         if each in FOREIGN_KEYS:
@@ -299,32 +299,36 @@ def fix_of_key(key: str, value: str = "") -> str:
     return ""
 
 
-def _with_value(key: str, said: str, value: str) -> str:
+def _with_value(key: str, suggestion: str, value: str) -> str:
     is_switch = value.lower() in ("", "true", "yes", "1", "on")
-    if said.startswith("weights=") and is_switch:
+    if suggestion.startswith("weights=") and is_switch:
         value = "FILE"
     elif key in _ENABLING and is_switch:
         return "leave it out: it is on by default"
     elif key in _SWITCHES and value.lower() in ("false", "no", "0", "off"):
-        if said.startswith("ACCEL_RUN"):
+        if suggestion.startswith("ACCEL_RUN"):
             return "leave it out: it is off by default"
-        return f"leave it out: it is off unless said ({said.partition(' ')[0]})" if "=" in said else _say(said)
+        return (
+            f"leave it out: it is off by default; enable it with {suggestion.partition(' ')[0]}"
+            if "=" in suggestion
+            else _as_fix(suggestion)
+        )
     elif (
-        said.startswith("--config-dir")
+        suggestion.startswith("--config-dir")
         and value
         and not value.endswith((".yaml", ".yml"))
         and key in ("config_path", "cp")
     ):
-        said = f"--config-dir {value}"
-    elif said == _RESUME and value.endswith((".ckpt", ".pt", ".pth", ".bin")):
-        said = f"{_RESUME}; to begin with these weights: accel-run import FILE.pt, then weights=FILE.safetensors"
-    if "[{}" in said or "{}]" in said:
-        value = value if re.fullmatch(r"[\d.eE+-]+", value) else "0.95" if "0.9," in said else "0.9"
-    if said == _RESUME and value.lower() in ("null", "none", "false"):
-        return "leave it out: a new run resumes nothing"
+        suggestion = f"--config-dir {value}"
+    elif suggestion == _RESUME and value.endswith((".ckpt", ".pt", ".pth", ".bin")):
+        suggestion = f"{_RESUME}; to start from these weights: accel-run import FILE.pt, then weights=FILE.safetensors"
+    if "[{}" in suggestion or "{}]" in suggestion:
+        value = value if re.fullmatch(r"[\d.eE+-]+", value) else "0.95" if "0.9," in suggestion else "0.9"
+    if suggestion == _RESUME and value.lower() in ("null", "none", "false"):
+        return "leave it out: a new run does not resume"
     if key in ("early_stopping", "early_stop") and is_switch:
         value = "5"
-    return _say(said.replace("{}", value or "..."))
+    return _as_fix(suggestion.replace("{}", value or "..."))
 
 
 def own_names(key: str) -> Iterator[str]:
@@ -415,7 +419,7 @@ def fix_of_option(group: str, option: str) -> str:
             )
         named = f" {option}" if "/" in option else ""
         return (
-            f"use accel-run resume{named}; a new run that begins with the weights of a file: weights=FILE.safetensors"
+            f"use accel-run resume{named}; a new run that starts from the weights of a file: weights=FILE.safetensors"
         )
     if group == "backend" and option in ("nccl", "gloo", "mpi"):
         return f"there is no such setting: {_OF_RANKS}"
@@ -480,39 +484,46 @@ _TIME = re.compile(r"d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?")
 _UNITS = ("", *_names("k m step steps it its iter iters iterations update updates samples batches"))
 
 
-def fix_of_word(word: str, groups: Mapping[str, Collection[str]]) -> str:
+def fix_of_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str:
     """Return a suggestion for a lone argument: the option of a group, a device, a file; empty if unknown.
 
     groups  group -> its options
     """
-    if word.endswith(".py"):
-        return f"use --task {word}"
-    if word.endswith((".yaml", ".yml")):
+    if argument.endswith(".py"):
+        return f"use --task {argument}"
+    if argument.endswith((".yaml", ".yml")):
         return "use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
-    if word.startswith(("cuda", "cpu", "mps")):
-        return f"use device={word}"
+    if argument.startswith(("cuda", "cpu", "mps")):
+        return f"use device={argument}"
     for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):
-        if word.lower() in groups[group]:
-            return f"use {'+' if group == 'hardware' else ''}{group}={word.lower()}"
-    return fix_of_key(word) if "{}" not in FOREIGN_KEYS.get(word, "{}") else ""
+        if argument.lower() in groups[group]:
+            return f"use {'+' if group == 'hardware' else ''}{group}={argument.lower()}"
+    return fix_of_key(argument) if "{}" not in FOREIGN_KEYS.get(argument, "{}") else ""
 
 
 def fix_of_command(
-    words: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
+    arguments: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
 ) -> str:
     """Return a suggestion for a command line that does not start with a command; empty if unknown.
 
     proper  (key, value) -> "use key=value" for an option with dashes
     """
-    first, *rest = words
+    first, *rest = arguments
     if first in FOREIGN_COMMANDS:
-        return _say(FOREIGN_COMMANDS[first])
-    if first in ("python", "python3", "torchrun", "accelerate", "accel-run", "runner") or words[:2] == ["-m", "runner"]:
-        left = [word for word in rest if word not in ("-m", "runner", "runner.cli", "accel-run", "launch", "run")]
+        return _as_fix(FOREIGN_COMMANDS[first])
+    if first in ("python", "python3", "torchrun", "accelerate", "accel-run", "runner") or arguments[:2] == [
+        "-m",
+        "runner",
+    ]:
+        left = [
+            argument
+            for argument in rest
+            if argument not in ("-m", "runner", "runner.cli", "accel-run", "launch", "run")
+        ]
         return f"use accel-run {' '.join(left[:1]) or 'train'}; several devices: parallelism=ddp"
     if first in ("-m", "--multirun"):
         return f"a command comes first: accel-run train -m {' '.join(rest)}".rstrip()
-    line, notes, is_known = _translated(words, proper, groups)
+    line, notes, is_known = _translated(arguments, proper, groups)
     if not is_known:
         return ""
     if line.startswith("accel-run ") and line.count("accel-run") == 1:
@@ -523,44 +534,44 @@ def fix_of_command(
 
 
 def _translated(
-    words: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
+    arguments: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
 ) -> tuple[str, str, bool]:
     """Return the translated arguments, a note about the last one, and whether any of them was recognized."""
     found: list[str] = []
-    note, is_known, rest = "", False, list(words)
+    note, is_known, rest = "", False, list(arguments)
     while rest:
-        word = rest.pop(0)
-        if word in ("--task", "--config-dir"):
-            found += [word, *rest[:1]]
+        argument = rest.pop(0)
+        if argument in ("--task", "--config-dir"):
+            found += [argument, *rest[:1]]
             rest, is_known = rest[1:], True
             continue
-        if word.startswith(("--task=", "--config-dir=")):
-            found.append(word)
+        if argument.startswith(("--task=", "--config-dir=")):
+            found.append(argument)
             is_known = True
             continue
-        if word.startswith("-"):
-            key, has_value, value = word.lstrip("-").partition("=")
+        if argument.startswith("-"):
+            key, has_value, value = argument.lstrip("-").partition("=")
             takes_next = not has_value and rest and not rest[0].startswith("-") and not rest[0].endswith(".py")
             if takes_next and "=" not in rest[0]:
                 value = rest.pop(0)
-            said = proper(key, value)
-        elif "=" in word:
-            said = f"use {word}"
+            suggestion = proper(key, value)
+        elif "=" in argument:
+            suggestion = f"use {argument}"
         else:
-            said = fix_of_word(word, groups)
-        if said.startswith("use "):
-            line, note = _line_of(said.removeprefix("use "))
+            suggestion = fix_of_argument(argument, groups)
+        if suggestion.startswith("use "):
+            line, note = _line_of(suggestion.removeprefix("use "))
             found[:0] = [line] if line.startswith(("--task", "CUDA_", "ACCEL_", "OMP_")) else []
             found += [] if line in found[:1] else [line]
             is_known = True
-    return " ".join(found), note if len(words) <= 2 else "", is_known
+    return " ".join(found), note if len(arguments) <= 2 else "", is_known
 
 
-def _line_of(said: str) -> tuple[str, str]:
+def _line_of(suggestion: str) -> tuple[str, str]:
     """Split a suggestion into the text to type and the comment on it."""
-    end = re.search(r"(?:,(?= )|;| \().*$", said)
-    return (said[: end.start()], said[end.start() :]) if end else (said, "")
+    end = re.search(r"(?:,(?= )|;| \().*$", suggestion)
+    return (suggestion[: end.start()], suggestion[end.start() :]) if end else (suggestion, "")
 
 
-def _say(words: str) -> str:
-    return words if words.startswith(("leave", "press", "there is")) else f"use {words}"
+def _as_fix(arguments: str) -> str:
+    return arguments if arguments.startswith(("leave", "press", "there is")) else f"use {arguments}"

@@ -26,7 +26,7 @@ from runner.config.schema import (
 
 
 def compose_groups(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
-    """Let Hydra compose; return the tree with the chosen names under `hydra_choices`. Raises ConfigError."""
+    """Compose with Hydra; return the tree with the chosen names under `hydra_choices`. Raises ConfigError."""
     key = ("groups", tuple(sorted(groups.items())), request.task_file is not None, request.config_dir)
     return kept_while_unchanged(key, partial(_composed_by_hydra, groups, request, problems))
 
@@ -42,9 +42,9 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
 
     # an option of a task file or a package has no file: Hydra composes without the group
     own = {group: option for group, option in groups.items() if file_of(group, option, request.config_dir) is None}
-    words = [f"~{group}" if group in own else f"{group}={option}" for group, option in groups.items()]
+    overrides = [f"~{group}" if group in own else f"{group}={option}" for group, option in groups.items()]
     if request.task_file:
-        words.append("~task")
+        overrides.append("~task")
     profile = file_of("hardware", groups.get("hardware", ""), request.config_dir)
     if profile and not text_of_file(profile, request.config_dir).startswith(GLOBAL):
         raise ConfigError([*problems, Problem(f"must begin with the line {GLOBAL}", str(profile))])
@@ -56,32 +56,32 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("error", ".*missing `_self_`")
-            composed = hydra_compose("config", overrides=words, return_hydra_config=True)
+            composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
     except yaml.MarkedYAMLError as error:
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
         raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
-    except UserWarning as error:  # only a config.yaml in the user's folder can lack it
-        what = "must have _self_ in its defaults list, where its own values take their place"
-        fix = "begin the list with `- _self_`, as the shipped file does"
+    except UserWarning as error:  # possible only for a config.yaml in the user's folder
+        what = "must have _self_ in its defaults list, which gives the precedence of its own values"
+        fix = "start the list with `- _self_`, like the shipped file"
         raise ConfigError([*problems, Problem(what, f"{request.config_dir}/config.yaml", fix)]) from error
     except RecursionError as error:
         files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
-        what = "a defaults list must not lead back to its own file"
+        what = "a defaults list must not include its own file"
         raise ConfigError([*problems, Problem(what, files)]) from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise  # no fault of a file
+            raise  # not caused by a file
         raise ConfigError([*problems, _of_composing(error, groups, request.config_dir)]) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     assert isinstance(choices, dict)
     choices |= own
     missing = [group for group in GROUPS if not choices.get(group) and (group != "task" or not request.task_file)]
-    if missing:  # only a config.yaml in the user's folder can lack one
+    if missing:  # possible only for a config.yaml in the user's folder
         raise ConfigError(
             Problem(
                 f"must choose an option of every group, but has none for {', '.join(missing)}",
                 f"{request.config_dir}/config.yaml",
-                f"begin with a copy of {shipped('conf')}/config.yaml, or give the file another name",
+                f"start from a copy of {shipped('conf')}/config.yaml, or rename the file",
             )
         )
     tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}
@@ -102,7 +102,7 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
 
 
 def _of_packages(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
-    """Say of the user's files whose keys would not be those of their group."""
+    """Report the user's files whose @package line moves their keys out of their group."""
     for group, option in choices.items():
         file = file_of(group, option, config_dir)
         if config_dir is None or file is None or not file.is_relative_to(config_dir):
@@ -110,11 +110,11 @@ def _of_packages(choices: Mapping[str, str], config_dir: Path | None) -> Iterato
         found = re.match(r"(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)", text_of_file(file, config_dir))
         if found and found[1] not in (group, "_global_"):
             what = f"must have no # @package line but {GLOBAL}, which is for keys of the whole configuration"
-            yield Problem(f"{what}, but has {found[1]}", str(file), "leave the line out")
+            yield Problem(f"{what}, but has {found[1]}", str(file), "remove the line")
 
 
 def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:
-    """Say what Hydra says, with the user's files that it may mean and what there is to choose from."""
+    """Convert an error of Hydra to a problem with the user's files that may cause it, and the available options."""
     chosen = [(config_dir or Path()) / group / f"{option}.yaml" for group, option in (("", "config"), *groups.items())]
     where = ", ".join(str(file) for file in chosen if config_dir and file.is_file()) or str(config_dir or "conf")
     what = first_line(str(error) or type(error).__name__).rstrip(".")
@@ -123,12 +123,12 @@ def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path 
     missing = re.search(r"'([a-z]+)/([^']+)'$", what)
     known = options_of(missing[1], config_dir) if missing else []
     if missing is None or not known:
-        return Problem(what, where, "fix the file, or leave the option out")
+        return Problem(what, where, "fix the file, or do not select the option")
     return Problem(f"{what}; must be one of {', '.join(known)}", where, did_you_mean(missing[2], known))
 
 
 def _version_base() -> dict[str, Any]:
-    """Hydra 1.3 warns when version_base is missing, 1.4 when it is given."""
+    """Return arguments for Hydra: 1.3 warns if version_base is missing, 1.4 if it is given."""
     import hydra
 
     return {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
@@ -139,7 +139,7 @@ _user_folder: Path | None = None
 
 @contextmanager
 def _user_folder_first(folder: Path | None) -> Iterator[None]:
-    """Put the user's folder before the shipped one in Hydra's search path; after it its files would be ignored."""
+    """Put the user's folder before the shipped one in Hydra's search path; otherwise its files would be ignored."""
     global _user_folder
     if folder is not None:
         _register_user_folder()
@@ -161,7 +161,7 @@ def _register_user_folder() -> None:
     from omegaconf import OmegaConf
 
     class GuardedSource(FileConfigSource):
-        """The user's files, each measured and searched before it is built."""
+        """The user's configuration files; each is checked by `read_guarded` before it is parsed."""
 
         @staticmethod
         def scheme() -> str:
@@ -201,7 +201,7 @@ def resolved(
             refuse_growth(composed)
             given = OmegaConf.to_container(OmegaConf.create(dict(composed)), resolve=True)  # type: ignore[assignment]
     except RecursionError:
-        problems.append(Problem("one ${KEY} leads to the next too often", "the configuration", "write the value"))
+        problems.append(Problem("too many nested ${KEY} references", "the configuration", "write the value"))
         return {}
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "conf")
@@ -214,7 +214,7 @@ def resolved(
 
 
 def _interpolates(value: Any) -> bool:
-    """Return whether a value refers to another one; only then OmegaConf has to build the tree, which is slow."""
+    """Return whether a value refers to another one; only then OmegaConf must construct the tree, which is slow."""
     if isinstance(value, Mapping):
         return any(_interpolates(item) for item in value.values())
     if isinstance(value, (list, tuple)):

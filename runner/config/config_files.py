@@ -22,7 +22,7 @@ _kept: MutableMapping[Any, Any] | None = None
 
 @contextmanager
 def files_unchanged() -> Iterator[None]:
-    """Compose and read the same options only once inside, because no configuration file changes there."""
+    """Cache composed and parsed options inside the context, in which no configuration file may change."""
     global _kept
     before = _kept
     _kept = {} if before is None else before
@@ -33,7 +33,7 @@ def files_unchanged() -> Iterator[None]:
 
 
 def kept_while_unchanged(key: tuple[Any, ...], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `make` returns; inside `files_unchanged`, a copy of what it returned for this key before."""
+    """Return what `make` returns; inside `files_unchanged`, a copy of its cached result for this key."""
     if _kept is None:
         return make()
     if key not in _kept:
@@ -42,7 +42,7 @@ def kept_while_unchanged(key: tuple[Any, ...], make: Callable[[], dict[str, Any]
 
 
 def variant_of(group: str, option: str, config_dir: Path | None) -> str:
-    """Return the shipped option on which a file builds through its defaults list; its own name if it builds on none."""
+    """Return the shipped option that a file extends through its defaults list; its own name if there is none."""
     seen: list[str] = []
     while function_of(group, option) is None and option not in seen:
         seen.append(option)
@@ -53,13 +53,13 @@ def variant_of(group: str, option: str, config_dir: Path | None) -> str:
 
 
 def selected_options(group: str, option: str, config_dir: Path | None = None) -> dict[str, str]:
-    """Return group -> option that a file selects in its defaults list, or in those of the files it builds on."""
+    """Return group -> option selected by the defaults list of a file, or of the files it extends."""
     chosen: dict[str, str] = {}
     rest, seen = [(group, option)], set()
     while rest:
         here = rest.pop()
         if here in seen:
-            continue  # a circle, which Hydra reports
+            continue  # a cycle, which Hydra reports
         seen.add(here)
         for entry in _defaults_list(*here, config_dir):
             if isinstance(entry, str) and entry != "_self_":
@@ -82,13 +82,13 @@ def _defaults_list(group: str, option: str, config_dir: Path | None) -> list[Any
 
 
 def own_profile(profile: str, config_dir: Path | None) -> Path | None:
-    """Return the file of a hardware profile in the user's folder; None where it is one of ours."""
+    """Return the file of a hardware profile in the user's folder; None if the profile is shipped."""
     file = file_of("hardware", profile, config_dir)
     return file if file and config_dir and file.is_relative_to(config_dir) else None
 
 
 def facts_of_profiles(config_dir: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Return profile -> its facts of hardware, of every profile that there is."""
+    """Return profile -> hardware facts, for every profile."""
     found = {
         name: load_file("hardware", name, config_dir).get("hardware") for name in options_of("hardware", config_dir)
     }
@@ -96,16 +96,16 @@ def facts_of_profiles(config_dir: Path | None = None) -> dict[str, dict[str, Any
 
 
 def file_keys(group: str, option: str, config_dir: Path | None, known: Container[str]) -> list[str]:
-    """Return the keys that an option's file sets, as they are called on the command line."""
+    """Return the keys that an option's file sets, as on the command line."""
     content = {key: value for key, value in load_file(group, option, config_dir).items() if key != "defaults"}
     file = file_of(group, option, config_dir)
     is_global = not group or (file is not None and GLOBAL in text_of_file(file, config_dir))
     keys = [key for key, _ in flatten(content, "" if is_global else f"{group}.", known)]
-    return [key for key in keys if group != "hardware" or not key.startswith("hardware.")]  # facts are no settings
+    return [key for key in keys if group != "hardware" or not key.startswith("hardware.")]  # facts are not settings
 
 
 def option_values(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
-    """Return key -> value that the file of an option sets, or a file on which it builds."""
+    """Return key -> value set by the file of an option, or by a file that it extends."""
     content = load_file(group, option, config_dir)
     entries = _defaults_list(group, option, config_dir)
     bases = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
@@ -115,7 +115,7 @@ def option_values(group: str, option: str, config_dir: Path | None) -> dict[str,
 
 
 def load_file(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
-    """Return the content of an option's file, the user's before ours; empty if there is none."""
+    """Return the content of an option's file; the user's file takes precedence. Empty if there is none."""
     return kept_while_unchanged(("file", group, option, config_dir), partial(_loaded, group, option, config_dir))
 
 
@@ -134,15 +134,15 @@ def _loaded(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
 
 
 def file_of(group: str, option: str, config_dir: Path | None) -> Path | None:
-    """Return the file of an option, the user's before ours."""
-    if Path(option).is_absolute():  # it would take the place of the folder
+    """Return the file of an option; the user's file takes precedence over the shipped one."""
+    if Path(option).is_absolute():  # an absolute path would replace the folder
         return None
     files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped("conf")) if folder]
     return next((file for file in files if file.is_file()), None)
 
 
 class NamedText(io.StringIO):
-    """A text that YAML's messages call by the name of its file."""
+    """A text stream with a name, so that YAML's messages contain its file."""
 
     def __init__(self, text: str, *parts: str) -> None:
         super().__init__(text)
@@ -150,7 +150,7 @@ class NamedText(io.StringIO):
 
 
 def text_of_file(file: Path, config_dir: Path | None) -> str:
-    """Return the text of a configuration file; one that is not ours is guarded."""
+    """Return the text of a configuration file; files that are not shipped are guarded."""
     if config_dir is not None and file.is_relative_to(config_dir):
         return read_guarded(file, config_dir)
     return file.read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def shadows(config_dir: Path | None) -> Iterator[str]:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "", stop: Container[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves with dotted names; what is named in `stop` is a leaf, an empty group is none."""
+    """Yield the leaves with dotted names. Keys in `stop` are leaves; an empty group has none."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in stop:

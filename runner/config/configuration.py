@@ -45,7 +45,7 @@ from runner.config.value_checks import check, contradictions
 
 @dataclass(frozen=True)
 class Choice:
-    """One option of a group: the name chosen, the function behind it, and its keys."""
+    """The chosen option of a group: its name, the function that implements it, and its keys."""
 
     name: str
     function: str
@@ -54,9 +54,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class PhaseSettings:
-    """What one phase is: its place in the run, and its own values of the settings that a phase may have.
+    """Settings of one phase.
 
-    trains  names or prefixes of the parameters that are trained; None: all that want a gradient
+    trains  names or prefixes of the parameters to train; None: all with requires_grad
     needs   phases that must be finished before
     """
 
@@ -77,16 +77,16 @@ class PhaseSettings:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything the user fixed, checked; after this nobody sees Hydra.
+    """The validated settings of the user; code after this does not depend on Hydra.
 
     choices  group -> choice, for every group but hardware
-    phases   all phases of the task, in order; `settings.phases` says which of them run
+    phases   all phases of the task, in order; `settings.phases` selects those that run
     hooks    hooks of the task file and of packages, each with its keys and `enabled`
-    own_keys keys of the phases, empty where the task declares none and the one phase has the settings of the run
+    own_keys keys of the phases; empty if the task declares none, so its only phase has the settings of the run
     hardware facts of the chosen profile; its name is `profile`
-    for_auto keys of the task for the option that the plan chooses in the place of `auto`, such as precision.keep_fp32
-    sources  key or group -> who set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
-    notes    what the user should know, such as shadowed files
+    for_auto keys of the task for the option that the plan chooses for `auto`, such as precision.keep_fp32
+    sources  key or group -> what set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
+    notes    messages for the user, such as shadowed files
     """
 
     settings: Settings
@@ -102,8 +102,8 @@ class Configuration:
     own_keys: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Choice, ...] = ()
 
-    def asked_by_name(self, key: str) -> bool:
-        """Tell whether the user typed this key or group, so that it must not be changed silently."""
+    def is_set_by_user(self, key: str) -> bool:
+        """Return whether the user set this key or group on the command line; it must then not be changed silently."""
         return self.sources.get(key) == "command line"
 
     def flat(self) -> dict[str, Any]:
@@ -123,14 +123,14 @@ def compose(request: Request) -> Configuration:
     """Return the checked configuration of a command line.
 
     Raises ConfigError with all problems, InputMissing if the task file or the config folder does not exist, and
-    SecurityRefusal for what would call something or leave the folder. A secret is refused before all else, alone, so
-    that no other message repeats it.
+    SecurityRefusal for files that would call code or leave their folder. A secret is refused first and alone, so that
+    no other message repeats it.
     """
     refuse_secrets(request.overrides, partial(names_of_options, request.task_file, request.config_dir))
     _require_paths(request)
     parsed, problems = parse(request)
-    typed_groups, words = split(parsed, request, problems)
-    typed = [typed_setting(*word) for word in words]
+    typed_groups, overrides = split(parsed, request, problems)
+    typed = [typed_setting(*override) for override in overrides]
     notes = list(shadows(request.config_dir))
 
     groups = [*of_groups(typed_groups, request)]
@@ -158,7 +158,7 @@ def compose(request: Request) -> Configuration:
     notes += notes_of_hooks(typed, run)
 
     problems += check(merged, schema, already={problem.where for problem in problems})
-    is_alone = choices["parallelism"] == "single"  # what ranks can do is for the plan to decide
+    is_alone = choices["parallelism"] == "single"  # the plan checks what ranks support
     problems += contradictions(values_of(merged), schema, is_alone=is_alone)
     if problems:
         raise ConfigError(problems)
@@ -175,7 +175,7 @@ def compose(request: Request) -> Configuration:
 
 
 def to_yaml(configuration: Configuration) -> str:
-    """Return the resolved configuration as YAML, for people and for the run directory."""
+    """Return the resolved configuration as YAML, for the terminal and for the run directory."""
     from omegaconf import OmegaConf
 
     tree = dict(_as_mapping(configuration.settings))
@@ -194,11 +194,13 @@ def to_yaml(configuration: Configuration) -> str:
 def _require_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
         file = request.task_file.with_suffix(".py")
-        fix = f"use --task {file}" if file.is_file() else f"make it: accel-run new {file}"
+        fix = f"use --task {file}" if file.is_file() else f"create it: accel-run new {file}"
         raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(
-            f"{request.config_dir} is not a folder", where="--config-dir", fix="name the folder that holds your files"
+            f"{request.config_dir} is not a folder",
+            where="--config-dir",
+            fix="pass the folder that contains your files",
         )
 
 
@@ -232,7 +234,7 @@ def _frozen(
 
 
 def _phase_settings(phase: PhaseKeys, tree: Mapping[str, Any], task_file: Path | None) -> PhaseSettings:
-    """Return the settings of a declared phase; what a fit does not have is what does nothing."""
+    """Return the settings of a declared phase; keys that a fit phase lacks get values without effect."""
 
     def choice(group: str) -> Choice:
         lead, option = phase.declared.key(f"{group}."), phase.options[group]
@@ -249,7 +251,7 @@ def _phase_settings(phase: PhaseKeys, tree: Mapping[str, Any], task_file: Path |
 
 
 def _only_phase(settings: Settings, choices: Mapping[str, Choice]) -> PhaseSettings:
-    """Return the one phase of a task that declares none: it has the settings of the run."""
+    """Return the only phase of a task that declares none; it has the settings of the run."""
     same = ("updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm", "evaluate", "early_stopping")
     values: dict[str, Any] = {name: getattr(settings, name) for name in same}
     values |= {group: choices[group] for group in PHASE_GROUPS}

@@ -1,7 +1,7 @@
-"""A configuration file that a stranger may have written: measured before it is built, and nothing but data.
+"""Read untrusted configuration files: check their size and content before constructing anything.
 
-Refused are files that grow when they are built (aliases), that are too large or too deep, that build objects (tags),
-call something (resolvers, _target_), reach into Hydra's own settings or out of their folder, or hold secrets.
+Refuses files that expand when parsed (aliases), are too large or too deeply nested, construct objects (tags), call
+code (resolvers, _target_), change Hydra's own settings, refer to files outside of their folder, or contain secrets.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 32
-MAX_NODES = 3_000  # after every alias was replaced by what it stands for; more would take seconds
-MAX_CHARACTERS = 1 << 20  # of all values, after every ${KEY} was replaced
+MAX_NODES = 3_000  # with aliases expanded; more would take seconds
+MAX_CHARACTERS = 1 << 20  # of all values, with every ${KEY} replaced
 
-# Variables whose value a configuration may take: places, and what a scheduler says. None of them is a secret.
+# Environment variables that a configuration may use: paths, and variables of schedulers. None of them is a secret.
 ENVIRONMENT = (
     "HOME", "USER", "LOGNAME", "HOSTNAME", "TMPDIR", "SCRATCH", "WORK", "DATA", "XDG_CACHE_HOME", "XDG_DATA_HOME",
     "ACCEL_RUN_CACHE", "CUDA_VISIBLE_DEVICES",
@@ -34,16 +34,16 @@ ENVIRONMENT = (
 
 
 def read_guarded(file: Path, root: Path) -> str:
-    """Return the text of a YAML file in the folder `root`, which is safe to build.
+    """Return the text of a YAML file in the folder `root`, once it has been found safe to parse.
 
-    Raises SecurityRefusal where it would run something or leave the folder, ConfigError for everything else.
+    Raises SecurityRefusal if it would run code or leave the folder, ConfigError for everything else.
     """
     where = str(file)
     text = _text(file, root)
-    tree = _built(text, where)
+    tree = _parsed(text, where)
     for key, value in _leaves(tree):
         refuse_calls(key, value, f"{where}: {key}")
-    _refuse_reaching_out(tree, text, where)
+    _refuse_foreign_references(tree, text, where)
     problems = secret_problems(tree, where)
     if problems:
         raise ConfigError(problems)
@@ -51,69 +51,69 @@ def read_guarded(file: Path, root: Path) -> str:
 
 
 def refuse_calls(key: str, value: Any, where: str) -> None:
-    """Raise SecurityRefusal where a value names something to be called, or takes what is not for configurations."""
+    """Raise SecurityRefusal if a value names code to call, or uses an environment variable that is not allowed."""
     if any(part in _CALLING for part in key.split(".")):
-        raise SecurityRefusal("nothing is imported or called by its name", where=where, fix=_OPTIONS_ONLY)
+        raise SecurityRefusal("a configuration cannot import or call code by name", where=where, fix=_OPTIONS_ONLY)
     for text in (key, value):
         if isinstance(text, str) and "${" in text:
             _refuse_interpolation(text, where)
 
 
 def refuse_growth(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a tree would be large once each ${KEY} stands for its value; nothing is built."""
+    """Raise ConfigError if a tree would be too large with each ${KEY} replaced; nothing is constructed."""
     sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
-    nodes, characters = _grown(tree, tree, (), sizes, set())
+    nodes, characters = _expanded_size(tree, tree, (), sizes, set())
     if nodes > 2 * MAX_NODES or characters > MAX_CHARACTERS:
         limits = f"{2 * MAX_NODES:,} values and {MAX_CHARACTERS:,} characters"
-        what = f"must hold at most {limits} once each ${{KEY}} is replaced"
-        raise ConfigError(Problem(what, "the configuration", "write the values themselves"))
+        what = f"must have at most {limits} after each ${{KEY}} is replaced"
+        raise ConfigError(Problem(what, "the configuration", "write the values instead of references"))
 
 
-def _grown(
+def _expanded_size(
     value: Any,
     tree: Mapping[str, Any],
-    way: tuple[Any, ...],
+    path: tuple[Any, ...],
     sizes: dict[tuple[Any, ...], tuple[int, int]],
-    around: set[tuple[Any, ...]],
+    ancestors: set[tuple[Any, ...]],
 ) -> tuple[int, int]:
-    """Return how many values and characters a value stands for; what leads back to itself is said by OmegaConf."""
+    """Return the number of values and characters after expansion; OmegaConf reports circular references."""
     if not isinstance(value, (str, Mapping, list)):
         return 1, 0
     if isinstance(value, str) and "${" not in value:
         return 1, len(value)
-    if way in sizes:
-        return sizes[way]
-    if way in around:
+    if path in sizes:
+        return sizes[path]
+    if path in ancestors:
         return 0, 0
-    around.add(way)
+    ancestors.add(path)
     nodes, characters = 1, len(value) if isinstance(value, str) else 0
     inner: Iterable[tuple[Any, tuple[Any, ...]]]
     if isinstance(value, Mapping):
-        inner = [(item, (*way, key)) for key, item in value.items()]
+        inner = [(item, (*path, key)) for key, item in value.items()]
     elif isinstance(value, list):
-        inner = [(item, (*way, number)) for number, item in enumerate(value)]
+        inner = [(item, (*path, number)) for number, item in enumerate(value)]
     else:
-        inner = [_meant(name[1], tree, way) for name in _REFERENCE.finditer(value)]
+        inner = [_resolve_reference(name[1], tree, path) for name in _REFERENCE.finditer(value)]
     for item, place in inner:
-        more = _grown(item, tree, place, sizes, around)
+        more = _expanded_size(item, tree, place, sizes, ancestors)
         nodes, characters = nodes + more[0], characters + more[1]
-    around.discard(way)
-    sizes[way] = nodes, characters
+    ancestors.discard(path)
+    sizes[path] = nodes, characters
     return nodes, characters
 
 
-def _meant(name: str, tree: Mapping[str, Any], way: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the value that ${name} at the place `way` stands for, and its place; None where there is none."""
+def _resolve_reference(name: str, tree: Mapping[str, Any], path: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the value that ${name} at `path` refers to, and its path; None if there is none."""
     plain = name.lstrip(".")
     up = len(name) - len(plain)
-    place: tuple[Any, ...] = way[: len(way) - up] if up else ()
+    place: tuple[Any, ...] = path[: len(path) - up] if up else ()
     rest = re.findall(r"[^.\[\]]+", plain)
     value: Any = tree
     for part in place:
         value = value[part]
     for _ in range(_MAX_STEPS):
         if isinstance(value, str) and rest and (whole := _REFERENCE.fullmatch(value)):
-            other = whole[1].lstrip(".")  # the way leads through another reference
+            other = whole[1].lstrip(".")  # the path leads through another reference
             back = len(whole[1]) - len(other)
             place, value = (place[: len(place) - back] if back else ()), tree
             rest = [*re.findall(r"[^.\[\]]+", other), *rest]
@@ -132,14 +132,14 @@ def _meant(name: str, tree: Mapping[str, Any], way: tuple[Any, ...]) -> tuple[An
         if not known:
             return None, place
         place, value = (*place, known[0]), value[known[0]]
-    raise ConfigError(Problem("leads through too many others", f"${{{name}}}", "write the value"))
+    raise ConfigError(Problem("leads through too many other references", f"${{{name}}}", "write the value"))
 
 
 def _text(file: Path, root: Path) -> str:
-    """Return the file's text, after asking where and what it is, and how large."""
+    """Return the text of the file, after checking its location, type and size."""
     real = file.resolve()
     if not real.is_relative_to(root.resolve()):
-        raise SecurityRefusal(f"lies outside of {root}", where=str(file), fix="copy the file into the folder")
+        raise SecurityRefusal(f"is outside of {root}", where=str(file), fix="copy the file into the folder")
     try:
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as opened:
@@ -156,8 +156,8 @@ def _text(file: Path, root: Path) -> str:
         raise ConfigError(Problem(f"must be UTF-8 text: {error.reason} at byte {error.start}", str(file))) from error
 
 
-def _built(text: str, where: str) -> Any:
-    """Return what the file holds. Raises ConfigError and SecurityRefusal before anything large is built."""
+def _parsed(text: str, where: str) -> Any:
+    """Parse the file. Raises ConfigError and SecurityRefusal before anything large is constructed."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -171,10 +171,10 @@ def _built(text: str, where: str) -> Any:
 
 
 def _measure(events: Iterable[Event], where: str) -> None:
-    """Raise where the file is more than data of a reasonable size; it is scanned, nothing is built."""
+    """Raise if the file is more than data of a reasonable size. It is scanned only; nothing is constructed."""
     depth = nodes = documents = 0
     sizes: dict[str, int] = {}  # anchor -> nodes it stands for
-    around: list[tuple[str | None, int]] = []  # the collections around: anchor, and the count before it
+    ancestors: list[tuple[str | None, int]] = []  # enclosing collections: anchor, and the count before it
     for event in events:
         _refuse_tag(event, where)
         kind, anchor = type(event).__name__, getattr(event, "anchor", None)
@@ -183,12 +183,12 @@ def _measure(events: Iterable[Event], where: str) -> None:
         elif kind == "AliasEvent":
             nodes += sizes.get(anchor or "", 1)
         elif kind in ("MappingStartEvent", "SequenceStartEvent"):
-            around.append((anchor, nodes))
+            ancestors.append((anchor, nodes))
             depth, nodes = depth + 1, nodes + 1
-            sizes |= {anchor: MAX_NODES} if anchor else {}  # inside of itself it never ends
+            sizes |= {anchor: MAX_NODES} if anchor else {}  # an alias of an enclosing node never ends
         elif kind in ("MappingEndEvent", "SequenceEndEvent"):
             depth -= 1
-            name, before = around.pop()
+            name, before = ancestors.pop()
             sizes |= {name: nodes - before} if name else {}
         elif kind == "ScalarEvent":
             nodes += 1
@@ -196,9 +196,9 @@ def _measure(events: Iterable[Event], where: str) -> None:
         if depth > MAX_DEPTH:
             raise ConfigError(Problem(f"must be nested at most {MAX_DEPTH} deep", where))
         if nodes > MAX_NODES:
-            raise ConfigError(Problem(f"must hold at most {MAX_NODES} values, aliases counted in full", where))
+            raise ConfigError(Problem(f"must have at most {MAX_NODES} values, with aliases expanded", where))
         if documents > 1:
-            raise ConfigError(Problem("must hold one document, without another after ---", where))
+            raise ConfigError(Problem("must contain one document, without another after ---", where))
 
 
 def _refuse_tag(event: Event, where: str) -> None:
@@ -207,8 +207,8 @@ def _refuse_tag(event: Event, where: str) -> None:
         return
     line = f"{where}:{event.start_mark.line + 1}"
     if "python" in tag:
-        raise SecurityRefusal("a configuration builds no objects", where=line, fix=f"take the tag {tag} out")
-    raise ConfigError(Problem(f"tags are not understood here, as {tag}", line, "write the plain value"))
+        raise SecurityRefusal("a configuration cannot construct objects", where=line, fix=f"remove the tag {tag}")
+    raise ConfigError(Problem(f"the tag {tag} is not supported", line, "write the plain value"))
 
 
 def _refuse_interpolation(text: str, where: str) -> None:
@@ -216,36 +216,34 @@ def _refuse_interpolation(text: str, where: str) -> None:
         name = match["variable"]
         if name is not None and name not in ENVIRONMENT:
             raise SecurityRefusal(
-                f"the environment variable {name} is not for configurations",
+                f"a configuration cannot use the environment variable {name}",
                 where=where,
-                fix=f"those that are: {', '.join(ENVIRONMENT)}",
+                fix=f"allowed: {', '.join(ENVIRONMENT)}",
             )
     if "${" in _INTERPOLATION.sub("", text):
-        raise SecurityRefusal(
-            "a configuration calls nothing", where=where, fix="what there is: ${KEY} and ${oc.env:NAME}"
-        )
+        raise SecurityRefusal("a configuration cannot call resolvers", where=where, fix="use ${KEY} or ${oc.env:NAME}")
 
 
-def _refuse_reaching_out(tree: Any, text: str, where: str) -> None:
-    """Raise where the file sets Hydra's own keys, or its defaults list leads anywhere but to options."""
-    heads = [_PACKAGE.match(line.strip()) for line in text.splitlines()]  # as Hydra divides it: U+2028 ends a line
+def _refuse_foreign_references(tree: Any, text: str, where: str) -> None:
+    """Raise if the file sets Hydra's own keys, or its defaults list names anything but options."""
+    heads = [_PACKAGE.match(line.strip()) for line in text.splitlines()]  # split as Hydra splits it: U+2028 ends a line
     for package in [head[1] for head in heads if head]:
         if package not in _PACKAGES:
             raise SecurityRefusal(
-                f"the package {package} is not for configurations", where=where, fix=f"known: {', '.join(_PACKAGES)}"
+                f"the package {package} is not allowed", where=where, fix=f"known: {', '.join(_PACKAGES)}"
             )
     if not isinstance(tree, Mapping):
         return
-    words = list(_words_of_defaults(tree.get("defaults")))
-    if any(re.split(r"[./@]", name.lstrip("/"))[0] == "hydra" for name in (*map(str, tree), *words)):
-        raise SecurityRefusal("Hydra only composes here, its settings are not for files", where=where, fix=_NO_HYDRA)
-    for word in words:
-        name, _, package = word.partition("@")
-        if ".." in word or name.startswith(("//", "~")) or ":" in name or package not in ("", *_PACKAGES):
-            raise SecurityRefusal(f"{word} leads out of the groups", where=f"{where}: defaults", fix=_OPTIONS_ONLY)
+    entries = list(_defaults_entries(tree.get("defaults")))
+    if any(re.split(r"[./@]", name.lstrip("/"))[0] == "hydra" for name in (*map(str, tree), *entries)):
+        raise SecurityRefusal("configuration files cannot change Hydra's settings", where=where, fix=_NO_HYDRA)
+    for entry in entries:
+        name, _, package = entry.partition("@")
+        if ".." in entry or name.startswith(("//", "~")) or ":" in name or package not in ("", *_PACKAGES):
+            raise SecurityRefusal(f"{entry} is not an option of a group", where=f"{where}: defaults", fix=_OPTIONS_ONLY)
 
 
-def _words_of_defaults(entries: Any) -> Iterator[str]:
+def _defaults_entries(entries: Any) -> Iterator[str]:
     """Yield the groups and options that a defaults list names."""
     listed = entries if isinstance(entries, (list, tuple)) else [entries] if entries else []
     for entry in listed:
@@ -253,13 +251,15 @@ def _words_of_defaults(entries: Any) -> Iterator[str]:
             for key, value in entry.items():
                 yield re.sub(r"^((optional|override)\s+)+", "", str(key))
                 for option in map(str, value if isinstance(value, (list, tuple)) else [value]):
-                    yield f"/{option}" if option.startswith("/") else option  # // leads out: it is no group's name
+                    yield (
+                        f"/{option}" if option.startswith("/") else option
+                    )  # keep //, which is not the name of a group
         else:
             yield str(entry)
 
 
 def _leaves(tree: Any, lead: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every mapping's key and every value, with its dotted name."""
+    """Yield every key of a mapping, and every value, with its dotted name."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             name = f"{lead}.{key}" if lead else str(key)
@@ -281,7 +281,7 @@ _INTERPOLATION = re.compile(
 )
 _PACKAGE = re.compile(r"#\s*@\s*package\s+(\S+)")
 _REFERENCE = re.compile(r"\$\{(\.*[A-Za-z_][\w.-]*(?:\[\w+\])*)\}")
-_MAX_STEPS = 200  # from key to key until a reference is found
+_MAX_STEPS = 200  # maximum number of keys to follow for one reference
 _PACKAGES = ("_global_", "_group_", "_here_")
-_OPTIONS_ONLY = "choose an option of a group; code of your own comes by --task FILE"
-_NO_HYDRA = "take it out; accel-run --help tells what can be set"
+_OPTIONS_ONLY = "choose an option of a group; pass your own code with --task FILE"
+_NO_HYDRA = "remove it; accel-run plan shows the settings"

@@ -1,4 +1,4 @@
-"""The keys that may be set: of the settings, of the chosen options, of the task, its phases and predictions."""
+"""All valid keys: of the settings, the chosen options, the task, its phases and its predictions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runner.config.phases import keys_of as phase_keys
 from runner.config.request import Request, text_of_value
 from runner.config.schema import MAX_SHOWN, Key, Keys, Signature, did_you_mean, fault, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
-from runner.config.suggestions import SHOWN_BY, meant
+from runner.config.suggestions import SHOWN_BY, translate_key
 from runner.config.task_file import TaskFile
 
 
 @dataclass(frozen=True)
 class PhaseKeys:
-    """A phase that the task declares, with the options that it uses and its keys.
+    """A declared phase of the task, with its options and keys.
 
     options  group -> option
     keys     by their name within the phase
@@ -42,7 +42,7 @@ class PhaseKeys:
         return str(self.declared.settings.get(group, of_run[group]))
 
     def takes(self, name: str) -> bool:
-        """Return whether the phase has the key, or the mapping of which it is an entry."""
+        """Return whether the phase has the key, or a mapping that contains it."""
         return name in self.keys or any(
             name.startswith(f"{known}.") and known not in PHASE_GROUPS for known in self.keys
         )
@@ -64,7 +64,7 @@ class PhaseKeys:
 
 @dataclass(frozen=True)
 class Schema:
-    """What may be set.
+    """All valid keys of a configuration.
 
     functions  group -> the option whose function is behind the chosen one
     tuned      group -> option that the task's values are for
@@ -130,7 +130,7 @@ def schema_of(
 
 
 def for_auto_of(settings: Mapping[str, Any], schema: Schema, problems: list[Problem]) -> dict[str, Any]:
-    """Return the task's values for an option that the plan may choose instead of `auto`."""
+    """Return the task's values for options that the plan may choose for `auto`."""
     found = {}
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -164,40 +164,42 @@ def check_phases(schema: Schema, problems: list[Problem]) -> list[str]:
         for name, value in declared.settings.items():
             if phase.is_for_another(name, schema.tuned):
                 group = name.partition(".")[0]
-                said = f"{declared.key(name)}={text_of_value(value)}"
-                notes.append(f"{said} of the task is not used: it is for {group}={phase.tuned(group, schema.tuned)}")
+                assignment = f"{declared.key(name)}={text_of_value(value)}"
+                notes.append(
+                    f"{assignment} of the task is not used: it is for {group}={phase.tuned(group, schema.tuned)}"
+                )
             elif not phase.takes(name):
                 what = f"unknown key of a phase of kind {declared.kind}"
                 problems.append(Problem(what, f"PHASES[{declared.name!r}][{name!r}]", did_you_mean(name, phase.keys)))
     return notes
 
 
-def unknown(key: str, word: str, schema: Schema) -> Problem:
-    """Return the problem of an unknown key, with the key that may be meant."""
-    value = readable(word.partition("=")[2], MAX_SHOWN)
+def unknown(key: str, argument: str, schema: Schema) -> Problem:
+    """Return the problem of an unknown key, with the key that was probably meant."""
+    value = readable(argument.partition("=")[2], MAX_SHOWN)
     group, _, name = key.partition(".")
     is_of_option = group in AXES and name
     elsewhere = schema.option_with(group, name) if is_of_option else None
-    said = "" if elsewhere else meant(key, value, schema.own_keys)
-    if is_of_option and not (said and key in FOREIGN_KEYS):
+    suggestion = "" if elsewhere else translate_key(key, value, schema.own_keys)
+    if is_of_option and not (suggestion and key in FOREIGN_KEYS):
         names = [known for known in schema.keys if known.startswith(f"{group}.")]
-        near = said or did_you_mean(name, [known.removeprefix(f"{group}.") for known in names]).replace(
+        near = suggestion or did_you_mean(name, [known.removeprefix(f"{group}.") for known in names]).replace(
             "mean ", f"mean {group}."
         )
         hint = f"it belongs to {group}={elsewhere}" if elsewhere else near
         option = schema.functions[group]
-        where = key if not hint and looks_random(value) else word
+        where = key if not hint and looks_random(value) else argument
         return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", where, hint)
     is_of_task = group == "task" and bool(name)
     of_task = [known for known in schema.keys if known.startswith("task.")] if is_of_task else []
-    near = said or did_you_mean(key, of_task if is_of_task else [*schema.keys, *GROUPS, *schema.own_keys])
+    near = suggestion or did_you_mean(key, of_task if is_of_task else [*schema.keys, *GROUPS, *schema.own_keys])
     what = f"unknown key of the task; known: {', '.join(of_task) or 'none'}" if is_of_task else "unknown key"
-    where = key if not near and looks_random(value) else word
+    where = key if not near and looks_random(value) else argument
     return Problem(what, where, near or SHOWN_BY)
 
 
 def _function_behind(group: str, option: str, content: Mapping[str, Any], request: Request) -> str | Problem:
-    """Return the option whose function is behind this one: it names it, or builds on it, or is it."""
+    """Return the option whose function implements this one: the one that its file names or builds on, or itself."""
     function, file = str(content.get("option") or variant_of(group, option, request.config_dir)), request.task_file
     known = [name for name in options_of(group, None, file) if name == "auto" or function_of(group, name, file)]
     if function in known:

@@ -132,7 +132,7 @@ def of_groups(typed: Mapping[str, str], request: Request) -> Iterator[Setting]:
 
 
 def of_task_groups(task: TaskFile, request: Request, problems: list[Problem]) -> Iterator[Setting]:
-    """Yield the options that the task was tuned with."""
+    """Yield the options that the task's file selects."""
     for group in GROUPS:
         option = task.settings.get(group)
         if option is None or isinstance(option, dict):
@@ -140,7 +140,7 @@ def of_task_groups(task: TaskFile, request: Request, problems: list[Problem]) ->
         known = options_of(group, request.config_dir, request.task_file)
         if group not in PHASE_GROUPS:
             fix = f"use {group}={text_of_value(option)} on the command line"
-            what = f"a task chooses options of {' and '.join(PHASE_GROUPS)} only"
+            what = f"a task can select options of {' and '.join(PHASE_GROUPS)} only"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
         elif option not in known:
             what = f"unknown {group}; must be one of {', '.join(known)}"
@@ -150,9 +150,9 @@ def of_task_groups(task: TaskFile, request: Request, problems: list[Problem]) ->
 
 
 def for_hydra(chosen: Merged, task_file: Path | None) -> dict[str, str]:
-    """Return the options that Hydra cannot know from its files.
+    """Return the options that Hydra cannot find in its files.
 
-    They are those that the task and the command line choose, and those that have no file, whoever chooses them.
+    These are the options that the task and the command line select, and all options without a file.
     """
     own = own_options(task_file)
     return {
@@ -176,9 +176,9 @@ def of_files(
     composed: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, problems: list[Problem],
     *, unused: Mapping[str, str], notes: list[str],
 ) -> Iterator[Setting]:  # fmt: skip
-    """Yield the settings of the configuration files, with the user's file that has the key.
+    """Yield the settings of the configuration files, with the user's file that sets the key.
 
-    composed  the tree that Hydra composed of all of them
+    composed  the tree that Hydra composed from all files
     unused    keys of `unused_of_files`, whose values are those of the option's file instead
     """
     origins = _origins(choices, schema, request, unused)
@@ -204,8 +204,8 @@ def of_files(
 def unused_of_files(chosen: Merged, profile: str, schema: Schema, folder: Path | None) -> dict[str, str]:
     """Return key -> why the value of a profile or of the user's config.yaml does not apply.
 
-    As with a task, the keys of a group are for the option that the file chooses. Without this rule the command line
-    could not choose another option: the keys of the file would be unknown, or tuned for something else.
+    As in a task, the keys of a group belong to the option that the file selects. Without this rule, the command line
+    could not select another option: the keys of the file would be unknown, or tuned for the other option.
     """
     found: dict[str, str] = {}
     for group_of_file, option, rank in (("", "config", Rank.FOLDER_CONFIG), ("hardware", profile, Rank.PROFILE)):
@@ -227,7 +227,7 @@ def unused_of_files(chosen: Merged, profile: str, schema: Schema, folder: Path |
 def _origins(
     choices: Mapping[str, str], schema: Schema, request: Request, unused: Container[str]
 ) -> dict[str, Setting]:
-    """Return key -> a setting without value, with the rank and the file of who sets it; no entry: a default."""
+    """Return key -> a setting without value, with the rank and file of its source; no entry: a default."""
     folder, found = request.config_dir, {}
     chosen = {"": "config", **{group: option for group, option in choices.items() if group != "hardware"}}
     for of_group, option in chosen.items():
@@ -251,7 +251,7 @@ def _origins(
 def of_task_file(
     task: TaskFile, choices: Mapping[str, str], schema: Schema, problems: list[Problem], notes: list[str]
 ) -> tuple[list[Setting], dict[str, Any]]:
-    """Return the settings of the task's file that apply, and those for an option that the plan chooses for `auto`."""
+    """Return the settings of the task's file that apply, and those for options that the plan chooses for `auto`."""
     flat = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in PHASE_GROUPS}
     for_auto = for_auto_of(flat, schema, problems)
     settings: list[Setting] = []
@@ -259,15 +259,15 @@ def of_task_file(
         why = "" if key in for_auto else why_not_for(key, choices, schema)
         if why:
             notes.append(f"{key}={text_of_value(value)} of the task is not used: {why}")
-        elif key not in for_auto and key not in GROUPS:  # an option that it may not choose is reported already
+        elif key not in for_auto and key not in GROUPS:  # options that a task may not select are reported elsewhere
             setting = Setting(key, value, Rank.TASK, task.label, f"SETTINGS[{key!r}]")
             settings += placed(setting, schema, problems)
     return settings, for_auto
 
 
-def typed_setting(key: str, value: Any, word: str) -> Setting:
+def typed_setting(key: str, value: Any, argument: str) -> Setting:
     """Return the setting of an override of the command line."""
-    return Setting(key, value, Rank.COMMAND_LINE, COMMAND_LINE, word, of_phase=key.startswith("phase."))
+    return Setting(key, value, Rank.COMMAND_LINE, COMMAND_LINE, argument, of_phase=key.startswith("phase."))
 
 
 def placed(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterator[Setting]:
@@ -294,7 +294,7 @@ def placed(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterato
 
 
 def _with_names(kind: Any, value: Any) -> Any:
-    """Return lists and mappings of texts with whole numbers as texts: the `0` of a module's name reads as a number."""
+    """Convert integers in lists and mappings of texts to texts: the `0` of a module name is parsed as a number."""
     items = typing.get_args(kind)[-1:]
     if isinstance(value, list) and items == (str,):
         return [_named(item) for item in value]
@@ -325,9 +325,9 @@ def phase_choices(
 ) -> dict[str, Setting]:
     """Return group -> the setting that selects the option of a phase.
 
-    run    group -> the setting that selects the option of the run, behind which are the `functions`
+    run    group -> the setting that selects the option of the run, implemented by `functions`
     given  settings of the command line for phases
-    file   of the task, which may bring options
+    file   of the task, which may define options
     """
     chosen = {}
     for group in PHASE_GROUPS:
@@ -351,7 +351,7 @@ def of_phase(
 ) -> Iterator[Setting]:
     """Yield the settings of a phase: its defaults, those of the run, and those that the task declares for it.
 
-    The run's keys of a group count only where the phase uses the same option.
+    The run's keys of a group apply only if the phase uses the same option.
     """
     declared = phase.declared
     for name, key in phase.keys.items():
@@ -385,19 +385,19 @@ def merge_phases(
 
 
 def notes_of(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterator[str]:
-    """Yield a note for each setting that does not count, though its key has a value.
+    """Yield a note for each setting without effect whose key has a value.
 
     settings  those of the task's file and of the command line
     """
     for setting in settings:
-        said = f"{setting.key}={text_of_value(setting.value)}"
+        assignment = f"{setting.key}={text_of_value(setting.value)}"
         winner, group = run.get(setting.key, setting), setting.key.partition(".")[0]
         if setting.rank == Rank.TASK and winner.rank in (Rank.FOLDER_OPTION, Rank.PROFILE):
-            yield f"{said} of the task is not used: {winner.file or winner.source} sets it"
+            yield f"{assignment} of the task is not used: {winner.file or winner.source} sets it"
         for phase in schema.phases if setting.rank == Rank.COMMAND_LINE and group in PHASE_GROUPS else ():
             if phase.declared.kind == "train" and phase.options[group] != schema.functions[group]:
                 option = phase.options[group]
-                yield f"{said} does not reach phase {phase.declared.name}, whose {group} is {option}"
+                yield f"{assignment} has no effect in phase {phase.declared.name}, whose {group} is {option}"
 
 
 def notes_of_hooks(typed: Iterable[Setting], run: Merged) -> Iterator[str]:
@@ -430,5 +430,5 @@ def values_of(merged: Merged) -> dict[str, Any]:
 
 
 def sources_of(merged: Merged) -> dict[str, str]:
-    """Return key -> source, for the keys that a source other than the defaults sets."""
+    """Return key -> source for all keys that are not defaults."""
     return {key: setting.source for key, setting in merged.items() if setting.source != DEFAULT}

@@ -20,7 +20,7 @@ def make(table: Mapping[str, Callable[..., Made]], option: str, /, *given: Any, 
     """Call the function of `option` in `table` with the runner's arguments and the user's settings.
 
     option  name in the table, or `PLACE:TABLE:NAME` for an option of a task file or a package
-    Raises TaskFault if a function that is not shipped raises.
+    Raises TaskFault if a function of a task file or a package raises.
     """
     if ":" not in option:
         assert option in table, f"{option} is not in the table {sorted(table)}"

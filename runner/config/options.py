@@ -1,4 +1,4 @@
-"""Groups and their options: which exist, and the function and keys behind each."""
+"""Groups and their options: names, functions and keys."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SOURCES = {group: PACKAGE / file for group, file in AXES.items()}
 
 
 def options_of(group: str, config_dir: Path | None = None, task_file: Path | None = None) -> list[str]:
-    """Return the names of a group's options, those of the user's folder, task file and packages included."""
+    """Return the names of a group's options, including those of the user's folder, task file and packages."""
     of_folder = (file.stem for file in (config_dir / group).glob("*.yaml")) if config_dir else ()
     own = (name for of_group, name in own_options(task_file) if of_group == group)
     return sorted({*_names_shipped(group), *of_folder, *own})
@@ -64,7 +64,7 @@ def options_of_groups() -> dict[str, list[str]]:
 
 
 def names_of_options(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
-    """Return the name of every option, and every choice of a key: of the settings, the options and the tasks."""
+    """Return the names of all options, and all literal choices of keys: of the settings, the options and the tasks."""
     found = {file.stem for file in shipped("conf").rglob("*.yaml")}
     found.update(*(options_of(group, config_dir, task_file) for group in GROUPS))
     keys = [*settings_keys(Settings).values()]
@@ -81,7 +81,7 @@ def _names_shipped(group: str) -> tuple[str, ...]:
 
 
 def function_of(group: str, option: str, task_file: Path | None = None) -> Signature | None:
-    """Return the signature behind an option, or None where it has no function (such as `auto`).
+    """Return the signature of an option, or None if it has no function (such as `auto`).
 
     option  a name, or what `reference_of` returns
     """
@@ -90,7 +90,7 @@ def function_of(group: str, option: str, task_file: Path | None = None) -> Signa
 
 
 def reference_of(group: str, option: str, task_file: Path | None) -> str:
-    """Return what names the function of an option for `option_table.make`: its name if it is shipped."""
+    """Return the reference to the function of an option for `option_table.make`: its name if it is shipped."""
     own = own_options(task_file).get((group, option))
     return own.reference if own else option
 
@@ -124,7 +124,7 @@ def shipped_tasks() -> list[Path]:
 
 @cache
 def all_keys() -> Mapping[str, tuple[Key, ...]]:
-    """Return the keys of the settings and of all shipped options, each as every option that has it declares it."""
+    """Return the keys of the settings and of all shipped options, each with its declarations in all options."""
     found = {name: (key,) for name, key in settings_keys(Settings).items()}
     for group in AXES:
         for option in options_of(group):
@@ -139,7 +139,7 @@ def plain_keys() -> list[str]:
 
 
 def option_name(group: str, value: Any, known: Iterable[str]) -> str:
-    """Return the option meant. Absence is called off in some groups and none in others: any word for it will do."""
+    """Return the canonical option name; off, none, false and null are interchangeable."""
     if value is None or value is False or value in ("none", "off"):
         return next((name for name in ("off", "none") if name in known), text_of_value(value))
     name = "on" if value is True else str(value)
@@ -147,8 +147,8 @@ def option_name(group: str, value: Any, known: Iterable[str]) -> str:
 
 
 def option_with(group: str, key: str, task_file: Path | None = None) -> str | None:
-    """Return the first option of the group that has this key, or the mapping of which it is an entry."""
-    order = [*read_functions(SOURCES[group])]  # the usual options come first in the source
+    """Return the first option of the group that has this key, or a mapping that contains it."""
+    order = [*read_functions(SOURCES[group])]  # common options come first in the source
     for option in sorted(
         options_of(group, None, task_file), key=lambda each: order.index(each) if each in order else len(order)
     ):

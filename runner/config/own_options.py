@@ -1,6 +1,6 @@
-"""Options, hooks and tasks that a task file or an installed package brings, found without executing any of it.
+"""Options, hooks and tasks defined by a task file or an installed package, found without executing any of it.
 
-Code is named by the user alone: by --task, or by installing a package with entry points.
+Only the user can name code: with --task, or by installing a package with entry points.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TASK = "task"
 
 
 def own_options(task_file: Path | None) -> Options:
-    """Return (group, name) -> what installed packages and the task file bring; broken tables are left out."""
+    """Return (group, name) -> definitions of installed packages and of the task file; broken tables are omitted."""
     return {**_of_packages()[0], **(read_tables(task_file, str(task_file))[0] if task_file else {})}
 
 
@@ -50,20 +50,20 @@ def by_reference(reference: str) -> OwnOption | None:
 
 
 def file_of_task(name: str) -> Path | None:
-    """Return the file of a task that a package brings, None if there is none of this name."""
+    """Return the file of a task that a package defines, None if there is none of this name."""
     own = _of_packages()[0].get((TASK, name))
     return _file_of_module(own.place) if own else None
 
 
 def module_of_task(name: str) -> str | None:
-    """Return the module of a task that a package brings, None if there is none of this name."""
+    """Return the module of a task that a package defines, None if there is none of this name."""
     own = _of_packages()[0].get((TASK, name))
     return own.place if own else None
 
 
 @cache
 def _of_packages() -> Parsed:
-    """Return what installed packages bring; of two packages with the same option, the first by name has it."""
+    """Return the definitions of installed packages; if two define the same option, the first package by name wins."""
     from importlib.metadata import entry_points
 
     found: dict[tuple[str, str], OwnOption] = {}

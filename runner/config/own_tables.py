@@ -1,8 +1,8 @@
 """Parse the tables of options and hooks that a Python file declares, without executing it.
 
 A table of options is a literal mapping, `OPTIMIZERS = {"lion": lion}`; hooks are a literal list of classes,
-`HOOKS = [LogImages]`. As with shipped options, the parameters after `*` are the keys, and the docstring has their
-meaning.
+`HOOKS = [LogImages]`. As with shipped options, the parameters after `*` are the keys, and the docstring describes
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLOSED_TABLES: Mapping[str, str] = {
 }
 ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_VALUES = ("true", "false", "null", "nan", "inf")  # an override with one of these is no text
+_VALUES = ("true", "false", "null", "nan", "inf")  # an override with one of these values is not a text
 _KNOWN = {*OPTION_TABLES, HOOK_TABLE}
 
 
@@ -55,12 +55,12 @@ class OwnOption:
 
     @property
     def reference(self) -> str:
-        """Return what names the function for `option_table.make`."""
+        """Return the reference to the function for `option_table.make`."""
         return f"{self.place}:{self.table}:{self.name}"
 
     @property
     def origin(self) -> str:
-        """Return who brings the option, for the user."""
+        """Return where the option is defined, for messages."""
         return f"the package {self.package} ({self.place})" if self.package else self.place
 
 
@@ -69,7 +69,7 @@ Parsed = tuple[Options, tuple[Problem, ...]]
 
 
 def hook_name(class_name: str) -> str:
-    """Return the name of a hook in keys: that of its class, in lowercase with underscores."""
+    """Return the name of a hook in keys: the name of its class in snake_case."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", class_name)
     return words.lower().strip("_")
 
@@ -128,7 +128,7 @@ def _closed(tree: ast.Module, where: str) -> Iterator[Problem]:
 
 
 def _out_of_sight(tree: ast.Module, where: str) -> Iterator[Problem]:
-    """Yield a problem for each place that fills a table where parsing does not see it; it would be without effect."""
+    """Yield a problem for each statement that fills a table in a way that parsing misses; it would have no effect."""
     for node in ast.walk(tree):
         match node:
             case (
@@ -136,11 +136,11 @@ def _out_of_sight(tree: ast.Module, where: str) -> Iterator[Problem]:
                 | ast.AugAssign(target=ast.Name(id=name))
                 | ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend" | "insert" | "update"))
             ) if name in _KNOWN:
-                what = f"{name} is filled after its definition, which is not executed to read it"
+                what = f"{name} is changed after its definition, but the file is parsed, not executed"
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if (
                 name in _KNOWN and node not in tree.body
             ):
-                what = f"{name} must be assigned at the top level of the file, which is parsed and not executed"
+                what = f"{name} must be assigned at the top level of the file, which is parsed, not executed"
             case ast.ImportFrom(names=names) if imported := {alias.asname or alias.name for alias in names} & _KNOWN:
                 name = min(imported)
                 what = f"{name} is imported, and imports are not followed"

@@ -1,4 +1,4 @@
-"""Phases as data: a task's PHASES, and the keys that each of them has."""
+"""Phases as data: a task's PHASES, and the keys of each phase."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.config.schema import Key, Signature, did_you_mean, settings_keys
 from runner.config.settings import Settings
 
 KINDS = ("train", "fit")
-INFERENCE = "infer"  # the phase of every task that predicts with the result of the others
+INFERENCE = "infer"  # phase of every task that predicts with the trained model
 GROUPS = ("optimizer", "scheduler")  # groups for which a phase may choose another option
 _OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate.samples")
 _OF_TRAIN = (*_OF_FIT, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")

@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for on the command line, before it is understood.
+    """Arguments of a command line, before they are parsed.
 
-    own_keys  of the command, besides settings: a slip may have meant one of them
+    own_keys  keys of the command besides settings: a typo may be meant as one of them
     """
 
     overrides: tuple[str, ...] = ()
@@ -23,31 +23,31 @@ class Request:
 
 
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
-    """Return the old overrides with those replaced whose key is given anew, and with it all that stands under it."""
+    """Return the old overrides without those of the new keys and their subkeys, followed by the new ones."""
     new = tuple(new)
-    roots = tuple(f"{plain_key_of(word)}." for word in new)
-    return (*(word for word in old if not f"{plain_key_of(word)}.".startswith(roots)), *new)
+    roots = tuple(f"{plain_key_of(argument)}." for argument in new)
+    return (*(argument for argument in old if not f"{plain_key_of(argument)}.".startswith(roots)), *new)
 
 
-def word_of(key: str, text: str) -> str:
-    """Return the word of a command line that gives the key exactly this text."""
+def override_of(key: str, text: str) -> str:
+    """Return the command-line argument that sets the key to exactly this text."""
     if re.fullmatch(r"[\w./@:+-]+", text, re.ASCII):
         return f"{key}={text}"
     escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
     return f'{key}="{escaped}"'
 
 
-def key_of(word: str) -> str:
-    """Return the key of a setting as it is typed; the ~ of a word that deletes one stays, for it is refused."""
-    return word.partition("=")[0].lstrip("+")
+def key_of(argument: str) -> str:
+    """Return the key of an argument, including a leading ~ (deletion), which is refused later."""
+    return argument.partition("=")[0].lstrip("+")
 
 
-def plain_key_of(word: str) -> str:
-    return key_of(word).lstrip("+~")
+def plain_key_of(argument: str) -> str:
+    return key_of(argument).lstrip("+~")
 
 
 def text_of_value(value: Any) -> str:
-    """Return a value as it is typed on a command line."""
+    """Format a value as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -56,8 +56,8 @@ class WeightsSettings:
     """The initial weights of a new run; `weights=X` is short for `weights.source=X`.
 
     source  a run, a checkpoint, a safetensors file, or a folder with one or with shards; null: none of these
-    strict  every tensor must fit; false: take those that fit, and print what is missing and what is ignored
-    only    modules or tensors of the model to take, e.g. [backbone]; []: all
+    strict  every tensor must match; false: load those that match, and print which are missing and ignored
+    only    modules or tensors of the model to load, e.g. [backbone]; []: all
     rename  names in the source -> names in the model, for modules or tensors, e.g. {encoder: backbone}
     """
 
@@ -113,5 +113,5 @@ class Settings:
         return as_path(self.output_root)
 
 
-# A group of settings is also the name of its main key: weights=FILE sets weights.source.
+# The name of a group of settings is an alias of its main key: weights=FILE sets weights.source.
 MAIN_KEYS: Mapping[str, str] = {"weights": "weights.source"}

@@ -26,9 +26,9 @@ from runner.config.schema import (
 
 @dataclass(frozen=True)
 class TaskFile:
-    """What a task's file declares: the keys of `build` and `predict`, and its literals.
+    """Declarations of a task file: the keys of `build` and `predict`, and its literals.
 
-    label  who set a value, in messages: `task gpt`
+    label  source of its values in messages: `task gpt`
     """
 
     source: Path
@@ -40,9 +40,9 @@ class TaskFile:
 
 
 def read_task(name: str, request: Request, size_of: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
-    """Return what the task's file declares, without executing it; SIZES of the size in use override SETTINGS.
+    """Return the declarations of the task file, without executing it; SIZES of the selected size override SETTINGS.
 
-    name     task of the configuration files and the command line
+    name     task selected by the configuration files and the command line
     size_of  default of task.size -> the size in use
     """
     source = task_source(name, request.task_file)
@@ -54,13 +54,13 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
     except SyntaxError as error:
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line"))
         return TaskFile(source, label)
-    except (RecursionError, MemoryError):  # Python's parser has no memory left: it means its stack
-        problems.append(Problem("must be nested less deeply: Python cannot read it", str(source)))
+    except (RecursionError, MemoryError):  # raised as MemoryError: the parser's stack is exhausted
+        problems.append(Problem("is nested too deeply for Python's parser", str(source)))
         return TaskFile(source, label)
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py"))
         return TaskFile(source, label)
-    except OSError as error:  # an option of the user's folder for which there is no task
+    except OSError as error:  # an option of the user's folder without a task
         known = [folder.name for folder in shipped_tasks()]
         what = f"there is no task of that name; must be one of {', '.join(known)} ({source}: {error.strerror})"
         problems.append(Problem(what, f"task={name}", "use --task FILE for a task of your own"))
@@ -77,9 +77,7 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
     for argument, key in [*build.items(), *predict.items()]:
         if isinstance(key.default, Expression):
             what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"
-            problems.append(
-                Problem(what, str(source), "make it None or a literal, and what is to be computed in build")
-            )
+            problems.append(Problem(what, str(source), "use None or a literal, and compute the value in build"))
     settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
     by_default = {
         f"{place}.{name}": key.default
@@ -87,7 +85,9 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
         for name, key in keys.items()
         if key.default is not REQUIRED and not isinstance(key.default, Expression)
     }
-    if hidden := secret_problems(by_default, source.name):  # before the defaults reach config.yaml and plan.json
+    if hidden := secret_problems(
+        by_default, source.name
+    ):  # before the defaults are written to config.yaml and plan.json
         raise ConfigError(hidden)
     kept_in_it = [*secret_problems(settings, source.name), *secret_problems(sizes, source.name)]
     if kept_in_it or (kept_in_it := secret_problems(phases, source.name)):
@@ -109,7 +109,7 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
 
 
 def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
-    """Return the literal mapping that the module binds to a name; nothing where it does not."""
+    """Return the literal mapping that the module assigns to a name; empty if there is none."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == name and node.value:

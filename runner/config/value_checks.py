@@ -22,26 +22,26 @@ from runner.config.schema import (
     fault,
     nearest,
 )
-from runner.config.suggestions import example_of
+from runner.config.suggestions import suggest_value
 
 
 def check(merged: Mapping[str, Setting], schema: Schema, already: set[str]) -> list[Problem]:
-    """Return a problem for each value that does not fit its type."""
+    """Return a problem for each value of the wrong type."""
     problems, tree = [], values_of(merged)
     for name, key in schema.keys.items():
         if name not in tree:
             problems.append(Problem("must be given", name, f"use {name}=..."))
             continue
         if isinstance(tree[name], Expression):
-            continue  # said when the task was read
+            continue  # reported when the task was read
         if name.startswith("phase.") and tree[name] == tree.get(name.split(".", 2)[2]):
-            continue  # said of the run
+            continue  # reported for the run
         wrong = fault(key.type, tree[name])
         literal = tree[name] if isinstance(tree[name], str) else ""
         near = did_you_mean(literal, _literals(key.type)) if wrong and literal else ""
         if name == "phases" and literal:
             near = fix_of_value(name, literal) or _phases_meant(literal, schema)
-        near = near or (example_of(name, key, tree[name]) if wrong else "")
+        near = near or (suggest_value(name, key, tree[name]) if wrong else "")
         file = f"{merged[name].file}: " if merged[name].file else ""
         problem = Problem(wrong or "", f"{file}{name}={text_of_value(tree[name])}", near)
         if wrong and problem.where not in already:
@@ -50,18 +50,18 @@ def check(merged: Mapping[str, Setting], schema: Schema, already: set[str]) -> l
 
 
 def _phases_meant(text: str, schema: Schema) -> str:
-    """Return what to say instead of phases=NAME, with names that the task has."""
+    """Return a suggestion for phases=NAME with phases of the task."""
     known = [*(phase.declared.name for phase in schema.phases), INFERENCE] if schema.phases else ["train", INFERENCE]
     names = [name if name in known else nearest(name, known) for name in re.split(r"[\s,+]+", text.strip("()[] "))]
     return f"use phases=[{','.join(name for name in names if name)}]" if all(names) else f"use phases=[{known[0]}]"
 
 
 def contradictions(tree: Mapping[str, Any], schema: Schema, *, is_alone: bool) -> list[Problem]:
-    """Return what is wrong between keys that are each right, as far as no machine needs to be known for it."""
+    """Return contradictions between individually valid keys that do not depend on the machine."""
     problems = []
     resumed = tree.get("resume")
     if isinstance(resumed, str) and (said := fix_of_value("resume", resumed)):
-        problems.append(Problem("names no run to start from", f"resume={resumed}", said))
+        problems.append(Problem("does not name a run to start from", f"resume={resumed}", said))
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
     if not is_alone or not isinstance(total, int) or total < 1:
         pass
@@ -81,15 +81,15 @@ def contradictions(tree: Mapping[str, Any], schema: Schema, *, is_alone: bool) -
 
 
 def _phase_contradictions(tree: Mapping[str, Any], schema: Schema) -> list[Problem]:
-    """Return what is wrong with the choice of phases: names that are none, and nothing left to do."""
+    """Return problems of the selected phases: unknown names, and a selection without work."""
     wanted = tree.get("phases")
     kinds = {phase.declared.name: phase.declared.kind for phase in schema.phases} or {"train": "train"}
     known = [*kinds, INFERENCE]
     if wanted is not None and not (isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)):
-        return []  # said with its type
+        return []  # reported as a wrong type
     if wanted == []:
         fix = f"use phases=[{known[0]}], or phases=null for all"
-        return [Problem("names no phase", "phases=[]", fix)]
+        return [Problem("contains no phase", "phases=[]", fix)]
     problems = [
         Problem(
             f"the task has no phase {readable(name, MAX_SHOWN)}; phases: {', '.join(known)}",

@@ -28,7 +28,7 @@ class RunState:
     exit_code: int | None = None
 
 
-def state_word(process: ProcessRecord) -> Word:
+def process_state_name(process: ProcessRecord) -> Word:
     """Return the state of what this process ran; a process that vanished was killed."""
     if process.state == "running":
         return "running" if _is_elsewhere(process) or _is_alive(process) else "killed"
@@ -44,7 +44,7 @@ def state_word(process: ProcessRecord) -> Word:
 
 def standing(record: RunRecord) -> RunState:
     """Return the state of a run."""
-    process, word = record.process, state_word(record.process)
+    process, word = record.process, process_state_name(record.process)
     if word == "running" and _is_elsewhere(process):
         return RunState(word, f"running on {process.host}, if it was not killed there")
     sentences: dict[Word, str] = {

@@ -12,7 +12,7 @@ from typing import Any
 from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing, Problem, SecurityRefusal
 from runner.base.json_values import mapped
 from runner.base.text import shortened
-from runner.config.request import word_of
+from runner.config.request import override_of
 from runner.durable import files
 from runner.durable.checkpoint import MANIFEST, Loaded, load
 from runner.durable.checkpoint_choice import choose
@@ -75,7 +75,7 @@ def _with_run_directory(word: str, root: Path) -> str:
     if key not in ("weights", "weights.source") or not is_run_name or path.is_file() or path.is_dir():
         return word
     try:
-        return word_of(key, str(RunDirectory.find(root, value).path.absolute()))
+        return override_of(key, str(RunDirectory.find(root, value).path.absolute()))
     except InputMissing:  # reported by the run that uses it
         return word
 

@@ -27,7 +27,7 @@ from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.durable.record_files import ERROR, RUN, read_error, read_record
 from runner.durable.run_identity import RunIdentity, new_uid, uid_of
-from runner.durable.run_state import state_word
+from runner.durable.run_state import process_state_name
 from runner.engine import repro_script
 from runner.engine.job import Job
 from runner.host.process_identity import process_identity
@@ -194,7 +194,7 @@ def only_writer(directory: RunDirectory) -> Iterator[None]:
     """Raise RunInUse if the recorded process still writes the run and only its lock file was removed."""
     process = read_record(directory.path).process if directory.lacked_lock else ProcessRecord()
     is_here = process.host == socket.gethostname() and process.pid != os.getpid()
-    if is_here and state_word(process) == "running":
+    if is_here and process_state_name(process) == "running":
         raise RunInUse(
             f"process {process.pid} still writes this run, though its lock file was removed",
             where=f"run={directory.name}",

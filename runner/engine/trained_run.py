@@ -15,7 +15,7 @@ from runner.base.global_rng import random_state, restore_random_state
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.config.configuration import Configuration, compose
-from runner.config.request import Request, key_of, merge_overrides, word_of
+from runner.config.request import Request, key_of, merge_overrides, override_of
 from runner.durable.checkpoint import load
 from runner.durable.checkpoint_choice import choose
 from runner.durable.directory import RunDirectory, default_name
@@ -125,7 +125,7 @@ def load_trained_model(directory: RunDirectory, request: Request, wanted: str | 
     """
     cpu = torch.device("cpu")
     tensors, rest = random_state(cpu)
-    plain = merge_overrides(request.overrides, (*_PLAIN, word_of("run", str(directory.path.absolute()))))
+    plain = merge_overrides(request.overrides, (*_PLAIN, override_of("run", str(directory.path.absolute()))))
     with ExitStack() as stack:
         stack.callback(restore_random_state, tensors, rest, cpu)
         trained = open_trained(replace(request, overrides=plain), Console(level="warning"), stack, wanted)

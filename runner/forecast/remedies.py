@@ -17,7 +17,7 @@ from runner.forecast.demand import is_traced, needs_of
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Needs, may_fit
 from runner.plan.planner import make_plan
-from runner.plan.prediction_text import FittingChange, may_be_asked, peaks_of_ranks, seconds_of
+from runner.plan.prediction_text import FittingChange, may_be_set, peaks_of_ranks, seconds_of
 from runner.plan.run_plan import Plan
 
 Words = tuple[str, ...]
@@ -161,7 +161,7 @@ class _Trial:
 def _resolved(words: Words, plan: Plan) -> Words:
     """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
-    can_be = may_be_asked(plan, plan.batch, plan.batch.micro_batch_size)
+    can_be = may_be_set(plan, plan.batch, plan.batch.micro_batch_size)
     is_one = not plan.own_keys and can_be  # phases have their own micro-batch sizes
     return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
 

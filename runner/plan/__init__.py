@@ -1,1 +1,1 @@
-"""What the machine has, and what follows from it: inventory + configuration -> Plan with reasons."""
+"""Planning: inventory + configuration -> Plan with reasons."""

@@ -1,4 +1,4 @@
-"""What `accel-run plan --probe` has measured on this machine, kept for later plans in the user's cache."""
+"""Measurements of `accel-run plan --probe` on this machine, stored in the user's cache for later plans."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from runner.durable.files import read_object
 from runner.plan.rank_devices import RankDevice
 
 FILE = "corrections.json"
-MARGIN = 1.02  # of a measured ratio of tensors: another task is not the one that was measured
+MARGIN = 1.02  # margin of a measured ratio of tensors, because it is applied to other tasks, too
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What three real updates have shown of a device of this machine.
+    """Measurements of three real updates on a device of this machine.
 
     device       its name
-    task, date   what was trained, and when
-    libraries    bytes that the process held beside its tensors; None where that was not seen
-    tensors      bytes of tensors with what the allocator took, measured / predicted without a margin for kernels
+    task, date   task and date of the measurement
+    libraries    bytes of the process besides its tensors; None if not measured
+    tensors      bytes of tensors with allocator overhead, measured / predicted without a margin for kernels
     flops_per_s  precision -> operations of the updates per second of the updates
     """
 
@@ -37,19 +37,19 @@ class Correction:
     flops_per_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def of(self, rank: RankDevice) -> RankDevice:
-        """Return the device with what was measured in the place of estimates."""
+        """Return the device with estimates replaced by measurements."""
         libraries = rank.overhead_bytes if self.libraries is None else self.libraries
-        # never below: another task may have what this one lacked
+        # never below the estimate: another task may use kernels that this one did not
         unseen = max(0.0, self.tensors * MARGIN - 1) if rank.is_gpu else rank.unseen
         return dataclasses.replace(rank, overhead_bytes=libraries, unseen=unseen)
 
     def __str__(self) -> str:
-        """Return in a line whose measurement it is."""
+        """Return one line that names the measurement."""
         return f"Corrected by three updates of {self.task} on this {self.device}, {self.date} (plan --probe)"
 
 
 def corrections() -> dict[str, Correction]:
-    """Return device -> what was measured on this machine; what cannot be read counts as not measured."""
+    """Return device -> measurements on this machine; unreadable entries are ignored."""
     found = {}
     for name, fields in _here(read_object(cache_folder() / FILE)).items():
         if correction := _read(name, fields):
@@ -58,9 +58,9 @@ def corrections() -> dict[str, Correction]:
 
 
 def keep(correction: Correction) -> str:
-    """The correction is on disk, beside those of other devices; return its file.
+    """Store the correction with those of other devices; return the file.
 
-    What was measured in other precisions stays. Raises StorageError where nothing can be written there.
+    Measurements in other precisions are kept. Raises StorageError if the file cannot be written.
     """
     folder = cache_folder()
     files.make_directory(folder)
@@ -75,7 +75,7 @@ def keep(correction: Correction) -> str:
 
 
 def _here(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is kept of the devices of this machine."""
+    """Return the stored corrections of this machine's devices."""
     found = known.get(_machine())
     return dict(found) if isinstance(found, dict) else {}
 

@@ -1,10 +1,11 @@
-"""What torch's CUDA allocator takes from the driver for a sequence of allocations: rounding, segments, splits, merges.
+"""Model of torch's CUDA caching allocator: the memory it reserves for a sequence of allocations.
 
-A model of its behavior, not its code. Source: c10/cuda/CUDACachingAllocator.cpp (round_size, get_allocation_size,
-get_free_block, should_split, free_block, release_available_cached_blocks, release_cached_blocks, find_expandable_block)
+It models rounding, segments, splits and merges. Source: c10/cuda/CUDACachingAllocator.cpp (round_size,
+get_allocation_size, get_free_block, should_split, free_block, release_available_cached_blocks, release_cached_blocks,
+find_expandable_block)
 and c10/core/AllocatorConfig.h of torch 2.13. `scripts/first_contact.sh hollow` compares it with torch 2.14. One stream
-is assumed. What it leaves out: `roundup_power2_divisions` as a list counts with its coarsest entry,
-`garbage_collection_threshold` is not followed, and of `backend:cudaMallocAsync` nothing is known.
+is assumed. Limitations: a list in `roundup_power2_divisions` is approximated by its coarsest entry,
+`garbage_collection_threshold` is ignored, and `backend:cudaMallocAsync` is not modelled.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from dataclasses import dataclass, field
 from runner.plan.memory_trace import Event
 
 MIB = 2**20
-BLOCK = 512  # bytes: what sizes are rounded up to
-SMALL = MIB  # allocations up to this size lie in segments of their own
+BLOCK = 512  # bytes; sizes are rounded up to a multiple
+SMALL = MIB  # allocations up to this size use separate segments
 SMALL_SEGMENT = 2 * MIB
-LARGE = 10 * MIB  # from here on a segment holds one allocation to begin with
-ROUNDING = 2 * MIB  # of such a segment
+LARGE = 10 * MIB  # from this size on, a segment is created for one allocation
+ROUNDING = 2 * MIB  # size of such a segment is rounded up to a multiple
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """Those settings of torch's allocator that decide how much it takes, in bytes.
+    """Settings of torch's allocator that affect reserved memory, in bytes.
 
-    expandable  segments that grow page by page in place of many that do not
+    expandable  one segment that grows by pages instead of many of fixed size
     max_split   larger blocks are not split; None: all are
     segment     size of the segments for allocations of 1 to 10 MiB
-    rounding    how much larger than asked for a block may be that is not split
-    divisions   sizes are rounded up to so many steps between powers of 2; 0: to BLOCK only
-    fraction    share of the GPU's memory that the process may take
-    is_known    False for backend:cudaMallocAsync, which is the driver's and not torch's
+    rounding    maximum excess size of a block that is used without splitting
+    divisions   number of steps between powers of 2 to which sizes are rounded up; 0: to BLOCK only
+    fraction    fraction of the GPU's memory that the process may use
+    is_known    False for backend:cudaMallocAsync, the driver's allocator, which is not modelled
     """
 
     expandable: bool = False
@@ -47,7 +48,7 @@ class Allocator:
 
     @staticmethod
     def of(text: str | None) -> Allocator:
-        """Return what `memory.allocator` says, such as "expandable_segments:True,max_split_size_mb:256"."""
+        """Parse `memory.allocator`, such as "expandable_segments:True,max_split_size_mb:256"."""
         said = {
             name.strip(): value.strip()
             for name, _, value in (part.partition(":") for part in re.split(r",(?![^\[]*\])", text or ""))
@@ -64,7 +65,7 @@ class Allocator:
         )
 
     def rounded(self, size: int) -> int:
-        """Return the bytes of the block that an allocation of `size` bytes gets at least."""
+        """Return the minimum block size for an allocation of `size` bytes."""
         if size < BLOCK:
             return BLOCK
         if self.divisions and size > BLOCK * self.divisions:
@@ -76,13 +77,13 @@ class Allocator:
 
 @dataclass(frozen=True)
 class PeakHeld:
-    """The most bytes that were held at once.
+    """Peak memory in bytes.
 
-    live       asked for
-    allocated  handed out: asked for and rounded (torch's max_memory_allocated)
-    reserved   taken from the driver (torch's max_memory_reserved)
-    retries    times that cached segments were given back to the driver to make room (num_alloc_retries)
-    fits       False where the limit was too small even so
+    live       requested
+    allocated  requested and rounded (torch's max_memory_allocated)
+    reserved   obtained from the driver (torch's max_memory_reserved)
+    retries    how often cached segments were released to the driver to make room (num_alloc_retries)
+    fits       False if the limit was too small nevertheless
     """
 
     live: int
@@ -93,10 +94,10 @@ class PeakHeld:
 
 
 def replay(events: Iterable[Event], allocator: Allocator | None = None, limit: int | None = None) -> PeakHeld:
-    """Return what is held at most when these allocations and their ends follow each other.
+    """Return the peak memory of a sequence of allocations and frees.
 
-    events  (block, bytes) for an allocation, (block, 0) for its end; an end of what is not there counts for nothing
-    limit   bytes that the driver has; None: any number. What follows the first allocation that fails is left out
+    events  (block, bytes) for an allocation, (block, 0) for a free; frees of unknown blocks are ignored
+    limit   memory of the driver in bytes; None: unlimited. Events after the first failed allocation are ignored
     """
     device = _Device(allocator or Allocator(), limit)
     held: dict[int, tuple[int, _Block]] = {}
@@ -105,7 +106,7 @@ def replay(events: Iterable[Event], allocator: Allocator | None = None, limit: i
         if number in held:
             asked, block = held.pop(number)
             live, allocated = live - asked, allocated - block.size
-            device.give_back(block)
+            device.free(block)
         if not size:
             continue
         taken = device.take(size)
@@ -130,7 +131,7 @@ class _Block:
 
 @dataclass(eq=False)
 class _Pool:
-    """Blocks that are free, the smallest first and then by address; with segments that expand, the end of the one."""
+    """Free blocks by size, then by address; with expandable segments, also the end of the segment."""
 
     page: int
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -156,14 +157,14 @@ class _Device:
         self.next_address = 0
 
     def take(self, size: int) -> _Block | None:
-        """Return a block for so many bytes, None where the driver has no more."""
+        """Allocate a block of `size` bytes; return None if the driver is out of memory."""
         size = self.allocator.rounded(size)
         pool = self.small if size <= SMALL else self.large
         block = self._found(pool, size) or self._new(pool, size)
         return None if block is None else self._split(block, size)
 
-    def give_back(self, block: _Block) -> None:
-        """The block is free, and one with its free neighbors."""
+    def free(self, block: _Block) -> None:
+        """Free the block and merge it with its free neighbors."""
         pool = block.pool
         for other in (block.before, block.after):
             if other is None or not other.is_free:
@@ -183,10 +184,10 @@ class _Device:
         pool.put(block)
 
     def _found(self, pool: _Pool, size: int) -> _Block | None:
-        """Return the smallest free block that is large enough, taken out of the free ones."""
+        """Remove and return the smallest free block that is large enough."""
         place = bisect_left(pool.free, (size, -1))
         if self.allocator.expandable and place < len(pool.free) and pool.at[pool.free[place][1]] is pool.last:
-            place += place + 1 < len(pool.free)  # the end can grow, so it is the largest
+            place += place + 1 < len(pool.free)  # the end can grow, so it counts as the largest
         if place == len(pool.free):
             return None
         block = pool.at[pool.free[place][1]]
@@ -200,7 +201,7 @@ class _Device:
         return block
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
-        """Return a block of memory that comes from the driver."""
+        """Return a block of new memory from the driver."""
         if self.allocator.expandable:
             return self._grown(pool, size)
         if pool is self.small:
@@ -210,12 +211,12 @@ class _Device:
         if not self._has_room(needed, pool, size):
             return None
         block = _Block(self.next_address, needed, pool)
-        self.next_address += needed + BLOCK  # segments are no neighbors
+        self.next_address += needed + BLOCK  # segments do not merge
         self.reserved += needed
         return block
 
     def _grown(self, pool: _Pool, size: int) -> _Block | None:
-        """Return the end of the segment, after it has grown by as many pages as are missing."""
+        """Grow the segment by the missing pages and return its end."""
         end = pool.last
         there = end.size if end is not None and end.is_free else 0
         missing = _up(size - there, pool.page)
@@ -253,8 +254,8 @@ class _Device:
     def _is_free(self, more: int) -> bool:
         return self.limit is None or self.reserved + more <= self.limit
 
-    def _give_back_large(self, pool: _Pool, size: int) -> bool:
-        """Return to the driver blocks that are not split, only as many as `size` needs; False if they do not suffice.
+    def _release_large(self, pool: _Pool, size: int) -> bool:
+        """Release unsplit blocks to the driver, only as many as `size` needs; return False if they do not suffice.
 
         This does not count as a retry.
         """
@@ -272,8 +273,8 @@ class _Device:
         return released >= wanted
 
     def _has_room(self, more: int, pool: _Pool, size: int) -> bool:
-        """Return whether the driver has `more` bytes, if need be after cached memory was returned to it."""
-        if self._is_free(more) or (self._give_back_large(pool, size) and self._is_free(more)):
+        """Return whether the driver has `more` bytes, after cached memory is released if necessary."""
+        if self._is_free(more) or (self._release_large(pool, size) and self._is_free(more)):
             return True
         self.retries += 1
         for each in (self.small, self.large):
@@ -282,7 +283,7 @@ class _Device:
         return self._is_free(more)
 
     def _release(self, pool: _Pool, block: _Block) -> None:
-        """Give back a segment that is free as a whole; of one that expands, the free pages at its end."""
+        """Release a segment that is entirely free; of an expandable one, the free pages at its end."""
         if self.allocator.expandable:
             if block is not pool.last:
                 return

@@ -57,7 +57,7 @@ class Decisions:
     def refuse_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
         """Refuse an unsupported option if requested by name, else replace it with a note."""
         name = self.choices[group].name
-        if self.configuration.asked_by_name(group):
+        if self.configuration.is_set_by_user(group):
             others = dict.fromkeys((instead, "auto"))
             fix = "use " + ", or ".join(f"{group}={other}" for other in others)
             self.problems.append(Problem(why, f"{group}={name}", fix))

@@ -1,4 +1,4 @@
-"""Hardware and versions, as they are kept beside what was trained or measured."""
+"""Hardware and versions, recorded with each training and measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.version import __version__
 
 
 def environment(inventory: Inventory) -> dict[str, Any]:
-    """Return versions of what runs here, the state of the user's checkout, and the machine, JSON-able."""
+    """Return software versions, the git state of the user's checkout, and the machine; JSON-serializable."""
     return {
         "accel-run": __version__,
         "python": platform.python_version(),
@@ -29,8 +29,8 @@ def environment(inventory: Inventory) -> dict[str, Any]:
 def _git_state(folder: Path) -> dict[str, str] | None:
     """Return commit and branch of the user's checkout, read from .git without starting git.
 
-    The folder may be another user's, such as /tmp: only names below refs/ and hashes are taken from regular files, so
-    that neither a link nor a HEAD that names another file brings that file's text into a run.
+    The folder may belong to another user, such as /tmp. Only names below refs/ and hashes are read, only from regular
+    files: a link or a manipulated HEAD cannot copy the text of another file into a run.
     """
     for parent in (folder, *folder.parents):
         root = parent / ".git"
@@ -51,9 +51,9 @@ def _git_state(folder: Path) -> dict[str, str] | None:
 
 
 def _text_of(path: Path, limit: int = 4096) -> str:
-    """Return the text of a regular file of at most `limit` bytes, empty for anything else."""
+    """Return the text of a regular file of at most `limit` bytes, otherwise an empty text."""
     with suppress(OSError, UnicodeDecodeError):
-        # O_NONBLOCK: opening a named pipe would wait for a writer. A folder on the way may still be a link.
+        # O_NONBLOCK: opening a named pipe would block until there is a writer. Parent folders may still be links.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)

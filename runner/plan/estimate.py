@@ -1,13 +1,13 @@
-"""About how long an update takes on a device, from its operations and bytes and the device's peaks. An estimate.
+"""Estimate the time of an update from its operations, its bytes and the peak rates of the device.
 
-Products of matrices reach about half of a device's peak in training (Chowdhery et al., PaLM, 2022, table 3: 46 %;
-Korthikanti et al., 2022, table 5: 42 to 57 %), streams of memory about 80 % of its bandwidth (as STREAM shows on GPUs).
-The bytes are counted operation by operation, without caches and fusion. What computes and what moves may overlap or
-not, so the answer is a range: the longer of the two, and their sum.
+In training, matrix products reach about half of a device's peak (Chowdhery et al., PaLM, 2022, table 3: 46 %;
+Korthikanti et al., 2022, table 5: 42 to 57 %), and memory accesses about 80 % of its bandwidth (STREAM on GPUs).
+Bytes are counted per operation, without caches and fusion. Computation and memory access may or may not overlap, so
+the estimate is a range: from the longer of the two to their sum.
 
-On a GPU no update is shorter than the launches of its kernels, which the host makes one after the other: 5 to 10 us
-each are assumed, the cost of an eager PyTorch operator on a current host. The trace counts operators, and each is taken
-for one kernel. A compiled model launches fewer, so it has no such floor.
+On a GPU, an update takes at least the time of its kernel launches, which the host issues sequentially: 5 to 10 us
+each are assumed, the cost of an eager PyTorch operator on a current host. The trace counts operators, assumed to be
+one kernel each. A compiled model launches fewer, so it has no such lower bound.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from typing import Any
 from runner.plan.memory_fit import Demand, TracedPoint
 
 OF_COMPUTE, OF_MEMORY = 0.5, 0.8
-LAUNCH_S = (5e-6, 10e-6)  # an assumption, not measured here: of an operator of PyTorch that is not compiled
+LAUNCH_S = (5e-6, 10e-6)  # s per eager PyTorch operator: assumed, not measured
 FACTS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflops", "fp16": "fp16_tensor_tflops"}
 
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What a device does at most.
+    """Peak rates of a device.
 
-    flops_per_s, bytes_per_s  as its profile says; measured  operations per second of real updates, None if never seen
+    flops_per_s, bytes_per_s  from its profile
+    measured                  operations per second of real updates; None if never measured
     """
 
     flops_per_s: float | None = None
@@ -36,13 +37,13 @@ class DevicePeaks:
 
     @property
     def is_known(self) -> bool:
-        """Tell whether anything can be said."""
+        """Return whether a time can be estimated."""
         return self.measured is not None or (self.flops_per_s is not None and self.bytes_per_s is not None)
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """A range of seconds, and what it rests on."""
+    """A range of seconds, and how it was estimated."""
 
     low: float
     high: float
@@ -50,7 +51,7 @@ class Seconds:
 
     @property
     def middle(self) -> float:
-        """Return the number by which two are compared."""
+        """Return the center of the range, for comparisons."""
         return (self.low + self.high) / 2
 
     def __str__(self) -> str:
@@ -62,10 +63,10 @@ class Seconds:
 def peaks_of(
     name: str, precision: str, profiles: Iterable[Mapping[str, Any]], measured: Mapping[str, float] | None = None
 ) -> DevicePeaks:
-    """Return the peaks of the device of that name.
+    """Return the peak rates of the device of this name.
 
-    profiles  facts of hardware profiles; the first that has the device counts
-    measured  precision -> operations per second, as a probe has found
+    profiles  facts of hardware profiles; the first that has the device is used
+    measured  precision -> operations per second, measured by a probe
     """
     rate = (measured or {}).get(precision)
     for facts in profiles:
@@ -81,10 +82,10 @@ def peaks_of(
 def update_seconds(
     demand: Demand, passes: Iterable[int], peaks: DevicePeaks, *, launches: bool = False
 ) -> Seconds | None:
-    """Return about how long an update of a rank takes; None where nothing is known of its device.
+    """Return the estimated time of an update of a rank; None if the peak rates of its device are unknown.
 
-    passes    samples of each forward and backward pass
-    launches  the host launches a kernel for each operator, as without compilation on a GPU
+    passes    sizes of the micro-batches
+    launches  whether each operator launches a kernel, as on a GPU without compilation
     """
     points = [demand.at(samples) for samples in passes]
     found = _of_work(demand, points, peaks)
@@ -93,7 +94,7 @@ def update_seconds(
 
 
 def _at_least(found: Seconds, number: int) -> Seconds:
-    """Return the range with no end below the time in which so many kernels are launched."""
+    """Return the range, with both ends at least the time of this number of kernel launches."""
     low, high = (number * seconds for seconds in LAUNCH_S)
     if found.low >= low and found.high >= high:
         return found
@@ -103,7 +104,7 @@ def _at_least(found: Seconds, number: int) -> Seconds:
 
 
 def _of_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) -> Seconds | None:
-    """Return how long the device computes and moves data."""
+    """Return the estimated time of computation and memory access."""
     flops, moved = sum(point.flops for point in points), sum(point.moved_bytes for point in points)
     if peaks.measured is not None:
         seconds = flops / peaks.measured
@@ -120,7 +121,7 @@ def _of_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) 
 
 
 def _big(value: float) -> str:
-    """Return a number with its unit's prefix: `1.43 T`."""
+    """Format a number with an SI prefix: `1.43 T`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= size:
             return f"{value / size:.3g} {prefix}"

@@ -1,4 +1,4 @@
-"""What the machine has: GPUs as NVML and torch see them, the CPU, memory, versions. Frozen, and the same in JSON."""
+"""Inventory of the machine: GPUs as NVML and torch report them, CPU, memory, versions. Frozen and JSON-serializable."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ Kind = Literal["cuda", "mps", "cpu"]
 
 @dataclass(frozen=True)
 class Device:
-    """One place that computes; its capability decides what it does natively, not what torch can emulate.
+    """A compute device.
 
-    index         torch's number where it is usable, else the driver's
-    uuid          as NVML writes it; empty where there is none
-    memory_bytes  all of it
-    free_bytes    free when the inventory was taken; None where nobody tells
-    capability    NVIDIA compute capability; None for anything else
-    why_not       why it cannot be used; empty where it can
-    architecture  AMD's name of the architecture, such as gfx90a; empty for anything else
+    index         torch's index if it is usable, else the driver's
+    uuid          in NVML's format; empty if there is none
+    memory_bytes  total memory
+    free_bytes    free memory when the inventory was taken; None if unknown
+    capability    NVIDIA compute capability; None for other devices
+    why_not       why it cannot be used; empty if it can
+    architecture  AMD's name of the architecture, such as gfx90a; empty for other devices
 
-    What is native follows from capability or architecture: runner/base/accelerator.py.
+    Native formats follow from capability or architecture, not from what torch emulates: runner/base/accelerator.py.
     """
 
     kind: Kind
@@ -62,51 +62,51 @@ class Device:
 
     @property
     def formats(self) -> Formats:
-        """What its matrix units compute natively."""
+        """Formats that its matrix units compute natively."""
         return amd_formats(self.architecture) if self.architecture else nvidia_formats(self.capability, self.name)
 
     @property
     def native_bf16(self) -> bool:
-        """It supports bfloat16 natively. For a CPU see Cpu.native_bf16."""
+        """Whether it computes bfloat16 natively. For a CPU, see Cpu.native_bf16."""
         return self.formats.bf16
 
     @property
     def native_tf32(self) -> bool:
-        """It computes TensorFloat-32 natively."""
+        """Whether it computes TensorFloat-32 natively."""
         return self.formats.tf32
 
     @property
     def fp16_tensor_cores(self) -> bool:
-        """It computes float16 natively."""
+        """Whether it computes float16 natively."""
         return self.formats.fp16
 
     @property
     def flash_attention(self) -> bool:
-        """PyTorch's flash attention runs here."""
+        """Whether PyTorch's flash attention runs on it."""
         return self.formats.flash
 
     @property
     def generation(self) -> str:
-        """What decides about its formats, in words: `capability 7.5`, `gfx90a` or `no capability`."""
+        """The property that determines its formats: `capability 7.5`, `gfx90a` or `no capability`."""
         if self.capability is not None:
             return "capability {}.{}".format(*self.capability)
         return self.architecture or "no capability"
 
     @property
     def torch_name(self) -> str:
-        """The name that torch.device takes: `cuda:0`, `mps` or `cpu`."""
+        """The name for torch.device: `cuda:0`, `mps` or `cpu`."""
         return f"cuda:{self.index}" if self.kind == "cuda" else self.kind
 
 
 @dataclass(frozen=True)
 class Cpu:
-    """The processor, as much of it as this process may use.
+    """The processor, as far as this process may use it.
 
     physical_cores  cores without hyper-threads, at most logical_cores
-    logical_cores   threads of execution that affinity and cgroup leave to this process, at least 1
-    memory_bytes    of the machine, or the cgroup's limit where that is less
-    capability      the widest vectors that torch uses here: DEFAULT, AVX2, AVX512, ...
-    flags           of the flags that matter for arithmetic (CPU_FLAGS), those it has
+    logical_cores   hardware threads allowed by affinity and cgroup, at least 1
+    memory_bytes    memory of the machine, or the cgroup's limit if lower
+    capability      widest vector instructions that torch uses: DEFAULT, AVX2, AVX512, ...
+    flags           its flags that matter for arithmetic (see CPU_FLAGS)
     """
 
     name: str
@@ -118,23 +118,23 @@ class Cpu:
 
     @property
     def native_bf16(self) -> bool:
-        """The processor multiplies bfloat16 itself: AVX512_BF16, AMX or Arm's BF16."""
+        """Whether it multiplies bfloat16 natively: AVX512_BF16, AMX or Arm's BF16."""
         return any(flag in self.flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
 
     @property
     def device(self) -> Device:
-        """The CPU as a device to train on."""
+        """The CPU as a training device."""
         return Device("cpu", 0, self.name, memory_bytes=self.memory_bytes)
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is to plan with.
+    """Hardware and software available for planning.
 
-    devices              GPUs in torch's order, then those that are there and cannot be used, with the reason
-    shared_memory_bytes  size of /dev/shm, through which loader workers hand over batches; None where there is none
-    open_files_limit     files this process may hold open; None where the system has no such limit
-    notes                what a person should know: missing libraries, limits, devices that do not answer
+    devices              GPUs in torch's order, then unusable ones with the reason
+    shared_memory_bytes  size of /dev/shm, which data workers use to pass batches; None if there is none
+    open_files_limit     maximum number of open files of this process; None if unlimited
+    notes                messages for the user: missing libraries, limits, devices that do not respond
     """
 
     devices: tuple[Device, ...]
@@ -149,16 +149,16 @@ class Inventory:
 
     @property
     def usable(self) -> tuple[Device, ...]:
-        """The GPUs that training can use, in torch's order."""
+        """GPUs that training can use, in torch's order."""
         return tuple(device for device in self.devices if device.usable)
 
     def to_json(self) -> str:
-        """Return it as JSON text."""
+        """Return the inventory as JSON text."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> Inventory:
-        """Return the inventory that `to_json` wrote."""
+        """Restore the inventory from the output of `to_json`."""
         values = json.loads(text)
         cpu = {**values["cpu"], "flags": tuple(values["cpu"]["flags"])}
         devices = [{**each, "capability": _pair(each["capability"])} for each in values["devices"]]
@@ -173,11 +173,11 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Return what is here and now. Never raises for a missing library, driver or permission: it becomes a reason.
+    """Take the inventory of this machine. A missing library, driver or permission becomes a reason, not an exception.
 
-    Imports torch. Where torch is built for GPUs they are looked at in a subprocess, so that CUDA is not initialized
-    in this process and it can still be forked.
-    Raises SystemLimit where Linux has no /proc: memory, cores and the processes of a run are only known from there.
+    Imports torch. If torch is built for GPUs, they are queried in a subprocess, so that CUDA is not initialized in
+    this process and it can still be forked.
+    Raises SystemLimit if Linux has no /proc, which has the information about memory, cores and processes.
     """
     if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
@@ -198,7 +198,7 @@ def take_inventory() -> Inventory:
 
 
 def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
-    """Return what torch and NVML say of the GPUs; looked at in a subprocess where that would initialize CUDA here."""
+    """Query torch and NVML about GPUs, in a subprocess if the query would initialize CUDA."""
     import torch
 
     if (torch.version.cuda or torch.version.hip) and not cuda_is_initialized():
@@ -225,10 +225,10 @@ def _look_at_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str
 def inventory_of_profile(
     facts: Mapping[str, Any], here: Inventory | None = None, file: Path | None = None
 ) -> Inventory:
-    """Return the inventory of a machine that is not here, made of the `hardware:` facts of a profile, of `file`.
+    """Return the inventory of a machine that is not present, from the `hardware:` facts of the profile in `file`.
 
-    A profile tells of GPUs only. The CPU and the versions are those of `here`, as a note says; without `here` they
-    are one core, no memory and no versions. Raises ConfigError with every fact that is missing or of a wrong type.
+    A profile describes GPUs only. CPU and versions are those of `here`, with a note; without `here` they are one
+    core, no memory and no versions. Raises ConfigError with every fact that is missing or of a wrong type.
     """
     problems: list[Problem] = []
     described = [each for each in facts.get("devices") or () if each.get("kind", "cuda") != "cpu"]
@@ -244,11 +244,11 @@ def inventory_of_profile(
 
 @dataclass(frozen=True)
 class TorchView:
-    """What torch says of itself and of the devices it sees.
+    """torch's version, build and devices.
 
-    architectures  what its CUDA kernels were compiled for: sm_75, compute_120, ...
-    complaint      why it sees no CUDA device, in torch's words; empty where it said nothing
-    mps_bytes      memory that Metal recommends to use; None where there is no Metal
+    architectures  targets of its CUDA kernels: sm_75, compute_120, ...
+    complaint      torch's message about why it finds no CUDA device; empty if there is none
+    mps_bytes      memory that Metal recommends to use; None without Metal
     """
 
     version: str
@@ -263,8 +263,8 @@ class TorchView:
 
 
 def ask_torch() -> TorchView:
-    """Return what torch sees; its warnings and errors about CUDA become `complaint`."""
-    import torch  # here, not above: a plan read from a file must not cost torch's import
+    """Query torch; its warnings and errors about CUDA become `complaint`."""
+    import torch  # imported here, because reading a plan from a file must not import torch
 
     cudnn = cast("Any", torch.backends.cudnn)
     devices: list[TorchDevice] = []
@@ -273,11 +273,11 @@ def ask_torch() -> TorchView:
         warnings.simplefilter("always")
         try:
             devices.extend(torch_devices())
-        except (RuntimeError, AssertionError) as error:  # torch raises both when CUDA does not start
+        except (RuntimeError, AssertionError) as error:  # torch raises both if CUDA cannot be initialized
             complaints.append(str(error))
         try:
             cudnn_version = cudnn.version() if torch.version.cuda else None
-        except RuntimeError as error:  # an older cuDNN on the library path than the one torch was built with
+        except RuntimeError as error:  # a cuDNN on the library path that is older than the one torch was built with
             cudnn_version = None
             complaints.append(str(error))
     complaints += [str(warning.message) for warning in caught]
@@ -298,7 +298,7 @@ def ask_torch() -> TorchView:
 def match_devices(
     nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
-    """Return torch's devices joined with NVML's by UUID, then NVML's that torch cannot use; and notes."""
+    """Return torch's devices joined with NVML's by UUID, then devices that only NVML reports; and notes."""
     pairs = [(known, nvml.find_of_torch(known.uuid, environ) if known.uuid else None) for known in torch_view.devices]
     matched = {gpu for _, gpu in pairs}
     metal = [] if torch_view.mps_bytes is None else [Device("mps", 0, "Apple GPU", memory_bytes=torch_view.mps_bytes)]
@@ -311,7 +311,7 @@ def match_devices(
 
 
 def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tuple[str, ...]]:
-    """Return the CPU as far as this process may use it, and what limits it. `root` holds /proc and /sys."""
+    """Return the CPU as far as this process may use it, and notes about limits. `root` contains /proc and /sys."""
     import psutil  # type: ignore[import-untyped]
 
     allowed = len(affinity())
@@ -341,7 +341,7 @@ def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_vie
         index=index,
         name=known.name,
         uuid=gpu.uuid if gpu else known.uuid and (known.uuid if torch_view.rocm else f"GPU-{known.uuid}"),
-        memory_bytes=known.memory_bytes,  # what can be allocated; NVML counts a little more
+        memory_bytes=known.memory_bytes,  # usable memory; NVML reports slightly more
         free_bytes=known.free_bytes if free_bytes is None else free_bytes,
         capability=known.capability,
         usable=not why_not,
@@ -351,7 +351,7 @@ def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_vie
 
 
 def _unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Device:
-    free_bytes = _free_bytes(nvml, gpu)  # first: this query finds out whether the GPU is lost
+    free_bytes = _free_bytes(nvml, gpu)  # first, because this query detects a lost GPU
     return Device(
         kind="cuda",
         index=gpu.index,
@@ -366,7 +366,7 @@ def _unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, s
 
 
 def _lacks_kernels(device: TorchDevice, torch_view: TorchView) -> str:
-    """Return why this torch build has no kernels for the device, or nothing."""
+    """Return why this torch build has no kernels for the device, or an empty string."""
     if device.capability is None or not torch_view.architectures:
         return ""
     if any(_runs_on(architecture, device.capability) for architecture in torch_view.architectures):
@@ -379,12 +379,12 @@ def _lacks_kernels(device: TorchDevice, torch_view: TorchView) -> str:
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Machine code (sm_) runs on the same major and an equal or higher minor, PTX (compute_) on all that is newer."""
+    """Return whether code runs: machine code (sm_) on the same major, at least the minor; PTX (compute_) on newer."""
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
     if not parts:
         return False
     target = (int(parts[2]), int(parts[3]))
-    if parts[4] == "a":  # for this very architecture
+    if parts[4] == "a":  # for exactly this architecture
         return capability == target
     return capability >= target and (parts[1] == "compute" or capability[0] == target[0])
 
@@ -421,7 +421,7 @@ def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str])
     if torch_view.cuda_version and torch_view.complaint and (has_no_cudnn or not torch_view.devices):
         yield f"torch: {torch_view.complaint}"
     order = visible(nvml.gpus, environ).note
-    if order and not torch_view.devices:  # torch's own order is known by UUID
+    if order and not torch_view.devices:  # UUIDs determine torch's order
         yield order
 
 
@@ -431,7 +431,7 @@ def _free_bytes(nvml: Nvml, gpu: Gpu | None) -> int | None:
 
 
 def _major(version: str | None) -> int:
-    return int(version.split(".")[0]) if version else 10**6  # unknown: nothing to complain about
+    return int(version.split(".")[0]) if version else 10**6  # unknown version: no message
 
 
 def _device_of_profile(index: int, facts: Mapping[str, Any], file: Path | None, problems: list[Problem]) -> Device:
@@ -456,13 +456,13 @@ def _pair(values: Sequence[Any] | None) -> tuple[int, int] | None:
 
 
 def _cpu_facts(root: Path) -> tuple[str, tuple[str, ...]]:
-    """Return name and flags out of /proc/cpuinfo, or what the platform knows."""
+    """Return name and flags from /proc/cpuinfo, else from the platform module."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:
         text = ""
     lines = [line.split(":", 1) for line in text.splitlines() if ":" in line]
-    facts = {key.strip(): value.strip() for key, value in reversed(lines)}  # the first processor wins
+    facts = {key.strip(): value.strip() for key, value in reversed(lines)}  # values of the first processor are used
     words = (facts.get("flags") or facts.get("Features") or "").split()
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
     return name, tuple(flag for flag in CPU_FLAGS if flag in words)
@@ -483,7 +483,7 @@ def _open_files_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-# Flags of /proc/cpuinfo that say how fast arithmetic is: Intel and AMD, then Arm.
+# Flags of /proc/cpuinfo that affect the speed of arithmetic: Intel and AMD, then Arm.
 CPU_FLAGS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16",
     "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2",

@@ -1,8 +1,8 @@
-"""Whether a run fits a device, by parts; the most samples of a pass that do; what would make it fit.
+"""Predict the memory of a run on a device by part, whether it fits, and the largest micro-batch that fits.
 
-The bytes come from a trace on the CPU (runner.plan.memory_trace). Here they become those of a device: its allocator
-(runner.plan.cuda_allocator), its share of the work in each strategy, what its libraries hold (overhead.yaml), and what
-was corrected by measurements on the same machine (runner.plan.corrections).
+The input is a trace on the CPU (runner.plan.memory_trace). It is converted to a device by the allocator
+(runner.plan.cuda_allocator), the rank's part in each strategy, the memory of libraries (overhead.yaml), and
+corrections measured on this machine (runner.plan.corrections).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from runner.plan.rank_devices import RankDevice
 GIB = 2**30
 PARTS = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
-SUMS = 1024  # bytes; losses and counts of the passes before
-MANY = 64  # micro-batches; what a stage keeps of more is the same
-ALLOCATOR = 0.2  # of the tensors: what the allocator adds, before it is known what it does
+SUMS = 1024  # bytes; losses and counts of earlier micro-batches
+MANY = 64  # micro-batches; more need no additional memory in a stage
+ALLOCATOR = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modelled
 
 
 @dataclass(frozen=True)
 class TracedPoint:
-    """What was traced with one micro-batch.
+    """Results of a trace with one micro-batch size.
 
-    without      bytes at the moment of most of all but gradients
-    is_whole     it is a whole update: no gradients of an earlier pass are there
-    reserved     bytes that torch's allocator takes from a GPU's driver for peak.total
-    flops        of the forward and backward pass of a micro-batch; moved_bytes are read and written by these, and
-                 launches are the kernels that they launch
-    recompute    numbers of the blocks that are computed again, as memory=budget has chosen them
+    without      peak bytes without gradients
+    is_whole     the micro-batch is a whole update: no gradients of an earlier one exist
+    reserved     bytes that torch's allocator reserves on a GPU for peak.total
+    flops        of the forward and backward pass of a micro-batch; moved_bytes: bytes read and written by it;
+                 launches: its kernel launches
+    recompute    indices of the blocks that memory=budget recomputes
     """
 
     micro_batch_size: int
@@ -54,20 +54,20 @@ class TracedPoint:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a phase takes as a function of the micro-batch: as traced at some points, affine between and beyond them.
+    """Memory of a phase as a function of the micro-batch size: traced at some points, affine between and beyond them.
 
-    A peak is the largest of several moments that are each affine in the samples, so what lies between two points is not
-    above the line through them.
+    A peak is the maximum over moments that are each affine in the samples, so it is convex: between two points it is
+    at most the line through them.
 
     largest      bytes of parameters of the largest block, which fsdp gathers at once
-    outside      of those in no block, which fsdp gathers for the whole pass; rows of one row of each parameter
-    trained      of all gradients; widest of the largest one
-    num_layers   layers that a pipeline may split between; None where the task does not tell
-    layers       those that keep most activations, the first the most, in the largest pass that was traced;
-                 `blocks.*.mlp` is that of all blocks
+    outside      bytes of parameters outside of blocks, which fsdp gathers for the whole pass; rows: one row of each
+    trained      bytes of all gradients; widest: the largest gradient
+    num_layers   layers between which a pipeline may split; None if the task does not define them
+    layers       those that save most activations, largest first, at the largest traced micro-batch;
+                 `blocks.*.mlp` is the sum over all blocks
     kept         bytes of activations of all layers there
-    stages       what each rank of a pipeline takes, as traced with its layers; empty where that was not
-    is_exact     the trace is equal to a run on a CPU
+    stages       demand of each rank of a pipeline, traced with its layers; empty if not traced
+    is_exact     the trace equals a run on a CPU
     why_not      what could not be traced; the figures are then too small
     """
 
@@ -89,12 +89,12 @@ class Demand:
 
     @staticmethod
     def of(traces: Sequence[Traced], allocator: Allocator) -> Demand:
-        """Return what traces of one phase with different micro-batches come to."""
+        """Combine traces of one phase with different micro-batch sizes."""
         traces = sorted(traces, key=lambda traced: traced.micro_batch_size)
         widest = traces[-1]
         kept: dict[str, Layer] = {}
         for layer in widest.layers:
-            name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.name)  # those of all blocks together
+            name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.name)  # summed over all blocks
             before = kept.get(name, Layer(name, 0, 0))
             kept[name] = Layer(name, before.activations + layer.activations, before.flops + layer.flops)
         return Demand(
@@ -129,7 +129,7 @@ class Demand:
 
     @staticmethod
     def of_stages(stages: Sequence[Demand]) -> Demand:
-        """Return what all stages of a pipeline take together."""
+        """Return the sum over all stages of a pipeline."""
         layers = sorted((layer for stage in stages for layer in stage.layers), key=lambda layer: -layer.activations)
         return dataclasses.replace(
             stages[0],
@@ -143,7 +143,7 @@ class Demand:
 
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> Demand:
-        """Return what `dataclasses.asdict` made of one, also by way of JSON."""
+        """Restore the result of `dataclasses.asdict`, also after a JSON round trip."""
         points = tuple(
             TracedPoint(**{**point, "peak": Bytes(**point["peak"]), "recompute": tuple(point["recompute"])})
             for point in tree["points"]
@@ -153,11 +153,11 @@ class Demand:
         return Demand(**{**tree, "points": points, "layers": layers, "stages": stages})
 
     def at(self, samples: int, share: int = 0) -> TracedPoint:
-        """Return what a pass of so many samples takes; from one trace alone an upper bound for fewer samples.
+        """Return the demand of a micro-batch of this size; with a single trace, an upper bound for smaller ones.
 
-        What was not traced is taken to be one pass of several, so that gradients of others are there all the time.
+        A size that was not traced is assumed to be one of several micro-batches, so that accumulated gradients exist.
 
-        share  samples of an update: where they are more, what was traced as a whole update is one pass of several too
+        share  samples of an update: if larger, a size traced as a whole update is one of several micro-batches, too
         """
         first, last = self._around(samples)
         if samples in (first.micro_batch_size, last.micro_batch_size):
@@ -179,7 +179,7 @@ class Demand:
         )
 
     def _of_several(self, point: TracedPoint) -> TracedPoint:
-        """Return the point as that of a pass after which others follow: all gradients are there, and a new one."""
+        """Return the point for a micro-batch that is not the last: all accumulated gradients, and a new one."""
         if not point.is_whole:
             return point
         peak = point.peak
@@ -192,12 +192,12 @@ class Demand:
         return dataclasses.replace(point, peak=peak, reserved=reserved)
 
     def recompute_at(self, samples: int) -> tuple[int, ...]:
-        """Return the blocks to compute again with so many samples: those of the next larger pass that was traced."""
+        """Return the blocks to recompute at this micro-batch size: those of the next larger traced size."""
         larger = [point for point in self.points if point.micro_batch_size >= samples]
         return (larger[0] if larger else self.points[-1]).recompute
 
     def is_traced_at(self, samples: int) -> bool:
-        """Tell whether the figures for so many samples are those of a trace."""
+        """Return whether this micro-batch size was traced."""
         return any(point.micro_batch_size == samples for point in self.points)
 
     def _around(self, samples: int) -> tuple[TracedPoint, TracedPoint]:
@@ -209,7 +209,7 @@ class Demand:
         return points[max(1, place) - 1], points[max(1, place)]
 
     def __str__(self) -> str:
-        """Return in a line what does not depend on the samples, and what each of them adds."""
+        """Return one line with the constant part and the memory per sample."""
         most = self.points[-1].micro_batch_size
         one, two = self.at(most + 1), self.at(most + 2)
         fixed = f"weights {sized(one.peak.parameters + one.peak.buffers)}, gradients {sized(one.peak.gradients)}"
@@ -227,7 +227,7 @@ def _together(points: Sequence[TracedPoint]) -> TracedPoint:
 
 
 def _reserved(traced: Traced, allocator: Allocator) -> int:
-    """Return what the allocator takes for the peak, also where that is a multiple of what was traced."""
+    """Return the reserved memory at the peak, also for a multiple of the trace."""
     held = replay(traced.events, allocator)
     return max(traced.peak.total, round(traced.peak.total * held.reserved / max(1, held.live)))
 
@@ -237,9 +237,9 @@ def _between(first: int, last: int, share: float) -> int:
 
 
 def _scaled(point: TracedPoint, samples: int) -> TracedPoint:
-    """Return a bound by one trace: less takes no more, of more all grows that could depend on the samples.
+    """Return a bound from one trace: fewer samples need no more; with more, everything that may depend on them grows.
 
-    It is not told apart what of the activations does not, such as copies of weights in a half format.
+    Activations that do not depend on the samples, such as weight copies in a 16-bit format, are not distinguished.
     """
     factor = samples / point.micro_batch_size
     more = max(1.0, factor)
@@ -260,13 +260,13 @@ def _scaled(point: TracedPoint, samples: int) -> TracedPoint:
 
 @dataclass(frozen=True)
 class RankPart:
-    """How much of the whole a rank has: the strategy and the number of ranks.
+    """The part of the model and batch on a rank, by strategy and number of ranks.
 
-    share      samples of an update of the rank that has most; smaller passes accumulate. 0: all are passed at once
+    share      largest share of an update of any rank; smaller micro-batches accumulate. 0: one micro-batch
     reshards   fsdp frees blocks after the forward pass
-    in_flight  passes of which a stage of a pipeline keeps its part of the activations at once, for each stage
+    in_flight  micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
     passes     micro-batches of an update, which a pipeline reads at once
-    rank       whose stages they are, in a pipeline
+    rank       rank of the stages in a pipeline
     """
 
     strategy: str = "single"
@@ -278,7 +278,7 @@ class RankPart:
     rank: int = 0
 
     def of_rank(self, rank: int) -> RankPart:
-        """Return that of another rank."""
+        """Return the part of another rank."""
         return dataclasses.replace(self, rank=rank)
 
     @staticmethod
@@ -296,10 +296,10 @@ class RankPart:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """What a rank's device holds at most, in bytes by part: those of `Bytes`, then `allocator` and `libraries`.
+    """Predicted peak memory of a rank's device, in bytes by part: those of `Bytes`, then `allocator` and `libraries`.
 
-    capacity  what there is: free now where the device is here, else all of it; 0: unknown
-    bounds    names of the parts that are upper bounds: a run may take less
+    capacity  available memory: free memory of a device that is present, else its total; 0: unknown
+    bounds    names of the parts that are upper bounds: a run may need less
     """
 
     parts: Mapping[str, int]
@@ -313,15 +313,15 @@ class MemoryPrediction:
 
     @property
     def fits(self) -> bool:
-        """Tell whether it is not more than there is; what is not known is taken to be enough."""
+        """Return whether the total does not exceed the capacity; an unknown capacity is assumed to suffice."""
         return not self.capacity or self.total <= self.capacity
 
 
 def predicted(demand: Demand, samples: int, rank: RankDevice, part: RankPart | None = None) -> MemoryPrediction:
-    """Return what the rank's device holds at most with passes of so many samples.
+    """Return the predicted peak memory of the rank's device at this micro-batch size.
 
-    ddp adds a bucket for every gradient, which is there all the time. A rank of a pipeline was traced with its layers;
-    where it was not, it is taken to have an even part of all. Of fsdp see `_of_shards`.
+    ddp adds a permanent bucket for every gradient. A pipeline rank was traced with its layers; otherwise it is
+    assumed to have an even part of the model. For fsdp, see `_of_shards`.
     Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
     runner/distributed/.
     """
@@ -349,25 +349,25 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: RankPart | N
             "libraries": rank.overhead_bytes + (rank.communication_bytes if part.count > 1 else 0),
         },
         rank.capacity_bytes if rank.is_gpu else rank.capacity_bytes // part.count,
-        # what is gathered, and gradients before they are cut, are not all there at the same moment
+        # gathered parameters and unsharded gradients do not peak at the same moment
         ("parameters", "gradients") if part.count > 1 and part.strategy == "fsdp" else (),
     )
 
 
 def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, int]:
-    """Return parameters, gradients and state of a rank whose parts are cut by rows.
+    """Return parameters, gradients and state of a rank whose tensors are sharded by rows.
 
-    Gathered are what lies outside of blocks, for the whole pass, and of a block itself and what travels; with
-    reshards=False all blocks. Before gradients are cut they are there as a whole, for a block or what lies outside, and
-    once more to travel; between the passes of an update all of them. Evaluation gathers all parameters and has neither
-    gradients nor what a forward pass leaves for the backward pass.
+    Gathered parameters: those outside of blocks for the whole pass, and one block with its communication buffer; with
+    reshards=False all blocks. Unsharded gradients exist for one block, or for the parameters outside of blocks, and
+    once more for communication; between the micro-batches of an update, for all parameters. Evaluation gathers all
+    parameters, and has neither gradients nor saved activations.
 
-    The most of gradients g(t) / count beside the rest is not above the line between what it is for 0 and for 1.
+    The peak with gradients g(t) / count is convex in 1 / count: at most the line between its values for 0 and 1.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
     """
     peak, count = point.peak, part.count
     fixed = peak.parameters + peak.optimizer
-    rest = peak.total - fixed  # of all at once: with whole gradients, and without
+    rest = peak.total - fixed  # peak over everything: with unsharded gradients, and without
     without = max(point.without, peak.total - peak.gradients) - fixed
     trained = max(demand.trained, peak.gradients)
     if 0 < point.micro_batch_size < part.share:
@@ -381,7 +381,7 @@ def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, 
     evaluation = peak.parameters + max(outside, demand.largest)
     gathered += max(0, evaluation - training)
     uneven = demand.rows * (count - 1) // count
-    states = -(-peak.optimizer // max(1, peak.parameters))  # tensors like the parameters
+    states = -(-peak.optimizer // max(1, peak.parameters))  # state tensors with the shapes of the parameters
     return {
         "parameters": -(-peak.parameters // count) + uneven + gathered,
         "gradients": gradients + uneven + outside + 2 * demand.largest,
@@ -390,9 +390,9 @@ def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, 
 
 
 def may_fit(prediction: MemoryPrediction, words: Sequence[str]) -> bool:
-    """Tell whether settings could make it fit at their best, before that is traced: what they touch, all gone.
+    """Return whether settings could make the run fit at best, without tracing: what they reduce is not counted.
 
-    A half format leaves at least half of what a pass makes, an 8-bit state a quarter of it.
+    A 16-bit format leaves at least half of the activations, an 8-bit optimizer state a quarter of the state.
     """
     parts, saved = prediction.parts, 0
     passing = parts["activations"] + parts["inputs"] + parts["temporary"]
@@ -411,16 +411,16 @@ def may_fit(prediction: MemoryPrediction, words: Sequence[str]) -> bool:
 
 
 def tensors_within(rank: RankDevice) -> int:
-    """Return about how many bytes of tensors the device holds beside libraries and what its allocator adds."""
+    """Return the approximate capacity for tensors, without libraries and allocator overhead."""
     share = (1 + rank.unseen) * (1 + ALLOCATOR) if rank.is_gpu else 1.0
     return max(1, int((rank.capacity_bytes - rank.overhead_bytes) / share))
 
 
 def biggest(demand: Demand, rank: RankDevice, at_most: int, part: RankPart | None = None) -> int:
-    """Return the most samples of a pass that fit the device, at most `at_most`; 0 where not even one does."""
+    """Return the largest micro-batch that fits the device, at most `at_most`; 0 if not even one sample does."""
     low, high = 0, at_most
     if part is not None and 0 < part.share <= at_most and predicted(demand, part.share, rank, part).fits:
-        low = part.share  # all at once take less than a few less in several passes
+        low = part.share  # the whole share at once may need less than several smaller micro-batches
     while low < high:
         middle = (low + high + 1) // 2
         if predicted(demand, middle, rank, part).fits:
@@ -431,9 +431,9 @@ def biggest(demand: Demand, rank: RankDevice, at_most: int, part: RankPart | Non
 
 
 def passes_of(share: int, held: int) -> int:
-    """Return the micro-batch for a share of which `held` samples fit at once: as few passes as can be, about equal.
+    """Return the micro-batch size for a share if `held` samples fit at once: the fewest micro-batches of similar size.
 
-    One that divides the share is taken where it costs at most a third more passes: then all have one shape.
+    A size that divides the share is preferred if it needs at most a third more micro-batches: all have one shape.
     """
     held = max(1, min(held, share))
     steps = -(-share // held)
@@ -443,12 +443,12 @@ def passes_of(share: int, held: int) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the phases of a task take, and what is known of the devices of this machine.
+    """Memory demand of the phases of a task, and corrections for the devices of this machine.
 
-    demands      phase that trains -> what it takes
-    corrections  device -> what a probe has measured on it
-    why_not      why nothing, or not all, is known; empty where it is
-    layout       lines that tell which layers a pipeline puts on which device
+    demands      training phase -> its demand
+    corrections  device -> measurements of a probe
+    why_not      why nothing, or not everything, is known; empty otherwise
+    layout       lines with the layers that a pipeline puts on each device
     """
 
     demands: Mapping[str, Demand]
@@ -458,7 +458,7 @@ class Needs:
 
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> Needs:
-        """Return what `dataclasses.asdict` made of one, also by way of JSON."""
+        """Restore the result of `dataclasses.asdict`, also after a JSON round trip."""
         return Needs(
             {name: Demand.from_dict(fields) for name, fields in tree["demands"].items()},
             {name: Correction(**fields) for name, fields in tree["corrections"].items()},
@@ -467,17 +467,17 @@ class Needs:
         )
 
     def corrected(self, rank: RankDevice) -> RankDevice:
-        """Return the device with what was measured on it."""
+        """Return the device with its corrections applied."""
         correction = self.corrections.get(rank.name)
         return correction.of(rank) if correction else rank
 
     def of(self, phase: str | None) -> tuple[Demand, ...]:
-        """Return what the phase takes; for None, or a phase that was not traced, what each of them takes."""
+        """Return the demand of the phase; for None, or a phase that was not traced, those of all phases."""
         known = self.demands.get(phase or "")
         return (known,) if known else tuple(self.demands.values())
 
     def held(self, phase: str | None, ranks: Sequence[RankDevice], at_most: int, part: RankPart) -> int:
-        """Return the most samples of a pass that every rank's device holds; 0 where one holds not even one."""
+        """Return the largest micro-batch that fits every rank's device; 0 if some device cannot hold one sample."""
         return min(
             biggest(demand, rank, at_most, part.of_rank(number))
             for demand in self.of(phase)
@@ -485,7 +485,7 @@ class Needs:
         )
 
     def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: RankPart) -> bool:
-        """Tell whether each rank's device holds a pass of so many samples in every phase."""
+        """Return whether this micro-batch size fits each rank's device in every phase."""
         return all(
             predicted(demand, size, rank, part.of_rank(number)).fits
             for demand in self.demands.values()
@@ -493,15 +493,15 @@ class Needs:
         )
 
     def worst(self, samples: int) -> Demand:
-        """Return that of the phase that takes most."""
+        """Return the demand of the phase that needs most memory."""
         return max(self.demands.values(), key=lambda demand: demand.at(samples).peak.total)
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What is predicted for a rank in a phase, with passes of so many samples.
+    """Predicted memory of a rank in a phase, at this micro-batch size.
 
-    is_exact  the trace it rests on is equal to a run on a CPU
+    is_exact  the underlying trace equals a run on a CPU
     """
 
     phase: str
@@ -512,6 +512,6 @@ class RankMemory:
 
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> RankMemory:
-        """Return what `dataclasses.asdict` made of one, also by way of JSON."""
+        """Restore the result of `dataclasses.asdict`, also after a JSON round trip."""
         told = tree["prediction"]
         return RankMemory(**{**tree, "prediction": MemoryPrediction(**{**told, "bounds": tuple(told["bounds"])})})

@@ -1,26 +1,26 @@
-"""What a configuration takes of a device, memory and work: data, traced on the CPU and translated elsewhere.
+"""Memory and work of a configuration, as traced on the CPU; other modules convert it to a device.
 
-Nothing here imports torch: the plan reads it for machines that are not here.
+Does not import torch, because the plan also uses it for machines that are not present.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-Event = tuple[int, int]  # (number of a block of memory, its bytes; 0 where it is given back)
+Event = tuple[int, int]  # (number of a memory block, its bytes; 0: it is freed)
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes in use at one moment, by what they are for.
+    """Bytes in use at one moment, by purpose.
 
     parameters   of the model, trained or not
     buffers      of the model
-    gradients    of the parameters, with the buckets in which ranks exchange them
+    gradients    of the parameters, with the all-reduce buckets
     optimizer    state of the optimizer
-    activations  what a forward pass made and the backward pass still wants; copies of weights in half formats too
+    activations  saved for the backward pass, including weight copies in 16-bit formats
     inputs       batches on the device
-    temporary    what else is there at that moment: results under way, gradients of activations
+    temporary    everything else: intermediate results, gradients of activations
     """
 
     parameters: int = 0
@@ -47,9 +47,9 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Layer:
-    """A part of the model that keeps activations: the smallest module in whose forward pass they are made.
+    """A module that saves activations: the innermost one whose forward pass computes them.
 
-    name         as in `model.named_modules()`; "" is the model itself and what the loss adds
+    name         as in `model.named_modules()`; "" is the model itself, including the loss
     activations  bytes kept for the backward pass of one micro-batch
     flops        of its forward pass, for one micro-batch
     """
@@ -61,28 +61,28 @@ class Layer:
 
 @dataclass(frozen=True)
 class Traced:
-    """One phase that trains, followed on tensors without content over its construction and two updates.
+    """A training phase, traced on fake tensors: its construction and two updates.
 
-    phase               which one
-    micro_batch_size    samples of a pass
-    accumulation_steps  passes of an update, as traced; more of them take no more memory than two
-    peak                bytes at the moment of the most, in the second update
-    events              allocations and their ends, in order: construction, then the second update
+    phase               name of the phase
+    micro_batch_size    samples of a micro-batch
+    accumulation_steps  micro-batches of an update, as traced; more of them need no more memory than two
+    peak                bytes at the peak of the second update
+    events              allocations and frees, in order: construction, then the second update
     layers              in the order of the forward pass
-    blocks              the same for the task's own blocks, each with all that is inside it: units of recomputation
+    blocks              the same for the task's blocks, each with everything inside it: units of recomputation
     flops               operations of a micro-batch's forward and backward pass
     moved_bytes         bytes read and written by these
-    update_moved_bytes  bytes read and written by the optimizer's step, with clipping
-    launches            operators of a micro-batch's forward and backward pass that compute, views left out: each one
-                        launches a kernel of a GPU at least; update_launches: those of the optimizer's step
-    block_bytes         of the parameters of the largest of these; outside_bytes of those that are in none
-    row_bytes           of one row of each parameter: by so much the parts of ranks that cut them by rows are uneven
-    trained_bytes       of the gradients of all that is trained; widest_bytes of the largest of them
-    without_bytes       most at any moment of the second update, gradients not counted
-    num_layers          layers between which a pipeline may split; None where the task does not tell
-    recompute           numbers of the blocks that memory=budget computes again, so that this fits
-    is_exact            True: equal to what the same run takes on a CPU, byte for byte
-    why_not             what could not be traced, with its place; empty where all was
+    update_moved_bytes  bytes read and written by the optimizer step, with clipping
+    launches            operators of a micro-batch's forward and backward pass, without views: each launches at least
+                        one GPU kernel; update_launches: those of the optimizer step
+    block_bytes         parameters of the largest block; outside_bytes: parameters outside of blocks
+    row_bytes           one row of each parameter: the maximum imbalance of shards, which are split by rows
+    trained_bytes       gradients of all trained parameters; widest_bytes: the largest gradient
+    without_bytes       peak of the second update without gradients
+    num_layers          layers between which a pipeline may split; None if the task does not define them
+    recompute           indices of the blocks that memory=budget recomputes so that the run fits
+    is_exact            True: equal to the memory of the same run on a CPU, byte for byte
+    why_not             what could not be traced, and where; empty if everything was
     """
 
     phase: str

@@ -1,4 +1,4 @@
-"""What a process holds on a device beside its tensors: overhead.yaml, read for one device."""
+"""Memory of a process on a device besides its tensors: reads overhead.yaml for one device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Overhead:
-    """What libraries hold, in bytes, with the margin of what is an estimate.
+    """Memory of libraries in bytes; estimates include a margin.
 
-    libraries      context, kernels and workspaces; on a CPU the interpreter and what it has loaded
-    communication  buffers for other ranks, where there are any
-    unseen         share of the tensors by which other kernels may take more
+    libraries      context, kernels and workspaces; on a CPU the interpreter and its modules
+    communication  buffers for communication with other ranks, if any
+    unseen         additional memory of other kernels, as a fraction of the tensors
     """
 
     libraries: int = 0
@@ -27,7 +27,7 @@ class Overhead:
 
 
 def overhead_of(kind: str, capability: tuple[int, int] | None) -> Overhead:
-    """Return what a process holds on a device of that kind and compute capability; the highest figures if unknown."""
+    """Return the overhead on a device of this kind and compute capability; the highest figures if unknown."""
     if kind == "cpu":
         return Overhead(libraries=round(_entry("host", (0, 0)) * MIB))
     known = capability or (99, 0)
@@ -44,7 +44,7 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
 
 
 def _entry(name: str, capability: tuple[int, int]) -> float:
-    """Return the figure of the highest capability that is not above this one, the lowest where all are; widened."""
+    """Return the figure of the highest capability up to this one, else of the lowest, with the margin of estimates."""
     facts = _facts()[name]
     figures = {tuple(map(int, key.split("."))): value for key, value in facts.items() if key[0].isdigit()}
     below = [known for known in figures if known <= capability]

@@ -37,9 +37,9 @@ def make_plan(
     """Derive the mechanics of a run.
 
     ranks  devices of ranks started by another launcher; None: as configured, on this machine
-    needs  what training takes, where `wants_needs` says that it matters
+    needs  memory demand of training; required if `wants_needs` returns True
 
-    Raises ConfigError with every problem, DeviceMissing if a device asked for by name is not in the inventory.
+    Raises ConfigError with every problem, DeviceMissing if a device requested by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory, needs)
     chosen = planner.gpu()
@@ -89,9 +89,9 @@ def allow_for(configuration: Configuration) -> None:
 
 
 def wants_needs(configuration: Configuration, inventory: Inventory) -> bool:
-    """Tell whether the plan depends on what the model takes: blocks to choose, or on a GPU a strategy or micro-batch.
+    """Return whether the plan depends on the memory demand: to choose blocks, or on a GPU a strategy or micro-batch.
 
-    Elsewhere nothing is traced before a run, so that it starts as fast as it can.
+    Otherwise nothing is traced before a run, so that it starts quickly.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
     is_open = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
@@ -103,7 +103,7 @@ def wants_needs(configuration: Configuration, inventory: Inventory) -> bool:
 
 
 def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
-    """Return the devices that ranks could have; a CPU is one."""
+    """Return the devices that ranks could use; a CPU is one."""
     if chosen is None or chosen.kind != "cuda":
         return [RankDevice.of(chosen, inventory)]
     gpus, _ = gpus_of_ranks(chosen, "auto", inventory)
@@ -111,9 +111,9 @@ def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevic
 
 
 def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
-    """Return the machine to plan for without running, and whose it is: the profile's if it names one, else this one.
+    """Return the machine to plan for without running, and its name: the profile's if it describes one, else this one.
 
-    Only for this machine's GPUs torch must be asked; a profile's machine costs no import.
+    torch is imported only to query the GPUs of this machine.
     """
     if any(item.get("kind") != "cpu" for item in configuration.hardware.get("devices") or ()):
         cpu, notes = read_cpu()
@@ -125,7 +125,7 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 class _Planner(Decisions):
-    """Decisions about devices, batches and memory, which follow from each other."""
+    """Decisions about devices, batches and memory, which depend on each other."""
 
     def __init__(self, configuration: Configuration, inventory: Inventory, needs: Needs | None) -> None:
         super().__init__(configuration, inventory, needs)
@@ -134,7 +134,7 @@ class _Planner(Decisions):
         self.allocator = Allocator.of(self.choices["memory"].options.get("allocator"))
 
     def gpu(self) -> Device | None:
-        """Choose the GPU, None for the CPU. Raises DeviceMissing for one asked for by name that is not here."""
+        """Choose the GPU, None for the CPU. Raises DeviceMissing if a GPU requested by name is not present."""
         wanted, usable = self.configuration.settings.device, self.inventory.usable
         if wanted == "cpu":
             return None
@@ -183,7 +183,7 @@ class _Planner(Decisions):
         if ranks is not None or parallelism.function == "single":
             self.ranks = self._corrected(ranks or [RankDevice.of(chosen, self.inventory)])
             there = len(_devices_here(chosen, self.inventory))
-            if ranks is None and there > 1 and not self.configuration.asked_by_name("parallelism"):
+            if ranks is None and there > 1 and not self.configuration.is_set_by_user("parallelism"):
                 self.notes.append(f"1 of {there} GPUs is used: use parallelism=auto to share updates among all of them")
             return chosen
         wanted = parallelism.options.get("world_size", "auto")
@@ -199,7 +199,7 @@ class _Planner(Decisions):
         return weakest
 
     def _corrected(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
-        """Return the devices with what was measured on them, and with no more memory than this process may take."""
+        """Return the devices with corrections applied, and with no more memory than this process may use."""
         options = self.choices["memory"].options
         fractions, limit_gib = (options.get("fraction") or 1.0, self.allocator.fraction), options.get("limit_gib")
         found = []
@@ -276,7 +276,7 @@ class _Planner(Decisions):
         return PhasePlan(**{**vars(phase), "optimizer": optimizer}, batch=batch)
 
     def choose_blocks(self, phases: Sequence[PhasePlan]) -> None:
-        """Put the blocks to compute again in the place of `auto`: those of the phase that needs most of them."""
+        """Replace memory.recompute=auto by the blocks of the phase that must recompute most."""
         memory = self.choices["memory"]
         if memory.function != "budget" or memory.options["recompute"] != "auto" or self.needs is None:
             return
@@ -293,7 +293,7 @@ class _Planner(Decisions):
             self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks {what}")
 
     def memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
-        """Return what is predicted for every rank in every phase that was traced."""
+        """Return the predicted memory of every rank in every traced phase."""
         if self.needs is None:
             return ()
         found = []

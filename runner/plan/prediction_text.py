@@ -132,13 +132,13 @@ def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankM
     if 0 < fit < share and advised < fit:
         steps = -(-share // advised)
         even = "of equal size" if share % advised == 0 else "of about equal size"
-        said = f"{advised:,}" if may_be_asked(plan, phase.batch, advised) else "micro_batch_size=auto"
+        said = f"{advised:,}" if may_be_set(plan, phase.batch, advised) else "micro_batch_size=auto"
         lines += _wrapped(" ", f"recommended: {said} ({share:,} samples in {steps:,} micro-batches {even})")
     return lines
 
 
-def may_be_asked(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
-    """Return whether the user may set this size: without ranks, sizes that do not divide come only from auto."""
+def may_be_set(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
+    """Return whether the user may set this size: on one rank, only auto selects sizes that do not divide the batch."""
     is_alone = plan.choices["parallelism"].function == "single"
     return not is_alone or batch.global_batch_size % micro_batch_size == 0
 

@@ -1,4 +1,4 @@
-"""Which devices the ranks of a run have, and which share of an update each of them gets."""
+"""Assign devices to the ranks of a run, and shares of an update to the ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CPU_RANKS = 2
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The device of one rank, as torch calls it there: `cuda:1` or `cpu`.
+    """The device of one rank, with torch's name on its machine: `cuda:1` or `cpu`.
 
-    free_bytes           what others leave of it now; None where nobody tells, as for a device that is not here
-    overhead_bytes       what libraries hold beside the tensors; communication_bytes more where there are other ranks
-    unseen               share of the tensors by which kernels may take more than a CPU's
+    free_bytes           memory that other processes leave free; None if unknown, as for a device that is not present
+    overhead_bytes       memory of libraries besides tensors; communication_bytes: more with several ranks
+    unseen               additional memory of GPU kernels, as a fraction of the tensors
     """
 
     device: str
@@ -33,19 +33,19 @@ class RankDevice:
 
     @property
     def is_gpu(self) -> bool:
-        """Tell whether torch's caching allocator hands out its memory."""
+        """Return whether torch's caching allocator manages its memory."""
         return self.device.startswith("cuda")
 
     @property
     def capacity_bytes(self) -> int:
-        """Return what a run may take of it; 0 where nobody knows."""
+        """Return the memory available to a run in bytes; 0 if unknown."""
         return (
             self.memory_bytes if self.free_bytes is None else min(self.memory_bytes or self.free_bytes, self.free_bytes)
         )
 
     @staticmethod
     def of(gpu: Device | None, inventory: Inventory) -> RankDevice:
-        """Return the place of a rank on a GPU, or on the CPU."""
+        """Return the rank's device for a GPU, or for the CPU if None."""
         if gpu is None:
             cpu = inventory.cpu
             cores = f"{cpu.logical_cores} core{'s' * (cpu.logical_cores != 1)}"
@@ -60,11 +60,11 @@ class RankDevice:
 
 
 def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:
-    """Return the GPU of each rank, None for the CPU, and why there are so many.
+    """Return the GPU of each rank, None for the CPU, and the reason for the number of ranks.
 
     first   the GPU that was chosen for rank 0, None for the CPU
     wanted  number of ranks, or auto: one for each GPU
-    Raises DeviceMissing where there are more ranks than GPUs.
+    Raises DeviceMissing if there are more ranks than GPUs.
     """
     if first is None or first.kind != "cuda":
         if wanted == "auto":
@@ -83,7 +83,7 @@ def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory)
 
 
 def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevice]) -> tuple[Shares | Problem, str]:
-    """Return the samples of an update for each rank, or what is wrong, and why each has so many."""
+    """Return the samples of an update for each rank, or a Problem, and the reason."""
     if len(ranks) == 1:
         return (total,), "one rank processes all samples of an update"
     if isinstance(wanted, (list, tuple)):

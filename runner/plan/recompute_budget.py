@@ -1,4 +1,4 @@
-"""Which blocks of a model are computed again so that a run fits: as few operations as can be."""
+"""Choose the blocks of a model to recompute so that a run fits, with the fewest operations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Blocks = tuple[int, ...]
 
 
 def computed_again(blocks: Sequence[Layer], takes: Callable[[Blocks], int], limit: int) -> Blocks:
-    """Return the numbers of the blocks to compute again so that the run takes at most `limit`; all if it never does.
+    """Return the indices of the blocks to recompute so that the run needs at most `limit` bytes; all if not enough.
 
-    Those that free most bytes for an operation come first, and of equal ones the earliest: the backward pass comes to
-    it last, when the others have given back what they kept, and what it computes again has the room.
+    Blocks that free most bytes per operation come first; of equal ones the earliest, because the backward pass
+    reaches them last, when the others have freed their activations.
 
-    blocks  in the order of the forward pass, with all that they keep
-    takes   bytes at the peak, when these are computed again; asked about log2(number of blocks) times
+    blocks  in the order of the forward pass, with their activations
+    takes   block indices -> peak bytes if these are recomputed; called about log2(number of blocks) times
     """
     order = sorted(range(len(blocks)), key=lambda number: (_cost(blocks[number]), number))
     few, many = 0, len(order)
@@ -34,5 +34,5 @@ def _first(order: Sequence[int], count: int) -> Blocks:
 
 
 def _cost(block: Layer) -> float:
-    """Return the operations for each byte that is freed."""
+    """Return the operations per freed byte."""
     return block.flops / max(1, block.activations)

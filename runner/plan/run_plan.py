@@ -51,10 +51,10 @@ class Plan:
     reasons    key -> why it has the value it has
     notes      notes for the user: options that were replaced or have no effect
     phases     all phases of the task, in order; `selected` names those that run
-    own_keys   keys of the phases where the task declares some, as in the configuration
-    config_dir the user's folder of configuration, None where there is none
-    memory     what is predicted for each rank in each phase that trains; empty where nothing was traced
-    hooks      hooks of the task file and of packages that are enabled
+    own_keys   keys of the phases if the task declares any, as in the configuration
+    config_dir the user's configuration folder, None if there is none
+    memory     predicted memory of each rank in each training phase; empty if nothing was traced
+    hooks      enabled hooks of the task file and of packages
     """
 
     ranks: tuple[RankDevice, ...]
@@ -104,9 +104,11 @@ class Plan:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of worker processes of each rank that read data."""
+        """Return the number of data workers of each rank."""
         loader = self.choices["dataloader"]
-        if loader.function == "thread":  # without a cache it is a worker: see runner/axes/dataloader.py
+        if (
+            loader.function == "thread"
+        ):  # without a cache, the thread is a worker process: see runner/axes/dataloader.py
             return int(loader.options["cache"] == "none")
         return int(loader.options.get("num_workers", 0))
 
@@ -118,13 +120,13 @@ class Plan:
         return tuple(phase for phase in named if phase.kind != "train" or phase.epochs != 0)
 
     def phase(self, name: str) -> PhasePlan | None:
-        """Return the phase of that name, None where the task has none."""
+        """Return the phase of this name, None if the task has none."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
     def values(self) -> dict[str, Any]:
         """Return all keys with their values, in display order.
 
-        Where the task declares phases, what these have of their own is theirs and not the run's.
+        If the task declares phases, keys of a phase belong to the phase and not to the run.
         """
         found: dict[str, Any] = {"device": self.device}
         found |= {"updates": self.updates} if self.updates is not None else {"epochs": self.epochs}
@@ -157,7 +159,7 @@ class Plan:
         return self.reasons.get(key, "default")
 
     def to_json(self) -> str:
-        """Return the plan as JSON, for the run directory; readers find what it derives without its rules."""
+        """Return the plan as JSON, for the run directory, including derived values."""
         derived = {name: getattr(self, name) for name in _DERIVED}
         return json.dumps(derived | dataclasses.asdict(self), indent=2) + "\n"
 
@@ -207,7 +209,7 @@ def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
 
 
 def rank_table(plan: Plan) -> list[str]:
-    """Return the ranks as lines of text: device, memory, share of an update, and how it is passed."""
+    """Return the ranks as lines of text: device, memory, share of an update, and micro-batches."""
     if plan.batch.stages > 1:
         sizes = [f", {rank.memory_bytes / 2**30:.1f} GiB" if rank.memory_bytes else "" for rank in plan.ranks]
         return [

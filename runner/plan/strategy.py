@@ -1,4 +1,4 @@
-"""Which strategy suits a model and its devices: the simplest that fits, with the reason in numbers."""
+"""Choose the parallelism strategy for a model and its devices: the simplest that fits, with the reason."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from runner.base.text import sized
 from runner.plan.memory_fit import Demand, Needs, RankPart, predicted
 from runner.plan.rank_devices import RankDevice
 
-UNEQUAL = 1.1  # memories that differ by more are unequal
+UNEQUAL = 1.1  # devices whose memory differs by more are unequal
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A choice of parallelism, keys that go with it, why, and whether the devices hold what it takes."""
+    """A parallelism option with its keys, the reason, and whether the model fits."""
 
     name: str
     options: dict[str, Any]
@@ -24,13 +24,13 @@ class Strategy:
 
 
 def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | None) -> Strategy:
-    """Return the simplest strategy by which an update of `total` samples fits the devices; ddp where none does.
+    """Return the simplest strategy with which an update of `total` samples fits the devices; ddp if none does.
 
-    ddp where each device holds the whole model and at least one sample: with unequal devices its shares follow speed,
-    or memory where equal ones would not fit in one pass. fsdp where the devices are alike and a part fits; a pipeline
-    where they are not, for fsdp cuts evenly and the smallest bounds the part.
+    ddp if each device can hold the whole model and at least one sample. On unequal devices its shares follow speed,
+    or memory if equal shares would not fit in one micro-batch. Otherwise fsdp if the devices are alike and a shard
+    fits, and a pipeline if they are not: fsdp shards evenly, so the smallest device limits the shard.
 
-    micro  samples of a pass; None: the whole share
+    micro  micro-batch size; None: the whole share
     """
     count, rooms = len(ranks), [rank.capacity_bytes for rank in ranks]
     if count == 1:
@@ -47,7 +47,9 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
     def hold(strategy: str, size: int = samples) -> bool:
         return needs.fits(ranks, [size] * count, RankPart(strategy, count, share))
 
-    holds_shards = hold("fsdp") or hold("fsdp", micro or share)  # at once no gradients are added up before they are cut
+    holds_shards = hold("fsdp") or hold(
+        "fsdp", micro or share
+    )  # with one micro-batch, no unsharded gradients are accumulated
     if hold("ddp"):
         if not are_unequal:
             return Strategy("ddp", {}, f"auto: the model fits each of {count} devices ({need}; available {room})")
@@ -73,9 +75,9 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
 
 
 def _fits_together(need: Demand, samples: int, ranks: Sequence[RankDevice]) -> bool:
-    """Tell whether the devices together hold one copy, cut between layers, beside what libraries hold on each.
+    """Return whether the devices together can hold one copy, split between layers, besides the libraries on each.
 
-    Where the stages were traced, whether each device holds the layers that it is given.
+    If the stages were traced: whether each device can hold its layers.
     """
     if need.stages:
         samples = min(samples, need.stages[0].points[-1].micro_batch_size)

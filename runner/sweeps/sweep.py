@@ -15,11 +15,11 @@ from typing import Literal, Protocol
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
 from runner.base.text import columns_of, shortened
 from runner.config.configuration import Configuration
-from runner.config.request import Request, key_of, merge_overrides, word_of
+from runner.config.request import Request, key_of, merge_overrides, override_of
 from runner.durable import files
 from runner.durable.directory import SWEEP, RunDirectory, check_name, default_name
 from runner.durable.record_files import read_record
-from runner.durable.run_state import state_word
+from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import with_run_directory
 from runner.engine.repro_script import arguments_of
 from runner.host.subprocesses import in_subprocess
@@ -142,7 +142,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
     def start(trial: Trial) -> None:
         words = merge_overrides(
             (*fixed, *with_run_directory(trial.words, root)),
-            [word_of("output_root", str(directory.shown)), f"run={trial.name}"],
+            [override_of("output_root", str(directory.shown)), f"run={trial.name}"],
         )
         pool.start(trial, arguments_of(replace(configuration.request, overrides=words)))
 
@@ -199,7 +199,7 @@ def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]
     until, is_said = time.monotonic() + _PATIENCE_S, False
     while not pool.is_stopped and time.monotonic() < until:
         process = read_record(found.folder / trial.name).process
-        if state_word(process) != "running":
+        if process_state_name(process) != "running":
             return
         if not is_said:
             say(f"waiting up to {_PATIENCE_S:.0f} s for {trial.name}: process {process.pid} is still saving it")

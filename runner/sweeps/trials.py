@@ -22,7 +22,7 @@ from runner.config.schema import did_you_mean
 from runner.durable.directory import SWEEP, RunDirectory, is_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.record_files import read_record
-from runner.durable.run_state import state_word
+from runner.durable.run_state import process_state_name
 from runner.host.process_identity import process_identity
 from runner.records.run_record import ProcessRecord, RunRecord
 
@@ -192,7 +192,7 @@ class Sweep:
         record, code = read_record(folder), self.codes.get(trial.number)
         if not set(trial.words) <= set(record.origin.overrides or trial.words):
             record = RunRecord()
-        state = _state(state_word(record.process) if record.is_known else "", code, self.launcher)
+        state = _state(process_state_name(record.process) if record.is_known else "", code, self.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
         metrics = nan_for_none(record.result.metrics)

@@ -1,4 +1,4 @@
-"""What a person gets who slips: the problem, where, and the line to type instead; exit 78, no torch, no traceback."""
+"""Typos and invalid arguments: the problem, its place and a suggestion; exit 78, no torch, no traceback."""
 
 # ruff: noqa: E501 - the texts are compared to the letter
 
@@ -70,7 +70,7 @@ accel-run: list: unknown command
 """,
     "stop": """\
 accel-run: stop: unknown command
-           press Ctrl-C where it trains, or kill -TERM its process: all is saved, and accel-run resume goes on
+           press Ctrl-C where it trains, or kill -TERM its process; accel-run resume continues the run
 """,
     "version": """\
 accel-run: version: unknown command
@@ -112,7 +112,7 @@ accel-run: --epochs=3: unknown option; settings have the form key=value
            use epochs=3
 """,
     "train lr: 0.1": """\
-accel-run: lr: 0.1: has a colon in the place of =
+accel-run: lr: 0.1: has a colon instead of =
            use optimizer.lr=0.1
 """,
     "train amp=true": """\
@@ -263,7 +263,7 @@ accel-run: --budget 5: unknown option; settings have the form key=value
            use budget_s=5
 """,
     "train x=[1,2": """\
-accel-run: x=[1,2: cannot be read: a [ has no partner
+accel-run: x=[1,2: cannot be parsed: [ has no counterpart
            quote it: 'x="[1,2"'
 """,
     "train optimizer=adamm": """\
@@ -351,7 +351,7 @@ accel-run: ~tracker: nothing is deleted here
            use tracker=none
 """,
     "train hydra.run.dir=x": """\
-accel-run: hydra.run.dir=x: Hydra only composes here; it starts and writes nothing
+accel-run: hydra.run.dir=x: Hydra's own settings cannot be changed: it only composes the configuration
            leave it out
 """,
     "train --task": """\

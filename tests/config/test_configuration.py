@@ -17,10 +17,10 @@ from runner.config.aliases import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
 from runner.config.options import AXES, GROUPS, function_of, options_of
-from runner.config.request import Request, merge_overrides, word_of
+from runner.config.request import Request, merge_overrides, override_of
 from runner.config.schema import did_you_mean, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
-from runner.config.suggestions import MAX_HINTS, acceptable
+from runner.config.suggestions import MAX_HINTS, with_valid_values
 from runner.sweeps.sweep_syntax import expand_sweep
 from tests.suggestions import suggested
 
@@ -95,7 +95,7 @@ def test_the_command_line_beats_the_profile_which_beats_the_default(
     configuration = composed(*words)
     assert configuration.choices["precision"].name == precision
     assert configuration.sources.get("precision") == source
-    assert configuration.asked_by_name("precision") == (source == "command line")
+    assert configuration.is_set_by_user("precision") == (source == "command line")
 
 
 def test_the_order_typed_does_not_matter() -> None:
@@ -237,7 +237,7 @@ def test_a_folder_shadows_a_shipped_file_and_it_is_said(bare: Path, tmp_path: Pa
     "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
 )
 def test_any_text_can_be_said_in_a_word(text: str) -> None:
-    assert compose(Request((word_of("output_root", text),))).settings.output_root == text
+    assert compose(Request((override_of("output_root", text),))).settings.output_root == text
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
@@ -579,7 +579,7 @@ def test_names_from_other_trainers_are_answered_with_ours() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         found = refused(*(f"{key}=1" for key in keys))
-        expected = [(f"{key}=1", acceptable(fix_of_key(key, "1"))) for key in keys]
+        expected = [(f"{key}=1", with_valid_values(fix_of_key(key, "1"))) for key in keys]
         assert [(problem.where, problem.fix) for problem in found] == expected
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.options import AXES, GROUPS, all_keys, options_of
-from runner.config.suggestions import is_accepted
+from runner.config.suggestions import is_valid_override
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
@@ -33,4 +33,4 @@ def test_the_page_has_every_setting_and_option() -> None:
 @pytest.mark.parametrize("key", [key for key in ROWS if key.partition(".")[0] not in {"task", "inference"} - {*AXES}])
 def test_an_example_is_accepted(key: str) -> None:
     assert key not in GROUPS
-    assert is_accepted(ROWS[key].replace("\\|", "|")), ROWS[key]
+    assert is_valid_override(ROWS[key].replace("\\|", "|")), ROWS[key]
