@@ -86,21 +86,26 @@ class Fetcher:
         read = self.streams.read(self._read, key)
         return read if key.counts else read._replace(counts=False, bad=())
 
+    def real(self, indices: list[int]) -> list[int]:
+        """Return the indices in the data set: those of samples drawn again in an epoch are above (see `Micro`)."""
+        size = self.num_samples
+        return indices if max(indices) < size else [index % size for index in indices]
+
     def _read(self, key: Micro) -> MicroBatch:
         if self.many is not None and not self.skip_bad:
             self.streams.begin("batch", key.seed, key.epoch, key.indices)
             try:
-                samples = self.many(key.indices)
+                samples = self.many(self.real(key.indices))
             except AccelRunError:
                 raise
             except BaseException as error:  # torch ends a worker silently on a BaseException
-                raise self._named(error, key.indices) from error
+                raise self._named(error, self.real(key.indices)) from error
             batch = self._together(samples, key) if isinstance(samples, list) else samples
             return MicroBatch(batch, key.last, samples=_samples_of(key, range(len(key.indices))))
         samples, bad, good, is_seeding = [], [], [], self.streams.is_seeding
-        for place, index in enumerate(key.indices):
+        for place, (drawn, index) in enumerate(zip(key.indices, self.real(key.indices), strict=True)):
             if is_seeding:
-                self.streams.begin("sample", key.seed, key.epoch, [index])
+                self.streams.begin("sample", key.seed, key.epoch, [drawn])
             try:
                 samples.append(self.dataset[index])
                 good.append(place)

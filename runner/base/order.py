@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +16,17 @@ import numpy as np
 from runner.base.shares import Shares, slices, window_shares
 
 Indices = list[int]
+IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Micro(NamedTuple):
     """Loader key of a micro-batch: samples `indices` of epoch `epoch`; `last` marks the last one of this rank's update.
 
-    counts  False: read only to keep the ranks in step, or empty because this rank has no samples
-    first   position of the first sample in the order of the epoch
-    seed    seed of the run
+    indices  of samples; in a data set of n samples, `index + n` is sample `index` drawn again in the epoch, with other
+             random numbers
+    counts   False: read only to keep the ranks in step, or empty because this rank has no samples
+    first    position of the first sample in the order of the epoch
+    seed     seed of the run
     """
 
     epoch: int
@@ -34,12 +37,61 @@ class Micro(NamedTuple):
     seed: int = 0
 
 
+class Sampler:
+    """Draws the samples of an update as a function of (seed, epoch, window), its number in the epoch.
+
+    num_samples        samples drawn in an epoch
+    updates_per_epoch  the same in each epoch
+    content            hash of what the order depends on besides seed and number of samples; empty: nothing
+    """
+
+    num_samples: int
+    updates_per_epoch: int
+    content: str = ""
+
+    def start(self, seed: int, epoch: int, window: int) -> int:
+        """Return the number of samples of the epoch before this update; before `updates_per_epoch`: of all updates."""
+        raise NotImplementedError
+
+    def draw(self, seed: int, epoch: int, window: int) -> Indices:
+        """Return the samples of this update, as in `Micro`."""
+        raise NotImplementedError
+
+    def split(self, indices: Indices, size: int) -> list[Indices]:
+        """Split the samples of a rank in an update into micro-batches of at most `size`."""
+        return [indices[first : first + size] for first in range(0, len(indices), size)]
+
+
+class EvenUpdates(Sampler):
+    """Updates of `global_batch_size` samples; the last one of an epoch is smaller, or dropped with `drop_last`.
+
+    order  (seed, epoch) -> samples of the epoch, (num_samples,)
+    """
+
+    def __init__(
+        self, num_samples: int, global_batch_size: int, order: Callable[[int, int], IntArray], *, drop_last: bool
+    ) -> None:
+        whole, rest = divmod(num_samples, global_batch_size)
+        self.num_samples, self.global_batch_size = num_samples, global_batch_size
+        self.updates_per_epoch = whole + (0 if drop_last or not rest else 1)
+        self._order = lru_cache(maxsize=2)(order)
+
+    def start(self, seed: int, epoch: int, window: int) -> int:
+        return min(self.num_samples, window * self.global_batch_size)
+
+    def draw(self, seed: int, epoch: int, window: int) -> Indices:
+        first = window * self.global_batch_size
+        found: Indices = self._order(seed, epoch)[first : first + self.global_batch_size].tolist()
+        return found
+
+
 @dataclass(frozen=True)
 class Order:
     """Split each epoch into updates of `global_batch_size` samples, and these into shares of ranks and micro-batches.
 
     The last update of an epoch is smaller, or dropped with `drop_last`.
 
+    sampler  draws the samples of each update; None: every sample once per epoch, in random order
     shares   samples per update for each rank, summing to `global_batch_size`; empty: one rank has them all
     rank     rank whose micro-batches are returned
     in_step  every rank gets the same number of micro-batches; missing ones are dummy micro-batches
@@ -55,18 +107,23 @@ class Order:
     rank: int = 0
     in_step: bool = False
     smaller: tuple[tuple[int, int], ...] = ()
+    sampler: Sampler | None = None
+
+    @cached_property
+    def draws(self) -> Sampler:
+        """Return what draws the samples of each update."""
+        return self.sampler or shuffled(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
 
     @property
     def updates_per_epoch(self) -> int:
         """Number of updates in an epoch."""
-        whole, rest = divmod(self.num_samples, self.global_batch_size)
-        return whole + (0 if self.drop_last or not rest else 1)
+        return self.draws.updates_per_epoch
 
     def samples_before(self, update: int) -> int:
         """Return the number of samples consumed before update number `update`."""
         epoch, window = divmod(update, self.updates_per_epoch)
-        per_epoch = min(self.num_samples, self.updates_per_epoch * self.global_batch_size)
-        return epoch * per_epoch + window * self.global_batch_size
+        per_epoch = self.draws.start(self.seed, 0, self.updates_per_epoch) if epoch else 0
+        return epoch * per_epoch + self.draws.start(self.seed, epoch, window)
 
     def size_of(self, update: int) -> int:
         """Return the maximum micro-batch size in update number `update` (from 0)."""
@@ -78,25 +135,26 @@ class Order:
         shares  shares of this update, if they differ from the usual ones
         """
         epoch, window = divmod(update, self.updates_per_epoch)
-        start = window * self.global_batch_size
-        whole = permutation(self.seed, epoch, self.num_samples)[start : start + self.global_batch_size].tolist()
+        whole = self.draws.draw(self.seed, epoch, window)
         split_by = shares or self.shares
         bounds = slices(len(whole), split_by) if split_by else [(0, len(whole))]
-        parts = [whole[first:stop] for first, stop in bounds]
-        mine, before = parts[self.rank], start + bounds[self.rank][0]
         size = self.size_of(update)
-        passes = [mine[first : first + size] for first in range(0, len(mine), size)]
-        wanted = max(-(-len(part) // size) for part in parts) if self.in_step else max(1, len(passes))
+        passes_of = [self.draws.split(whole[first:stop], size) for first, stop in bounds]
+        passes = passes_of[self.rank]
+        place = self.draws.start(self.seed, epoch, window) + bounds[self.rank][0]
+        wanted = max(map(len, passes_of)) if self.in_step else max(1, len(passes))
         for number in range(wanted):
             counts = number < len(passes)
             dummy = (passes[-1] if passes else whole[:1]) if self.in_step else []
             indices = passes[number] if counts else dummy
-            yield Micro(epoch, indices, number == wanted - 1, counts, before + number * size, self.seed)
+            yield Micro(epoch, indices, number == wanted - 1, counts, place, self.seed)
+            place += len(indices)
 
     def samples_of_ranks(self, update: int, shares: Shares | None = None) -> Shares:
         """Return the number of samples of each rank in update number `update`."""
-        window = update % self.updates_per_epoch
-        available = min(self.global_batch_size, self.num_samples - window * self.global_batch_size)
+        epoch, window = divmod(update, self.updates_per_epoch)
+        start = self.draws.start(self.seed, epoch, window)
+        available = self.draws.start(self.seed, epoch, window + 1) - start
         split_by = shares or self.shares
         return window_shares(available, split_by) if split_by else (available,)
 
@@ -110,10 +168,22 @@ class Order:
             update += 1
 
 
+def shuffled(num_samples: int, global_batch_size: int, *, drop_last: bool = False) -> Sampler:
+    """Draw every sample once per epoch, in random order."""
+    return EvenUpdates(
+        num_samples, global_batch_size, partial(permutation, num_samples=num_samples), drop_last=drop_last
+    )
+
+
 @lru_cache(maxsize=2)
-def permutation(seed: int, epoch: int, num_samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def permutation(seed: int, epoch: int, num_samples: int) -> IntArray:
     """Return the order of the samples in one epoch, (num_samples,)."""
-    return np.random.Generator(np.random.Philox(_sequence(seed, epoch))).permutation(num_samples)
+    return order_rng(seed, epoch).permutation(num_samples)
+
+
+def order_rng(seed: int, *numbers: int) -> np.random.Generator:
+    """Return the generator for the order of an epoch."""
+    return np.random.Generator(np.random.Philox(_sequence(seed, *numbers)))
 
 
 def evenly_spread(num_samples: int, wanted: int | None) -> Indices:

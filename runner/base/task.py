@@ -183,6 +183,14 @@ class Task:
         """Return the samples of `split`: "train", "val" or "test"."""
         raise NotImplementedError(f"{type(self).__name__} must define dataset(split)")
 
+    def sample_weights(self, dataset: Any) -> Sequence[float]:
+        """Return the weight of each training sample; for `sampler=weighted`."""
+        raise NotImplementedError
+
+    def sample_lengths(self, dataset: Any) -> Sequence[int]:
+        """Return the length of each training sample, such as its tokens; for samplers that sort by length."""
+        raise NotImplementedError
+
     @property
     def losses(self) -> Mapping[str, Callable[[nn.Module, Any], Sum]]:
         """Phase name -> (model, batch) -> (loss summed over items, items). Phases without an entry use `loss`."""

@@ -30,6 +30,7 @@ from runner.config.options import AXES, GROUPS, function_of, options_of
 from runner.config.own_options import own_options
 from runner.config.own_tables import ENABLED, HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
+from runner.config.phases import TASK_GROUPS
 from runner.config.phases import LENGTHS, Declared
 from runner.config.request import Request, text_of_value
 from runner.config.schema import as_data, defaults, did_you_mean
@@ -138,9 +139,9 @@ def of_task_groups(task: TaskFile, request: Request, problems: list[Problem]) ->
         if option is None or isinstance(option, dict):
             continue
         known = options_of(group, request.config_dir, request.task_file)
-        if group not in PHASE_GROUPS:
+        if group not in TASK_GROUPS:
             fix = f"use {group}={text_of_value(option)} on the command line"
-            what = f"a task can select options of {' and '.join(PHASE_GROUPS)} only"
+            what = f"a task can select options of {', '.join(TASK_GROUPS[:-1])} and {TASK_GROUPS[-1]} only"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
         elif option not in known:
             what = f"unknown {group}; must be one of {', '.join(known)}"
@@ -252,7 +253,7 @@ def of_task_file(
     task: TaskFile, choices: Mapping[str, str], schema: Schema, problems: list[Problem], notes: list[str]
 ) -> tuple[list[Setting], dict[str, Any]]:
     """Return the settings of the task's file that apply, and those for options that the plan chooses for `auto`."""
-    flat = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in PHASE_GROUPS}
+    flat = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in TASK_GROUPS}
     for_auto = for_auto_of(flat, schema, problems)
     settings: list[Setting] = []
     for key, value in flat.items():

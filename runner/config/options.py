@@ -28,6 +28,7 @@ AXES: Mapping[str, str] = {
     "precision": "axes/precision.py",
     "parallelism": "axes/parallelism.py",
     "dataloader": "axes/dataloader.py",
+    "sampler": "axes/sampler.py",
     "prefetch": "axes/prefetch.py",
     "optimizer": "axes/optimizer.py",
     "scheduler": "axes/scheduler.py",

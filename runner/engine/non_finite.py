@@ -63,6 +63,10 @@ class ReplayedUpdate:
     is_applied: bool = False
     passed: Any = None
 
+    def indices(self, micro: Micro) -> list[int]:
+        """Return the samples of a micro-batch in the data set."""
+        return self.fetcher.real(micro.indices)
+
 
 def named(found: NotFinite, update: ReplayedUpdate, parts: Parts) -> AccelRunError:
     """Return the error that says where the numbers stopped being finite; all ranks must ask, and get the same.
@@ -172,13 +176,15 @@ def _searched(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
                 for weight in training.parameters:
                     weight.grad = None
                 parts.precision.backward(loss * training.per_item)
-                first = _backward(calls, micro, training)
+                first = _backward(calls, micro, update)
             if first and goes_back:
                 break  # otherwise the other ranks continue, and this one with them
     if first is None and not is_finite(update.passed):
         micro = update.micros[-1]
         first = NonFiniteOrigin(
-            "drawn", f"the batch was not finite, and is when read once more; {_samples(micro)}", passed=micro.indices
+            "drawn",
+            f"the batch was not finite, and is when read once more; {_samples(update, micro)}",
+            passed=update.indices(micro),
         )
     otherwise = "" if goes_back else "its forward passes are finite, and backward is not searched"
     return first or NonFiniteOrigin("unknown", otherwise, items)
@@ -220,37 +226,41 @@ def _forward(
     culprit, has_bad_samples = calls.culprit(), not is_finite(batch)
     if culprit is not None:
         inputs = "hold no NaN" if culprit.any_inf else "are finite"
-        what = f"first in the output of {_described(culprit)}, whose inputs {inputs}; {_samples(micro)}"
+        what = f"first in the output of {_described(culprit)}, whose inputs {inputs}; {_samples(update, micro)}"
         bad = _bad_samples(update, micro) if has_bad_samples else ()
-        return NonFiniteOrigin("module", what, samples=bad, passed=micro.indices)
+        return NonFiniteOrigin("module", what, samples=bad, passed=update.indices(micro))
     if has_bad_samples:
         return _blamed(update, micro)
     place = place_of(getattr(update.training.loss, "loss", update.training.loss), parts.source)
-    what = f"all modules are finite, the loss made of them is not ({place}); {_samples(micro)}"
-    return NonFiniteOrigin("loss", what, passed=micro.indices)
+    what = f"all modules are finite, the loss made of them is not ({place}); {_samples(update, micro)}"
+    return NonFiniteOrigin("loss", what, passed=update.indices(micro))
 
 
-def _backward(calls: ModuleCalls, micro: Micro, training: Training) -> NonFiniteOrigin | None:
+def _backward(calls: ModuleCalls, micro: Micro, update: ReplayedUpdate) -> NonFiniteOrigin | None:
     """Return what the backward pass shows, None where all gradients are finite."""
-    culprit = calls.nearest_to_the_loss()
+    culprit, names = calls.nearest_to_the_loss(), _samples(update, micro)
     if culprit is not None:
-        what = f"first in the backward pass of {culprit}, whose forward pass is finite; {_samples(micro)}"
-        return NonFiniteOrigin("module", what, passed=micro.indices)
-    gradients = [weight.grad for weight in training.parameters if weight.grad is not None]
+        what = f"first in the backward pass of {culprit}, whose forward pass is finite; {names}"
+        return NonFiniteOrigin("module", what, passed=update.indices(micro))
+    gradients = [weight.grad for weight in update.training.parameters if weight.grad is not None]
     if calls.any_bad or not is_finite(gradients):
-        what = f"the forward pass is finite, the gradient of the loss by the model's output is not; {_samples(micro)}"
-        return NonFiniteOrigin("loss", what, passed=micro.indices)
+        what = f"the forward pass is finite, the gradient of the loss by the model's output is not; {names}"
+        return NonFiniteOrigin("loss", what, passed=update.indices(micro))
     if gradients and not is_finite(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))):
-        what = f"every gradient is finite, but their norm overflows {gradients[0].dtype}; {_samples(micro)}"
-        return NonFiniteOrigin("overflow", what, passed=micro.indices)
+        what = f"every gradient is finite, but their norm overflows {gradients[0].dtype}; {names}"
+        return NonFiniteOrigin("overflow", what, passed=update.indices(micro))
     return None
 
 
 def _blamed(update: ReplayedUpdate, micro: Micro) -> NonFiniteOrigin:
     """Return the finding where no module is to blame, and there are samples that are not finite."""
     bad = _bad_samples(update, micro)
-    what = f"samples that are not finite: {shortened(bad)}" if bad else f"the data are not finite; {_samples(micro)}"
-    return NonFiniteOrigin("samples", what, samples=bad, passed=micro.indices)
+    what = (
+        f"samples that are not finite: {shortened(bad)}"
+        if bad
+        else f"the data are not finite; {_samples(update, micro)}"
+    )
+    return NonFiniteOrigin("samples", what, samples=bad, passed=update.indices(micro))
 
 
 def _bad_samples(update: ReplayedUpdate, *micros: Micro) -> list[int]:
@@ -260,12 +270,12 @@ def _bad_samples(update: ReplayedUpdate, *micros: Micro) -> list[int]:
         for index in micro.indices:
             with suppress(Exception):  # a collate that wants more than one
                 if not is_finite(update.fetcher[micro._replace(indices=[index])].batch):
-                    bad.append(index)
+                    bad += update.fetcher.real([index])
     return bad
 
 
-def _samples(micro: Micro) -> str:
-    return f"samples {shortened(micro.indices)}"
+def _samples(update: ReplayedUpdate, micro: Micro) -> str:
+    return f"samples {shortened(update.indices(micro))}"
 
 
 @contextmanager

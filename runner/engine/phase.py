@@ -12,9 +12,9 @@ from runner.axes.dataloader import Loader
 from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import MicroBatch
-from runner.base.errors import AccelRunError, DataError
+from runner.base.errors import AccelRunError
 from runner.base.global_rng import restore_random_state, seed_everything
-from runner.base.order import Order, seed_of_rank
+from runner.base.order import seed_of_rank
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
@@ -34,6 +34,7 @@ from runner.engine.loop import Position, StepInfo
 from runner.engine.objective_phase import phase_kind
 from runner.engine.resumption import load_model
 from runner.engine.run import TrainingRun
+from runner.engine.train_order import order_of
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
 from runner.plan.run_plan import PhasePlan
 from runner.records.run_record import PhaseRecord
@@ -56,7 +57,8 @@ class Phase(PhaseView):
         fetcher = parts.fetcher("train")
         run.tally.num_samples[self.name] = len(fetcher)
         fetcher.may_be_empty = not self.is_alone and not parts.parallel.in_step
-        self.order = self._order(len(fetcher))
+        self.order = order_of(parts, planned, fetcher)
+        self._warn_of_large_updates()
         self.shares = shares_by(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
@@ -71,31 +73,13 @@ class Phase(PhaseView):
                 self._restore(start)
         self.total = int(min(self.total, self.position.update + run.observers.profiler.limit))
 
-    def _order(self, num_samples: int) -> Order:
-        plan, parts, batch = self.run_.plan, self.parts, self.planned.batch
-        is_dealt = parts.parallel.splits_batch and not self.is_alone
-        order = Order(
-            num_samples=num_samples,
-            global_batch_size=batch.global_batch_size,
-            micro_batch_size=batch.largest_pass,
-            seed=plan.settings.seed,
-            drop_last=self.planned.kind == "train" and bool(plan.choices["dataloader"].options["drop_last"]),
-            shares=batch.shares if is_dealt else (),
-            rank=parts.world.rank if is_dealt else 0,
-            in_step=parts.parallel.in_step,
-        )
-        if order.updates_per_epoch == 0:
-            raise DataError(
-                f"{num_samples} training samples make no whole update of {batch.global_batch_size}",
-                where="dataloader.drop_last=true",
-                fix="use dataloader.drop_last=false, or a smaller global_batch_size",
-            )
+    def _warn_of_large_updates(self) -> None:
+        batch, num_samples = self.planned.batch, self.order.num_samples
         if batch.global_batch_size > num_samples:
             self.run_.observers.screen.warn(
                 f"global_batch_size={batch.global_batch_size} is more than the {num_samples} training samples:"
                 " every update is a whole epoch"
             )
-        return order
 
     def _restore(self, start: Loaded) -> None:
         """Load the state of a checkpoint. Updates beyond those requested are kept: they end the phase."""

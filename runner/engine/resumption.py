@@ -14,18 +14,21 @@ from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Loaded
 
 # Keys that are the mathematics of the run: another value makes it another run.
-FIXED = ("task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "trains")
+FIXED = (
+    "task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "sampler", "trains",
+)  # fmt: skip
 # Keys that change the mathematics from here on: they may, if the user says so by name.
 BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging", "hook",
 )  # fmt: skip
 ADDED = {
     "averaging": "none",
+    "sampler": "shuffle",
     "weights.strict": True,
     "weights.only": [],
     "weights.rename": {},
 }  # keys that older checkpoints lack, with what was done then
-MECHANICS = ("optimizer.kernel", "task_file", "phases")
+MECHANICS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
 
 
 @dataclass(frozen=True)

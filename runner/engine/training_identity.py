@@ -114,6 +114,16 @@ def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         raise error
 
 
+def check_sampler(before: str, now: str) -> None:
+    """Raise IncompatibleResume if the weights or lengths by which a sampler draws changed."""
+    if before != now:
+        raise IncompatibleResume(
+            "the weights or lengths of the training samples, by which the sampler draws, differ from the checkpoint's",
+            where="sample_weights, sample_lengths",
+            fix="use the data that the run was trained with, or start a new run with another run=NAME",
+        )
+
+
 def changed_samples(
     before: Mapping[str, Any], now: Mapping[str, Any], fetchers: Mapping[str, Fetcher], loader: Loader
 ) -> list[str]:

@@ -20,7 +20,6 @@ from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.noise import no_pass
 from runner.base.optimizer_state import expected_state_bytes, state_tensors
-from runner.base.order import Order
 from runner.base.task import Progress
 from runner.base.text import first_line, sized
 from runner.config.configuration import Choice, Configuration
@@ -33,6 +32,7 @@ from runner.engine.error_diagnosis import fault_of
 from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import phase_kind
 from runner.engine.phase_kinds import GradientPhase
+from runner.engine.train_order import order_of
 from runner.forecast.fake_mode import AllocationLedger, CheckpointedBlock, FakeRun, NotTraceable, in_layers
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensors_within
@@ -212,11 +212,9 @@ class Follower:
                     ledger.saw(tensor, kind)
         parts.task.begin_phase(phase.name)
         fetcher = parts.fetcher("train")
-        order = Order(
-            num_samples=len(fetcher),
-            global_batch_size=phase.batch.global_batch_size,
-            micro_batch_size=phase.batch.micro_batch_size,
-            seed=parts.plan.settings.seed,
+        micro = phase.batch.micro_batch_size
+        order = dataclasses.replace(
+            order_of(parts, phase, fetcher), micro_batch_size=micro, shares=(), rank=0, in_step=False
         )
         position = Position(phase.name)
 

@@ -18,7 +18,6 @@ from torch import nn
 from runner.base import partition
 from runner.base.batch import map_tensors
 from runner.base.division import Batch
-from runner.base.order import Order
 from runner.config.configuration import Choice
 from runner.distributed.join import simulated_world
 from runner.distributed.layer_costs import LayerCost, estimate_costs, fresh, saved_bytes
@@ -28,6 +27,7 @@ from runner.distributed.stages import Call, Called, Shapes
 from runner.engine.assemble import assemble
 from runner.engine.cuda_autocast import AsCuda
 from runner.engine.task_loading import explained
+from runner.engine.train_order import order_of
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
 from runner.forecast.memory_forecast import UPDATES, Follower, on_the_host
 from runner.plan.memory_trace import Traced
@@ -123,7 +123,9 @@ class StagePrediction:
         """Return the input shapes of each stage."""
         task = self.parts.task
         fetcher = self.parts.fetcher("train")
-        order = Order(len(fetcher), phase.batch.global_batch_size, phase.batch.micro_batch_size, 0)
+        order = dataclasses.replace(
+            order_of(self.parts, phase, fetcher), micro_batch_size=phase.batch.micro_batch_size, in_step=False
+        )
         batch = fetcher[next(order.from_update(0))].batch
         starts = [stage.start for stage in split.ranges]
         shapes = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.training_identity import changed_samples, check_lengths, data_of, described
+from runner.engine.training_identity import changed_samples, check_lengths, check_sampler, data_of, described
 from runner.engine.watchdog import DATA
 
 
@@ -37,10 +37,13 @@ class DataChanges(Hook):
         fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})
         self._data = {}
         check_lengths(before, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
+        content = phase.order.draws.content
+        check_sampler(before.get("train", {}).get("sampler", content), content)
         if not phase.parts.world.is_first:
             return
         phase.pulse.now = (DATA, phase.position.update + 1)
         self._data = data_of(fetchers, phase.loader)
+        self._data["train"]["sampler"] = content
         edited, run.edited = run.edited, []
         self._note(edited, changed_samples(before, self._data, fetchers, phase.loader))
 

@@ -1,0 +1,300 @@
+"""Samplers: which samples an update has, as a function of (seed, epoch, position in the epoch)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from runner.base.errors import ConfigError, DataError, Problem
+from runner.base.order import EvenUpdates, Indices, IntArray, Sampler, order_rng, shuffled
+from runner.base.text import shortened
+from runner.base.values import PositiveInt
+
+FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class TrainingSamples:
+    """The training samples, as far as a sampler needs to know them.
+
+    weights  () -> weight of each sample, (num_samples,)
+    lengths  () -> length of each sample, (num_samples,)
+    sizes    () -> numbers of samples of the data sets that are concatenated
+    """
+
+    num_samples: int
+    global_batch_size: int
+    drop_last: bool
+    weights: Callable[[], FloatArray]
+    lengths: Callable[[], IntArray]
+    sizes: Callable[[], Sequence[int]]
+
+
+def shuffle(samples: TrainingSamples) -> Sampler:
+    """Each sample once per epoch, in random order."""
+    return shuffled(samples.num_samples, samples.global_batch_size, drop_last=samples.drop_last)
+
+
+def sequential(samples: TrainingSamples) -> Sampler:
+    """Each sample once per epoch, in the order of the data set."""
+    order: IntArray = np.arange(samples.num_samples)
+    return _even(samples, samples.num_samples, lambda seed, epoch: order)
+
+
+def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples: PositiveInt | None = None) -> Sampler:
+    """Draw samples with the probabilities of `sample_weights` of the task.
+
+    replacement  a sample may be drawn more than once in an epoch
+    num_samples  samples drawn in an epoch; null: as many as the data set has
+    Source: without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
+    """
+    weights = samples.weights()
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise DataError(
+            "the weights of samples must be finite, at least 0, and not all 0",
+            where="sample_weights",
+            fix="return one weight per sample, such as 1 / (number of samples of its class)",
+        )
+    count, size = num_samples or samples.num_samples, samples.num_samples
+    if not replacement and count > np.count_nonzero(weights):
+        what = f"draws {count:,} samples, but only {np.count_nonzero(weights):,} have a weight above 0"
+        raise _wrong("replacement=false", what, f"use sampler.num_samples={np.count_nonzero(weights)}")
+    bounds, last = np.cumsum(weights / weights.sum()), int(np.flatnonzero(weights)[-1])
+
+    def drawn(seed: int, epoch: int) -> IntArray:
+        rng = order_rng(seed, epoch)
+        if replacement:
+            found = np.searchsorted(bounds, rng.random(count) * bounds[-1], side="right")
+            return _repeated(np.minimum(found, last), size)  # the product may round up to the last bound
+        with np.errstate(divide="ignore"):
+            times = rng.exponential(size=size) / weights  # the first of independent exponential times, then the next
+        return np.argsort(times, kind="stable")[:count]
+
+    return _even(samples, count, drawn, weights)
+
+
+def mixture(
+    samples: TrainingSamples,
+    *,
+    weights: list[float] = [],  # noqa: B006 - read as schema
+    num_samples: PositiveInt | None = None,
+) -> Sampler:
+    """Draw from several data sets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
+
+    Each data set is shuffled and passed over completely before its samples are repeated. Each update has the shares of
+    the data sets, up to a few samples.
+
+    weights      weight of each data set, e.g. [0.7, 0.3]; []: the same for all
+    num_samples  samples drawn in an epoch; null: as many as the data sets have
+    """
+    sizes = samples.sizes()
+    shares = np.asarray(weights or [1.0] * len(sizes), dtype=np.float64)
+    if len(shares) != len(sizes):
+        what = f"has {len(shares)} weights, but the training data consists of {len(sizes)} data sets"
+        raise _wrong(f"weights={weights}", what, "give one weight per data set")
+    if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
+        raise _wrong(f"weights={weights}", "must have weights of at least 0, and one above 0", "e.g. [0.7, 0.3]")
+    shares = shares / shares.sum()
+    count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
+    per_epoch = _quotas(shares, count)
+
+    def drawn(seed: int, epoch: int) -> IntArray:
+        rng = order_rng(seed, epoch)
+        parts, times = [], []
+        for source, number in enumerate(per_epoch.tolist()):
+            parts.append(_passes(seed, source, sizes[source], epoch * number, number) + starts[source])
+            times.append((np.arange(number) + rng.random(number)) / max(number, 1))
+        order = np.argsort(np.concatenate(times), kind="stable")
+        return _repeated(np.concatenate(parts)[order], samples.num_samples)
+
+    return _even(samples, count, drawn, np.asarray(sizes), shares)
+
+
+def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
+    """Put samples of similar length into the same update; each sample once per epoch.
+
+    The task returns the lengths from `sample_lengths`. Updates come in random order.
+
+    bucket  lengths are rounded up to a multiple of this; samples of one rounded length are shuffled
+    """
+    size, batch = samples.num_samples, samples.global_batch_size
+    rounded = _rounded(samples.lengths(), bucket)
+
+    def drawn(seed: int, epoch: int) -> IntArray:
+        rng = order_rng(seed, epoch)
+        order = np.lexsort((rng.random(size), rounded))
+        whole, rest = divmod(size, batch)
+        starts = np.arange(whole) * batch
+        if rest:  # the incomplete update is at a random length, or drop_last would always drop the longest samples
+            cut = int(rng.integers(whole + 1))
+            starts[cut:] += rest
+            last = order[cut * batch : cut * batch + rest]
+        else:
+            last = order[:0]
+        rows = rng.permutation(starts)[:, None] + np.arange(batch)
+        return np.concatenate([order[rows.reshape(-1)], last])
+
+    return _even(samples, size, drawn, rounded)
+
+
+def token_budget(
+    samples: TrainingSamples,
+    *,
+    tokens: PositiveInt = 4096,
+    micro_tokens: PositiveInt | None = None,
+    bucket: PositiveInt = 8,
+) -> Sampler:
+    """Updates of similar lengths with at most `tokens` tokens and `global_batch_size` samples.
+
+    Padding counts: an update has (longest length) x (number of samples) tokens. Each sample is drawn once per epoch.
+    The task returns the lengths from `sample_lengths`.
+
+    tokens        maximum number of tokens in an update
+    micro_tokens  maximum number of tokens in a micro-batch; null: micro_batch_size alone limits it
+    bucket        lengths are rounded up to a multiple of this; samples of one rounded length are shuffled
+    """
+    if samples.drop_last:
+        raise ConfigError(
+            Problem("drops the incomplete update of an epoch, but a token budget has none", "dataloader.drop_last=true",
+                    "use dataloader.drop_last=false")
+        )  # fmt: skip
+    if micro_tokens is not None and micro_tokens > tokens:
+        raise _wrong(f"micro_tokens={micro_tokens}", f"is more than sampler.tokens={tokens}", "use a smaller number")
+    lengths = samples.lengths()
+    for limit, key in ((tokens, "tokens"), (micro_tokens or tokens, "micro_tokens")):
+        if lengths.max() > limit:
+            longer = np.flatnonzero(lengths > limit).tolist()
+            raise DataError(
+                f"{len(longer)} samples are longer than {limit} tokens: {shortened(longer)}",
+                where=f"sampler.{key}={limit}",
+                fix=f"use sampler.{key}={int(lengths.max())} or more, or cut the samples",
+            )
+    return TokenBudget(lengths, samples.global_batch_size, tokens, micro_tokens, bucket)
+
+
+class TokenBudget(Sampler):
+    """Updates whose number of samples varies; the sizes of updates are the same in each epoch, in another order.
+
+    The samples, sorted by rounded length, are cut once. An epoch assigns the samples of one rounded length to its
+    places at random, so that no update exceeds the budget in any epoch, and all epochs have as many updates.
+    """
+
+    def __init__(self, lengths: IntArray, most: int, tokens: int, micro_tokens: int | None, bucket: int) -> None:
+        self._lengths, self._micro_tokens = lengths, micro_tokens
+        self._rounded = np.minimum(_rounded(lengths, bucket), tokens)
+        self._cuts = np.asarray(_cuts(np.sort(self._rounded).tolist(), most, tokens))
+        self.num_samples, self.updates_per_epoch = len(lengths), len(self._cuts) - 1
+        self.content = _hash(self._rounded)
+        self._epoch = lru_cache(maxsize=2)(self._drawn)
+
+    def start(self, seed: int, epoch: int, window: int) -> int:
+        return int(self._epoch(seed, epoch)[1][window])
+
+    def draw(self, seed: int, epoch: int, window: int) -> Indices:
+        order, starts = self._epoch(seed, epoch)
+        found: Indices = order[starts[window] : starts[window + 1]].tolist()
+        return found
+
+    def split(self, indices: Indices, size: int) -> list[Indices]:
+        if self._micro_tokens is None:
+            return super().split(indices, size)
+        cuts = _cuts([int(self._lengths[index]) for index in indices], size, self._micro_tokens)
+        return [indices[first:stop] for first, stop in pairwise(cuts)]
+
+    def _drawn(self, seed: int, epoch: int) -> tuple[IntArray, IntArray]:
+        """Return the samples of an epoch, and the start of each update among them."""
+        rng = order_rng(seed, epoch)
+        order = np.lexsort((rng.random(self.num_samples), self._rounded))
+        chosen = rng.permutation(self.updates_per_epoch)
+        firsts, sizes = self._cuts[:-1][chosen], np.diff(self._cuts)[chosen]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        return order[np.repeat(firsts - starts[:-1], sizes) + np.arange(self.num_samples)], starts
+
+
+def _cuts(lengths: Sequence[int], most: int, tokens: int) -> list[int]:
+    """Return the bounds of consecutive batches: as long as possible, within `most` samples and `tokens` tokens."""
+    cuts, longest = [0], 0
+    for place, length in enumerate(lengths):
+        longest = max(longest, length)
+        count = place + 1 - cuts[-1]
+        if count > 1 and (count > most or count * longest > tokens):
+            cuts.append(place)
+            longest = length
+    return [*cuts, len(lengths)] if lengths else [0]
+
+
+def _even(
+    samples: TrainingSamples, count: int, order: Callable[[int, int], IntArray], *content: np.ndarray[Any, Any]
+) -> Sampler:
+    sampler = EvenUpdates(count, samples.global_batch_size, order, drop_last=samples.drop_last)
+    sampler.content = _hash(*content) if content else ""
+    return sampler
+
+
+def _hash(*content: np.ndarray[Any, Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for each in content:
+        digest.update(f"{each.dtype}{each.shape}".encode())
+        digest.update(np.ascontiguousarray(each).tobytes())
+    return digest.hexdigest()
+
+
+def _repeated(drawn: IntArray, size: int) -> IntArray:
+    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on: they get other random numbers."""
+    order = np.argsort(drawn, kind="stable")
+    ranked = drawn[order]
+    is_first = np.concatenate([[True], ranked[1:] != ranked[:-1]])
+    places = np.arange(len(drawn))
+    times = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    found = drawn.copy()
+    found[order] += times * size
+    return found
+
+
+def _passes(seed: int, source: int, size: int, first: int, number: int) -> IntArray:
+    """Return draws `first` to `first + number` of a data set of `size` samples, which is shuffled in each pass."""
+    if not number:
+        return np.arange(0)
+    begin, end = first // size, -(-(first + number) // size)
+    shuffles = [order_rng(seed, _OF_MIXTURES, source, each).permutation(size) for each in range(begin, end)]
+    return np.concatenate(shuffles)[first - begin * size :][:number]
+
+
+def _quotas(shares: FloatArray, count: int) -> IntArray:
+    """Return how many of `count` draws each data set gets, by largest remainders."""
+    quotas = np.floor(shares * count).astype(np.int64)
+    rest = count - int(quotas.sum())
+    quotas[np.argsort(quotas - shares * count, kind="stable")[:rest]] += 1
+    return quotas
+
+
+def _rounded(lengths: IntArray, bucket: int) -> IntArray:
+    if not len(lengths) or lengths.min() < 1:
+        empty = np.flatnonzero(lengths < 1).tolist()
+        raise DataError(
+            f"lengths must be at least 1, but samples {shortened(empty)} have less",
+            where="sample_lengths",
+            fix="return the number of tokens of each sample, and leave out empty samples",
+        )
+    return -(-lengths // bucket) * bucket
+
+
+def _wrong(key: str, what: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(what, f"sampler.{key}", fix))
+
+
+_OF_MIXTURES = 0x6D697874  # separate from the orders of epochs
+SAMPLERS: Mapping[str, Callable[..., Sampler]] = {
+    "shuffle": shuffle,
+    "sequential": sequential,
+    "weighted": weighted,
+    "mixture": mixture,
+    "length_buckets": length_buckets,
+    "token_budget": token_budget,
+}

@@ -1,0 +1,109 @@
+"""The order in which a phase reads the training samples, and what the sampler needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from runner.axes.dataloader import Fetcher
+from runner.axes.sampler import SAMPLERS, TrainingSamples
+from runner.base.errors import DataError, TaskFault
+from runner.base.order import Order
+from runner.base.task import Task
+from runner.config.option_table import make
+from runner.engine.assemble import Parts
+from runner.engine.error_diagnosis import place_of
+from runner.engine.task_loading import explained
+from runner.plan.run_plan import PhasePlan
+
+
+def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
+    """Return the order of the training samples in a phase. A fit reads each sample once, whatever the sampler.
+
+    Raises DataError if they are too few for an update, TaskFault if the task does not describe them as the sampler
+    needs.
+    """
+    plan, batch = parts.plan, phase.batch
+    is_dealt = parts.parallel.splits_batch and parts.world.world_size > 1
+    is_trained = phase.kind == "train"
+    choice = plan.choices["sampler"]
+    facts = TrainingSamples(
+        num_samples=len(fetcher),
+        global_batch_size=batch.global_batch_size,
+        drop_last=is_trained and bool(plan.choices["dataloader"].options["drop_last"]),
+        weights=lambda: _of_task(parts, fetcher, "sample_weights").astype(np.float64),
+        lengths=lambda: _lengths(parts, fetcher),
+        sizes=lambda: _sizes(parts, fetcher),
+    )
+    sampler = make(SAMPLERS, choice.function, facts, **choice.options) if is_trained else SAMPLERS["shuffle"](facts)
+    order = Order(
+        num_samples=sampler.num_samples,
+        global_batch_size=batch.global_batch_size,
+        micro_batch_size=batch.largest_pass,
+        seed=plan.settings.seed,
+        drop_last=facts.drop_last,
+        shares=batch.shares if is_dealt else (),
+        rank=parts.world.rank if is_dealt else 0,
+        in_step=parts.parallel.in_step,
+        sampler=sampler,
+    )
+    if order.updates_per_epoch == 0:
+        raise DataError(
+            f"{order.num_samples} training samples make no whole update of {batch.global_batch_size}",
+            where="dataloader.drop_last=true",
+            fix="use dataloader.drop_last=false, or a smaller global_batch_size",
+        )
+    return order
+
+
+def _lengths(parts: Parts, fetcher: Fetcher) -> Any:
+    found = _of_task(parts, fetcher, "sample_lengths")
+    if not np.issubdtype(found.dtype, np.integer):
+        raise _fault(parts, "sample_lengths", f"must return whole numbers, but returned {found.dtype}")
+    return found.astype(np.int64)
+
+
+def _of_task(parts: Parts, fetcher: Fetcher, name: str) -> Any:
+    """Return the numbers that a method of the task returns for the samples that are used, (num_samples,)."""
+    method: Callable[[Any], Any] = getattr(parts.task, name)
+    if getattr(type(parts.task), name) is getattr(Task, name):
+        raise _fault(parts, name, "is not defined")
+    with explained(parts.source, name):
+        found = np.asarray(method(fetcher.dataset))
+    if found.shape != (len(fetcher.dataset),) or not np.issubdtype(found.dtype, np.number):
+        what = f"must return one number for each of the {len(fetcher.dataset):,} samples, but returned"
+        raise _fault(parts, name, f"{what} {_described(found)}")
+    return found[: len(fetcher)]
+
+
+def _sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
+    ends = getattr(fetcher.dataset, "cumulative_sizes", None)
+    if ends is None:
+        raise TaskFault(
+            f"sampler=mixture needs several data sets, but dataset returned a {type(fetcher.dataset).__name__}",
+            where=place_of(parts.task.dataset, parts.source),
+            fix="return torch.utils.data.ConcatDataset([one, other])",
+        )
+    if len(fetcher) < ends[-1]:
+        raise DataError(
+            "data.train_samples takes the first samples, which would leave out data sets of the mixture",
+            where=f"data.train_samples={len(fetcher)}",
+            fix="use sampler.num_samples for a shorter epoch, or shorten the data sets in the task",
+        )
+    return [int(end - start) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _fault(parts: Parts, name: str, what: str) -> TaskFault:
+    sampler = f"sampler={parts.plan.choices['sampler'].name}"
+    examples = {"sample_weights": "[1.0 / count[y] for y in dataset.labels]", "sample_lengths": "dataset.lengths"}
+    return TaskFault(
+        f"{sampler}: {name}(dataset) {what}",
+        where=place_of(getattr(parts.task, name), parts.source),
+        fix=f"def {name}(self, dataset): return {examples[name]}",
+    )
+
+
+def _described(found: Any) -> str:
+    return f"an array of {found.dtype} with shape {tuple(found.shape)}"
