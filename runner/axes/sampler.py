@@ -35,6 +35,20 @@ class TrainingSamples:
     lengths: Callable[[], IntArray]
     sizes: Callable[[], Sequence[int]]
 
+    def in_order(
+        self, order: Callable[[int, int], IntArray], num_samples: int | None = None, content: Sequence[Any] = ()
+    ) -> Sampler:
+        """Return a sampler that takes the next `global_batch_size` samples of an order in each update.
+
+        order        (seed, epoch) -> the samples of the epoch, (num_samples,); it must depend on nothing else
+        num_samples  samples in an epoch; None: as many as there are
+        content      arrays that the order depends on; a resumed run must have the same
+        """
+        count = self.num_samples if num_samples is None else num_samples
+        sampler = EvenUpdates(count, self.global_batch_size, order, drop_last=self.drop_last)
+        sampler.content = _hash(*content) if len(content) else ""
+        return sampler
+
 
 def shuffle(samples: TrainingSamples) -> Sampler:
     """Each sample once per epoch, in random order."""
@@ -44,7 +58,7 @@ def shuffle(samples: TrainingSamples) -> Sampler:
 def sequential(samples: TrainingSamples) -> Sampler:
     """Each sample once per epoch, in the order of the data set."""
     order: IntArray = np.arange(samples.num_samples)
-    return _even(samples, samples.num_samples, lambda seed, epoch: order)
+    return samples.in_order(lambda seed, epoch: order)
 
 
 def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples: PositiveInt | None = None) -> Sampler:
@@ -70,13 +84,14 @@ def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples:
     def drawn(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)
         if replacement:
-            found = np.searchsorted(bounds, rng.random(count) * bounds[-1], side="right")
-            return _repeated(np.minimum(found, last), size)  # the product may round up to the last bound
+            numbers = np.sort(rng.random(count)) * bounds[-1]  # sorted: an order of magnitude faster to look up
+            found = np.searchsorted(bounds, numbers, side="right")
+            return rng.permutation(_repeated(np.minimum(found, last), size))  # a product may round up to the last bound
         with np.errstate(divide="ignore"):
             times = rng.exponential(size=size) / weights  # the first of independent exponential times, then the next
         return np.argsort(times, kind="stable")[:count]
 
-    return _even(samples, count, drawn, weights)
+    return samples.in_order(drawn, count, [weights])
 
 
 def mixture(
@@ -108,12 +123,13 @@ def mixture(
         rng = order_rng(seed, epoch)
         parts, times = [], []
         for source, number in enumerate(per_epoch.tolist()):
-            parts.append(_passes(seed, source, sizes[source], epoch * number, number) + starts[source])
+            draws = range(epoch * number, (epoch + 1) * number)
+            parts.append(_passes(seed, source, sizes[source], draws, samples.num_samples) + starts[source])
             times.append((np.arange(number) + rng.random(number)) / max(number, 1))
         order = np.argsort(np.concatenate(times), kind="stable")
-        return _repeated(np.concatenate(parts)[order], samples.num_samples)
+        return np.concatenate(parts)[order]
 
-    return _even(samples, count, drawn, np.asarray(sizes), shares)
+    return samples.in_order(drawn, count, [np.asarray(sizes), shares])
 
 
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
@@ -140,7 +156,7 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
         rows = rng.permutation(starts)[:, None] + np.arange(batch)
         return np.concatenate([order[rows.reshape(-1)], last])
 
-    return _even(samples, size, drawn, rounded)
+    return samples.in_order(drawn, content=[rounded])
 
 
 def token_budget(
@@ -229,14 +245,6 @@ def _cuts(lengths: Sequence[int], most: int, tokens: int) -> list[int]:
     return [*cuts, len(lengths)] if lengths else [0]
 
 
-def _even(
-    samples: TrainingSamples, count: int, order: Callable[[int, int], IntArray], *content: np.ndarray[Any, Any]
-) -> Sampler:
-    sampler = EvenUpdates(count, samples.global_batch_size, order, drop_last=samples.drop_last)
-    sampler.content = _hash(*content) if content else ""
-    return sampler
-
-
 def _hash(*content: np.ndarray[Any, Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for each in content:
@@ -246,24 +254,28 @@ def _hash(*content: np.ndarray[Any, Any]) -> str:
 
 
 def _repeated(drawn: IntArray, size: int) -> IntArray:
-    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on: they get other random numbers."""
-    order = np.argsort(drawn, kind="stable")
-    ranked = drawn[order]
-    is_first = np.concatenate([[True], ranked[1:] != ranked[:-1]])
+    """Add `size` to the second draw of a sample, 2 * `size` to the third and so on: they get other random numbers.
+
+    drawn  sorted
+    """
     places = np.arange(len(drawn))
-    times = places - np.maximum.accumulate(np.where(is_first, places, 0))
-    found = drawn.copy()
-    found[order] += times * size
-    return found
+    is_first = np.concatenate([[True], drawn[1:] != drawn[:-1]])
+    return drawn + (places - np.maximum.accumulate(np.where(is_first, places, 0))) * size
 
 
-def _passes(seed: int, source: int, size: int, first: int, number: int) -> IntArray:
-    """Return draws `first` to `first + number` of a data set of `size` samples, which is shuffled in each pass."""
-    if not number:
+def _passes(seed: int, source: int, size: int, draws: range, offset: int) -> IntArray:
+    """Return these draws from a data set of `size` samples, which is shuffled in each pass.
+
+    offset  added once in the second pass, twice in the third and so on: repeated samples get other random numbers
+    """
+    begin, end = draws.start // size, -(-draws.stop // size)
+    if not draws:
         return np.arange(0)
-    begin, end = first // size, -(-(first + number) // size)
-    shuffles = [order_rng(seed, _OF_MIXTURES, source, each).permutation(size) for each in range(begin, end)]
-    return np.concatenate(shuffles)[first - begin * size :][:number]
+    shuffles = [
+        order_rng(seed, _OF_MIXTURES, source, number).permutation(size) + (number - begin) * offset
+        for number in range(begin, end)
+    ]
+    return np.concatenate(shuffles)[draws.start - begin * size :][: len(draws)]
 
 
 def _quotas(shares: FloatArray, count: int) -> IntArray:

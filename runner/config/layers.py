@@ -30,8 +30,7 @@ from runner.config.options import AXES, GROUPS, function_of, options_of
 from runner.config.own_options import own_options
 from runner.config.own_tables import ENABLED, HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
-from runner.config.phases import TASK_GROUPS
-from runner.config.phases import LENGTHS, Declared
+from runner.config.phases import LENGTHS, TASK_GROUPS, Declared
 from runner.config.request import Request, text_of_value
 from runner.config.schema import as_data, defaults, did_you_mean
 from runner.config.settings import MAIN_KEYS

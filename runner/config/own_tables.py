@@ -23,6 +23,7 @@ from runner.config.schema import Expression, Key, Signature, docstring_of, read_
 OPTION_TABLES: Mapping[str, tuple[str, str]] = {
     "OPTIMIZERS": ("optimizer", "parameters"),
     "SCHEDULERS": ("scheduler", "updates"),
+    "SAMPLERS": ("sampler", "samples"),
 }
 HOOK_TABLE, HOOK = "HOOKS", "hook"
 # table -> what to use instead; docs/decisions/0023-tables-that-stay-closed.md has the reasons

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from runner.axes.dataloader import Fetcher
-from runner.axes.sampler import SAMPLERS, TrainingSamples
+from runner.axes.sampler import SAMPLERS, TrainingSamples, shuffle
 from runner.base.errors import DataError, TaskFault
-from runner.base.order import Order
+from runner.base.order import Order, Sampler
 from runner.base.task import Task
 from runner.config.option_table import make
 from runner.engine.assemble import Parts
@@ -33,11 +33,16 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
         num_samples=len(fetcher),
         global_batch_size=batch.global_batch_size,
         drop_last=is_trained and bool(plan.choices["dataloader"].options["drop_last"]),
-        weights=lambda: _of_task(parts, fetcher, "sample_weights").astype(np.float64),
+        weights=lambda: _of_task(parts, fetcher, parts.task.sample_weights).astype(np.float64),
         lengths=lambda: _lengths(parts, fetcher),
         sizes=lambda: _sizes(parts, fetcher),
     )
-    sampler = make(SAMPLERS, choice.function, facts, **choice.options) if is_trained else SAMPLERS["shuffle"](facts)
+    sampler = make(SAMPLERS, choice.function, facts, **choice.options) if is_trained else shuffle(facts)
+    if not isinstance(sampler, Sampler):
+        raise TaskFault(
+            f"sampler={choice.name} must return a sampler, but returned {type(sampler).__name__}",
+            fix="return samples.in_order(function of seed and epoch)",
+        )
     order = Order(
         num_samples=sampler.num_samples,
         global_batch_size=batch.global_batch_size,
@@ -59,22 +64,21 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
 
 
 def _lengths(parts: Parts, fetcher: Fetcher) -> Any:
-    found = _of_task(parts, fetcher, "sample_lengths")
+    found = _of_task(parts, fetcher, parts.task.sample_lengths)
     if not np.issubdtype(found.dtype, np.integer):
-        raise _fault(parts, "sample_lengths", f"must return whole numbers, but returned {found.dtype}")
+        raise _fault(parts, parts.task.sample_lengths, f"must return whole numbers, but returned {found.dtype}")
     return found.astype(np.int64)
 
 
-def _of_task(parts: Parts, fetcher: Fetcher, name: str) -> Any:
+def _of_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]) -> Any:
     """Return the numbers that a method of the task returns for the samples that are used, (num_samples,)."""
-    method: Callable[[Any], Any] = getattr(parts.task, name)
-    if getattr(type(parts.task), name) is getattr(Task, name):
-        raise _fault(parts, name, "is not defined")
-    with explained(parts.source, name):
+    if getattr(method, "__func__", None) in (Task.sample_weights, Task.sample_lengths):
+        raise _fault(parts, method, "is not defined")
+    with explained(parts.source, method.__name__):
         found = np.asarray(method(fetcher.dataset))
     if found.shape != (len(fetcher.dataset),) or not np.issubdtype(found.dtype, np.number):
         what = f"must return one number for each of the {len(fetcher.dataset):,} samples, but returned"
-        raise _fault(parts, name, f"{what} {_described(found)}")
+        raise _fault(parts, method, f"{what} an array of {found.dtype} with shape {found.shape}")
     return found[: len(fetcher)]
 
 
@@ -95,15 +99,11 @@ def _sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
     return [int(end - start) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _fault(parts: Parts, name: str, what: str) -> TaskFault:
-    sampler = f"sampler={parts.plan.choices['sampler'].name}"
+def _fault(parts: Parts, method: Callable[[Any], Any], what: str) -> TaskFault:
+    name = method.__name__
     examples = {"sample_weights": "[1.0 / count[y] for y in dataset.labels]", "sample_lengths": "dataset.lengths"}
     return TaskFault(
-        f"{sampler}: {name}(dataset) {what}",
-        where=place_of(getattr(parts.task, name), parts.source),
+        f"sampler={parts.plan.choices['sampler'].name}: {name}(dataset) {what}",
+        where=place_of(method, parts.source),
         fix=f"def {name}(self, dataset): return {examples[name]}",
     )
-
-
-def _described(found: Any) -> str:
-    return f"an array of {found.dtype} with shape {tuple(found.shape)}"
