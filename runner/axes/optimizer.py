@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.packages import check_installed
+from runner.base.schedule_free import ready_to_train
 from runner.base.values import Factor, NonNegative, Positive, PositiveInt
 from runner.config.option_table import make
 from runner.config.schema import did_you_mean
@@ -310,6 +312,39 @@ def muon(
     return MuonWithAdamW(groups, of_muon, of_adamw)
 
 
+def schedulefree(
+    parameters: Parameters,
+    *,
+    lr: Positive = 2.5e-3,
+    weight_decay: NonNegative = 0.0,
+    betas: tuple[Positive, Factor] = (0.9, 0.999),
+    eps: Positive = 1e-8,
+    r: NonNegative = 0.0,
+    weight_lr_power: NonNegative = 2.0,
+    decay_1d: bool = False,
+    lr_scales: Mapping[str, NonNegative] = {},
+) -> Optimizer:
+    """Schedule-free AdamW: an average of the weights, which evaluation uses, instead of a schedule.
+
+    Use scheduler=constant, whose warm-up it needs.
+
+    lr               learning rate after the warm-up
+    weight_decay     decoupled weight decay, multiplied by the learning rate
+    betas            fraction of the average in the weights at which gradients are computed; decay of squared gradients
+    eps              added to the root of the second mean
+    r                the average weights an update by its number to this power
+    weight_lr_power  and by the largest learning rate so far to this power
+    decay_1d         also decay parameters of fewer than two dimensions (biases, norms)
+    lr_scales        module or parameter name -> factor on its learning rate; the longest matching name counts
+    Raises MissingPackage if schedulefree is not installed, ConfigError if a name matches nothing.
+    Source: Defazio et al., The Road Less Scheduled, NeurIPS 2024.
+    """
+    check_installed("schedulefree", "schedulefree")
+    groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
+    options = {"betas": (betas[0], betas[1]), "eps": eps, "r": r, "weight_lr_power": weight_lr_power}
+    return ready_to_train(_import_quietly("schedulefree").AdamWScheduleFree(groups, lr=lr, **options))
+
+
 class Lion(Optimizer):
     """The update of `lion`."""
 
@@ -378,7 +413,7 @@ def optimizer_of(function: str, parameters: Parameters, options: Mapping[str, An
 
 def must_be_installed(function: str, options: Mapping[str, Any], device: torch.device) -> None:
     """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for the others."""
-    if function == "adamw8bit":
+    if function in ("adamw8bit", "schedulefree"):
         weight = nn.Parameter(torch.ones(1, device=device))
         make(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
 
@@ -556,4 +591,5 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "adafactor": adafactor,
     "lion": lion,
     "muon": muon,
+    "schedulefree": schedulefree,
 }

@@ -33,6 +33,7 @@ AXES: Mapping[str, str] = {
     "optimizer": "axes/optimizer.py",
     "scheduler": "axes/scheduler.py",
     "averaging": "engine/hooks/averaging.py",
+    "sharpness": "engine/sharpness.py",
     "compile": "axes/compile.py",
     "attention": "axes/attention.py",
     "memory": "axes/memory.py",

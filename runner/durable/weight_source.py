@@ -87,8 +87,9 @@ def _nothing(where: str, runs: str) -> InputMissing:
 
 def _of_checkpoint(checkpoint: Loaded, shown: str) -> WeightSource:
     values = mapped(checkpoint.state.get("values"))
-    has_average = "averaging" in checkpoint.stems and values.get("averaging.evaluate") is True
-    average = checkpoint.path / "averaging.safetensors" if has_average else None
+    is_used = {"averaging": values.get("averaging.evaluate") is True, "optimizer_average": True}
+    stem = next((stem for stem, used in is_used.items() if used and stem in checkpoint.stems), None)
+    average = checkpoint.path / f"{stem}.safetensors" if stem else None
     return WeightSource(shown, (checkpoint.path / "model.safetensors",), average=average)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ class ExtraMetrics:
         for micro in batches:
             self._counts = micro.counts
             yield micro
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore what the loss returns inside: passes that repeat those of the update."""
+        kept, self._sums = self._sums, {}
+        try:
+            yield
+        finally:
+            self._sums = kept
 
     def add(self, found: Sums) -> None:
         """Add what the loss of a micro-batch returned."""

@@ -24,10 +24,12 @@ from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import place_of
 from runner.engine.extra_metrics import ExtraMetrics
+from runner.engine.gradient_source import GradientSource
 from runner.engine.loop import Around, Position, Training
 from runner.engine.objectives import Objectives, ObjectiveSpec, OwnPosition, objectives_of
 from runner.engine.oom_retry import OomRetry, RetryPolicy
 from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, updates_of
+from runner.engine.sharpness import with_sharpness
 from runner.engine.task_loading import CheckedLoss
 from runner.plan.run_plan import PhasePlan
 
@@ -87,6 +89,7 @@ class ObjectivesPhase(GradientPhase):
             parallel=parts.parallel,
             per_item=per_item,
             max_grad_norm=spec.max_grad_norm,
+            gradients=with_sharpness(parts.plan.choices["sharpness"], GradientSource(), own, extra),
             extra=extra,
             around=around,
         )

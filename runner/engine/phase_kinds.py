@@ -28,6 +28,7 @@ from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
 from runner.engine.loop import Around, Position, StepInfo, Training, UpdateInputs, train_updates
 from runner.engine.oom_retry import OomRetry, RetryPolicy
+from runner.engine.sharpness import with_sharpness
 from runner.engine.task_loading import CheckedLoss
 from runner.plan.run_plan import PhasePlan
 
@@ -134,7 +135,7 @@ class GradientPhase(PhaseKind):
             parallel=parts.parallel,
             per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
             max_grad_norm=phase.max_grad_norm,
-            gradients=gradients,
+            gradients=with_sharpness(parts.plan.choices["sharpness"], gradients, own, extra),
             extra=extra,
             around=around,
         )

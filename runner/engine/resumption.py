@@ -19,11 +19,13 @@ FIXED = (
 )  # fmt: skip
 # Keys that change the mathematics from here on: they may, if the user says so by name.
 BY_NAME = (
-    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging", "hook",
+    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
+    "sharpness", "hook",
 )  # fmt: skip
 ADDED = {
     "averaging": "none",
     "sampler": "shuffle",
+    "sharpness": "none",
     "weights.strict": True,
     "weights.only": [],
     "weights.rename": {},

@@ -143,7 +143,15 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))
 
 
-RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _parallelism)
+def _sharpness(planner: Decisions, gpu: Device | None) -> None:
+    choice, parallelism = planner.choices["sharpness"], planner.choices["parallelism"]
+    if choice.function != "none" and parallelism.function in ("fsdp", "pipeline"):
+        what = f"needs whole parameters on each rank, but parallelism={parallelism.name} divides them"
+        fix = "use parallelism=ddp or parallelism=single"
+        planner.problems.append(Problem(what, f"sharpness={choice.name}", fix))
+
+
+RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _parallelism, _sharpness)
 
 
 def _is_cuda(gpu: Device | None) -> bool:

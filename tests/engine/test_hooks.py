@@ -29,6 +29,7 @@ ORDER = [
     "ForwardState",
     "AttributeCheck",
     "Averaging",
+    "OptimizerAverage",
     "EarlyStopping",
     "Evaluation",
     "Checkpointing",

@@ -20,6 +20,7 @@ from runner.engine.hooks.load_balance import LoadBalance
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.nan_search import NanSearch
 from runner.engine.hooks.oom import OutOfMemory
+from runner.engine.hooks.optimizer_average import OptimizerAverage
 from runner.engine.hooks.profiling import Profiling
 from runner.engine.hooks.progress import ShowProgress
 from runner.engine.hooks.rank_sync import RankSync
@@ -39,6 +40,7 @@ HOOKS: Sequence[type[Hook]] = [
     ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
     AttributeCheck,  # after ForwardState: its forward passes change what is a buffer by now
     Averaging,  # averages the weights before an evaluation uses the average
+    OptimizerAverage,  # likewise, for the average of an optimizer
     EarlyStopping,  # counts an evaluation before a checkpoint is made of it
     Evaluation,  # before Checkpointing: a checkpoint includes the evaluation of its update
     Checkpointing,  # after every hook with a state: a resumed run would lack what it did after this update

@@ -1,0 +1,133 @@
+"""Gradients at the worst weights in a neighborhood: sharpness-aware minimization (SAM)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from runner.base import noise
+from runner.base.batch import MicroBatch
+from runner.base.module_buffers import restored
+from runner.base.sample_rng import global_generators
+from runner.base.values import Positive
+from runner.config.configuration import Choice
+from runner.config.option_table import make
+from runner.distributed.parallel import ForwardPasses, Parallel, Sums
+from runner.engine.extra_metrics import ExtraMetrics
+from runner.engine.gradient_source import Around, GradientSource
+from runner.engine.gradients import clear
+
+Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
+# (weights, gradients, norm over ranks) -> the step to the worst weights; the scale of the gradients is arbitrary
+
+
+def none() -> None:
+    """Use the gradients at the weights themselves."""
+
+
+def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
+    """Sharpness-aware minimization: step up by `rho` along the gradient, and use the gradient there.
+
+    An update takes twice the time, and one more copy of the weights.
+
+    rho       length of the step, over all trained parameters together
+    adaptive  scale the step of each weight by its size (ASAM); rho is then about ten times as large
+    Source: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021; Kwon et al.,
+    ASAM, ICML 2021.
+    """
+
+    def ascent(
+        weights: Sequence[Tensor], gradients: Sequence[Tensor], over_ranks: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
+        sizes = torch._foreach_abs(list(weights)) if adaptive else None
+        scaled = torch._foreach_mul(sizes, list(gradients)) if sizes is not None else list(gradients)
+        norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(scaled))))
+        # Not finite after an overflow: then the second gradients are not, either, and the update is skipped.
+        factor = rho / torch.where(norm == 0, torch.ones_like(norm), norm)
+        steps = torch._foreach_mul(sizes, scaled) if sizes is not None else scaled
+        return list(torch._foreach_mul(steps, factor))
+
+    return ascent
+
+
+SHARPNESS: Mapping[str, Callable[..., Ascent | None]] = {"none": none, "sam": sam}
+
+
+def with_sharpness(
+    choice: Choice, inner: GradientSource, weights: Sequence[nn.Parameter], extra: ExtraMetrics
+) -> GradientSource:
+    """Return the source of gradients that the option selects.
+
+    inner    computes the gradients at given weights
+    weights  those that the update changes
+    extra    further metrics of the loss; they are those of the first pass
+    """
+    ascent = make(SHARPNESS, choice.function, **choice.options)
+    return inner if ascent is None else SharpnessSource(inner, ascent, tuple(weights), extra)
+
+
+@dataclass(frozen=True)
+class SharpnessSource(GradientSource):
+    """Computes the gradients of an update twice, with the same samples and random numbers.
+
+    The inputs of the whole update are held. Buffers, further metrics and the loss are those of the first pass.
+    """
+
+    inner: GradientSource
+    ascent: Ascent
+    weights: tuple[nn.Parameter, ...]
+    extra: ExtraMetrics
+
+    def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
+        seen: list[MicroBatch] = []
+        marks = [generator.mark() for generator in global_generators()]
+        first = self.inner.accumulate(parallel, passes, _kept(batches, seen))
+        parallel.reduce(first)  # the direction is that of all ranks; raises Discarded where one of them failed
+        for generator, mark in zip(global_generators(), marks, strict=True):
+            generator.restore(mark)
+        with self._at_the_top(parallel), restored(passes.model.modules()), self.extra.paused():
+            second = self.inner.accumulate(parallel, passes, _again(seen))
+        return second._replace(loss_sum=first.loss_sum, bad=first.bad)
+
+    def watched(self, around: Around) -> GradientSource:
+        return replace(self, inner=self.inner.watched(around))
+
+    @contextmanager
+    def _at_the_top(self, parallel: Parallel) -> Iterator[None]:
+        """Move the weights up, and back in the end; the first gradients are freed.
+
+        Through `data`, without a new version: a retry after out of memory takes these for changes by the task.
+        """
+        moved = [weight for weight in self.weights if weight.grad is not None]
+        values = [weight.data for weight in moved]
+        kept = [value.clone() for value in values]
+        steps = self.ascent(values, parallel.gradients(moved), parallel.norm) if moved else []
+        clear(self.weights)
+        try:
+            if moved:
+                torch._foreach_add_(values, steps)
+            del steps
+            yield
+        finally:
+            if moved:
+                torch._foreach_copy_(values, kept)
+
+
+def _kept(batches: Iterator[MicroBatch], seen: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an update, and append them to `seen`."""
+    for micro in batches:
+        seen.append(micro)
+        yield micro
+        if micro.last:
+            return
+
+
+def _again(seen: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches with the draws that they had."""
+    for micro in seen:
+        noise.start_pass(micro.samples)
+        yield micro

@@ -1,0 +1,157 @@
+"""Schedule-free AdamW: equal to a plain loop with the package, in training, evaluation, checkpoints and inference."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.errors import ConfigError
+from runner.base.order import permutation
+from runner.base.world import World
+from runner.config.request import Request
+from runner.durable import checkpoint
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.opening import open_phase
+from runner.engine.trained_run import open_trained
+from runner.records.events import Console
+from tests.distributed.ranks import run_ranks
+from tests.forkserver import ForkServer
+
+schedulefree = pytest.importorskip("schedulefree", reason="the package schedulefree is not installed")
+
+TASK = Path(__file__).parents[1] / "task_of_averages.py"
+UPDATES, SIZE, WARMUP = 6, 8, 3
+TOLERANCE = 1e-12  # float64
+
+
+def request_of(folder: Path, *words: str) -> Request:
+    settings = (
+        f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off",
+        "optimizer=schedulefree", "optimizer.lr=0.05", "optimizer.weight_decay=0.02", "optimizer.decay_1d=true",
+        f"scheduler.warmup={WARMUP}", "max_grad_norm=null", "evaluate.every=2", f"output_root={folder}",
+    )  # fmt: skip
+    return Request((*settings, *words), TASK)
+
+
+def saved(folder: Path, stem: str = "optimizer_average", update: int = UPDATES) -> dict[str, Tensor]:
+    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", update)).tensors(stem))
+
+
+def trained(folder: Path, *words: str, world: World | None = None) -> None:
+    with open_phase(request_of(folder, *words), world) as phase:
+        assert phase.run() is None
+
+
+def metrics(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+    return [row["val/loss"] for row in rows if "val/loss" in row]
+
+
+def by_hand(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    """Return the weights of training and those of evaluation, and the losses of evaluations, of a plain loop."""
+    with open_phase(request_of(folder)) as phase:
+        task, model = phase.run_.parts.task, phase.run_.parts.bare
+        x, y = task.dataset("train").tensors
+        optimizer = schedulefree.AdamWScheduleFree(
+            model.parameters(), lr=0.05, betas=(0.9, 0.999), weight_decay=0.02, warmup_steps=WARMUP
+        )
+        found = []
+        optimizer.train()
+        for update in range(UPDATES):
+            epoch, number = divmod(update, len(x) // SIZE)
+            rows = permutation(0, epoch, len(x))[number * SIZE : (number + 1) * SIZE].tolist()
+            loss, items = task.loss(model, (x[rows], y[rows]))
+            optimizer.zero_grad()
+            (loss / items).backward()
+            optimizer.step()
+            if update % 2:
+                kept = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+                optimizer.eval()
+                total, items = task.loss(model, task.dataset("val").tensors)
+                found.append(float(total.detach()) / items)
+                averaged = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+                optimizer.train()
+                model.load_state_dict(kept)
+        return kept, averaged, found
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
+
+
+def test_training_and_evaluation_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    weights, averaged, measured = by_hand(tmp_path / "hand")
+    trained(tmp_path)
+    assert_close(saved(tmp_path, "model"), weights, TOLERANCE)
+    assert_close(saved(tmp_path), averaged, TOLERANCE)
+    assert metrics(tmp_path) == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
+    trained(tmp_path / "often", "evaluate.every=1")
+    trained(tmp_path / "never", "evaluate.every=0")
+    for stem in ("model", "optimizer", "optimizer_average"):
+        assert_close(saved(tmp_path / "often", stem), saved(tmp_path / "never", stem), 0.0)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
+    words = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+
+    def stopped(world: World | None) -> None:
+        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+            for update in phase.updates():
+                if update == 3:
+                    break
+            phase.hook(RankSync).exchange.close()
+            phase.hook(Checkpointing).save()
+
+    for act in (
+        lambda world: trained(tmp_path / "straight", *words, world=world),
+        stopped,
+        lambda world: trained(tmp_path / "stopped", *words, world=world),
+    ):
+        act(None) if strategy == "single" else run_ranks(act, 2)
+    for stem in ("optimizer_average", "model", "optimizer"):
+        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+
+
+@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
+def test_neither_accumulation_nor_ranks_change_the_weights(words: str, world_size: int, tmp_path: Path) -> None:
+    trained(tmp_path / "one", "micro_batch_size=8")
+    if world_size == 1:
+        trained(tmp_path / "other", words)
+    else:
+        ranks = (f"parallelism={words}", f"parallelism.world_size={world_size}")
+        run_ranks(lambda world: trained(tmp_path / "other", *ranks, world=world), world_size)
+    for stem in ("model", "optimizer_average"):
+        assert_close(saved(tmp_path / "other", stem), saved(tmp_path / "one", stem), TOLERANCE)
+
+
+def test_inference_and_initial_weights_are_those_of_evaluation(server: ForkServer, tmp_path: Path) -> None:
+    words = [word for word in request_of(tmp_path).overrides if not word.startswith("output_root")]
+    assert server.run(["train", "--task", str(TASK), *words], tmp_path).code == 0
+    folder = tmp_path / "outputs"
+    with ExitStack() as stack:
+        parts = open_trained(Request(("run=mine", f"output_root={folder}"), TASK), Console(), stack).parts
+        assert_close(dict(parts.bare.state_dict()), saved(folder), 0.0)
+    with open_phase(request_of(tmp_path / "next")) as phase:
+        from runner.durable.weight_source import find_weights
+        from runner.engine.weights import read_tensors
+
+        assert phase.run_.parts is not None
+        assert_close(read_tensors(find_weights("mine", folder), "weights"), saved(folder), 0.0)
+
+
+def test_two_averages_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trained(tmp_path, "averaging=ema")
+    assert [problem.where for problem in caught.value.problems] == ["averaging=ema"]

@@ -1,0 +1,186 @@
+"""Sharpness-aware minimization equals a plain loop, whatever the micro-batches, ranks, retries and resumptions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import ConfigError
+from runner.base.order import permutation
+from runner.base.world import World
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.durable import checkpoint
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.opening import open_phase
+from runner.plan.planner import plan_here
+from tests.distributed.ranks import run_ranks
+from tests.end_to_end.examples import train
+from tests.forkserver import ForkServer
+from tests.rounding import PROMISED, distance
+
+TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
+DRAWING = Path(__file__).parent / "task_of_sharpness.py"
+FLOAT32 = Path(__file__).parents[1] / "engine" / "task_that_is_saved.py"
+UPDATES, SIZE, RHO = 6, 8, 0.1
+TOLERANCE = 1e-12  # float64, at the scale of the weights
+
+
+def request_of(folder: Path, *words: str, task: Path = TASK) -> Request:
+    settings = (
+        f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off",
+        "log_every=1", "sharpness=sam", f"sharpness.rho={RHO}", "optimizer=sgd", "optimizer.kernel=foreach",
+        f"output_root={folder}",
+    )  # fmt: skip
+    return Request((*settings, *words), task)
+
+
+def saved(folder: Path, stem: str = "model") -> dict[str, Tensor]:
+    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", UPDATES)).tensors(stem))
+
+
+def trained(folder: Path, *words: str, world: World | None = None, task: Path = TASK) -> dict[str, Tensor]:
+    with open_phase(request_of(folder, *words, task=task), world) as phase:
+        assert phase.run() is None
+    return saved(folder) if world is None or world.is_first else {}
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "mine" / "metrics.jsonl").read_text().splitlines()]
+    return [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[float]]:
+    """Foret et al., Sharpness-Aware Minimization, ICLR 2021, algorithm 1; Kwon et al., ASAM, ICML 2021, algorithm 1."""
+    with open_phase(request_of(folder)) as phase:
+        task, model = phase.run_.parts.task, phase.run_.parts.bare
+        x, y = task.dataset("train").tensors
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        weights, found = list(model.parameters()), []
+
+        def gradient(rows: list[int]) -> list[Tensor]:
+            loss, items = task.loss(model, (x[rows], y[rows]))
+            found.append(float(loss.detach()) / items)
+            return list(torch.autograd.grad(loss / items, weights))
+
+        for update in range(UPDATES):
+            epoch, number = divmod(update, len(x) // SIZE)
+            rows = permutation(0, epoch, len(x))[number * SIZE : (number + 1) * SIZE].tolist()
+            first = gradient(rows)
+            scales = [weight.detach().abs() if adaptive else torch.ones_like(weight) for weight in weights]
+            norm = torch.cat([(scale * each).flatten() for scale, each in zip(scales, first, strict=True)]).norm()
+            steps = [RHO * scale**2 * each / norm for scale, each in zip(scales, first, strict=True)]
+            with torch.no_grad():
+                torch._foreach_add_(weights, steps)
+            second = gradient(rows)
+            with torch.no_grad():
+                torch._foreach_sub_(weights, steps)
+            for weight, each in zip(weights, second, strict=True):
+                weight.grad = each
+            nn.utils.clip_grad_norm_(weights, 1.0)
+            optimizer.step()
+        return {name: weight.detach().clone() for name, weight in model.named_parameters()}, found[::2]
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_an_update_is_that_of_a_loop_written_by_hand(adaptive: bool, tmp_path: Path) -> None:
+    expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
+    found = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
+    assert_close(found, expected, TOLERANCE)
+    assert losses(tmp_path / "run") == pytest.approx(measured, rel=TOLERANCE), "the loss before the ascent is reported"
+
+
+@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("ddp", 3)])
+def test_neither_accumulation_nor_ranks_change_an_update(words: str, world_size: int, tmp_path: Path) -> None:
+    expected = trained(tmp_path / "one", "micro_batch_size=8")
+    shares = {2: "[7,1]", 3: "[4,3,1]"}
+
+    def rank(world: World) -> None:
+        ranks = (f"parallelism.world_size={world_size}", f"parallelism.shares={shares[world_size]}")
+        trained(tmp_path / "other", f"parallelism={words}", *ranks, "micro_batch_size=2", world=world)
+
+    if world_size > 1:
+        run_ranks(rank, world_size)
+    else:
+        trained(tmp_path / "other", words)
+    assert_close(saved(tmp_path / "other"), expected, TOLERANCE)
+
+
+def test_both_passes_have_the_same_draws_and_only_the_first_one_changes_buffers(tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path, "global_batch_size=8", "micro_batch_size=4", task=DRAWING)) as phase:
+        assert phase.run() is None
+        drawn: list[tuple[float, ...]] = phase.run_.parts.task.drawn  # type: ignore[attr-defined]
+        calls = phase.run_.parts.bare.calls
+    of_updates = [drawn[start : start + 4] for start in range(0, len(drawn), 4)]
+    assert len(of_updates) == UPDATES
+    assert all(passes[:2] == passes[2:] for passes in of_updates)
+    assert len({passes for each in of_updates for passes in each}) == 2 * UPDATES
+    assert int(calls) == 2 * UPDATES
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "straight", "micro_batch_size=2")
+    with open_phase(request_of(tmp_path / "parts", "micro_batch_size=2")) as phase:
+        for update in phase.updates():
+            if update == 3:
+                break
+        phase.hook(RankSync).exchange.close()
+        phase.hook(Checkpointing).save()
+    assert_close(trained(tmp_path / "parts", "micro_batch_size=2"), expected, 0.0)
+
+
+def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_path: Path) -> None:
+    expected = trained(tmp_path / "one")
+    with open_phase(request_of(tmp_path / "short")) as phase:
+        loss, calls = phase.run_.parts.task.loss, []
+
+        def short(model: nn.Module, batch: Any) -> Any:
+            calls.append(len(batch[0]))
+            if len(calls) == 4:  # in the second pass of the second update
+                raise torch.OutOfMemoryError
+            return loss(model, batch)
+
+        phase.work.loss.loss = short  # type: ignore[attr-defined]
+        assert phase.run() is None
+    assert 4 in calls, "it was repeated in smaller micro-batches"
+    assert_close(saved(tmp_path / "short"), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_sharded_weights_are_refused(strategy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_here(compose(Request(("sharpness=sam", f"parallelism={strategy}", "device=cpu"))))
+    assert [problem.where for problem in caught.value.problems] == ["sharpness=sam"]
+
+
+@pytest.mark.parametrize("example", ["own_gan", "own_clip"])
+def test_objectives_and_coupled_losses_are_perturbed_whatever_the_micro_batches(
+    example: str, server: ForkServer, tmp_path: Path
+) -> None:
+    words = "global_batch_size=32 updates=3 scheduler=constant sharpness=sam"
+    found = []
+    for size in (32, 8):
+        (tmp_path / str(size)).mkdir()
+        found.append(train(server, tmp_path / str(size), example, f"{words} micro_batch_size={size}")[0])
+    for name, tensor in found[0].items():
+        assert distance(tensor.tolist(), found[1][name].tolist()) <= 3 * PROMISED[torch.float32], name
+
+
+def test_an_overflow_skips_the_update(tmp_path: Path) -> None:
+    words = ("precision=fp16", "precision.init_scale=1.0e7", "updates=40", "evaluate.every=0")
+    with open_phase(request_of(tmp_path, *words, task=FLOAT32)) as phase:
+        assert phase.run() is None
+        assert 0 < phase.run_.num_skipped < 40
+        assert all(bool(weight.isfinite().all()) for weight in phase.run_.parts.bare.parameters())
