@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 
 from runner.base.errors import AccelRunError, Exit, UsageError, format_error, readable, system_limit_of
-from runner.base.secret import fit_to_show, refuse_secrets
+from runner.base.secret import fit_to_show
+from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, first_line, for_terminal, help_page, message_of
 from runner.commands import COMMANDS, TRAINING
 from runner.host.output import nonblocking_streams, open_closed_streams, write_at_once

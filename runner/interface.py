@@ -86,7 +86,16 @@ def auto_parallelize(
             reason += f"; {len(places)} processes, one per device, could each train a replica: use torchrun"
         chosen = Chosen(model.to(places[largest]), "single", reason)
     elif len(places) > 1 and parts is not None:
-        chosen = _piped(model, places, limits, need, parts, example, num_microbatches, bytes_per_parameter)
+        piped = PipelineParallel(
+            model,
+            num_microbatches,
+            places,
+            limits,
+            layers=parts,
+            example=example,
+            bytes_per_parameter=bytes_per_parameter,
+        )
+        chosen = _piped(piped, limits, need)
     else:
         raise ConfigError(_no_room(model, places, limits, need, parts))
     say(str(chosen))
@@ -432,25 +441,7 @@ def _replicated(model: nn.Module, place: torch.device, need: int, limit: int) ->
     return Chosen(wrapped, "replicated", reason)
 
 
-def _piped(
-    model: nn.Module,
-    places: Sequence[torch.device],
-    limits: Sequence[int],
-    need: int,
-    layers: Sequence[nn.Module],
-    example: Sequence[Any] | None,
-    num_microbatches: int,
-    bytes_per_parameter: float,
-) -> Chosen:
-    piped = PipelineParallel(
-        model,
-        num_microbatches,
-        places,
-        limits,
-        layers=layers,
-        example=example,
-        bytes_per_parameter=bytes_per_parameter,
-    )
+def _piped(piped: PipelineParallel, limits: Sequence[int], need: int) -> Chosen:
     rooms = ", ".join(_size(limit) for limit in limits)
     why = "it fits on no single device" if need > max(limits) else "the devices are unequal"
     reason = f"the model needs {_size(need)}, and {why} ({rooms}): layers are split {piped.split}"

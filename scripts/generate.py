@@ -3,8 +3,9 @@
     python scripts/generate.py            # write
     python scripts/generate.py --check    # exit 1 if something is stale
 
-docs/settings.md, the reference of every setting, comes from the signatures that define them; the commands in
-scripts/run.sh come from the table in runner/cli.py.
+docs/settings.md, the reference of every setting, and conf/schema.json, with which editors check and complete
+configuration files, come from the signatures that define the settings; the commands in scripts/run.sh come from the
+table in runner/cli.py.
 
 The option files in conf/ are not generated: they are read by users, their comments are shorter than docstrings, and
 tests/axes/test_yaml_is_signature.py holds their keys and defaults to the signatures.
@@ -12,6 +13,7 @@ tests/axes/test_yaml_is_signature.py holds their keys and defaults to the signat
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+
+from config_schema import config_schema  # noqa: E402
 
 from runner.base.paths import shipped  # noqa: E402
 from runner.cli import COMMANDS  # noqa: E402
@@ -30,6 +34,7 @@ from runner.config.schema import Key, choices_of, fault, in_words, read_function
 from runner.config.settings import Settings  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
+SCHEMA = ROOT / "conf" / "schema.json"
 INTRODUCTION = """\
 # Settings
 
@@ -129,7 +134,11 @@ def _quoted(text: str) -> str:
 def main(words: list[str]) -> int:
     """Write or check the files; return the exit code."""
     script = ROOT / "scripts" / "run.sh"
-    wanted = {PAGE: page().rstrip() + "\n", script: commands_in(script.read_text(encoding="utf-8"))}
+    wanted = {
+        PAGE: page().rstrip() + "\n",
+        SCHEMA: json.dumps(config_schema(), indent=1) + "\n",
+        script: commands_in(script.read_text(encoding="utf-8")),
+    }
     stale = [file for file, text in wanted.items() if not file.is_file() or file.read_text(encoding="utf-8") != text]
     if words == ["--check"]:
         for file in stale:

@@ -53,21 +53,9 @@ CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "nois
 CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
 NOT_YET = frozenset(
     {
-        ("class", "runner/distributed/pipelined.py::Pipelined"),
-        ("cycle", "runner.base.errors runner.base.secret"),
-        ("dataclass", "runner/console/run_summary.py::EndOfRun"),
-        ("dataclass", "runner/console/run_summary.py::StartOfRun"),
-        ("dataclass", "runner/engine/run.py::TrainingRun"),
-        ("dataclass", "runner/plan/memory_fit.py::Demand"),
-        ("dataclass", "runner/plan/memory_trace.py::Traced"),
         ("dataclass", "runner/profiling/profile_report.py::Findings"),
-        ("dataclass", "runner/records/evidence.py::Evidence"),
         ("dataclass", "runner/tools/measure/comparison_result.py::VariantResult"),
         ("dataclass", "runner/tools/measure/suites/ladder.py::LadderRow"),
-        ("function", "runner/axes/attention.py::_noted"),
-        ("function", "runner/axes/memory.py::_report"),
-        ("function", "runner/engine/evaluate.py::evaluate"),
-        ("function", "runner/interface.py::_piped"),
     }
 )
 

@@ -351,18 +351,19 @@ class _WatchAttention(TorchFunctionMode):
         with counting:
             answer = _ATTENTION(*args, **kwargs)
         kernel = next((kernel for _, kernel in counting.calls), "unseen")
-        self.calls.append(_noted(kernel, *args, **kwargs))
+        self.calls.append(_noted(*args, kernel=kernel, **kwargs))
         return answer
 
 
 def _noted(
-    kernel: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
+    kernel: str,
     **others: Any,
 ) -> AttentionCall:
     """Return the record of a call that this kernel computed."""

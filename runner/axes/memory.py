@@ -48,7 +48,7 @@ def none(
     allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     """
-    return _report(model, device, channels_last, fraction, allocator)
+    return _report(model, device, channels_last=channels_last, fraction=fraction, allocator=allocator)
 
 
 def checkpoint(
@@ -76,7 +76,9 @@ def checkpoint(
     for block in dict.fromkeys(chosen):  # wrap a repeated block only once
         _checkpoint_forward(block)
     said = _said(chosen, blocks, "computed again in the backward pass")
-    return _report(model, device, channels_last, fraction, allocator, said, len(chosen))
+    return _report(
+        model, device, said, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
+    )
 
 
 def selective(
@@ -108,7 +110,9 @@ def selective(
         _checkpoint_forward(block, context_fn=contexts)
     kept = "matrix products and attention" if save == "matmul" else "attention"
     said = _said(blocks, blocks, f"computed again in the backward pass except {kept}")
-    return _report(model, device, channels_last, fraction, allocator, said, len(blocks))
+    return _report(
+        model, device, said, len(blocks), channels_last=channels_last, fraction=fraction, allocator=allocator
+    )
 
 
 def budget(
@@ -145,7 +149,9 @@ def budget(
     for block in chosen:
         _checkpoint_forward(block)
     said = _said(chosen, blocks, "computed again in the backward pass")
-    return _report(model, device, channels_last, fraction, allocator, said, len(chosen))
+    return _report(
+        model, device, said, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
+    )
 
 
 @contextmanager
@@ -244,11 +250,12 @@ def _said(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], how: str) ->
 def _report(
     model: nn.Module,
     device: torch.device,
+    checkpointing: str = "",
+    checkpointed_blocks: int = 0,
+    *,
     channels_last: Literal["auto"] | bool,
     fraction: float | None,
     allocator: str | None,
-    checkpointing: str = "",
-    checkpointed_blocks: int = 0,
 ) -> MemoryReport:
     changed = _to_channels_last(model, device, channels_last)
     lines = [

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from runner.base.secret import end_of_secret_name
+
 
 class Exit(IntEnum):
     """Stable exit codes, taken from sysexits.h where it defines a matching one."""
@@ -142,13 +144,20 @@ class ConfigError(AccelRunError):
     exit_code = Exit.CONFIG
 
     def __init__(self, problems: Problem | Iterable[Problem], *, of_known_keys: bool = False) -> None:
-        from runner.base.secret import without_value_of_secret  # avoids an import cycle
-
         given = (problems,) if isinstance(problems, Problem) else tuple(problems)
         if not of_known_keys:
-            given = tuple(map(without_value_of_secret, given))
+            given = tuple(map(_without_secret, given))
         Exception.__init__(self, "\n".join(str(problem) for problem in given))
         self.problems = given
+
+
+def _without_secret(problem: Problem) -> Problem:
+    """Return the problem without the value of an argument whose name may be that of a secret."""
+    end = end_of_secret_name(problem.where)
+    if end is None:
+        return problem
+    fix = "pass a secret in an environment variable, which the task reads"
+    return Problem(problem.what, problem.where[:end], f"{problem.fix}\n{fix}" if problem.fix else fix)
 
 
 class UsageError(AccelRunError):

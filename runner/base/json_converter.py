@@ -8,7 +8,7 @@ import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 INLINE: Mapping[str, Any] = {"json": "inline"}  # metadata of a field: its fields are keys of the enclosing object
@@ -36,6 +36,17 @@ def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
     """
     wrong: list[str] = []
     return Decoded(_object(kind, tree, "", wrong), tuple(wrong))
+
+
+def decode_valid(kind: type[T], tree: Mapping[str, Any]) -> T:
+    """Return the dataclass `kind` in a JSON object that must be complete.
+
+    Raises ValueError if a value is of a wrong type, TypeError if one without default is missing.
+    """
+    found = decode(kind, tree)
+    if found.wrong:
+        raise ValueError(f"{kind.__name__} has unreadable values: {', '.join(found.wrong)}")
+    return found.value
 
 
 def encode(value: Any) -> Any:
@@ -78,14 +89,16 @@ def _value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
-    if origin in (Union, types.UnionType):  # X | None
-        return None if value is None else _value(inner[0], value, name, wrong)
-    if origin is tuple and isinstance(value, list | tuple):
+    if origin in (Union, types.UnionType):
+        return _one_of(inner, value, name, wrong)
+    if origin is Literal and value in inner:
+        return value
+    if origin in (tuple, list) and isinstance(value, list | tuple):
         faults: list[str] = []
         rows = [_value(inner[0], row, f"{name}.{number}", faults) for number, row in enumerate(value)]
         wrong += faults
         if dataclasses.is_dataclass(inner[0]) or all(row is not _WRONG for row in rows):
-            return tuple(row for row in rows if row is not _WRONG)
+            return origin(row for row in rows if row is not _WRONG)
         return _WRONG
     if origin in (Mapping, dict) and isinstance(value, dict):
         pairs = {str(key): _value(inner[1], item, f"{name}.{key}", wrong) for key, item in value.items()}
@@ -94,6 +107,21 @@ def _value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
     if found is _WRONG:
         wrong.append(name)
     return found
+
+
+def _one_of(hints: tuple[Any, ...], value: Any, name: str, wrong: list[str]) -> Any:
+    """Convert to the first type of a union that matches; the faults of the only type besides None are kept."""
+    known = [hint for hint in hints if hint is not type(None)]
+    if value is None and len(known) < len(hints):
+        return None
+    for hint in known:
+        faults: list[str] = []
+        found = _value(hint, value, name, faults)
+        if found is not _WRONG or len(known) == 1:
+            wrong += faults
+            return found
+    wrong.append(name)
+    return _WRONG
 
 
 def _scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:

@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import ConfigError, Problem
-
 
 def is_secret_name(key: str) -> bool:
     """Return whether a part of the dotted key names a secret, whatever its value: api_key, hf_token, DB_PASSWORD."""
@@ -50,8 +48,8 @@ def has_secret_shape(text: str) -> bool:
     return any(_shape(lead).search(text) is not None for lead in _OF_SERVICES if lead in text)
 
 
-def refuse_secrets(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
-    """Raise ConfigError if arguments contain a secret; the message does not repeat it.
+def secrets_of_arguments(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> list[str]:
+    """Return the names under which arguments give a secret.
 
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
@@ -67,21 +65,19 @@ def refuse_secrets(arguments: Iterable[str], options: Callable[[], Collection[st
         for at, word in enumerate(arguments)
         if (name := _secret_of(word, arguments[at + 1 : at + 2]) or _name_of_value(word, values))
     ]
-    found = [name if _PLAIN.fullmatch(name) else "an argument" for name in found]
-    if found:
-        raise ConfigError(Problem(_WHAT, name, _FIX_OF_ARGUMENTS) for name in dict.fromkeys(found))
+    return list(dict.fromkeys(name if _PLAIN.fullmatch(name) else "an argument" for name in found))
 
 
-def without_value_of_secret(problem: Problem) -> Problem:
-    """Return the problem of an argument such as task.pwd=X without X if the name may be that of a secret.
+def end_of_secret_name(text: str) -> int | None:
+    """Return where the first name ends that may be that of a secret and is followed by a value; None without one.
 
-    This is stricter than `refuse_secrets`: an invalid argument may well hold a secret, and hiding X loses nothing.
+    This is stricter than `secrets_of_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and
+    hiding X loses nothing.
     """
-    for named in _VALUE_AFTER.finditer(problem.where):
+    for named in _VALUE_AFTER.finditer(text):
         if is_secret_name(named["name"]) or _may_be_secret(named["name"]) or _SOUNDS_SECRET.search(named["name"]):
-            fix = f"{problem.fix}\n" if problem.fix else ""
-            return Problem(problem.what, problem.where[: named.end("name")], f"{fix}{_FIX_OF_NAMES}")
-    return problem
+            return named.end("name")
+    return None
 
 
 def looks_random(text: str) -> bool:
@@ -105,11 +101,6 @@ def secrets_in(tree: Any, lead: str = "") -> Iterator[str]:
             yield from secrets_in(value, lead)
     elif isinstance(tree, str) and has_secret_shape(tree):
         yield lead
-
-
-def secret_problems(tree: Any, where: str) -> list[Problem]:
-    """Return a problem for each secret in the tree of the file `where`, without repeating the secret."""
-    return [Problem(_WHAT, f"{where}: {name}", _FIX) for name in dict.fromkeys(secrets_in(tree))]
 
 
 def redacted(text: str) -> str:
@@ -408,10 +399,6 @@ _NO_SECRET = re.compile(
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PLAIN = re.compile(r"[\w.@/-]+")
 _SHORTEST = 8  # minimum length of a value to search for: shorter ones would match in innocent words
-_WHAT = "looks like a secret; secrets are not allowed in arguments and configuration files"
-_FIX = "remove it: wandb reads WANDB_API_KEY or ~/.netrc, and a task can read other environment variables"
-_FIX_OF_NAMES = "pass a secret in an environment variable, which the task reads"
-_FIX_OF_ARGUMENTS = f"{_FIX}; then revoke it, because the shell history contains it"
 _LONGEST_WORD = 12
 _WORD_WITH_NUMBER = re.compile(r"[A-Z]?[a-z]{2,}[_-]?\d{1,3}(?:[_-]?[a-z]+)?")  # resnet50, adamw8bit, gpt2-medium
 _scanned: set[tuple[str, str]] = set()

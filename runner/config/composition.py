@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import shipped
-from runner.base.secret import secret_problems
+from runner.base.secret_refusal import secret_problems
 from runner.base.text import first_line
 from runner.config.config_files import GLOBAL, NamedText, file_of, kept_while_unchanged, text_of_file
 from runner.config.guarded_yaml import read_guarded, refuse_growth

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.base.errors import ConfigError, InputMissing
-from runner.base.secret import refuse_secrets
+from runner.base.secret_refusal import refuse_secrets
 from runner.config.composition import compose_groups
 from runner.config.config_files import flatten, shadows
 from runner.config.known_keys import PhaseKeys, Schema, check_phases, functions_behind, schema_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, Problem, SecurityRefusal
-from runner.base.secret import secret_problems
+from runner.base.secret_refusal import secret_problems
 
 if TYPE_CHECKING:
     from yaml.events import Event  # type: ignore[import-untyped]

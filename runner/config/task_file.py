@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.secret import secret_problems
+from runner.base.secret_refusal import secret_problems
 from runner.config.foreign_methods import foreign_methods
 from runner.config.options import options_of, shipped_tasks, task_source
 from runner.config.phases import Declared, read_phases

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from runner.base.division import Batch
 from runner.base.text import aligned, duration, metric_text, rate, sized_gib
 from runner.console import bottleneck
 
@@ -25,7 +26,6 @@ class StartOfRun:
 
     devices            one line per device: name, memory, capability
     software           name -> version: torch, CUDA, cuDNN, driver
-    batch_per_rank     samples per update of each rank, unless all have micro_batch_size x accumulation_steps
     notes              additional lines: the checkpoint to resume from, where the tracker writes
     phases             one line per phase to run, if the task declares phases; each has a separate batch size
     memory             one line per kind of device: its predicted memory; empty without a prediction
@@ -38,12 +38,8 @@ class StartOfRun:
     techniques: tuple[TechniqueLine, ...]
     num_parameters: int
     num_trainable: int
-    global_batch_size: int
-    micro_batch_size: int
-    accumulation_steps: int
-    world_size: int
+    batch: Batch
     run_dir: str
-    batch_per_rank: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
     memory: tuple[str, ...] = ()
@@ -72,15 +68,40 @@ class MemoryLine:
 
 
 @dataclass(frozen=True)
+class TimeSpent:
+    """Where the time of a run went.
+
+    total_s       seconds from start to end
+    parts_s       part -> seconds
+    updates       number of updates whose time is in parts_s
+    busy_percent  GPU -> percent of the time in which it computed
+    """
+
+    total_s: float
+    parts_s: Mapping[str, float] = field(default_factory=dict)
+    updates: int = 0
+    busy_percent: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LearnedMetrics:
+    """What the model has learned.
+
+    loss       of training
+    metrics    of the last validation
+    baselines  metric -> value of a trivial model
+    """
+
+    loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    baselines: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class EndOfRun:
     """Facts known after the last update. None means unknown, and is omitted, never shown as 0.
 
     outcome          "done", "saved to be continued", "stopped by an error"
-    metrics          of the last validation
-    baselines        metric -> value of a trivial model
-    parts_s          part -> seconds
-    updates_timed    number of updates whose time is in parts_s
-    busy_percent     GPU -> percent of the time in which it computed
     memory           device -> GiB
     places           kind of file -> path
     next_commands    commands to paste
@@ -90,13 +111,8 @@ class EndOfRun:
     outcome: str
     update: int
     total_updates: int
-    total_s: float
-    loss: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    baselines: Mapping[str, float] = field(default_factory=dict)
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    updates_timed: int = 0
-    busy_percent: Mapping[str, float] = field(default_factory=dict)
+    time: TimeSpent
+    learned: LearnedMetrics = field(default_factory=LearnedMetrics)
     items_per_s: float | None = None
     item: str = "sample"
     memory: Mapping[str, MemoryLine] = field(default_factory=dict)
@@ -115,7 +131,7 @@ def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
         ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
         *_repeat("technique", (_technique(technique) for technique in off_last)),
         ("parameters", f"{_count(start.num_parameters)} total, {_count(start.num_trainable)} trainable"),
-        *(_repeat("phase", start.phases) or [("batch", _batch(start))]),
+        *(_repeat("phase", start.phases) or [("batch", _batch(start.batch))]),
         *_repeat("memory", start.memory),
         ("directory", start.run_dir),
         *_repeat("note", start.notes),
@@ -127,13 +143,14 @@ def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
 def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
     speed = "" if end.items_per_s is None else f", {rate(end.items_per_s)} {end.item}s/s"
+    time, learned = end.time, end.learned
     rows = [
-        (end.outcome, f"{end.update} of {end.total_updates} updates in {duration(end.total_s)}{speed}"),
+        (end.outcome, f"{end.update} of {end.total_updates} updates in {duration(time.total_s)}{speed}"),
         *_repeat("phase", end.phases),
-        *_repeat("loss", () if end.loss is None else (f"{end.loss:.4g}",)),
-        *_repeat("validation", (_metric(name, value, end.baselines) for name, value in end.metrics.items())),
-        *_repeat("time", bottleneck.table(end.parts_s, end.total_s, end.updates_timed)),
-        ("limited by", bottleneck.limited_by(end.parts_s, end.total_s, end.busy_percent)),
+        *_repeat("loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
+        *_repeat("validation", (_metric(name, value, learned.baselines) for name, value in learned.metrics.items())),
+        *_repeat("time", bottleneck.table(time.parts_s, time.total_s, time.updates)),
+        ("limited by", bottleneck.limited_by(time.parts_s, time.total_s, time.busy_percent)),
         *_repeat("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
         *((what, path) for what, path in end.places.items()),
         *_repeat("note", end.notes),
@@ -156,11 +173,11 @@ def _technique(technique: TechniqueLine) -> str:
     return f"✓ {technique.name} — {technique.why}" if technique.on else f"– {technique.name}: {technique.why}"  # noqa: RUF001
 
 
-def _batch(start: StartOfRun) -> str:
-    if start.batch_per_rank:
-        return f"{start.global_batch_size} = {' + '.join(map(str, start.batch_per_rank))} (samples per rank)"
-    factors = f"{start.micro_batch_size} x {start.accumulation_steps} x {start.world_size}"
-    return f"{start.global_batch_size} = {factors} (micro-batch x accumulation x ranks)"
+def _batch(batch: Batch) -> str:
+    if len(set(batch.shares)) > 1:
+        return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per rank)"
+    factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
+    return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x ranks)"
 
 
 def _metric(name: str, value: float, baselines: Mapping[str, float]) -> str:

@@ -156,6 +156,17 @@ def shared_modules(
     return [module for module in model.modules() if len(holders.get(module, ())) > 1]
 
 
+def layers_on_all_ranks(world: World, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
+    """Return the layers; raises the same error on all ranks if they are invalid on any rank."""
+    found: list[nn.Module] = []
+    failure = catch(lambda: found.extend(layers()))
+    if isinstance(failure, NotImplementedError):
+        failure = TaskFault(str(failure), where=WHERE, fix="use parallelism=fsdp, or define layers() in the task")
+    failure = failure or catch(lambda: check_layers(model, found))
+    raise_on_all_ranks(failure, world, WHERE)
+    return found
+
+
 def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Raise if the layers do not cover the model's parameters, or if the model is compiled as a whole."""
     inner = {weight for layer in layers for weight in layer.parameters()}

@@ -9,10 +9,8 @@ Clusters, SC 2021.
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from runner.base import noise, partition
 from runner.base.batch import MicroBatch, map_tensors
@@ -41,13 +38,14 @@ from runner.distributed.layer_placement import (
     Placement,
     PlacementRequest,
     Tie,
-    check_layers,
     free_layers,
+    layers_on_all_ranks,
     place_layers,
     shared_modules,
     shared_parameters,
 )
 from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
+from runner.distributed.pipeline_schedule import PipelineSchedule
 from runner.distributed.stages import (
     Call,
     Called,
@@ -56,9 +54,8 @@ from runner.distributed.stages import (
     Stage,
     StageSums,
     StageWork,
-    TimedStage,
-    check_between,
     key_of,
+    run_through,
     seed_of,
 )
 
@@ -94,10 +91,11 @@ class Pipelined(Parallel):
         bytes_per_parameter: float = ADAMW_BYTES,
     ) -> None:
         super().__init__(world)
-        self.schedule = schedule
-        self.chunks = chunks if schedule == "interleaved" else 1
+        chunks = chunks if schedule == "interleaved" else 1
+        self.schedule = PipelineSchedule(world, schedule, chunks)
+        self.num_stages = self.schedule.num_stages
         self.request = PlacementRequest(
-            schedule, num_microbatches, split, balance, self.chunks, memory_bytes, bytes_per_parameter
+            schedule, num_microbatches, split, balance, chunks, memory_bytes, bytes_per_parameter
         )
         self._example: Example | None = None
         self.placement: Placement
@@ -106,10 +104,8 @@ class Pipelined(Parallel):
         self._tied: list[Tie] = []
         self._copied: list[nn.Module] = []
         self._forward: Callable[..., Any] = self._evaluate
-        self._steps: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._shapes: dict[int, list[Shapes]] = {}
         self._placeholder: nn.Parameter | None = None
-        self._num_steps: list[int] = []
         self._known_shapes: Sequence[Shapes] = ()
         self._buffers: BufferSync
 
@@ -117,11 +113,6 @@ class Pipelined(Parallel):
     def stages(self) -> Sequence[Stage]:
         """Stages of this rank."""
         return self._stages
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages over all ranks; stage s is on rank s modulo the world size."""
-        return self.world.world_size * self.chunks
 
     # ------------------------------------------------------------ the model
 
@@ -138,7 +129,7 @@ class Pipelined(Parallel):
 
         The model may be on the CPU: only this rank's layers are moved to its device. All ranks raise the same error.
         """
-        found = self._layers_of(model, layers)
+        found = layers_on_all_ranks(self.world, model, layers)
         if not self.world.is_simulated:
             broadcast_model(model)
         self.placement = place_layers(self.world, model, found, self.request, self._example)
@@ -185,16 +176,16 @@ class Pipelined(Parallel):
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         self._buffers.begin_phase()
-        self._steps.clear()  # another phase may have another loss
+        self.schedule.clear()
         self._shapes.clear()
 
     def end(self) -> None:
-        self._steps.clear()
+        self.schedule.clear()
         self._shapes.clear()
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         self._buffers.begin_update()
-        micros, bad, failure = self._read(batches)
+        micros, bad, failure = _read(batches)
         noise.start_pass(None)  # passes overlap: each step sets its own samples
         self.watch.lap("data")
         seed = int(torch.randint(2**62, ()))
@@ -203,11 +194,11 @@ class Pipelined(Parallel):
             failure = catch(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
         tally = StageSums(self.world.zeros(), self.world.zeros())
-        self._num_steps = []
+        self.schedule.begin_update()
         first = 0
         for key, group in groupby(keys.keys):
             count = len(list(group))
-            for size in self._sizes(count):
+            for size in self.schedule.sizes(count):
                 part = slice(first, first + size)
                 work = StageWork(passes, micros[part], inputs[part], keys.seed + first, tally)
                 self._run(work, key, size)
@@ -287,73 +278,17 @@ class Pipelined(Parallel):
     # ------------------------------------------------------------ how well it runs
 
     def bubble(self) -> partition.Bubble | None:
-        """Return the idle fractions of the devices in the last timed update; collective.
-
-        None before the first update, or if it had no steps.
-        """
-        last = self.watch.last
-        mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._num_steps else None
-        of_ranks = self.world.gather(mine)
-        if not all(of_ranks):
-            return None
-        number = sum(self._num_steps)
-        busy = sum(forward + backward for forward, backward, _ in of_ranks)
-        if not busy:
-            return None
-        spent = max(sum(parts) for parts in of_ranks)
-        forward = self._by_stage([row[0] / number for row in of_ranks])
-        backward = self._by_stage([row[1] / number for row in of_ranks])
-        simulated = ideal = 0.0  # seconds, summed over steps
-        for count in self._num_steps:
-            seconds = math.fsum([*forward, *backward]) * count / self.world.world_size
-            ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
-            simulated += partition.simulated_seconds(self.schedule, forward, backward, count, self.chunks)
-        work = busy / self.world.world_size
-        return partition.Bubble(1 - work / spent, 1 - work / ideal, 1 - work / simulated)
+        """Return the idle fractions of the devices in the last timed update; None before it. Collective."""
+        return self.schedule.bubble(self.watch)
 
     def idle(self) -> Mapping[str, float]:
         found = self.bubble()
         return {} if found is None else {f"pipeline/{name}": value for name, value in found._asdict().items()}
 
-    def _by_stage(self, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each stage; stages of a rank are assumed equal."""
-        return [seconds[stage % self.world.world_size] / self.chunks for stage in range(self.num_stages)]
-
-    # ------------------------------------------------------------ choosing the split
-
-    def _layers_of(self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
-        """Return the layers; raises the same error on all ranks if they are invalid on any rank."""
-        found: list[nn.Module] = []
-        failure = catch(lambda: found.extend(layers()))
-        if isinstance(failure, NotImplementedError):
-            failure = TaskFault(str(failure), where=WHERE, fix="use parallelism=fsdp, or define layers() in the task")
-        failure = failure or catch(lambda: check_layers(model, found))
-        raise_on_all_ranks(failure, self.world, WHERE)
-        return found
-
     # ------------------------------------------------------------ inside an update
 
     def _has(self, stage: int) -> bool:
         return stage % self.world.world_size == self.world.rank
-
-    def _read(
-        self, batches: Iterator[MicroBatch]
-    ) -> tuple[list[MicroBatch], tuple[tuple[int, str], ...], Exception | None]:
-        """Return all micro-batches of the update, skipped samples, and the error if reading failed."""
-        micros: list[MicroBatch] = []
-        bad: list[tuple[int, str]] = []
-
-        def read() -> None:
-            last = False
-            while not last:
-                micro = next(batches)
-                last = micro.last
-                bad.extend(micro.bad)
-                if micro.counts:
-                    micros.append(micro)
-
-        failure = catch(read)
-        return micros, tuple(bad), failure
 
     def _model_calls(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
         """Yield the arguments with which the loss calls the model."""
@@ -386,29 +321,17 @@ class Pipelined(Parallel):
         self.watch.lap("wait")
         return _Keys(seed, keys.tolist())
 
-    def _sizes(self, count: int) -> list[int]:
-        """Return the numbers of equally shaped micro-batches per step: all, or full rounds and the remainder."""
-        world_size = self.world.world_size
-        if self.schedule != "interleaved" or count % max(1, count // world_size) == 0:
-            return [count]
-        return [count // world_size * world_size, count % world_size]
-
     def _run(self, work: StageWork, key: int, count: int) -> None:
         """Run the micro-batches of one shape."""
         if key not in self._shapes:
             self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
-        if (count, key) not in self._steps:
-            self._steps[count, key] = self._step_of(count, self._shapes[key])
-            while len(self._steps) > KEPT_STEPS:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end((count, key))
-        self._num_steps.append(count)
+        step = self.schedule.step(self._stages, count, key, self._shapes[key])
         for stage in self._stages:
             stage.begin(work, self._shapes[key], self._handle_calls)
         numbers = [torch.arange(count)] if self._has(0) else []
         target = torch.arange(count) if self._has(self.num_stages - 1) else None
         try:
-            self._steps[count, key].step(*numbers, target=target, return_outputs=False)
+            step.step(*numbers, target=target, return_outputs=False)
         except Exception:
             for stage in self._stages:
                 if stage.failure is not None:
@@ -418,34 +341,6 @@ class Pipelined(Parallel):
             for stage in self._stages:
                 stage.end()
         self.watch.lap("wait")
-
-    def _step_of(self, count: int, shapes: Sequence[Shapes]) -> Any:
-        """Return torch's schedule for `count` micro-batches."""
-        stages = [
-            TimedStage(
-                stage,
-                stage.number,
-                self.num_stages,
-                self.world.device,
-                input_args=shapes[stage.number].received(),
-                output_args=self._output_shapes(shapes, stage.number),
-            )
-            for stage in self._stages
-        ]
-
-        def loss(output: Tensor, _: Any) -> Tensor:
-            return output  # computed by the last stage
-
-        if self.schedule == "interleaved":
-            return ScheduleInterleaved1F1B(stages, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
-        few = self.schedule == "gpipe" or count < self.num_stages
-        kind = ScheduleGPipe if few else Schedule1F1B
-        return kind(stages[0], count, loss_fn=loss, scale_grads=False)
-
-    def _output_shapes(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
-        if number == self.num_stages - 1:
-            return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
-        return shapes[number + 1].received()
 
     def _infer_shapes(self, work: StageWork) -> list[Shapes]:
         """Infer the input shapes of each stage by running one micro-batch without gradients.
@@ -463,7 +358,7 @@ class Pipelined(Parallel):
 
         noise.switch_pass(work.micros[0].samples)
         with torch.no_grad(), restored(modules):
-            outcome = self._run_stages(call, work.passes.forward, checked)
+            outcome = run_through(self._stages, self.world, call, work.passes.forward, checked)
         raise_on_all_ranks(outcome.failure, self.world, WHERE)
         gathered = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
         by_stage = {int(number): shapes for of_rank in gathered for number, shapes in of_rank.items()}
@@ -480,7 +375,7 @@ class Pipelined(Parallel):
                 fix="call it under torch.no_grad()",
             )
         outputs: list[Any] = []
-        outcome = self._run_stages(Call(inputs, named), nullcontext, outputs.append)
+        outcome = run_through(self._stages, self.world, Call(inputs, named), nullcontext, outputs.append)
         last = (self.num_stages - 1) % self.world.world_size
         text = None if outcome.failure is None else one_line(outcome.failure)
         failure = outcome.failure or (catch(lambda: p2p_messages.check(outputs[0])) if outputs else None)
@@ -492,40 +387,6 @@ class Pipelined(Parallel):
         if isinstance(answer, p2p_messages.SendFailed):
             raise RankLost(answer.text, where=WHERE)
         return answer
-
-    def _run_stages(
-        self, call: Call, forward: Callable[[], AbstractContextManager[Any]], finish: Callable[[Any], None]
-    ) -> _Outcome:
-        """Run one call through all stages, from rank to rank; `finish` receives the output on the last one.
-
-        A failure is forwarded the same way, so that no rank blocks; its rank has the exception, later ones its text.
-        """
-        failure: Exception | None = None
-        shapes: dict[int, Any] = {}
-        for stage in self._stages:
-            value: Any = None
-            if stage.number:
-                value = p2p_messages.receive((stage.number - 1) % self.world.world_size, self.world.device)
-                if isinstance(value, p2p_messages.SendFailed):
-                    failure = failure or RankLost(value.text, where=WHERE)
-                else:
-                    shapes[stage.number] = Shapes.described(value)
-            else:
-                shapes[0] = Shapes.described(())
-            if failure is None:
-                try:
-                    with forward():
-                        value = stage.compute(call, value)
-                    if stage.is_last:
-                        finish(value)
-                    else:
-                        check_between(value, stage.number)
-                except Exception as error:  # of any type: the other ranks must be informed
-                    failure = error
-            if not stage.is_last:
-                sent = value if failure is None else p2p_messages.SendFailed(one_line(failure))
-                p2p_messages.send(sent, (stage.number + 1) % self.world.world_size, self.world.device)
-        return _Outcome(failure, shapes)
 
     def _dispatch(self, *inputs: Any, **named: Any) -> Any:
         """Handle a call of the model by the current handler."""
@@ -542,8 +403,6 @@ class Pipelined(Parallel):
 
 
 PLACEHOLDER = "pipeline.nothing"
-_BUSY = ("forward", "backward", "wait")
-KEPT_STEPS = 8  # cached schedules, with receive buffers: one per shape and number of micro-batches
 
 
 class _Keys(NamedTuple):
@@ -553,11 +412,24 @@ class _Keys(NamedTuple):
     keys: list[int]
 
 
-class _Outcome(NamedTuple):
-    """Result of a pass on this rank, with the inputs of its stages."""
+def _read(
+    batches: Iterator[MicroBatch],
+) -> tuple[list[MicroBatch], tuple[tuple[int, str], ...], Exception | None]:
+    """Return all micro-batches of the update, skipped samples, and the error if reading failed."""
+    micros: list[MicroBatch] = []
+    bad: list[tuple[int, str]] = []
 
-    failure: Exception | None
-    shapes: Mapping[int, Any]
+    def read() -> None:
+        last = False
+        while not last:
+            micro = next(batches)
+            last = micro.last
+            bad.extend(micro.bad)
+            if micro.counts:
+                micros.append(micro)
+
+    failure = catch(read)
+    return micros, tuple(bad), failure
 
 
 def _as_leaf(tensor: Tensor) -> Tensor:

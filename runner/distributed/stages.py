@@ -14,11 +14,12 @@ from torch.distributed.pipelining import PipelineStage
 
 from runner.base import noise
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.errors import TaskFault
+from runner.base.errors import RankLost, TaskFault
 from runner.base.global_rng import seed_everything
 from runner.base.stopwatch import Stopwatch
 from runner.base.world import World
 from runner.distributed import p2p_messages
+from runner.distributed.fault_sync import one_line
 from runner.distributed.parallel import ForwardPasses
 
 
@@ -199,6 +200,52 @@ class ReplayedCall:
                 fix="call it once with a larger batch, or use parallelism=ddp",
             )
         return self.output.pop()
+
+
+class PassOutcome(NamedTuple):
+    """Result of a pass on this rank, with the inputs of its stages."""
+
+    failure: Exception | None
+    shapes: Mapping[int, Any]
+
+
+def run_through(
+    stages: Sequence[Stage],
+    world: World,
+    call: Call,
+    forward: Callable[[], AbstractContextManager[Any]],
+    finish: Callable[[Any], None],
+) -> PassOutcome:
+    """Run one call through all stages, from rank to rank; `finish` receives the output on the last one.
+
+    A failure is forwarded the same way, so that no rank blocks; its rank has the exception, later ones its text.
+    """
+    failure: Exception | None = None
+    shapes: dict[int, Any] = {}
+    for stage in stages:
+        value: Any = None
+        if stage.number:
+            value = p2p_messages.receive((stage.number - 1) % world.world_size, world.device)
+            if isinstance(value, p2p_messages.SendFailed):
+                failure = failure or RankLost(value.text, where="parallelism=pipeline")
+            else:
+                shapes[stage.number] = Shapes.described(value)
+        else:
+            shapes[0] = Shapes.described(())
+        if failure is None:
+            try:
+                with forward():
+                    value = stage.compute(call, value)
+                if stage.is_last:
+                    finish(value)
+                else:
+                    check_between(value, stage.number)
+            except Exception as error:  # of any type: the other ranks must be informed
+                failure = error
+        if not stage.is_last:
+            sent = value if failure is None else p2p_messages.SendFailed(one_line(failure))
+            p2p_messages.send(sent, (stage.number + 1) % world.world_size, world.device)
+    return PassOutcome(failure, shapes)
 
 
 def seed_of(number: int, stage: int = 0) -> int:

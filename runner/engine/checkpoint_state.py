@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from runner.base.errors import AccelRunError, DataError
+from runner.base.json_converter import decode
 from runner.distributed.peer_loss import is_of_a_lost_rank
 from runner.durable.checkpoint import Loaded
 from runner.engine.save_policy import SaveTimes
+from runner.records.phase_record import PhaseRecord
 
 Holds = Callable[[Any], bool]
 
@@ -114,7 +116,7 @@ def _is_best(value: Any) -> bool:
 
 
 def _is_record(value: Any) -> bool:
-    return _with(_RECORD)(value) and next(_wrong(value, _OF_RECORD_OPTIONAL, may_lack=True), None) is None
+    return isinstance(value, dict) and value.keys() >= _OF_RECORD and not decode(PhaseRecord, value).wrong
 
 
 def _is_random(value: Any) -> bool:
@@ -136,20 +138,7 @@ def _is_word(value: Any) -> bool:
 
 _FIGURES = tuple(field.name for field in fields(SaveTimes))
 _MT_WORDS = 624  # of the state of a Mersenne Twister
-_RECORD: Mapping[str, Holds] = {
-    "kind": _is_text,
-    "updates": _is_update,
-    "total": _is_update,
-    "finished": _is_flag,
-    "seconds": _is_number,
-    "peak_host_gib": _is_number,
-    "peak_device_gib": _or_none(_is_number),
-    "metrics": _mapping_of(_or_none(_is_number)),
-}
-_OF_RECORD_OPTIONAL: Mapping[str, Holds] = {
-    "peak_reserved_gib": _or_none(_is_number),
-    "parts_s": _mapping_of(_is_number),
-}
+_OF_RECORD = {"kind", "updates", "total", "finished", "seconds", "metrics"}  # in records of all versions
 _STATE: Mapping[str, Holds] = {
     "phase": _is_text,
     "phase_update": _is_update,

@@ -6,23 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runner.axes.dataloader import Loader
-from runner.axes.precision import Precision
-from runner.axes.prefetch import Prefetch
 from runner.base import noise
 from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
 from runner.base.module_buffers import restored
 from runner.base.order import Indices, Micro, seed_of_rank
-from runner.base.task import Task
 from runner.base.world import World
-from runner.distributed.parallel import Parallel
+from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, checked_figures, checked_metrics, must_count
 from runner.engine.error_diagnosis import place_of
 from runner.engine.metric_states import MetricStates, positions
@@ -66,33 +62,27 @@ class Sizes:
 
 
 def evaluate(
-    task: Task,
-    model: nn.Module,
+    parts: Parts,
     loader: Loader,
-    prefetch: Prefetch,
-    precision: Precision,
-    parallel: Parallel,
     samples: Indices,
     sizes: Sizes,
-    seed: int,
-    source: Path,
+    *,
     stopped: Callable[[], bool] = lambda: False,
     all_measured: Callable[[], object] = lambda: None,
     split: str = "val",
 ) -> EvaluationResult | None:
     """Return the metrics over `samples`, each counted once, or None if `stopped` returned True on any rank.
 
-    sizes         batch sizes
-    source        file of the task
     stopped       called before each batch
     all_measured  called after the last batch; the time of the task's summary follows
     split         of the samples, for `Task.metrics`
 
     On out of memory, this rank repeats all of its batches in smaller ones; no other rank waits for that.
 
-    The generators are seeded with `seed`, so that metrics based on sampling are comparable. Afterwards the model is in
-    train mode again and the generators have their previous state.
+    The generators are seeded with the seed of the run, so that metrics based on sampling are comparable. Afterwards the
+    model is in train mode again and the generators have their previous state.
     """
+    task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
     world, before = parallel.world, sizes.now
     in_one = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
     states = MetricStates(task, split, world, source, sizes.coupled)
@@ -105,14 +95,14 @@ def evaluate(
     def measured() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
         states.begin()
-        with as_in_use(model, world.device), parallel.gathered(model), torch.no_grad(), noise.no_pass():
+        with as_in_use(parts.model, world.device), parallel.gathered(parts.model), torch.no_grad(), noise.no_pass():
             seed_everything(seed_of_rank(seed, world.rank))
-            for micro in prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
+            for micro in parts.prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
                 if stopped() and not parallel.in_step:  # otherwise the other ranks would wait for this one
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
-                with precision.forward():
-                    found = checked_metrics(states.sums_of(model, micro), task.evaluate, source)
+                with parts.precision.forward():
+                    found = checked_metrics(states.sums_of(parts.model, micro), task.evaluate, source)
                 for name, pair in found.items() if micro.counts else ():
                     pairs.setdefault(name, []).append((_kept(pair[0]), _kept(pair[1])))
         return False, pairs

@@ -28,7 +28,7 @@ from runner.engine.job import Job, name_of
 from runner.engine.meter import UpdateClock
 from runner.engine.phase import Phase
 from runner.engine.resume_point import resume_point
-from runner.engine.run import Observers, TrainingRun, silent
+from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.weights import begin_with
 from runner.monitor.monitor_thread import MONITORS, NoMonitor, gpus_of
@@ -74,8 +74,8 @@ def open_recorded(
     if start is None and plan.settings.weights.source:
         screen.say(begin_with(plan.settings, parts.bare, parts.parallel))
     resumed = tracker.id if resumes else None
-    run = TrainingRun(plan, parts, directory, observers, stop, clock, uid=attempt.record.uid, tracker_id=resumed)
-    return run, start
+    origin = Provenance(attempt.record.uid, resumed)
+    return TrainingRun(plan, parts, directory, observers, stop, provenance=origin, tally=Tally(clock)), start
 
 
 def open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:

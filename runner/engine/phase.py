@@ -37,7 +37,7 @@ from runner.engine.run import TrainingRun
 from runner.engine.train_order import order_of
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
 from runner.plan.run_plan import PhasePlan
-from runner.records.run_record import PhaseRecord
+from runner.records.phase_record import PhaseRecord, SampleCounts
 
 
 class Phase(PhaseView):
@@ -50,19 +50,19 @@ class Phase(PhaseView):
         parts = run.parts
         self.watch, self.pulse = parts.parallel.watch, run.pulse
         self.watch.begin()
-        run.clock.begin()
+        run.tally.clock.begin()
         self.began = time.perf_counter()
         self.pulse.begin(self.name)
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
-        run.tally.num_samples[self.name] = len(fetcher)
         fetcher.may_be_empty = not self.is_alone and not parts.parallel.in_step
         self.order = order_of(parts, planned, fetcher)
         self._warn_of_large_updates()
         self.shares = shares_by(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
-        self.record = run.records.setdefault(self.name, PhaseRecord(planned.kind))
+        self.record = run.progress.records.setdefault(self.name, PhaseRecord(planned.kind, self.name))
+        self.record.samples = self._samples(len(fetcher))
         self.hooks = with_own_hooks(self, self.kinds_of_hooks)
         oom = self.hook(OutOfMemory)
         self.order = replace(self.order, smaller=oom.smaller)
@@ -72,6 +72,15 @@ class Phase(PhaseView):
             with understood(start):
                 self._restore(start)
         self.total = int(min(self.total, self.position.update + run.observers.profiler.limit))
+
+    def _samples(self, num_samples: int) -> SampleCounts:
+        batch = self.planned.batch
+        return SampleCounts(
+            num_samples=num_samples,
+            global_batch_size=batch.global_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            accumulation_steps=batch.accumulation_steps,
+        )
 
     def _warn_of_large_updates(self) -> None:
         batch, num_samples = self.planned.batch, self.order.num_samples

@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from runner.base.errors import Exit, StorageError
-from runner.base.json_values import finite
+from runner.base.json_converter import decode_valid, encode
+from runner.base.json_values import finite, nan_for_none
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
@@ -24,8 +25,7 @@ from runner.engine.watchdog import ProgressMark
 from runner.monitor.monitor_thread import NoMonitor
 from runner.plan.run_plan import Plan
 from runner.profiling.profiler import Profiler
-from runner.records.evidence import PhaseEvidence
-from runner.records.run_record import PhaseRecord
+from runner.records.phase_record import PhaseRecord
 from runner.trackers.tracker import Tracker
 
 
@@ -97,25 +97,79 @@ def silent(screen: Screen, profiler: Profiler) -> Observers:
 
 
 @dataclass
+class RunProgress:
+    """What the run has reached, as its checkpoints record it.
+
+    updates_before  updates of the phases before the current one
+    records         phase -> its record
+    metrics         those of the last evaluation
+    kept            numbers of the best and the last checkpoints of finished phases
+    """
+
+    updates_before: int = 0
+    records: dict[str, PhaseRecord] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)
+
+    def state(self) -> dict[str, Any]:
+        """Return the keys of a checkpoint that hold it; None for what is not finite."""
+        found: dict[str, Any] = finite(encode(self))
+        return found
+
+    @staticmethod
+    def of(state: Mapping[str, Any], *, is_own: bool) -> RunProgress:
+        """Return what a checkpoint records. `is_own`: it is of this run; checkpoints of another run are not kept."""
+        records = {name: decode_valid(PhaseRecord, record) for name, record in state["records"].items()}
+        for name, record in records.items():
+            record.name, record.metrics = name, dict(nan_for_none(record.metrics))
+        kept = [int(number) for number in state["kept"]] if is_own else []
+        return RunProgress(int(state["updates_before"]), records, nan_for_none(state["metrics"]), kept)
+
+
+@dataclass
+class Provenance:
+    """Which run this is, and with which code and data it trains.
+
+    uid          of the run, as its checkpoints record it
+    tracker_id   of its rows in the tracker if the run was resumed
+    is_compared  code and data are recorded and compared, which measurements need not
+    code         hashes of the task's files, as they were when the run began
+    edited       files of the task that changed since the checkpoint, not recorded yet
+    changes      of code and data, found when the run was resumed; on_change is called after one was added
+    """
+
+    uid: str | None = None
+    tracker_id: str | None = None
+    is_compared: bool = False
+    code: Hashes = field(default_factory=dict)
+    edited: list[str] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    on_change: Callable[[], None] = lambda: None
+
+
+@dataclass
 class Tally:
     """Measurements of this process, for the evidence of the run.
 
-    step_times_ms  of the newest rows
     timed          items and seconds of the updates after the first one
+    step_times_ms  of the newest rows
     batch_shapes   of the first tensor of each batch
-    num_samples    phase -> samples to learn from
     ranks_s        part of updates -> seconds, for each rank
+    last_row       newest row of metrics.jsonl
+    state_bytes    of the last optimizer: expected, real
     """
 
+    clock: UpdateClock = field(default_factory=UpdateClock)
+    timed: TimedUpdate = field(default_factory=TimedUpdate)
     num_saves: int = 0
     num_evaluations: int = 0
     num_rows: int = 0
     items_per_update: float | None = None
     step_times_ms: list[float] = field(default_factory=list)
-    timed: TimedUpdate = field(default_factory=TimedUpdate)
     batch_shapes: set[object] = field(default_factory=set)
-    num_samples: dict[str, int] = field(default_factory=dict)
     ranks_s: list[dict[str, float]] = field(default_factory=list)
+    last_row: Row = field(default_factory=dict)
+    state_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -132,36 +186,28 @@ class ForwardNames:
 
 @dataclass
 class TrainingRun:
-    """State of a running training job."""
+    """State of a running training job.
+
+    toll           cost of saving, over all phases
+    rooms          host memory for two copies of the state
+    pulse          what the watchdog looks at
+    forward_state  names of the state that forward passes change
+    dropped        ranks to drop: the run continues without them, because it is faster
+    """
 
     plan: Plan
     parts: Parts
     directory: RunDirectory
     observers: Observers
     stop: StopRequest
-    clock: UpdateClock = field(default_factory=UpdateClock)
-    metrics: dict[str, float] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)  # numbers of the best and the last checkpoints of finished phases
-    records: dict[str, PhaseRecord] = field(default_factory=dict)
-    uid: str | None = None  # of the run, as its checkpoints record it
-    tracker_id: str | None = None
-    updates_before: int = 0  # those of the phases before the current one
-    last_row: Row = field(default_factory=dict)
-    state_bytes: tuple[int, int] = (0, 0)  # of the last optimizer: expected, real
-    toll: SaveCost = field(default_factory=SaveCost)
-    rooms: tuple[HostBuffer, HostBuffer] = field(
-        default_factory=lambda: (HostBuffer(), HostBuffer())
-    )  # for copies of the state
-    dropped: tuple[int, ...] = ()  # ranks to drop: the run continues without them, because it is faster
-    pulse: ProgressMark = field(default_factory=ProgressMark)  # what the watchdog looks at
+    progress: RunProgress = field(default_factory=RunProgress)
+    provenance: Provenance = field(default_factory=Provenance)
     tally: Tally = field(default_factory=Tally)
-    changes: list[dict[str, Any]] = field(default_factory=list)  # of code and data, found when the run was resumed
-    on_change: Callable[[], None] = lambda: None  # called after one was added
-    identifies: bool = False  # code and data are recorded and compared, which measurements need not
-    code: Hashes = field(default_factory=dict)  # of the task, as it was when the run began
-    edited: list[str] = field(default_factory=list)  # files of it that changed since the checkpoint, not recorded yet
+    toll: SaveCost = field(default_factory=SaveCost)
+    rooms: tuple[HostBuffer, HostBuffer] = field(default_factory=lambda: (HostBuffer(), HostBuffer()))
+    pulse: ProgressMark = field(default_factory=ProgressMark)
     forward_state: ForwardNames = field(default_factory=ForwardNames)
-    left: Mapping[str, PhaseEvidence] = field(default_factory=dict)  # by phase, what the process before told at its end
+    dropped: tuple[int, ...] = ()
 
     @property
     def reached(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -14,14 +14,15 @@ from runner.base.task import Task
 from runner.engine.advice import odd_sizes
 from runner.engine.run import TrainingRun
 from runner.plan.inventory import Inventory
-from runner.records.evidence import Evidence, PhaseEvidence
+from runner.records.evidence import Evidence, MemoryEvidence
+
+GIB = 2**30
 
 
 def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
     """Return the measurements of this process after its phases have ended."""
-    plan, parts, tally, parts_s = run.plan, run.parts, run.tally, run.clock.all()
-    phases = tuple(_of_phase(run, name) for name in run.records)
-    last = phases[-1] if phases else None
+    plan, parts, tally, parts_s = run.plan, run.parts, run.tally, run.tally.clock.all()
+    phases = tuple(run.progress.records.values())
     weights = list(parts.bare.parameters())
     updates_s = sum(parts_s.get(part, 0.0) for part in PARTS)
     low, median, high = _spread(tally.step_times_ms)
@@ -39,13 +40,13 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
         num_workers=plan.num_workers,
         num_parameters=sum(weight.numel() for weight in weights),
         num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
-        **({name: value for name, value in vars(last).items() if name in _OF_LAST} if last else {}),
+        **(vars(phases[-1].samples) if phases else {}),
         seconds=sum(parts_s.values()),
         parts_s=parts_s,
         ranks_s=tuple(
             {part: spent for part, spent in seconds.items() if spent or part in parts_s} for seconds in tally.ranks_s
         ),
-        updates=run.clock.updates,
+        updates=tally.clock.updates,
         step_time_ms=median,
         step_time_low_ms=low,
         step_time_high_ms=high,
@@ -59,51 +60,35 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
         num_batch_shapes=len(tally.batch_shapes) or None,
         has_begin_update=type(parts.task).begin_update is not Task.begin_update,
         odd_sizes=tuple(odd_sizes(parts.bare, parts.world.device)) if device else None,
-        host_peak_gib=max((record.peak_host_gib for record in run.records.values()), default=None),
-        host_total_gib=inventory.cpu.memory_bytes / 2**30 if inventory.cpu.memory_bytes else None,
-        **_memory(run),
+        **vars(_memory(run, inventory)),
         monitor="monitor.json" if run.observers.monitor.latest() else None,
         phases=phases,
     )
 
 
-def _of_phase(run: TrainingRun, name: str) -> PhaseEvidence:
-    record, planned, num_samples = run.records[name], run.plan.phase(name), run.tally.num_samples.get(name)
-    batch = planned.batch if planned else None
-    return PhaseEvidence(
-        name=name,
-        kind=record.kind,
-        updates=record.updates,
-        seconds=record.seconds,
-        parts_s=record.parts_s,
-        num_samples=num_samples,
-        epochs=record.updates * batch.global_batch_size / num_samples if batch and num_samples else None,
-        global_batch_size=batch.global_batch_size if batch else None,
-        micro_batch_size=batch.micro_batch_size if batch else None,
-        accumulation_steps=batch.accumulation_steps if batch else None,
-        peak_host_gib=record.peak_host_gib,
-        peak_device_gib=record.peak_device_gib,
+def _memory(run: TrainingRun, inventory: Inventory) -> MemoryEvidence:
+    records, total = run.progress.records.values(), inventory.cpu.memory_bytes
+    known = MemoryEvidence(
+        host_peak_gib=max((record.peak_host_gib for record in records), default=None),
+        host_total_gib=total / GIB if total else None,
     )
-
-
-def _memory(run: TrainingRun) -> dict[str, Any]:
-    """Return the device memory statistics by the field names of `Evidence`; empty for a CPU."""
-    accelerator, gib = accelerator_of(run.parts.world.device), 2**30
-    held, total, known = accelerator.held(), accelerator.total_bytes(), accelerator.statistics()
-    if held is None or total is None:
-        return {}
-    stuck = known.get("inactive_split_bytes.all.current", 0)
-    peaks = [record.peak_device_gib for record in run.records.values() if record.peak_device_gib is not None]
-    taken = [record.peak_reserved_gib for record in run.records.values() if record.peak_reserved_gib is not None]
-    return {
-        "device_total_gib": total / gib,
-        "device_allocated_gib": held.allocated / gib,
-        "device_reserved_gib": held.reserved / gib,
-        "device_peak_gib": max(peaks, default=None),
-        "device_peak_reserved_gib": max(taken, default=None),
-        "num_alloc_retries": int(known.get("num_alloc_retries", 0)),
-        "fragmentation": stuck / held.reserved if held.reserved else None,
-    }
+    accelerator = accelerator_of(run.parts.world.device)
+    held, device_bytes, counts = accelerator.held(), accelerator.total_bytes(), accelerator.statistics()
+    if held is None or device_bytes is None:  # a CPU
+        return known
+    stuck = counts.get("inactive_split_bytes.all.current", 0)
+    peaks = [record.peak_device_gib for record in records if record.peak_device_gib is not None]
+    taken = [record.peak_reserved_gib for record in records if record.peak_reserved_gib is not None]
+    return replace(
+        known,
+        device_total_gib=device_bytes / GIB,
+        device_allocated_gib=held.allocated / GIB,
+        device_reserved_gib=held.reserved / GIB,
+        device_peak_gib=max(peaks, default=None),
+        device_peak_reserved_gib=max(taken, default=None),
+        num_alloc_retries=int(counts.get("num_alloc_retries", 0)),
+        fragmentation=stuck / held.reserved if held.reserved else None,
+    )
 
 
 def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
@@ -112,6 +97,3 @@ def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float 
         return None, None, None
     ordered = sorted(values)
     return ordered[len(ordered) // 10], statistics.median(ordered), ordered[-1 - len(ordered) // 10]
-
-
-_OF_LAST = ("num_samples", "epochs", "global_batch_size", "micro_batch_size", "accumulation_steps")  # of the last phase

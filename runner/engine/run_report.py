@@ -12,9 +12,11 @@ from runner.config.option_table import make
 from runner.console import bottleneck
 from runner.console.run_summary import (
     EndOfRun,
+    LearnedMetrics,
     MemoryLine,
     StartOfRun,
     TechniqueLine,
+    TimeSpent,
     end_summary,
     start_report,
 )
@@ -28,7 +30,7 @@ from runner.plan.prediction_text import short
 from runner.plan.run_plan import Plan, rank_table
 from runner.profiling.peak_memory import allocator_notes
 from runner.records.evidence import Evidence
-from runner.records.run_record import PhaseRecord
+from runner.records.phase_record import PhaseRecord
 
 
 def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
@@ -48,11 +50,7 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
             techniques=tuple(_techniques(plan)),
             num_parameters=sum(weight.numel() for weight in weights),
             num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
-            global_batch_size=plan.batch.global_batch_size,
-            micro_batch_size=plan.batch.micro_batch_size,
-            accumulation_steps=plan.batch.accumulation_steps,
-            world_size=plan.batch.world_size,
-            batch_per_rank=() if len(set(plan.batch.shares)) == 1 else plan.batch.shares,
+            batch=plan.batch,
             run_dir=str(screen.directory.shown),
             notes=(*plan.notes, *parts.notes, *_saves(plan)),
             phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
@@ -74,7 +72,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
     plan, total = run.plan, evidence.seconds or 0.0
-    last = list(run.records.values())[-1]
+    last = list(run.progress.records.values())[-1]
     memory = {"host": MemoryLine(evidence.host_peak_gib, total=evidence.host_total_gib)}
     if evidence.device_total_gib is not None:
         memory[plan.device] = MemoryLine(
@@ -92,7 +90,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
     notes += [_toll(run.toll, total)] if run.toll.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
-    notes += state_note(*run.state_bytes)
+    notes += state_note(*run.tally.state_bytes)
     baselines = run.baselines
     others = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
     notes += [f"baselines: {', '.join(others)}"] if others else []
@@ -103,21 +101,16 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             else "done",
             update=outcome.update,
             total_updates=last.total,
-            total_s=total,
-            loss=run.last_row.get("train/loss"),
-            metrics=outcome.metrics,
-            baselines=baselines,
-            parts_s=evidence.parts_s,
-            updates_timed=evidence.updates or 0,
-            busy_percent=_busy_percent(run),
+            time=TimeSpent(total, evidence.parts_s, evidence.updates or 0, _busy_percent(run)),
+            learned=LearnedMetrics(run.tally.last_row.get("train/loss"), outcome.metrics, baselines),
             items_per_s=evidence.items_per_s,
             item=run.parts.task.item,
             memory=memory,
             places={"run": str(screen.directory.shown), "metrics": str(screen.directory.shown / "metrics.jsonl")},
             notes=tuple(notes),
             next_commands=tuple(_next(screen, plan, outcome)),
-            phases=tuple(_phase_line(name, record) for name, record in run.records.items())
-            if len(run.records) > 1
+            phases=tuple(_phase_line(name, record) for name, record in run.progress.records.items())
+            if len(run.progress.records) > 1
             else (),
         ),
         ascii_only=screen.ascii_only,

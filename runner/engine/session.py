@@ -122,14 +122,13 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.predicts else [])]
         check_packages(run.parts.task, uses, run.parts.source)
         before = attempt.record.evidence
-        run.left = {phase.name: phase for phase in before.phases} if before else {}
         # Written at once, because the run may be killed later.
-        run.on_change = lambda: attempt.save(changes=tuple(run.changes))
+        run.provenance.on_change = lambda: attempt.save(changes=tuple(run.provenance.changes))
         opened.append(run)
         report_start(screen, job.plan, run.parts, job.inventory, start)
         exit_code = 1
         try:
-            outcome = train(run, start)
+            outcome = train(run, start, before.phases if before else ())
             exit_code = int(outcome.exit_code)
         except BaseException:
             with suppress(Exception):  # the error itself must come through
@@ -145,7 +144,10 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             run.observers.tracker.finish(FINISH_S, exit_code=exit_code, leaves=True)
         evidence = evidence_of(run, job.inventory)
         result = RunResult(
-            update=outcome.update, metrics=dict(outcome.metrics), baselines=run.baselines, phases=dict(run.records)
+            update=outcome.update,
+            metrics=dict(outcome.metrics),
+            baselines=run.baselines,
+            phases=dict(run.progress.records),
         )
         attempt.record = replace(attempt.record, result=result, evidence=better_known(before, evidence))
         report_end(screen, run, outcome, evidence)

@@ -66,10 +66,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             pulse.now = (SUMMARY, trained.update)
 
         began = time.perf_counter()
-        found = evaluate(
-            parts.task, parts.model, Loader(fetcher), parts.prefetch, parts.precision, parts.parallel, samples, sizes,
-            plan.settings.seed, parts.source, must_stop, all_measured,
-        )  # fmt: skip
+        found = evaluate(parts, Loader(fetcher), samples, sizes, stopped=must_stop, all_measured=all_measured)
         seconds = time.perf_counter() - began
         if found is None:
             return Exit.INTERRUPTED, None

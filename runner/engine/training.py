@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, TaskFault
-from runner.base.json_values import nan_for_none
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
@@ -17,33 +16,37 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.phase import Phase, restore_random_state_of
 from runner.engine.phase_kinds import check_parameters
 from runner.engine.resumption import ADDED, compare, load_model
-from runner.engine.run import Outcome, TrainingRun
+from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.training_identity import changed_files, code_of
 from runner.plan.run_plan import PhasePlan, Plan
-from runner.records.run_record import PhaseRecord
+from runner.records.phase_record import PhaseRecord
 
 
-def train(run: TrainingRun, start: Loaded | None) -> Outcome:
+def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] = ()) -> Outcome:
     """Run every unfinished phase. `start` is the checkpoint to resume from.
+
+    before  records of the phases, as the previous process of this run left them at its end
 
     Raises errors of the task, the device or the disk; the last checkpoint stays valid.
     """
-    run.identifies = True
+    origin = run.provenance
+    origin.is_compared = True
     phases = phases_to_walk(run.plan, start, run.directory)
     check_parameters(phases, run.parts.bare)
     _check_names(run)
     if run.parts.world.is_first:  # before training: later edits are not what it trains with
-        run.code = code_of(run.parts.source)
-        run.edited = changed_files(start.state.get("code", run.code), run.code) if start else []
+        origin.code = code_of(run.parts.source)
+        origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
     if start is not None:
         with understood(start):
-            _take_over(run, start)
+            _take_over(run, start, before)
         if not _resumes(start, phases[0], run.directory, run.plan):
             _begin_after(run, start)
             start = None
+    progress = run.progress
     for planned in phases:
         if start is None:  # else the record of the resumed phase is kept
-            run.records[planned.name] = PhaseRecord(planned.kind)
+            progress.records[planned.name] = PhaseRecord(planned.kind, planned.name)
         phase = _begun(run, planned, start)
         start = None
         try:
@@ -57,14 +60,15 @@ def train(run: TrainingRun, start: Loaded | None) -> Outcome:
                 raise
             raise shown from error
         saving = phase.hook(Checkpointing)
-        run.last_row, run.state_bytes = phase.hook(Metrics).meter.last_row or run.last_row, phase.work.state_bytes()
+        run.tally.last_row = phase.hook(Metrics).meter.last_row or run.tally.last_row
+        run.tally.state_bytes = phase.work.state_bytes()
         if stopped_by:
             is_resumable = saving.remains is not None
-            return Outcome(stopped_by, phase.position.update, run.metrics, not saving.is_unsaved, is_resumable)
+            return Outcome(stopped_by, phase.position.update, progress.metrics, not saving.is_unsaved, is_resumable)
         if not run.observers.profiler.only:
-            run.kept += [*(number for _, number in saving.saver.bests), phase.number]
-        run.updates_before += phase.position.update
-    return Outcome(None, phase.position.update, run.metrics)
+            progress.kept += [*(number for _, number in saving.saver.bests), phase.number]
+        progress.updates_before += phase.position.update
+    return Outcome(None, phase.position.update, progress.metrics)
 
 
 def _begun(run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> Phase:
@@ -95,22 +99,17 @@ def _check_names(run: TrainingRun) -> None:
                 )
 
 
-def _take_over(run: TrainingRun, start: Loaded) -> None:
+def _take_over(run: TrainingRun, start: Loaded, before: Iterable[PhaseRecord]) -> None:
     """Restore from a checkpoint the state that belongs to the whole run."""
-    state = start.state
-    run.updates_before = state["updates_before"]
-    run.metrics = nan_for_none(state["metrics"])
-    run.records = {
-        name: PhaseRecord(**{**record, "metrics": nan_for_none(record["metrics"])})
-        for name, record in state["records"].items()
-    }
-    if start.path.parent == run.directory.checkpoints:  # else it is another run's, and this one has none yet
-        run.kept = [int(number) for number in state["kept"]]
-        run.changes = [dict(change) for change in state.get("changes", [])]
-        for name, record in run.records.items():
-            known = run.left.get(name)
-            if known is not None and known.updates == record.updates and (known.seconds or 0.0) > record.seconds:
-                record.seconds, record.parts_s = known.seconds or 0.0, dict(known.parts_s)
+    is_own = start.path.parent == run.directory.checkpoints  # else it is another run's, and this one has none yet
+    run.progress = RunProgress.of(start.state, is_own=is_own)
+    if not is_own:
+        return
+    run.provenance.changes = [dict(change) for change in start.state.get("changes", [])]
+    for known in before:
+        record = run.progress.records.get(known.name)
+        if record is not None and known.updates == record.updates and known.seconds > record.seconds:
+            record.seconds, record.parts_s = known.seconds, dict(known.parts_s)
 
 
 def _begin_after(run: TrainingRun, start: Loaded) -> None:
@@ -119,9 +118,9 @@ def _begin_after(run: TrainingRun, start: Loaded) -> None:
     with understood(start):
         run.parts.precision.load(start.state["precision"])
         restore_random_state_of(run.parts.world, start, run.plan.settings.seed)
-    run.updates_before += int(start.state["phase_update"])
+    run.progress.updates_before += int(start.state["phase_update"])
     if start.path.parent == run.directory.checkpoints:
-        run.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
+        run.progress.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
 
 
 def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:

@@ -35,7 +35,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from runner.plan.memory_trace import Event
+from runner.plan.memory_trace import ComputeCost, Event
 
 
 class NotTraceable(Exception):
@@ -54,15 +54,6 @@ class CheckpointedBlock:
     size: int
     kind: str
     layer: str
-
-
-@dataclass
-class ComputeCost:
-    """Floating-point operations, bytes moved, and kernel launches."""
-
-    flops: int = 0
-    moved_bytes: int = 0
-    launches: int = 0
 
 
 @dataclass
@@ -119,10 +110,7 @@ class AllocationLedger:
 
     def did(self, flops: int, moved: int, launches: int) -> None:
         """Record the operations of an operator."""
-        done = self.work.setdefault(self.stage, ComputeCost())
-        done.flops += flops
-        done.moved_bytes += moved
-        done.launches += launches
+        self.work[self.stage] = self.work.get(self.stage, ComputeCost()) + ComputeCost(flops, moved, launches)
         if self.stage == "forward":
             layer = self.layers[-1]
             self.flops_of[layer] = self.flops_of.get(layer, 0) + flops

@@ -36,7 +36,7 @@ from runner.engine.train_order import order_of
 from runner.forecast.fake_mode import AllocationLedger, CheckpointedBlock, FakeRun, NotTraceable, in_layers
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensors_within
-from runner.plan.memory_trace import Bytes, Event, Layer, Traced
+from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSizes, Traced
 from runner.plan.planner import make_plan
 from runner.plan.recompute_budget import Blocks, computed_again
 from runner.plan.run_plan import PhasePlan, Plan
@@ -100,7 +100,7 @@ class Forecast:
             return known[blocks]
 
         def takes(blocks: Blocks) -> int:
-            return max(traced.peak.total + traced.trained_bytes * self.has_buckets for traced in with_these(blocks))
+            return max(traced.peak.total + traced.model.trained * self.has_buckets for traced in with_these(blocks))
 
         largest = max(with_these(()), key=lambda traced: traced.peak.total)
         chosen = computed_again(largest.blocks, takes, self.limit)
@@ -179,10 +179,22 @@ class Forecast:
             sizes["optimizer"] += sizes["gradients"]
         why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
         events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
-        known = Traced(phase.name, size, 1, Bytes(**sizes), events, (), (), 0, 0, 0, is_exact=False, why_not=why_not)
+        known = Traced(
+            phase.name,
+            size,
+            1,
+            Bytes(**sizes),
+            events,
+            (),
+            (),
+            ComputeCost(),
+            ComputeCost(),
+            is_exact=False,
+            why_not=why_not,
+        )
         without = known.peak.total - known.peak.gradients
-        found = _of_weights(model, self._built().task.blocks(), [weight for _, weight in trained])
-        return dataclasses.replace(known, without_bytes=without, **found)
+        found = _sizes_of(model, self._built().task.blocks(), [weight for _, weight in trained])
+        return dataclasses.replace(known, without_bytes=without, model=found)
 
 
 def least_samples(model: nn.Module) -> int:
@@ -328,7 +340,7 @@ class Follower:
         except NotImplementedError:
             num_layers = None
         others = [event for event in events if ledger.blocks[event[0]].kind != "gradients"]
-        passes = [ledger.work[stage] for stage in ("forward", "backward")]
+        passes = ledger.work["forward"] + ledger.work["backward"]
         why_not = self._why_not()
         return Traced(
             phase=self.phase.name,
@@ -338,16 +350,12 @@ class Follower:
             events=events,
             layers=layers,
             blocks=tuple(_all_inside(name, layers) for name in units),
-            flops=sum(work.flops for work in passes) // steps,
-            moved_bytes=sum(work.moved_bytes for work in passes) // steps,
-            update_moved_bytes=ledger.work["update"].moved_bytes,
-            launches=sum(work.launches for work in passes) // steps,
-            update_launches=ledger.work["update"].launches,
+            work=ComputeCost(passes.flops // steps, passes.moved_bytes // steps, passes.launches // steps),
+            step=ledger.work["update"],
+            model=_sizes_of(self.parts.bare, list(units.values()), self.trained, num_layers),
             without_bytes=peak_of(others, ledger.blocks).total,
-            num_layers=num_layers,
             is_exact=not why_not,
             why_not=why_not,
-            **_of_weights(self.parts.bare, list(units.values()), self.trained),
         )
 
     def _why_not(self) -> str:
@@ -363,17 +371,20 @@ class Follower:
         return self.caveat
 
 
-def _of_weights(model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """Return the fields of `Traced` that depend on parameters only."""
+def _sizes_of(
+    model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter], num_layers: int | None = None
+) -> ModelSizes:
+    """Return the sizes that depend on parameters only."""
     own = [block for block in blocks if block is not model]
     inside = {weight for block in own for weight in block.parameters()}
-    return {
-        "block_bytes": max((sum(weight.nbytes for weight in block.parameters()) for block in own), default=0),
-        "outside_bytes": sum(weight.nbytes for weight in model.parameters() if weight not in inside),
-        "row_bytes": sum(weight.nbytes // max(1, len(weight) if weight.dim() else 1) for weight in model.parameters()),
-        "trained_bytes": sum(weight.nbytes for weight in trained),
-        "widest_bytes": max((weight.nbytes for weight in trained), default=0),
-    }
+    return ModelSizes(
+        block=max((sum(weight.nbytes for weight in block.parameters()) for block in own), default=0),
+        outside=sum(weight.nbytes for weight in model.parameters() if weight not in inside),
+        row=sum(weight.nbytes // max(1, len(weight) if weight.dim() else 1) for weight in model.parameters()),
+        trained=sum(weight.nbytes for weight in trained),
+        widest=max((weight.nbytes for weight in trained), default=0),
+        num_layers=num_layers,
+    )
 
 
 def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
@@ -396,8 +407,7 @@ def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
         ),
         layers=tuple(Layer(one.name, grown(one.activations), grown(one.flops)) for one in few.layers),
         blocks=tuple(Layer(one.name, grown(one.activations), grown(one.flops)) for one in few.blocks),
-        flops=grown(few.flops),
-        moved_bytes=grown(few.moved_bytes),
+        work=ComputeCost(grown(few.work.flops), grown(few.work.moved_bytes), few.work.launches),
         is_exact=False,
         why_not=why_not,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, Exit, Problem
+from runner.base.json_converter import decode_valid, encode
 from runner.base.rank_env import RankInfo, member_of
 from runner.config.configuration import Configuration, to_yaml
 from runner.config.options import task_source
@@ -96,9 +97,9 @@ def joined_member(
             )
         )
         ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
-        traced = world.broadcast(dataclasses.asdict(needs) if needs else None)
+        traced = world.broadcast(encode(needs) if needs else None)
         try:
-            plan = make_plan(configuration, inventory, ranks, Needs.from_dict(traced) if traced else None)
+            plan = make_plan(configuration, inventory, ranks, decode_valid(Needs, traced) if traced else None)
         except ConfigError as error:
             raise OnEveryRank(error.problems) from error
         yield world, Plan.from_json(world.broadcast(plan.to_json())), inventory

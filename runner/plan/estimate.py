@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.plan.memory_fit import Demand, TracedPoint
+from runner.plan.memory_trace import ComputeCost
 
 OF_COMPUTE, OF_MEMORY = 0.5, 0.8
 LAUNCH_S = (5e-6, 10e-6)  # s per eager PyTorch operator: assumed, not measured
@@ -89,7 +90,7 @@ def update_seconds(
     """
     points = [demand.at(samples) for samples in passes]
     found = _of_work(demand, points, peaks)
-    number = demand.update_launches + sum(point.launches for point in points)
+    number = demand.step.launches + sum(point.work.launches for point in points)
     return _at_least(found, number) if found is not None and launches else found
 
 
@@ -105,16 +106,18 @@ def _at_least(found: Seconds, number: int) -> Seconds:
 
 def _of_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) -> Seconds | None:
     """Return the estimated time of computation and memory access."""
-    flops, moved = sum(point.flops for point in points), sum(point.moved_bytes for point in points)
+    work = sum((point.work for point in points), ComputeCost())
     if peaks.measured is not None:
-        seconds = flops / peaks.measured
-        return Seconds(seconds, seconds, f"{_big(flops)}FLOP at the {_big(peaks.measured)}FLOP/s measured by a probe")
+        seconds = work.flops / peaks.measured
+        return Seconds(
+            seconds, seconds, f"{_big(work.flops)}FLOP at the {_big(peaks.measured)}FLOP/s measured by a probe"
+        )
     if peaks.flops_per_s is None or peaks.bytes_per_s is None:
         return None
-    moved += demand.update_moved_bytes
-    compute, memory = flops / (peaks.flops_per_s * OF_COMPUTE), moved / (peaks.bytes_per_s * OF_MEMORY)
+    moved = work.moved_bytes + demand.step.moved_bytes
+    compute, memory = work.flops / (peaks.flops_per_s * OF_COMPUTE), moved / (peaks.bytes_per_s * OF_MEMORY)
     how = (
-        f"{_big(flops)}FLOP at {OF_COMPUTE:.0%} of {_big(peaks.flops_per_s)}FLOP/s,"
+        f"{_big(work.flops)}FLOP at {OF_COMPUTE:.0%} of {_big(peaks.flops_per_s)}FLOP/s,"
         f" {_big(moved)}B at {OF_MEMORY:.0%} of {_big(peaks.bytes_per_s)}B/s"
     )
     return Seconds(max(compute, memory), compute + memory, how)

@@ -11,14 +11,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from runner.base.partition import in_flight_of
 from runner.base.text import sized
 from runner.config.configuration import Choice
 from runner.plan.corrections import Correction
 from runner.plan.cuda_allocator import Allocator, replay
-from runner.plan.memory_trace import Bytes, Layer, Traced
+from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.rank_devices import RankDevice
 
 GIB = 2**30
@@ -33,23 +32,20 @@ ALLOCATOR = 0.2  # allocator overhead as a fraction of the tensors, before the a
 class TracedPoint:
     """Results of a trace with one micro-batch size.
 
+    reserved     bytes that torch's allocator reserves on a GPU for peak.total
+    work         of the forward and backward pass of a micro-batch
+    recompute    indices of the blocks that memory=budget recomputes
     without      peak bytes without gradients
     is_whole     the micro-batch is a whole update: no gradients of an earlier one exist
-    reserved     bytes that torch's allocator reserves on a GPU for peak.total
-    flops        of the forward and backward pass of a micro-batch; moved_bytes: bytes read and written by it;
-                 launches: its kernel launches
-    recompute    indices of the blocks that memory=budget recomputes
     """
 
     micro_batch_size: int
     peak: Bytes
     reserved: int
-    flops: int
-    moved_bytes: int
+    work: ComputeCost = field(default_factory=ComputeCost)
     recompute: tuple[int, ...] = ()
     without: int = 0
     is_whole: bool = False
-    launches: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,10 +55,7 @@ class Demand:
     A peak is the maximum over moments that are each affine in the samples, so it is convex: between two points it is
     at most the line through them.
 
-    largest      bytes of parameters of the largest block, which fsdp gathers at once
-    outside      bytes of parameters outside of blocks, which fsdp gathers for the whole pass; rows: one row of each
-    trained      bytes of all gradients; widest: the largest gradient
-    num_layers   layers between which a pipeline may split; None if the task does not define them
+    step         work of the optimizer step
     layers       those that save most activations, largest first, at the largest traced micro-batch;
                  `blocks.*.mlp` is the sum over all blocks
     kept         bytes of activations of all layers there
@@ -73,14 +66,8 @@ class Demand:
 
     phase: str
     points: tuple[TracedPoint, ...]
-    update_moved_bytes: int = 0
-    update_launches: int = 0
-    largest: int = 0
-    outside: int = 0
-    rows: int = 0
-    trained: int = 0
-    widest: int = 0
-    num_layers: int | None = None
+    step: ComputeCost = field(default_factory=ComputeCost)
+    model: ModelSizes = field(default_factory=ModelSizes)
     layers: tuple[Layer, ...] = ()
     kept: int = 0
     stages: tuple[Demand, ...] = ()
@@ -104,23 +91,15 @@ class Demand:
                     traced.micro_batch_size,
                     traced.peak,
                     _reserved(traced, allocator),
-                    traced.flops,
-                    traced.moved_bytes,
+                    traced.work,
                     traced.recompute,
                     traced.without_bytes,
                     traced.accumulation_steps == 1,
-                    traced.launches,
                 )
                 for traced in traces
             ),
-            widest.update_moved_bytes,
-            widest.update_launches,
-            widest.block_bytes,
-            widest.outside_bytes,
-            widest.row_bytes,
-            widest.trained_bytes,
-            widest.widest_bytes,
-            widest.num_layers,
+            widest.step,
+            widest.model,
             tuple(sorted(kept.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
             sum(layer.activations for layer in widest.layers),
             is_exact=all(traced.is_exact for traced in traces),
@@ -134,23 +113,15 @@ class Demand:
         return dataclasses.replace(
             stages[0],
             points=tuple(map(_together, zip(*(stage.points for stage in stages), strict=True))),
-            update_moved_bytes=max(stage.update_moved_bytes for stage in stages),
-            update_launches=max(stage.update_launches for stage in stages),
+            step=ComputeCost(
+                max(stage.step.flops for stage in stages),
+                max(stage.step.moved_bytes for stage in stages),
+                max(stage.step.launches for stage in stages),
+            ),
             layers=tuple(layers[:TOP_LAYERS]),
             kept=sum(stage.kept for stage in stages),
             stages=tuple(stages),
         )
-
-    @staticmethod
-    def from_dict(tree: Mapping[str, Any]) -> Demand:
-        """Restore the result of `dataclasses.asdict`, also after a JSON round trip."""
-        points = tuple(
-            TracedPoint(**{**point, "peak": Bytes(**point["peak"]), "recompute": tuple(point["recompute"])})
-            for point in tree["points"]
-        )
-        layers = tuple(Layer(**layer) for layer in tree["layers"])
-        stages = tuple(map(Demand.from_dict, tree["stages"]))
-        return Demand(**{**tree, "points": points, "layers": layers, "stages": stages})
 
     def at(self, samples: int, share: int = 0) -> TracedPoint:
         """Return the demand of a micro-batch of this size; with a single trace, an upper bound for smaller ones.
@@ -172,10 +143,12 @@ class Demand:
             samples,
             Bytes(**peak),
             max(Bytes(**peak).total, _between(first.reserved, last.reserved, way)),
-            _between(first.flops, last.flops, way),
-            _between(first.moved_bytes, last.moved_bytes, way),
+            ComputeCost(
+                _between(first.work.flops, last.work.flops, way),
+                _between(first.work.moved_bytes, last.work.moved_bytes, way),
+                _between(first.work.launches, last.work.launches, way),
+            ),
             without=_between(first.without, last.without, way),
-            launches=_between(first.launches, last.launches, way),
         )
 
     def _of_several(self, point: TracedPoint) -> TracedPoint:
@@ -184,8 +157,8 @@ class Demand:
             return point
         peak = point.peak
         without = max(point.without, peak.total - peak.gradients)
-        total = max(peak.total, without + self.trained + self.widest + SUMS)
-        gradients = max(self.trained, peak.gradients)
+        total = max(peak.total, without + self.model.trained + self.model.widest + SUMS)
+        gradients = max(self.model.trained, peak.gradients)
         rest = peak.total - peak.gradients - peak.temporary
         peak = dataclasses.replace(peak, gradients=gradients, temporary=max(0, total - gradients - rest))
         reserved = round(point.reserved * peak.total / max(1, point.peak.total))
@@ -219,11 +192,13 @@ class Demand:
 
 def _together(points: Sequence[TracedPoint]) -> TracedPoint:
     peak = {name: sum(vars(point.peak)[name] for point in points) for name in PARTS}
-    numbers = {
-        name: sum(vars(point)[name] for point in points)
-        for name in ("reserved", "flops", "moved_bytes", "without", "launches")
-    }
-    return dataclasses.replace(points[0], peak=Bytes(**peak), **numbers)
+    return dataclasses.replace(
+        points[0],
+        peak=Bytes(**peak),
+        reserved=sum(point.reserved for point in points),
+        work=sum((point.work for point in points), ComputeCost()),
+        without=sum(point.without for point in points),
+    )
 
 
 def _reserved(traced: Traced, allocator: Allocator) -> int:
@@ -250,9 +225,8 @@ def _scaled(point: TracedPoint, samples: int) -> TracedPoint:
         temporary=round(point.peak.temporary * more),
     )
     reserved = round(point.reserved * peak.total / max(1, point.peak.total))
-    work = round(point.flops * factor), round(point.moved_bytes * factor)
-    without = max(0, point.without + peak.total - point.peak.total)
-    return TracedPoint(samples, peak, reserved, *work, without=without, launches=point.launches)
+    work = ComputeCost(round(point.work.flops * factor), round(point.work.moved_bytes * factor), point.work.launches)
+    return TracedPoint(samples, peak, reserved, work, without=max(0, point.without + peak.total - point.peak.total))
 
 
 # ---------------------------------------------------------------- a rank's part
@@ -333,7 +307,7 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: RankPart | N
     sizes = {name: int(vars(point.peak)[name]) for name in PARTS}
     over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
     if part.count > 1 and part.strategy == "ddp":
-        sizes["gradients"] += max(demand.trained, point.peak.gradients)
+        sizes["gradients"] += max(demand.model.trained, point.peak.gradients)
     elif part.count > 1 and part.strategy == "fsdp":
         sizes |= _of_shards(demand, point, part)
     elif is_pipeline and not of_stage:
@@ -369,22 +343,23 @@ def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, 
     fixed = peak.parameters + peak.optimizer
     rest = peak.total - fixed  # peak over everything: with unsharded gradients, and without
     without = max(point.without, peak.total - peak.gradients) - fixed
-    trained = max(demand.trained, peak.gradients)
+    trained = max(demand.model.trained, peak.gradients)
     if 0 < point.micro_batch_size < part.share:
         most = max(rest, without + trained)
     else:
         most = without + -(-(rest - without) // count)
     gradients = max(-(-trained // count), most - (rest - peak.gradients))
-    outside = demand.outside if demand.outside or demand.largest else peak.parameters
-    gathered = outside + 2 * demand.largest if part.reshards else peak.parameters + demand.largest
-    training = gathered + gradients + outside + 2 * demand.largest
-    evaluation = peak.parameters + max(outside, demand.largest)
+    block = demand.model.block
+    outside = demand.model.outside if demand.model.outside or block else peak.parameters
+    gathered = outside + 2 * block if part.reshards else peak.parameters + block
+    training = gathered + gradients + outside + 2 * block
+    evaluation = peak.parameters + max(outside, block)
     gathered += max(0, evaluation - training)
-    uneven = demand.rows * (count - 1) // count
+    uneven = demand.model.row * (count - 1) // count
     states = -(-peak.optimizer // max(1, peak.parameters))  # state tensors with the shapes of the parameters
     return {
         "parameters": -(-peak.parameters // count) + uneven + gathered,
-        "gradients": gradients + uneven + outside + 2 * demand.largest,
+        "gradients": gradients + uneven + outside + 2 * block,
         "optimizer": -(-peak.optimizer // count) + states * uneven,
     }
 
@@ -456,16 +431,6 @@ class Needs:
     why_not: str = ""
     layout: tuple[str, ...] = ()
 
-    @staticmethod
-    def from_dict(tree: Mapping[str, Any]) -> Needs:
-        """Restore the result of `dataclasses.asdict`, also after a JSON round trip."""
-        return Needs(
-            {name: Demand.from_dict(fields) for name, fields in tree["demands"].items()},
-            {name: Correction(**fields) for name, fields in tree["corrections"].items()},
-            tree["why_not"],
-            tuple(tree["layout"]),
-        )
-
     def corrected(self, rank: RankDevice) -> RankDevice:
         """Return the device with its corrections applied."""
         correction = self.corrections.get(rank.name)
@@ -509,9 +474,3 @@ class RankMemory:
     samples: int
     prediction: MemoryPrediction
     is_exact: bool = True
-
-    @staticmethod
-    def from_dict(tree: Mapping[str, Any]) -> RankMemory:
-        """Restore the result of `dataclasses.asdict`, also after a JSON round trip."""
-        told = tree["prediction"]
-        return RankMemory(**{**tree, "prediction": MemoryPrediction(**{**told, "bounds": tuple(told["bounds"])})})

@@ -5,7 +5,7 @@ Does not import torch, because the plan also uses it for machines that are not p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Event = tuple[int, int]  # (number of a memory block, its bytes; 0: it is freed)
 
@@ -34,15 +34,7 @@ class Bytes:
     @property
     def total(self) -> int:
         """Return their sum."""
-        return (
-            self.parameters
-            + self.buffers
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.inputs
-            + self.temporary
-        )
+        return sum(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -60,6 +52,39 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class ComputeCost:
+    """Floating-point operations, bytes read and written, and operators without views: each launches a GPU kernel."""
+
+    flops: int = 0
+    moved_bytes: int = 0
+    launches: int = 0
+
+    def __add__(self, other: ComputeCost) -> ComputeCost:
+        return ComputeCost(
+            self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.launches + other.launches
+        )
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model that do not depend on the batch, in bytes.
+
+    block       parameters of the largest of the task's blocks, which fsdp gathers at once
+    outside     parameters outside of blocks, which fsdp gathers for the whole pass
+    row         one row of each parameter: the maximum imbalance of shards, which are split by rows
+    trained     gradients of all trained parameters; `widest`: the largest gradient
+    num_layers  layers between which a pipeline may split; None if the task does not define them
+    """
+
+    block: int = 0
+    outside: int = 0
+    row: int = 0
+    trained: int = 0
+    widest: int = 0
+    num_layers: int | None = None
+
+
+@dataclass(frozen=True)
 class Traced:
     """A training phase, traced on fake tensors: its construction and two updates.
 
@@ -70,16 +95,9 @@ class Traced:
     events              allocations and frees, in order: construction, then the second update
     layers              in the order of the forward pass
     blocks              the same for the task's blocks, each with everything inside it: units of recomputation
-    flops               operations of a micro-batch's forward and backward pass
-    moved_bytes         bytes read and written by these
-    update_moved_bytes  bytes read and written by the optimizer step, with clipping
-    launches            operators of a micro-batch's forward and backward pass, without views: each launches at least
-                        one GPU kernel; update_launches: those of the optimizer step
-    block_bytes         parameters of the largest block; outside_bytes: parameters outside of blocks
-    row_bytes           one row of each parameter: the maximum imbalance of shards, which are split by rows
-    trained_bytes       gradients of all trained parameters; widest_bytes: the largest gradient
+    work                of a micro-batch's forward and backward pass
+    step                of the optimizer step, with clipping
     without_bytes       peak of the second update without gradients
-    num_layers          layers between which a pipeline may split; None if the task does not define them
     recompute           indices of the blocks that memory=budget recomputes so that the run fits
     is_exact            True: equal to the memory of the same run on a CPU, byte for byte
     why_not             what could not be traced, and where; empty if everything was
@@ -92,18 +110,10 @@ class Traced:
     events: tuple[Event, ...]
     layers: tuple[Layer, ...]
     blocks: tuple[Layer, ...]
-    flops: int
-    moved_bytes: int
-    update_moved_bytes: int
-    block_bytes: int = 0
-    outside_bytes: int = 0
-    row_bytes: int = 0
-    trained_bytes: int = 0
-    widest_bytes: int = 0
+    work: ComputeCost
+    step: ComputeCost
+    model: ModelSizes = field(default_factory=ModelSizes)
     without_bytes: int = 0
-    num_layers: int | None = None
-    launches: int = 0
-    update_launches: int = 0
     recompute: tuple[int, ...] = ()
     is_exact: bool = True
     why_not: str = ""

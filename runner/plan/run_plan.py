@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.division import Batch
+from runner.base.json_converter import decode_valid, encode
 from runner.base.shares import lines, table
 from runner.config.configuration import Choice, PhaseSettings
 from runner.config.own_tables import HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
-from runner.config.settings import DataSettings, EarlyStoppingSettings, EvaluateSettings, Settings, WeightsSettings
+from runner.config.settings import Settings
 from runner.plan.memory_fit import RankMemory, RankPart
 from runner.plan.rank_devices import RankDevice
 
@@ -161,51 +162,25 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON, for the run directory, including derived values."""
         derived = {name: getattr(self, name) for name in _DERIVED}
-        return json.dumps(derived | dataclasses.asdict(self), indent=2) + "\n"
+        return json.dumps(derived | encode(self), indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Return the plan written by `to_json`."""
-        tree = {key: value for key, value in json.loads(text).items() if key not in _DERIVED}
-        settings = tree["settings"]
-        weights = settings["weights"]  # earlier versions wrote the source alone
-        settings["weights"] = WeightsSettings(**weights) if isinstance(weights, dict) else WeightsSettings(weights)
-        settings["data"] = DataSettings(**settings["data"])
-        settings["evaluate"] = EvaluateSettings(**settings["evaluate"])
-        settings["early_stopping"] = EarlyStoppingSettings(**settings["early_stopping"])
-        tree["settings"] = Settings(**settings)
-        tree["phases"] = tuple(_phase_from(phase) for phase in tree["phases"])
-        tree["choices"] = {group: Choice(**choice) for group, choice in tree["choices"].items()}
-        tree["batch"] = _batch_from(tree["batch"])
-        tree["ranks"] = tuple(RankDevice(**rank) for rank in tree["ranks"])
-        tree["notes"] = tuple(tree["notes"])
-        tree["memory"] = tuple(RankMemory.from_dict(each) for each in tree["memory"])
-        tree["hooks"] = tuple(Choice(**hook) for hook in tree.get("hooks", ()))  # earlier versions wrote none
-        return Plan(**tree)
+        """Return the plan written by `to_json`. Raises ValueError, KeyError or TypeError if the text is no plan."""
+        return decode_valid(Plan, _upgraded(json.loads(text)))
 
 
 _DERIVED = ("device", "device_name", "device_uuid", "updates", "epochs")
 
 
-def _batch_from(tree: Mapping[str, Any]) -> Batch:
-    return Batch(**{**tree, "shares": tuple(tree["shares"])})
-
-
-def _phase_from(tree: Mapping[str, Any]) -> PhasePlan:
-    batch = _batch_from(tree["batch"])
-    return PhasePlan(
-        **{
-            "global_batch_size": batch.global_batch_size,  # earlier versions wrote neither of the two
-            "micro_batch_size": batch.micro_batch_size,
-            **tree,
-            "needs": tuple(tree["needs"]),
-            "batch": batch,
-            "evaluate": EvaluateSettings(**tree["evaluate"]),
-            "early_stopping": EarlyStoppingSettings(**tree["early_stopping"]),
-            "optimizer": Choice(**tree["optimizer"]),
-            "scheduler": Choice(**tree["scheduler"]),
-        }
-    )
+def _upgraded(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a plan.json of any version as this version writes it."""
+    settings, phases = tree["settings"], tree["phases"]
+    if not isinstance(settings["weights"], dict):  # the source alone
+        settings = {**settings, "weights": {"source": settings["weights"]}}
+    sizes = ("global_batch_size", "micro_batch_size")  # were those of the batch only
+    phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
+    return {**tree, "settings": settings, "phases": phases}
 
 
 def rank_table(plan: Plan) -> list[str]:

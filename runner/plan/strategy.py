@@ -62,14 +62,14 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
         )
     if holds_shards and not are_unequal:
         return Strategy("fsdp", {}, f"auto: a replica needs {sized(least)}, above {room}; a shard fits ({need})")
-    if need.num_layers is not None and need.num_layers >= count and _fits_together(need, samples, ranks):
+    if need.model.num_layers is not None and need.model.num_layers >= count and _fits_together(need, samples, ranks):
         why = "fsdp shards evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
         return Strategy("pipeline", {}, f"auto: a replica needs {sized(least)}, above {room}; {why} ({need})")
     if holds_shards:
         return Strategy("fsdp", {}, f"auto: a replica needs {sized(least)}, above {room}; even shards fit ({need})")
     passes = f"a micro-batch of {samples} sample{'s' * (samples > 1)}"
     found = f"{passes} needs {sized(least)} ({need}), the devices have {' + '.join(map(sized, rooms))}"
-    hint = "" if need.num_layers is not None else "; a task with layers() could be split unevenly"
+    hint = "" if need.model.num_layers is not None else "; a task with layers() could be split unevenly"
     options = {"shares": "memory"} if are_unequal else {}
     return Strategy("ddp", options, f"auto: nothing fits: {found}{hint}", fits=False)
 

@@ -9,62 +9,12 @@ from typing import Any
 
 from runner.base.json_values import is_number
 from runner.base.stopwatch import THROUGHPUT
+from runner.records.phase_record import PhaseRecord, SampleCounts
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdatesEvidence:
-    """Number, time and size of updates, of one phase or of a whole run."""
-
-    updates: int | None = None
-    seconds: float | None = None
-    parts_s: Mapping[str, float] = field(default_factory=dict)
-    num_samples: int | None = None
-    epochs: float | None = None
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    accumulation_steps: int | None = None
-
-
-@dataclass(frozen=True)
-class PhaseEvidence(UpdatesEvidence):
-    """Time of one phase, summed over all processes that worked on it.
-
-    A resumed process takes over the times of its predecessor if that one ended with the checkpoint, else those in the
-    checkpoint: time after the checkpoint, including writing it, is lost.
-    """
-
-    name: str
-    kind: str
-    peak_host_gib: float | None = None
-    peak_device_gib: float | None = None
-
-
-@dataclass(frozen=True)
-class Evidence(UpdatesEvidence):
-    """Measurements of one process of a run, on rank 0; None or missing means unknown, never 0.
-
-    The newest process is used, unless an earlier one ran far more updates with the same settings.
-
-    seconds           total run time of this process
-    parts_s           part -> seconds, which add up to `seconds` except for unattributed time: starting,
-                      first_update; of the other updates data, transfer, forward, backward, optimizer, wait (for other
-                      ranks); between them hooks, logging, drawing, evaluation, saving
-    ranks_s           the same for each rank, of the parts of updates only; empty for one process
-    updates           number of updates timed: all of this process except the first
-    step_time_ms      median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
-    items_per_s       throughput: items of the updates after the first one over the time from its end to the end of the
-                      last, evaluations and checkpoints between them included
-    data_wait         share of the time of updates that was spent waiting for data; `transfer` for copies to the device
-    num_batch_shapes  different shapes of the first tensor of a batch
-    odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
-    num_samples, global_batch_size, micro_batch_size, accumulation_steps, epochs   of the last phase
-    num_alloc_retries  times that torch's allocator freed its cache and retried the allocation
-    fragmentation     share of reserved device memory that is free but split into blocks that cannot be released
-    has_begin_update  whether the task defines a hook before each update
-    num_device_waits  lines at which the host waits for the device: only a profile finds them
-    monitor           name of the monitor summary file in the run directory
-    unfinished        True if the process failed: measurements up to the failure
-    """
+class SetupEvidence:
+    """What was trained, on what, and with which options."""
 
     task: str | None = None
     device: str | None = None
@@ -78,6 +28,27 @@ class Evidence(UpdatesEvidence):
     num_workers: int | None = None
     num_parameters: int | None = None
     num_trainable: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeEvidence:
+    """Where the time went, on rank 0 if nothing else is written.
+
+    updates        number of updates timed: all of this process except the first
+    seconds        total run time of this process
+    parts_s        part -> seconds, which add up to `seconds` except for unattributed time: starting, first_update; of
+                   the other updates data, transfer, forward, backward, optimizer, wait (for other ranks); between them
+                   hooks, logging, drawing, evaluation, saving
+    ranks_s        the same for each rank, of the parts of updates only; empty for one process
+    step_time_ms   median of the rows of metrics.jsonl; low and high are the 10th and the 90th percentile
+    items_per_s    throughput: items of the updates after the first one over the time from its end to the end of the
+                   last, evaluations and checkpoints between them included
+    data_wait      share of the time of updates that was spent waiting for data; `transfer` for copies to the device
+    """
+
+    updates: int | None = None
+    seconds: float | None = None
+    parts_s: Mapping[str, float] = field(default_factory=dict)
     ranks_s: tuple[Mapping[str, float], ...] = ()
     step_time_ms: float | None = None
     step_time_low_ms: float | None = None
@@ -86,11 +57,16 @@ class Evidence(UpdatesEvidence):
     items_per_update: float | None = None
     data_wait: float | None = None
     transfer: float | None = None
-    num_saves: int | None = None
-    num_evaluations: int | None = None
-    num_rows: int | None = None
-    num_batch_shapes: int | None = None
-    odd_sizes: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEvidence:
+    """Memory of the host and of the device.
+
+    num_alloc_retries  times that torch's allocator freed its cache and retried the allocation
+    fragmentation      share of reserved device memory that is free but split into blocks that cannot be released
+    """
+
     host_peak_gib: float | None = None
     host_total_gib: float | None = None
     device_total_gib: float | None = None
@@ -100,11 +76,33 @@ class Evidence(UpdatesEvidence):
     device_peak_reserved_gib: float | None = None
     num_alloc_retries: int | None = None
     fragmentation: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
+    """Measurements of one process of a run; None or missing means unknown, never 0.
+
+    The newest process is used, unless an earlier one ran far more updates with the same settings. Counts of samples are
+    those of the last phase.
+
+    num_batch_shapes  different shapes of the first tensor of a batch
+    odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
+    has_begin_update  whether the task defines a hook before each update
+    num_device_waits  lines at which the host waits for the device: only a profile finds them
+    monitor           name of the monitor summary file in the run directory
+    unfinished        True if the process failed: measurements up to the failure
+    """
+
+    num_saves: int | None = None
+    num_evaluations: int | None = None
+    num_rows: int | None = None
+    num_batch_shapes: int | None = None
+    odd_sizes: tuple[str, ...] | None = None
     has_begin_update: bool | None = None
     num_device_waits: int | None = None
     monitor: str | None = None
     unfinished: bool | None = None
-    phases: tuple[PhaseEvidence, ...] = ()
+    phases: tuple[PhaseRecord, ...] = ()
 
 
 def better_known(before: Evidence | None, now: Evidence) -> Evidence:

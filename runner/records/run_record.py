@@ -15,33 +15,9 @@ from runner.base.errors import Problem
 from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
 from runner.base.json_values import object_in
 from runner.records.evidence import Evidence
+from runner.records.phase_record import PhaseRecord
 
 VERSION = 2  # 1: the files without a version, which have the same keys
-
-
-@dataclass
-class PhaseRecord:
-    """Progress and cost of a phase, over all processes that worked on it.
-
-    updates, total   completed and requested; fewer if it stopped early
-    finished         nothing is left to do in it
-    seconds          from its start to its last checkpoint, evaluations included
-    parts_s          part -> seconds: starting, first_update, those of updates and those between them
-    peak_host_gib    peak resident memory of this process; peak_device_gib the most that torch allocated on the GPU, and
-                     peak_reserved_gib the most that it reserved there
-    metrics          of its last evaluation, and what a fit found; None: without items, or not finite
-    """
-
-    kind: str = ""
-    updates: int = 0
-    total: int = 0
-    finished: bool = False
-    seconds: float = 0.0
-    peak_host_gib: float = 0.0
-    peak_device_gib: float | None = None
-    peak_reserved_gib: float | None = None
-    parts_s: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from runner.config.options import AXES, GROUPS, all_keys, options_of
 from runner.config.suggestions import is_valid_override
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+SCHEMA = json.loads((ROOT / "conf" / "schema.json").read_text(encoding="utf-8"))
 ROWS = dict(re.findall(r"^\| `([\w.]+)` \|.* `([\w.]+=.*)` \|$", PAGE, re.MULTILINE))
 
 
@@ -34,3 +40,30 @@ def test_the_page_has_every_setting_and_option() -> None:
 def test_an_example_is_accepted(key: str) -> None:
     assert key not in GROUPS
     assert is_valid_override(ROWS[key].replace("\\|", "|")), ROWS[key]
+
+
+@cache
+def editor(group: str) -> Any:
+    """Return what checks files as an editor does: those of the group, or those of the whole configuration."""
+    whole = {"$ref": f"#/definitions/{group}", "definitions": SCHEMA["definitions"]} if group in AXES else SCHEMA
+    return jsonschema.Draft7Validator(whole)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in (ROOT / "conf").rglob("*.yaml") if file.parent.name not in ("task", "technique")],
+    ids=lambda file: f"{file.parent.name}/{file.stem}",
+)
+def test_editors_accept_every_shipped_file_and_no_unknown_key(file: Path) -> None:
+    content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    editor(file.parent.name).validate(content)
+    assert not editor(file.parent.name).is_valid({**content, "no_such_key": 1})
+
+
+@pytest.mark.parametrize("content", [{"updates": 0}, {"seed": "x"}, {"optimizer": {"lr": -1.0}}, {"device": "gpu"}])
+def test_editors_refuse_values_that_the_command_line_refuses(content: dict[str, object]) -> None:
+    assert not editor("").is_valid(content)
+
+
+def test_editors_accept_references_and_short_forms() -> None:
+    editor("").validate({"seed": "${oc.env:SLURM_JOB_ID}", "weights": "first", "data": {"path": None}})

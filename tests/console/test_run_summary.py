@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
+from runner.base.division import Batch
 from runner.console.run_summary import (
     EndOfRun,
+    LearnedMetrics,
     MemoryLine,
     StartOfRun,
     TechniqueLine,
+    TimeSpent,
     end_summary,
     prints_only_ascii,
     start_report,
@@ -29,10 +32,7 @@ START = StartOfRun(
     ),
     num_parameters=124_439_808,
     num_trainable=1_500,
-    global_batch_size=64,
-    micro_batch_size=8,
-    accumulation_steps=4,
-    world_size=2,
+    batch=Batch(64, 8, (32, 32)),
     run_dir="outputs/gpt-20260102-030405",
     notes=("resumed from update 200",),
 )
@@ -41,23 +41,23 @@ END = EndOfRun(
     outcome="done",
     update=1000,
     total_updates=1000,
-    total_s=754.0,
-    loss=1.23456,
-    metrics={"val/loss": 1.5, "val/accuracy": 0.75},
-    baselines={"val/loss": 4.17},
-    parts_s={
-        "starting": 4.0,
-        "data": 301.6,
-        "transfer": 7.54,
-        "forward": 140.0,
-        "backward": 263.9,
-        "optimizer": 10.8,
-        "hooks": 0.5,
-        "logging": 0.58,
-        "evaluation": 14.0,
-        "saving": 7.54,
-    },
-    updates_timed=999,
+    learned=LearnedMetrics(1.23456, {"val/loss": 1.5, "val/accuracy": 0.75}, {"val/loss": 4.17}),
+    time=TimeSpent(
+        754.0,
+        {
+            "starting": 4.0,
+            "data": 301.6,
+            "transfer": 7.54,
+            "forward": 140.0,
+            "backward": 263.9,
+            "optimizer": 10.8,
+            "hooks": 0.5,
+            "logging": 0.58,
+            "evaluation": 14.0,
+            "saving": 7.54,
+        },
+        999,
+    ),
     items_per_s=43456.7,
     item="token",
     memory={
@@ -82,7 +82,7 @@ def test_the_start_report_in_ascii_says_the_same(screen: Callable[..., None]) ->
 
 
 def test_unequal_ranks_are_shown_as_a_sum() -> None:
-    start = dataclasses.replace(START, global_batch_size=32, batch_per_rank=(19, 13))
+    start = dataclasses.replace(START, batch=Batch(32, 19, (19, 13)))
     assert "32 = 19 + 13" in start_report(start)
 
 
@@ -91,11 +91,11 @@ def test_the_end_summary_in_full(screen: Callable[..., None]) -> None:
 
 
 def test_what_is_unknown_is_left_out(screen: Callable[..., None]) -> None:
-    screen(end_summary(EndOfRun("failed", update=3, total_updates=10, total_s=2.0)))
+    screen(end_summary(EndOfRun("failed", update=3, total_updates=10, time=TimeSpent(2.0))))
 
 
 def test_a_long_run_is_told_in_hours() -> None:
-    assert "in 2 h 3 min" in end_summary(dataclasses.replace(END, total_s=7_390.0))
+    assert "in 2 h 3 min" in end_summary(dataclasses.replace(END, time=TimeSpent(7_390.0)))
 
 
 @pytest.mark.parametrize(

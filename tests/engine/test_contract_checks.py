@@ -21,13 +21,13 @@ from runner.base.errors import Exit, TaskFault
 from runner.base.task import Prediction, Task
 from runner.base.text import NOT_MEASURED
 from runner.base.world import World
-from runner.distributed.parallel import Parallel
 from runner.engine import infer
 from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
 from runner.engine.run import Observers
 from runner.engine.task_loading import CheckedLoss
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
+from tests.parts import parts_of
 
 WORLD = World(torch.device("cpu"))
 HERE = Path(__file__)
@@ -62,10 +62,7 @@ def loss_of(task: Task) -> Any:
 def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_size: int = 2) -> EvaluationResult:
     samples = [torch.tensor(float(number)) for number in range(num_samples)]
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
-    found = evaluate(
-        task, task.model, loader, lambda batches: batches, fp32(world, task.model), Parallel(world),
-        list(range(num_samples)), Sizes(batch_size), 0, HERE,
-    )  # fmt: skip
+    found = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), Sizes(batch_size))
     assert found is not None
     return found
 

@@ -29,10 +29,10 @@ from runner.base.secret import (
     is_secret_name,
     redacted,
     redacted_message,
-    refuse_secrets,
     secrets_in,
     without_secrets,
 )
+from runner.base.secret_refusal import refuse_secrets
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from tests.faults.canaries import NAMES, SHAPES, of_names, of_shape

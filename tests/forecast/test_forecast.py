@@ -486,10 +486,12 @@ def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp
     (traced,) = forecast(compose(Request(words, file)), script.HERE, [4])
     (single,) = forecast(compose(Request((*words, "global_batch_size=4"), file)), script.HERE, [4])
     forward = 4 * 3 + 1 + 3
-    assert 3 * forward - 9 <= traced.launches <= 4 * forward, "two products in a linear layer's backward pass, and sums"
-    of_two = 2 * single.launches - 1 + 18  # the sum of losses begins once; the second pass adds to 18 gradients
-    assert traced.launches == of_two // 2, "kernels of a pass, on average"
-    assert 1 <= traced.update_launches < 18, "a fused optimizer has one kernel for all, besides the norm"
+    assert 3 * forward - 9 <= traced.work.launches <= 4 * forward, (
+        "two products in a linear layer's backward pass, and sums"
+    )
+    of_two = 2 * single.work.launches - 1 + 18  # the sum of losses begins once; the second pass adds to 18 gradients
+    assert traced.work.launches == of_two // 2, "kernels of a pass, on average"
+    assert 1 <= traced.step.launches < 18, "a fused optimizer has one kernel for all, besides the norm"
 
 
 def test_peak_is_that_of_the_events(script):

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from runner.axes.dataloader import Fetcher, Loader
-from runner.axes.precision import fp32
 from runner.base.batch import MicroBatch
 from runner.base.task import Sum, Task
 from runner.base.world import World
-from runner.distributed.parallel import Parallel
 from runner.engine.evaluate import Sizes, evaluate
+from tests.parts import parts_of
 
 WORLD = World(torch.device("cpu"))
 
@@ -41,18 +40,8 @@ def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: Sizes | None
     def as_it_is(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return batches
 
-    found = evaluate(
-        task,
-        task.model,
-        loader,
-        as_it_is,
-        fp32(WORLD, task.model),
-        Parallel(WORLD),
-        list(range(11)),
-        sizes or Sizes(batch_size),
-        seed,
-        Path(__file__),
-    )
+    parts = parts_of(task, Path(__file__), WORLD, seed=seed, prefetch=as_it_is)
+    found = evaluate(parts, loader, list(range(11)), sizes or Sizes(batch_size))
     assert found is not None
     return found.metrics
 

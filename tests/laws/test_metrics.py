@@ -17,13 +17,13 @@ from torch.utils.data import default_collate
 from runner import Gather
 from runner.axes.dataloader import Fetcher, Loader
 from runner.axes.parallelism import ddp
-from runner.axes.precision import fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.base.world import World
 from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
 from tests.distributed.ranks import CPU, run_ranks
+from tests.parts import parts_of
 from tests.rounding import PROMISED
 
 ALONE = World(CPU)
@@ -113,10 +113,8 @@ def measured(world: World, task: Task, size: int, coupled: int = 16, number: int
     parallel = ddp(world)
     model = parallel.wrap(task.model, list, [])
     loader = Loader(Fetcher(list(zip(*data(), strict=True)), default_collate, bad_samples="stop"))
-    found = evaluate(
-        task, model, loader, Prefetch(CPU), fp32(world, model), parallel, list(range(number)),
-        Sizes(size, coupled=coupled), 0, HERE,
-    )  # fmt: skip
+    parts = parts_of(task, HERE, world, model=model, parallel=parallel, prefetch=Prefetch(CPU))
+    found = evaluate(parts, loader, list(range(number)), Sizes(size, coupled=coupled))
     assert isinstance(found, EvaluationResult)
     return found.known()
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.base.json_converter import decode_valid, encode
 from runner.base.text import sized
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
@@ -21,7 +22,7 @@ from runner.plan.cuda_allocator import Allocator
 from runner.plan.estimate import LAUNCH_S, DevicePeaks, peaks_of, update_seconds
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.memory_fit import GIB, Demand, Needs, RankMemory, RankPart, biggest, may_fit, passes_of, predicted
-from runner.plan.memory_trace import Bytes, Layer, Traced
+from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.overhead import overhead_of
 from runner.plan.planner import make_plan, wants_needs
 from runner.plan.prediction_text import WIDTH, FittingChange, seconds_of, sheet, short
@@ -40,8 +41,8 @@ def traced(samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Tra
     sizes = [quarter] * 4 + [64 * MIB] * (each * samples // (64 * MIB)) + [MIB] * samples
     events = tuple(enumerate(sizes))
     layers = tuple(Layer(f"blocks.{number}.mlp", each * samples // 4, 10**9) for number in range(4))
-    work = 10**12 * samples
-    return Traced("train", samples, 1, peak, events, layers, (), work, work // 100, 10**10, quarter // 8, num_layers=4)
+    work, step = ComputeCost(10**12 * samples, 10**10 * samples), ComputeCost(moved_bytes=10**10)
+    return Traced("train", samples, 1, peak, events, layers, (), work, step, ModelSizes(quarter // 8, num_layers=4))
 
 
 @cache
@@ -100,7 +101,7 @@ def test_each_strategy_takes_its_part_beside_what_libraries_hold() -> None:
     assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has samples of its own"
     several = predicted(need, 4, rank, RankPart("fsdp", 4, share=8))
     assert several.parts["gradients"] >= alone.parts["gradients"], "not cut before the last pass of an update"
-    whole = dataclasses.replace(need, largest=0)
+    whole = dataclasses.replace(need, model=dataclasses.replace(need.model, block=0))
     assert predicted(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], "one block"
     stages = predicted(need, 4, rank, RankPart("pipeline", 2, in_flight=2.0, passes=3))
     assert stages.parts["activations"] == 2 * alone.parts["activations"]
@@ -115,7 +116,7 @@ def test_buckets_of_ddp_are_there_while_no_gradient_is() -> None:
     """At the end of a forward pass with many activations there are none of a process alone."""
     point = demand(4).points[0]
     late = dataclasses.replace(point, peak=dataclasses.replace(point.peak, gradients=0))
-    need = dataclasses.replace(demand(4), points=(late,), trained=5 * MIB)
+    need = dataclasses.replace(demand(4), points=(late,), model=ModelSizes(trained=5 * MIB))
     assert predicted(need, 4, device(16), RankPart("ddp", 2)).parts["gradients"] == 5 * MIB
 
 
@@ -268,8 +269,10 @@ def test_seconds_are_a_range_that_grows_with_the_work_and_rests_on_the_profile()
 @settings(deadline=None, max_examples=20)
 def test_no_update_on_a_gpu_is_shorter_than_the_launches_of_its_kernels(each: int, of_update: int, passes: int) -> None:
     need = demand(2, 8)
-    points = tuple(dataclasses.replace(point, launches=each) for point in need.points)
-    need = dataclasses.replace(need, points=points, update_launches=of_update)
+    points = tuple(
+        dataclasses.replace(point, work=dataclasses.replace(point.work, launches=each)) for point in need.points
+    )
+    need = dataclasses.replace(need, points=points, step=dataclasses.replace(need.step, launches=of_update))
     for peaks in (DevicePeaks(1e15, 1e13), DevicePeaks(measured=1e15)):
         bare = update_seconds(need, [4] * passes, peaks)
         found = update_seconds(need, [4] * passes, peaks, launches=True)
@@ -284,7 +287,9 @@ def test_no_update_on_a_gpu_is_shorter_than_the_launches_of_its_kernels(each: in
 
 def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> None:
     need = demand(2, 8)
-    points = tuple(dataclasses.replace(point, launches=10**7) for point in need.points)
+    points = tuple(
+        dataclasses.replace(point, work=dataclasses.replace(point.work, launches=10**7)) for point in need.points
+    )
     need = dataclasses.replace(need, points=points)
     needs, peaks = Needs({"train": need}), {"Tesla T4": DevicePeaks(1e15, 1e13), "CPU": DevicePeaks(1e15, 1e13)}
     seconds = {}
@@ -308,11 +313,11 @@ def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) 
     assert {each.prediction.bounds for each in made.memory} == {("parameters", "gradients")[: 2 * (strategy == "fsdp")]}
     table = {line.split()[0]: line for line in sheet(made, needs, {}) if line.strip()}
     assert ("up to" in table["gradients"]) == (strategy == "fsdp")
-    of_all = needs.demands["train"].trained or needs.demands["train"].points[-1].peak.gradients
+    of_all = needs.demands["train"].model.trained or needs.demands["train"].points[-1].peak.gradients
     if strategy == "fsdp":
         gradients = made.memory[0].prediction.parts["gradients"]
         assert (gradients >= of_all) == (passes > 1), "whole between the passes of an update, an even part in one"
-    again = RankMemory.from_dict(json.loads(json.dumps(dataclasses.asdict(made.memory[0]))))
+    again = decode_valid(RankMemory, json.loads(json.dumps(encode(made.memory[0]))))
     assert again == made.memory[0]
 
 
@@ -343,7 +348,7 @@ def test_a_correction_is_found_again_on_this_machine_and_replaces_the_estimate(
 
 def test_needs_survive_the_way_between_ranks() -> None:
     needs = Needs({"train": demand(2, 8)}, {"a GPU": Correction("a GPU", "gpt", "2026-11-22")}, "a reason")
-    again = Needs.from_dict(json.loads(json.dumps(dataclasses.asdict(needs))))
+    again = decode_valid(Needs, json.loads(json.dumps(encode(needs))))
     assert again.demands["train"].at(5) == needs.demands["train"].at(5)
     assert (again.corrections, again.why_not) == (needs.corrections, needs.why_not)
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from runner.plan.memory_fit import GIB, Demand, Needs, RankPart, TracedPoint, predicted
-from runner.plan.memory_trace import Bytes
+from runner.plan.memory_trace import Bytes, ModelSizes
 from runner.plan.rank_devices import RankDevice
 from runner.plan.strategy import choose
 
@@ -22,9 +22,9 @@ def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> 
 
     def traced(samples: int) -> TracedPoint:
         peak = Bytes(quarter, 0, quarter, 2 * quarter, int(samples * activations * GIB))
-        return TracedPoint(samples, peak, peak.total, 0, 0)
+        return TracedPoint(samples, peak, peak.total)
 
-    return Demand("train", (traced(1), traced(2)), largest=quarter // 24, num_layers=layers)
+    return Demand("train", (traced(1), traced(2)), model=ModelSizes(quarter // 24, num_layers=layers))
 
 
 def needs(demand: Demand) -> Needs:
@@ -76,10 +76,11 @@ def test_the_smaller_passes_that_are_held_fit_where_they_accumulate() -> None:
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
     peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]
     whole = [
-        TracedPoint(point.micro_batch_size, peak, peak.total, 0, 0, without=peak.total, is_whole=True)
+        TracedPoint(point.micro_batch_size, peak, peak.total, without=peak.total, is_whole=True)
         for point, peak in zip(demand.points, peaks, strict=True)
     ]
-    need = needs(dataclasses.replace(demand, points=tuple(whole), trained=GIB, outside=4 * GIB))
+    sizes = dataclasses.replace(demand.model, outside=4 * GIB, trained=GIB)
+    need = needs(dataclasses.replace(demand, points=tuple(whole), model=sizes))
     assert not choose(need, there, 32, 16).fits
     held = need.held(None, there, 16, RankPart("ddp", 2, 16))
     assert 0 < held < 16

@@ -11,12 +11,13 @@ import pytest
 
 from runner.base.json_converter import encode
 from runner.durable.record_files import read_record
-from runner.records.evidence import Evidence, PhaseEvidence, UpdatesEvidence, better_known
+from runner.records.evidence import Evidence, better_known
+from runner.records.phase_record import PhaseRecord
 
 FULL = Evidence(
     task="gpt", device="cuda:0", capability=(7, 5), parts_s={"data": 1.5, "forward": 2.0}, updates=10,
     ranks_s=({"data": 1.0}, {"data": 2.0}), odd_sizes=("head: 50257",), data_wait=0.25,
-    phases=(PhaseEvidence("train", "train", updates=10, parts_s={"data": 1.5}),),
+    phases=(PhaseRecord("train", "train", updates=10, parts_s={"data": 1.5}),),
 )  # fmt: skip
 
 
@@ -31,7 +32,7 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_what_is_known_of_updates_is_said_once() -> None:
     """A field that a phase and a run share is the same one; files of before have the same keys."""
-    said = [set(kind.__annotations__) for kind in (UpdatesEvidence, PhaseEvidence, Evidence)]
+    said = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
 
     assert sum(map(len, said)) == len(set().union(*said))
     assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL).keys()
@@ -58,7 +59,7 @@ def test_what_cannot_be_is_unknown(tmp_path: Path, wrong: Any) -> None:
 @pytest.mark.parametrize("updates", [None, 0, 3])
 def test_a_process_that_made_few_updates_does_not_replace_what_many_took(updates: int | None) -> None:
     many = replace(FULL, updates=100)
-    few = replace(FULL, updates=updates, parts_s={"closing": 0.1}, phases=(PhaseEvidence("train", "train"),))
+    few = replace(FULL, updates=updates, parts_s={"closing": 0.1}, phases=(PhaseRecord("train", "train"),))
 
     assert better_known(many, few) == replace(many, phases=few.phases)
     assert better_known(None, few) == few

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from runner.base.errors import StorageError
 from runner.base.global_rng import random_state
-from runner.base.json_values import finite
 from runner.config.option_table import make
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded, Snapshot
@@ -142,7 +140,7 @@ class Checkpointing(Hook):
     def remains(self) -> int | None:
         """The number of the newest checkpoint of this run, None where it has none."""
         newest = self.saver.remains()
-        return max(self.phase.run_.kept, default=None) if newest is None else newest
+        return max(self.phase.run_.progress.kept, default=None) if newest is None else newest
 
     # ------------------------------------------------------------ when
 
@@ -254,13 +252,13 @@ class Checkpointing(Hook):
 
     def _kept(self) -> tuple[Path, ...]:
         """Return the checkpoints that are kept whatever their age: the best ones, and those of earlier phases."""
-        numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.kept]
+        numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.progress.kept]
         return tuple(checkpoints.path_of(self.phase.run_.directory.checkpoints, number) for number in numbers)
 
     def _being_written(self) -> tuple[int, object] | None:
         """Return the update whose checkpoint is on its way to the disk, and what changes while the disk moves."""
         under_way = self.saver.writer.under_way
-        return (under_way[0] - self.phase.run_.updates_before, under_way) if under_way else None
+        return (under_way[0] - self.phase.run_.progress.updates_before, under_way) if under_way else None
 
     def _say_what_remains(self, reason: str) -> None:
         remains, warn = self.remains, self.phase.run_.observers.screen.warn
@@ -288,22 +286,19 @@ class Checkpointing(Hook):
             "phase": phase.name,
             "phase_update": update,
             "epoch": update / phase.order.updates_per_epoch,
-            "updates_before": run.updates_before,
             "total": phase.total,
             **numbers,
             **of_hooks,
-            "records": finite({name: asdict(record) for name, record in run.records.items()}),
+            **run.progress.state(),
             "closed": phase.closed,
-            "kept": run.kept,
             "precision": parts.precision.state(),
             "random": rest,
             "random_of_ranks": [there for _, there in of_ranks[1:]],
             "bests": self.saver.bests,
             "skipped_before": phase.position.skipped_before,
-            "metrics": finite(run.metrics),
             "values": values,
-            "code": run.code,
-            "changes": run.changes,
+            "code": run.provenance.code,
+            "changes": run.provenance.changes,
         }
         facts = {
             "epoch": update // phase.order.updates_per_epoch,
@@ -314,7 +309,7 @@ class Checkpointing(Hook):
             "versions": {"accel-run": __version__, "torch": torch.__version__, "numpy": np.__version__},
             "config_hash": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
             "run_id": run.directory.name,
-            "run_uid": run.uid,
+            "run_uid": run.provenance.uid,
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }

@@ -30,8 +30,8 @@ class DataChanges(Hook):
         self._data = dict(state or {})
 
     def begin(self) -> None:
-        phase, run, before = self.phase, self.phase.run_, self._data
-        if not run.identifies or (phase.start is not None and phase.is_over):  # nothing is trained: it may be gone
+        phase, origin, before = self.phase, self.phase.run_.provenance, self._data
+        if not origin.is_compared or (phase.start is not None and phase.is_over):  # nothing is trained: it may be gone
             return
         held_out = phase.hook(Evaluation).held_out
         fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})
@@ -44,7 +44,7 @@ class DataChanges(Hook):
         phase.pulse.now = (DATA, phase.position.update + 1)
         self._data = data_of(fetchers, phase.loader)
         self._data["train"]["sampler"] = content
-        edited, run.edited = run.edited, []
+        edited, origin.edited = origin.edited, []
         self._note(edited, changed_samples(before, self._data, fetchers, phase.loader))
 
     def _note(self, edited: list[str], samples: list[str]) -> None:
@@ -58,5 +58,5 @@ class DataChanges(Hook):
             f" {described(edited, samples)}. The run uses the changed version, and run.json records it"
         )
         run.observers.screen.event("changed", **change)
-        run.changes.append(change)
-        run.on_change()
+        run.provenance.changes.append(change)
+        run.provenance.on_change()

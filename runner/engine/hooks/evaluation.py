@@ -97,9 +97,13 @@ class Evaluation(Hook):
             for hook in phase.hooks:
                 stack.enter_context(hook.during_evaluation())
             measured = evaluate(
-                parts.task, parts.model, held_out, parts.prefetch, parts.precision, parts.parallel, self.samples,
-                oom.sizes, run.plan.settings.seed, parts.source, self._must_stop, self._all_is_measured,
-            )  # fmt: skip
+                parts,
+                held_out,
+                self.samples,
+                oom.sizes,
+                stopped=self._must_stop,
+                all_measured=self._all_is_measured,
+            )
         oom.after_batches()
         phase.pulse.done.add(SUMMARY)
         phase.pulse.now = (UPDATE, update)
@@ -111,7 +115,7 @@ class Evaluation(Hook):
             {f"val/{name}": value for name, value in measured.metrics.items()},
             tuple(f"val/{name}" for name in measured.empty),
         )
-        run.metrics = found.metrics
+        run.progress.metrics = found.metrics
         run.tally.num_evaluations += 1
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **found.metrics})
         phase.record.metrics |= found.metrics

@@ -105,6 +105,6 @@ class FirstUpdate(Hook):
             gc.enable()  # off while everything was imported and built, see cli.py
             gc.freeze()  # what is there now lives as long as the run
             run.observers.tracker.start()
-            if run.tracker_id is not None:
+            if run.provenance.tracker_id is not None:
                 run.observers.tracker.replay(run.directory.metrics)
             phase.hook(Checkpointing).prepare()

@@ -26,7 +26,7 @@ from runner.engine.phase_kinds import PhaseKind
 from runner.engine.run import TrainingRun
 from runner.engine.watchdog import ProgressMark
 from runner.plan.run_plan import PhasePlan
-from runner.records.run_record import PhaseRecord
+from runner.records.phase_record import PhaseRecord
 
 AnyHook = TypeVar("AnyHook", bound="Hook")
 
@@ -156,7 +156,7 @@ class PhaseView:
     @property
     def number(self) -> int:
         """Number of a checkpoint of this update: updates of all phases so far."""
-        return self.run_.updates_before + self.position.update
+        return self.run_.progress.updates_before + self.position.update
 
     def stop(self) -> None:
         """End the phase after the update under way; every rank calls it for the same update."""

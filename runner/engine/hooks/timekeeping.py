@@ -35,7 +35,7 @@ class Timekeeping(Hook):
     def note(self) -> None:
         """Bring the record up to date."""
         phase, record = self.phase, self.phase.record
-        record.updates = phase.position.update
+        record.reached(phase.position.update)
         record.finished = phase.is_over and phase.closed and phase.hook(Evaluation).is_done
         self._note_time(phase.watch.spent)
         record.peak_host_gib = max(record.peak_host_gib, host_peak_gib())
@@ -49,7 +49,7 @@ class Timekeeping(Hook):
     def close(self, error: BaseException | None) -> None:
         if error is not None:
             with suppress(Exception):  # the device may be lost; the first error is the one to report
-                self.phase.record.updates = self.phase.position.update
+                self.phase.record.reached(self.phase.position.update)
                 self._settle(self.phase.watch.spent)
 
     def _settle(self, seconds_of: Callable[[], Seconds]) -> None:
@@ -57,7 +57,7 @@ class Timekeeping(Hook):
         if not self._is_settled:
             self._is_settled = True
             parts_s = self._note_time(seconds_of)
-            self.phase.run_.clock.end(parts_s, self._num_done - ("first_update" in parts_s))
+            self.phase.run_.tally.clock.end(parts_s, self._num_done - ("first_update" in parts_s))
 
     def _note_time(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
         parts_s = self._parts_s(seconds_of)

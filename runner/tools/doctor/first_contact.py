@@ -269,11 +269,9 @@ def expectation(request: Request, context: CheckContext) -> Expected | str:
     demand, rank = needs.demands[phase.name], dataclasses.replace(plan.ranks[0], unseen=0.0)
     parts = predicted(demand, phase.batch.micro_batch_size, rank).parts
     allocated = sum(size for part, size in parts.items() if part not in ("libraries", "allocator"))
-    of_pass, passes = demand.at(phase.batch.micro_batch_size).launches, phase.batch.accumulation_steps
+    of_pass, passes = demand.at(phase.batch.micro_batch_size).work.launches, phase.batch.accumulation_steps
     seconds = seconds_of(plan, phase, demand, peaks_of_ranks(plan, needs, list(facts_of_profiles().values())))
-    return Expected(
-        allocated, allocated + parts.get("allocator", 0), demand.update_launches + of_pass * passes, seconds
-    )
+    return Expected(allocated, allocated + parts.get("allocator", 0), demand.step.launches + of_pass * passes, seconds)
 
 
 def _run(command: str, request: Request, context: CheckContext, *words: str) -> tuple[str | None, Path]:

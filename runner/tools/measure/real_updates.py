@@ -52,7 +52,7 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
     held = round(report["reserved_gib" if is_gpu else "peak_host_gib"] * GIB)
     share, micro = there["global_batch_size"], there["micro_batch_size"]
     passes = [micro] * (share // micro) + ([share % micro] if share % micro else [])
-    flops, seconds = sum(demand.at(size).flops for size in passes), made["seconds"] / UPDATES
+    flops, seconds = sum(demand.at(size).work.flops for size in passes), made["seconds"] / UPDATES
     precision = plan.choices["precision"].name
     found = Correction(
         device=rank.name,

@@ -408,10 +408,7 @@ class TrainingVariant:
         size, samples = phase.hook(OutOfMemory).sizes.asked, evaluation.samples
         for _ in range(2):
             began = time.perf_counter()
-            evaluate(
-                parts.task, parts.model, evaluation.held_out, parts.prefetch, parts.precision, parts.parallel,
-                samples[: size + len(samples) % size], Sizes(size), self.run.plan.settings.seed, parts.source,
-            )  # fmt: skip
+            evaluate(parts, evaluation.held_out, samples[: size + len(samples) % size], Sizes(size))
             parts.world.synchronize()
             took.append(time.perf_counter() - began)
         return {"more_s": max(0.0, took[0] - took[1])}

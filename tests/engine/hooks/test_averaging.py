@@ -48,7 +48,7 @@ def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[
 def trained(folder: Path, *words: str, world: World | None = None) -> dict[str, float]:
     with open_phase(request_of(folder, *words), world) as phase:
         assert phase.run() is None
-        return dict(phase.run_.metrics)
+        return dict(phase.run_.progress.metrics)
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:

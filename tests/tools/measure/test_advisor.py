@@ -21,7 +21,8 @@ from runner.durable.directory import RunDirectory
 from runner.engine.job import Job
 from runner.plan.inventory import Cpu, take_inventory
 from runner.plan.planner import make_plan
-from runner.records.evidence import Evidence, PhaseEvidence
+from runner.records.evidence import Evidence
+from runner.records.phase_record import PhaseRecord
 from runner.tools.measure.advisor import Advice, AdviceInputs, as_json, checks, profile_of
 from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Numerics, Variant, VariantResult
@@ -148,7 +149,7 @@ def test_the_parts_of_updates_are_taken_whole_or_not_at_all() -> None:
 
 
 def test_of_several_phases_the_one_that_is_measured_counts() -> None:
-    phases = (PhaseEvidence("first", "train"), PhaseEvidence("second", "train"))
+    phases = (PhaseRecord("train", "first"), PhaseRecord("train", "second"))
 
     assert filled(replace(RUN, phases=phases), NOW) == replace(NOW, num_threads=2)
     assert filled(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s

@@ -12,7 +12,8 @@ from runner.base import stopwatch
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.plan.inventory import Cpu, Device
-from runner.records.evidence import Evidence, PhaseEvidence
+from runner.records.evidence import Evidence
+from runner.records.phase_record import PhaseRecord
 from runner.tools.measure.facts import Facts
 from runner.tools.measure.rules import RULES, findings
 
@@ -248,7 +249,7 @@ def test_a_wait_for_a_busy_gpu_is_no_lost_time() -> None:
 
 
 def test_saves_at_the_ends_of_phases_are_no_habit() -> None:
-    phases = tuple(PhaseEvidence(f"phase {number}", "train") for number in range(4))
+    phases = tuple(PhaseRecord("train", f"phase {number}") for number in range(4))
     every = {"checkpoint.every": 100}
 
     assert findings(facts({"saving": 5.0}, every, num_saves=4, phases=phases)) == []

@@ -1,0 +1,26 @@
+"""Refuse secrets in arguments and configuration files, without repeating them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.secret import secrets_in, secrets_of_arguments
+
+
+def refuse_secrets(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
+    """Raise ConfigError if arguments contain a secret; see `secrets_of_arguments`."""
+    found = secrets_of_arguments(arguments, options)
+    if found:
+        raise ConfigError(Problem(_WHAT, name, _FIX_OF_ARGUMENTS) for name in found)
+
+
+def secret_problems(tree: Any, where: str) -> list[Problem]:
+    """Return a problem for each secret in the tree of the file `where`."""
+    return [Problem(_WHAT, f"{where}: {name}", _FIX) for name in dict.fromkeys(secrets_in(tree))]
+
+
+_WHAT = "looks like a secret; secrets are not allowed in arguments and configuration files"
+_FIX = "remove it: wandb reads WANDB_API_KEY or ~/.netrc, and a task can read other environment variables"
+_FIX_OF_ARGUMENTS = f"{_FIX}; then revoke it, because the shell history contains it"

@@ -1,0 +1,120 @@
+"""The schedule of a pipeline: torch's steps for each number of micro-batches, and how long devices are idle."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from runner.base import partition
+from runner.base.stopwatch import Stopwatch
+from runner.base.world import World
+from runner.distributed.stages import Shapes, Stage, TimedStage
+
+
+class PipelineSchedule:
+    """Orders the passes of the micro-batches of an update.
+
+    kind    see `Pipelined`
+    chunks  stages per rank
+    """
+
+    def __init__(self, world: World, kind: partition.Schedule, chunks: int) -> None:
+        self.world, self.kind, self.chunks = world, kind, chunks
+        self._steps: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._counts: list[int] = []  # micro-batches of each step of the update
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks; stage s is on rank s modulo the world size."""
+        return self.world.world_size * self.chunks
+
+    def clear(self) -> None:
+        """Forget the steps: another phase may have another loss."""
+        self._steps.clear()
+
+    def begin_update(self) -> None:
+        """Count the steps of a new update."""
+        self._counts = []
+
+    def sizes(self, count: int) -> list[int]:
+        """Return the numbers of equally shaped micro-batches per step: all, or full rounds and the remainder."""
+        world_size = self.world.world_size
+        if self.kind != "interleaved" or count % max(1, count // world_size) == 0:
+            return [count]
+        return [count // world_size * world_size, count % world_size]
+
+    def step(self, stages: Sequence[Stage], count: int, key: int, shapes: Sequence[Shapes]) -> Any:
+        """Return torch's schedule for `count` micro-batches; `key` identifies their shapes."""
+        if (count, key) not in self._steps:
+            self._steps[count, key] = self._made(stages, count, shapes)
+            while len(self._steps) > KEPT_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end((count, key))
+        self._counts.append(count)
+        return self._steps[count, key]
+
+    def _made(self, stages: Sequence[Stage], count: int, shapes: Sequence[Shapes]) -> Any:
+        timed = [
+            TimedStage(
+                stage,
+                stage.number,
+                self.num_stages,
+                self.world.device,
+                input_args=shapes[stage.number].received(),
+                output_args=self._output_shapes(shapes, stage.number),
+            )
+            for stage in stages
+        ]
+
+        def loss(output: Tensor, _: Any) -> Tensor:
+            return output  # computed by the last stage
+
+        if self.kind == "interleaved":
+            return ScheduleInterleaved1F1B(timed, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
+        few = self.kind == "gpipe" or count < self.num_stages
+        made = ScheduleGPipe if few else Schedule1F1B
+        return made(timed[0], count, loss_fn=loss, scale_grads=False)
+
+    def _output_shapes(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
+        if number == self.num_stages - 1:
+            return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
+        return shapes[number + 1].received()
+
+    def bubble(self, watch: Stopwatch) -> partition.Bubble | None:
+        """Return the idle fractions of the devices in the last timed update; collective.
+
+        None before the first update, or if it had no steps.
+        """
+        last = watch.last
+        mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._counts else None
+        of_ranks = self.world.gather(mine)
+        if not all(of_ranks):
+            return None
+        number = sum(self._counts)
+        busy = sum(forward + backward for forward, backward, _ in of_ranks)
+        if not busy:
+            return None
+        spent = max(sum(parts) for parts in of_ranks)
+        forward = self._by_stage([row[0] / number for row in of_ranks])
+        backward = self._by_stage([row[1] / number for row in of_ranks])
+        simulated = ideal = 0.0  # seconds, summed over steps
+        for count in self._counts:
+            seconds = math.fsum([*forward, *backward]) * count / self.world.world_size
+            ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
+            simulated += partition.simulated_seconds(self.kind, forward, backward, count, self.chunks)
+        work = busy / self.world.world_size
+        return partition.Bubble(1 - work / spent, 1 - work / ideal, 1 - work / simulated)
+
+    def _by_stage(self, seconds: Sequence[float]) -> list[float]:
+        """Return the seconds of each stage; stages of a rank are assumed equal."""
+        return [seconds[stage % self.world.world_size] / self.chunks for stage in range(self.num_stages)]
+
+
+_BUSY = ("forward", "backward", "wait")
+KEPT_STEPS = 8  # cached schedules, with receive buffers: one per shape and number of micro-batches

@@ -1,0 +1,58 @@
+"""Define what is recorded of a phase: in each checkpoint, and in run.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from runner.base.json_converter import INLINE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCounts:
+    """How many samples there are to learn from, and how an update divides them; None is unknown.
+
+    num_samples  of the training data
+    epochs       passes over them so far
+    """
+
+    num_samples: int | None = None
+    epochs: float | None = None
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation_steps: int | None = None
+
+
+@dataclass
+class PhaseRecord:
+    """Progress and cost of a phase, over all processes that worked on it.
+
+    A resumed process takes over the times of its predecessor if that one ended with the checkpoint, else those in the
+    checkpoint: time after the checkpoint, including writing it, is lost.
+
+    updates, total   completed and requested; fewer if it stopped early
+    finished         nothing is left to do in it
+    seconds          from its start to its last checkpoint, evaluations included
+    parts_s          part -> seconds: starting, first_update, those of updates and those between them
+    peak_host_gib    peak resident memory of this process; peak_device_gib the most that torch allocated on the GPU, and
+                     peak_reserved_gib the most that it reserved there
+    metrics          of its last evaluation, and what a fit found; None: without items, or not finite
+    """
+
+    kind: str
+    name: str = ""
+    updates: int = 0
+    total: int = 0
+    finished: bool = False
+    seconds: float = 0.0
+    peak_host_gib: float = 0.0
+    peak_device_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    parts_s: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    samples: SampleCounts = field(default_factory=SampleCounts, metadata=INLINE)
+
+    def reached(self, updates: int) -> None:
+        """Record the number of completed updates."""
+        self.updates, known = updates, self.samples
+        if known.num_samples and known.global_batch_size:
+            self.samples = replace(known, epochs=updates * known.global_batch_size / known.num_samples)

@@ -1,0 +1,108 @@
+"""The JSON schema of configuration files, from the signatures that define the settings, for editors."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from runner.base.values import Matches, Range
+from runner.config.options import AXES, function_of, options_of
+from runner.config.schema import REQUIRED, Expression, Key, as_data, settings_keys
+from runner.config.settings import MAIN_KEYS, Settings
+
+Schema = dict[str, Any]
+_PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # ${KEY} may stand for any value
+
+
+def config_schema() -> Schema:
+    """Return the schema of a file with keys of the whole configuration; `definitions` has those of a group's files."""
+    groups = {group: _group(group) for group in AXES}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "configuration of accel-run",
+        **_object(_tree(settings_keys(Settings))),
+        "definitions": groups,
+    } | {
+        "properties": {
+            "defaults": {"type": "array"},
+            **_tree(settings_keys(Settings)),
+            **{group: {"$ref": f"#/definitions/{group}"} for group in AXES},
+            **{free: {"type": ["object", "null"]} for free in ("task", "inference", "phase", "hardware")},
+        }
+    }
+
+
+def _group(group: str) -> Schema:
+    """Return the schema of the options of a group: each key as any of its options declares it."""
+    found: dict[str, list[Key]] = {}
+    for option in options_of(group):
+        signature = function_of(group, option)
+        for name, key in (signature.keys if signature else {}).items():
+            found.setdefault(name, []).append(key)
+    known = {name: _any_of([_key(key) for key in keys]) for name, keys in found.items()}
+    option = {"enum": options_of(group), "description": "the option of which a file with another name is a variant"}
+    return _object({"defaults": {"type": "array"}, "option": option, **known}) | {"type": ["object", "null"]}
+
+
+def _tree(keys: Mapping[str, Key]) -> dict[str, Schema]:
+    """Return the properties of dotted keys, with an object per prefix."""
+    found: dict[str, Schema] = {}
+    for name, key in keys.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            found.setdefault(head, _object({}))["properties"][rest] = _key(key)
+        else:
+            found[name] = _key(key)
+    for short, full in MAIN_KEYS.items():  # weights: FILE is short for weights: {source: FILE}
+        found[short] = _any_of([found[short], _key(keys[full])])
+    return found
+
+
+def _object(properties: Mapping[str, Schema]) -> Schema:
+    return {"type": "object", "properties": dict(properties), "additionalProperties": False}
+
+
+def _key(key: Key) -> Schema:
+    found = {"description": key.help} if key.help else {}
+    if key.default is not REQUIRED and not isinstance(key.default, Expression):
+        found |= {"default": as_data(key.default)}
+    return _any_of([type_schema(key.type), _REFERENCE]) | found
+
+
+def type_schema(annotation: Any) -> Schema:
+    """Return the schema of the values that a type of settings accepts."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        found = type_schema(arguments[0])
+        for item in arguments[1:]:
+            found |= _range(item) if isinstance(item, Range) else {}
+            found |= {"pattern": f"^(?:{item.pattern})$"} if isinstance(item, Matches) else {}
+        return found
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin in (typing.Union, types.UnionType):
+        return _any_of([type_schema(each) for each in arguments])
+    if origin in (list, tuple) or annotation in (list, tuple):
+        items = [each for each in arguments if each is not Ellipsis]
+        return {"type": "array"} | ({"items": _any_of([type_schema(each) for each in items])} if items else {})
+    if isinstance(origin or annotation, type) and issubclass(origin or annotation, Mapping):
+        return {"type": "object"} | ({"additionalProperties": type_schema(arguments[1])} if arguments else {})
+    return {"type": _PLAIN[annotation]} if annotation in _PLAIN else {}
+
+
+def _range(limits: Range) -> Schema:
+    found = {}
+    if limits.low > float("-inf"):
+        found["minimum" if limits.low_allowed else "exclusiveMinimum"] = limits.low
+    if limits.high < float("inf"):
+        found["maximum" if limits.high_allowed else "exclusiveMaximum"] = limits.high
+    return found
+
+
+def _any_of(schemas: list[Schema]) -> Schema:
+    """Return one schema for several alternatives, without repeats."""
+    single = [each for number, each in enumerate(schemas) if each not in schemas[:number]]
+    return single[0] if len(single) == 1 else {"anyOf": single}

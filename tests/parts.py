@@ -1,0 +1,20 @@
+"""Objects of a run without its plan, for code that needs few of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from runner.axes.precision import fp32
+from runner.base.task import Task
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+
+
+def parts_of(task: Task, source: Path, world: World, *, seed: int = 0, **others: Any) -> Any:
+    """Return what `assemble` would for a task in float32 that prefetches nothing; `others` replace single parts."""
+    given: dict[str, Any] = {"model": task.model, "parallel": Parallel(world), "prefetch": lambda batches: batches}
+    given |= others
+    plan = SimpleNamespace(settings=SimpleNamespace(seed=seed))
+    return SimpleNamespace(task=task, source=source, plan=plan, precision=fp32(world, given["model"]), **given)
