@@ -136,9 +136,9 @@ def row_of_sweep(path: Path) -> RunRow:
     except OSError:
         written = 0.0
     metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
-    state = process_state_name(sweep.process)
+    state = process_state_name(sweep.record.process)
     return RunRow(
-        path.name, str(path), sweep.task or None, state, None, "trials", through, len(results), metrics, written,
+        path.name, str(path), sweep.record.task or None, state, None, "trials", through, len(results), metrics, written,
         _size_of(path),
     )  # fmt: skip
 

@@ -62,11 +62,11 @@ def _of_sweep(folder: Path) -> int:
 
     sweep = Sweep.read(folder)
     results = sweep.results()
-    word = process_state_name(sweep.process)
+    word = process_state_name(sweep.record.process)
     to_resume = f"; to resume, run the same command with run={folder.name}" if word in ("preempted", "killed") else ""
     _print(f"{folder.name}: {'stopped' if to_resume else word}{to_resume}   ({folder})")
-    _print(f"  {sweep.kind:<10}  {sweep.task}: {summary(results, sweep.goal)}")
-    _print(f"  command     {sweep.command or 'unknown'}")
+    _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {summary(results, sweep.goal)}")
+    _print(f"  command     {sweep.record.command or 'unknown'}")
     _print("\n".join(["", *table(results, sweep.goal, columns_of())]))
     return 0
 

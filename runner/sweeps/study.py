@@ -20,10 +20,11 @@ from runner.config.request import Request, merge_overrides
 from runner.config.schema import did_you_mean
 from runner.durable import files
 from runner.durable.system_errors import storage
+from runner.records.sweep_record import Goal
 from runner.sweeps.packing import packed
 from runner.sweeps.sweep import OPEN, SweepRequest, must_be_plannable, opened, walk
 from runner.sweeps.sweep_syntax import SearchSpace, composed, read_space
-from runner.sweeps.trials import Goal, Result, Sweep, Trial
+from runner.sweeps.trials import Result, Sweep, Trial
 
 JOURNAL = "optuna.journal"
 

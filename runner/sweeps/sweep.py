@@ -27,10 +27,12 @@ from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
 from runner.records.events import SAYS, Console
+from runner.records.run_record import ProcessRecord
+from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps.packing import Packing, packed
 from runner.sweeps.pool import Pool
 from runner.sweeps.sweep_syntax import SearchSpace, composed, expand_sweep
-from runner.sweeps.trials import STOPPED, Goal, Result, Sweep, Trial, summary, table, told, winner, without_metric
+from runner.sweeps.trials import STOPPED, Result, Sweep, Trial, summary, table, told, winner, without_metric
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,23 @@ class opened:  # noqa: N801 - used as a function
         self.directory = RunDirectory.create_or_open(settings.root, name, of_a_sweep=True)
         early = settings.early_stopping
         before = Sweep.read(self.directory.path)
-        self.sweep = Sweep(
-            self.directory.path, kind, task, tuple(word for word in fixed.overrides if key_of(word) not in _PLACE),
-            str(fixed.task_file) if fixed.task_file else None, str(fixed.config_dir) if fixed.config_dir else None,
-            configuration.choices["launcher"].name, shlex.join(["accel-run", *sys.argv[1:]]),
-            Goal(wish.metric or early.metric, wish.best_is or early.best_is),
-            space={axis.key: str(axis) for axis in axes}, trials=before.trials, codes=before.codes,
-            record=before.record,
-        )  # fmt: skip
+        record = SweepRecord(
+            kind=kind,
+            task=task,
+            task_file=str(fixed.task_file) if fixed.task_file else None,
+            config_dir=str(fixed.config_dir) if fixed.config_dir else None,
+            launcher=configuration.choices["launcher"].name,
+            command=shlex.join(["accel-run", *sys.argv[1:]]),
+            fixed=tuple(word for word in fixed.overrides if key_of(word) not in _PLACE),
+            goal=Goal(wish.metric or early.metric, wish.best_is or early.best_is),
+            space={axis.key: str(axis) for axis in axes},
+            process=ProcessRecord(started=before.record.process.started),
+        )
+        self.sweep = Sweep(self.directory.path, record, before.trials, before.codes, before.record)
         try:
             if files.exists(self.directory.path / SWEEP):
                 _must_be_whole(before)
-                _must_agree(before, self.sweep, name)
+                _must_agree(before, record, name)
         except AccelRunError:
             self.directory.release()
             raise
@@ -131,12 +138,12 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
     """Run the trials of the source, record their results, and print the table; return the exit code."""
     console = Console()  # does not fail on a broken pipe, as in `| head`
     say = console.info
-    found.together = packing.why
+    found.record = replace(found.record, together=packing.why)
     if packing.why:
         say(packing.why)
     found.save(directory, "running")
     root = configuration.settings.root
-    fixed = with_run_directory(found.fixed, root)  # once: trials change which run is the last one
+    fixed = with_run_directory(found.record.fixed or (), root)  # once: trials change which run is the last one
     held: dict[int, float] = {}  # number of a trial that another process holds -> until when it is waited for
 
     def start(trial: Trial) -> None:
@@ -147,13 +154,13 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         pool.start(trial, arguments_of(replace(configuration.request, overrides=words)))
 
     # What a trial says of itself besides is in its console.log; a launcher says where its job is, and that is all.
-    with Pool(packing.slots, TERSE if found.launcher == "local" else None) as pool:
+    with Pool(packing.slots, TERSE if found.record.launcher == "local" else None) as pool:
         while True:
             while pool.has_room and (trial := source.next()) is not None:
                 say(f"[{trial.number}/{source.total}] {trial.label}")
-                if found.launcher == "local":
+                if found.record.launcher == "local":
                     _wait_for(trial, found, pool, say)
-                if found.begin(trial) or found.kind == "search":
+                if found.begin(trial) or found.record.kind == "search":
                     found.save(directory, "running")  # needed to resume after a kill
                 start(trial)
             if not pool:
@@ -175,7 +182,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
             found.save(directory, "running")
             result = found.result(trial)
             say(f"[{trial.number}/{source.total}] {trial.name}  {told(result, found.goal)}")
-            if found.kind == "sweep" and result.state == "done" and result.last is None and result.metrics:
+            if found.record.kind == "sweep" and result.state == "done" and result.last is None and result.metrics:
                 console.warn_once(without_metric([result], found.goal))
             source.ended(result)
         is_stopped = pool.is_stopped
@@ -188,10 +195,10 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         say(f"stopped; to resume, run the same command with run={directory.name}")
         return int(Exit.INTERRUPTED if Exit.INTERRUPTED in found.codes.values() else Exit.PREEMPTED)
     say(f"table: {directory.shown}/results.csv; for a report: accel-run report {_said(directory)}")
-    if found.kind == "search" and winner(results, found.goal):
+    if found.record.kind == "search" and winner(results, found.goal):
         return int(Exit.DONE)
     code = next((code for each in results if (code := _code_of(each))), 0)
-    return code or int(Exit.NUMERIC if found.kind == "search" and results else Exit.DONE)
+    return code or int(Exit.NUMERIC if found.record.kind == "search" and results else Exit.DONE)
 
 
 def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]) -> None:
@@ -236,11 +243,11 @@ class _Grid:
 
 def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     """Create a trial for each new choice; existing trials are kept."""
-    before = {frozenset((*found.record.get("fixed", ()), *trial.words)): trial for trial in found.trials}
-    asked = {frozenset((*found.fixed, *words)): words for words in choices}
+    before = {frozenset((*(found.before.fixed or ()), *trial.words)): trial for trial in found.trials}
+    asked = {frozenset((*(found.record.fixed or ()), *words)): words for words in choices}
     lost = [trial.label for whole, trial in before.items() if whole not in asked]
     if lost and {trial.words for trial in found.trials} <= set(choices):
-        old, new = set(found.record.get("fixed", ())), set(found.fixed)
+        old, new = set(found.before.fixed or ()), set(found.record.fixed or ())
         was, now = (" ".join(sorted(words)) or "nothing" for words in (old - new, new - old))
         what = f"the common settings were {was} when it started, but are {now} now"
         raise IncompatibleResume(what, where=f"run={name}", fix="use the same settings, or another run=NAME")
@@ -263,8 +270,9 @@ def _must_be_whole(before: Sweep) -> None:
         raise DataError(f"{SWEEP} is damaged", where=str(before.folder), fix=fix)
 
 
-def _must_agree(before: Sweep, now: Sweep, name: str) -> None:
+def _must_agree(sweep: Sweep, now: SweepRecord, name: str) -> None:
     """Raise IncompatibleResume where the folder holds trials of another kind or task."""
+    before = sweep.record
     pairs = {
         "the kind": (before.kind, now.kind),
         "the task": (before.task, now.task),
@@ -272,9 +280,9 @@ def _must_agree(before: Sweep, now: Sweep, name: str) -> None:
         "--config-dir": (before.config_dir, now.config_dir),
     }
     if now.kind == "search":
-        pairs["the common settings"] = (shlex.join(sorted(before.fixed)), shlex.join(sorted(now.fixed)))
+        pairs["the common settings"] = (shlex.join(sorted(before.fixed or ())), shlex.join(sorted(now.fixed or ())))
         pairs["the search space"] = (_spaced(before.space), _spaced(now.space))
-    if now.kind == "search" and any(each.value is not None for each in before.results()):  # Optuna was told of it
+    if now.kind == "search" and any(each.value is not None for each in sweep.results()):  # Optuna was told of it
         pairs["the goal"] = (str(before.goal), str(now.goal))
     for what, (old, new) in pairs.items():
         if old != new:

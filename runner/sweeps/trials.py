@@ -7,15 +7,15 @@ import io
 import math
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from runner.base.errors import Exit
-from runner.base.json_converter import decode
-from runner.base.json_values import is_number, listed, mapped, nan_for_none, to_json
+from runner.base.json_converter import decode, encode
+from runner.base.json_values import is_number, nan_for_none, to_json
 from runner.base.secret import fit_to_show
 from runner.base.text import aligned, metric_text, shortened
 from runner.config.schema import did_you_mean
@@ -25,6 +25,7 @@ from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.host.process_identity import process_identity
 from runner.records.run_record import ProcessRecord, RunRecord
+from runner.records.sweep_record import Goal, SweepRecord, TrialRecord
 
 TABLE = "results.csv"
 BEST = "<- best"
@@ -56,22 +57,6 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Goal:
-    """How trials are compared: the last value of a metric, and its direction."""
-
-    metric: str = "val/loss"
-    best_is: Literal["min", "max"] = "min"
-
-    def __str__(self) -> str:
-        return f"{self.best_is} of {self.metric}"
-
-    def best(self, values: Iterable[float]) -> float | None:
-        """Return the best of the finite values; None if there is none."""
-        known = [value for value in values if math.isfinite(value)]
-        return (min if self.best_is == "min" else max)(known) if known else None
-
-
-@dataclass(frozen=True)
 class Result:
     """State and result of a trial.
 
@@ -98,29 +83,18 @@ class Result:
 
 @dataclass
 class Sweep:
-    """Content of sweep.json; results are read from the run directories of the trials.
+    """A sweep and its trials; results are read from the run directories of the trials.
 
-    kind      sweep: all combinations; search: trials proposed by Optuna
-    fixed     overrides that all trials share
-    together  how many trials run concurrently, and why
-    codes     trial number -> exit code of its last process, once it has exited
-    space     key -> search range
+    record  what it tries, as sweep.json has it
+    codes   trial number -> exit code of its last process, once it has exited
+    before  the sweep.json that was read
     """
 
     folder: Path
-    kind: Literal["sweep", "search"] = "sweep"
-    task: str = ""
-    fixed: tuple[str, ...] = ()
-    task_file: str | None = None
-    config_dir: str | None = None
-    launcher: str = "local"
-    command: str = ""
-    goal: Goal = Goal()
-    together: str = ""
-    space: Mapping[str, str] = field(default_factory=dict)
+    record: SweepRecord = field(default_factory=SweepRecord)
     trials: list[Trial] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
+    before: SweepRecord = field(default_factory=SweepRecord)
 
     def __post_init__(self) -> None:
         self._settled: dict[int, Result] = {}  # by number: results of trials whose run changes no more
@@ -128,43 +102,24 @@ class Sweep:
     @classmethod
     def read(cls, folder: Path) -> Sweep:
         """Read sweep.json of the folder; missing or damaged entries are omitted."""
-        found = read_object(folder / SWEEP)
-        goal = mapped(found.get("goal"))
-        trials, codes = [], {}
-        for row in listed(found.get("trials")):
-            match row:
-                case {"number": int(number), "name": str(name), "words": list(words)} if is_name(name):
-                    trials.append(Trial(number, name, tuple(map(str, words))))
-                    if isinstance(row.get("exit_code"), int):
-                        codes[number] = row["exit_code"]
+        found = decode(SweepRecord, read_object(folder / SWEEP))
+        rows = [row for row in found.value.trials or () if is_name(row.name)]
+        record = replace(found.value, wrong=found.wrong)
+        trials = [Trial(row.number, row.name, row.words) for row in rows]
         return cls(
-            folder,
-            "search" if found.get("kind") == "search" else "sweep",
-            str(found.get("task") or ""),
-            tuple(map(str, listed(found.get("fixed")))),
-            found.get("task_file"),
-            found.get("config_dir"),
-            str(found.get("launcher") or "local"),
-            str(found.get("command") or ""),
-            Goal(str(goal.get("metric") or "val/loss"), "max" if goal.get("best_is") == "max" else "min"),
-            str(found.get("together") or ""),
-            {str(key): str(value) for key, value in mapped(found.get("space")).items()},
-            trials,
-            codes,
-            found,
+            folder, record, trials, {row.number: row.exit_code for row in rows if row.exit_code is not None}, record
         )
 
     @property
     def is_whole(self) -> bool:
         """Return whether the sweep.json that was read is intact: no entry was omitted."""
-        rows = self.record.get("trials")
-        numbers = list(range(1, len(rows) + 1)) if isinstance(rows, list) else None
-        return [trial.number for trial in self.trials] == numbers and self.record.get("fixed") == list(self.fixed)
+        numbers = list(range(1, len(self.record.trials or ()) + 1))
+        return self.record.is_whole and [trial.number for trial in self.trials] == numbers
 
     @property
-    def process(self) -> ProcessRecord:
-        """The process that wrote the sweep.json that was read."""
-        return decode(ProcessRecord, self.record).value
+    def goal(self) -> Goal:
+        """How trials are compared."""
+        return self.record.goal
 
     def results(self) -> list[Result]:
         """Return the result of every trial, in order."""
@@ -192,7 +147,7 @@ class Sweep:
         record, code = read_record(folder), self.codes.get(trial.number)
         if not set(trial.words) <= set(record.origin.overrides or trial.words):
             record = RunRecord()
-        state = _state(process_state_name(record.process) if record.is_known else "", code, self.launcher)
+        state = _state(process_state_name(record.process) if record.is_known else "", code, self.record.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
         metrics = nan_for_none(record.result.metrics)
@@ -214,37 +169,26 @@ class Sweep:
         """Write sweep.json and results.csv; return the result of every trial. Raises StorageError."""
         results = self.results()
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        self.record = {
-            "kind": self.kind,
-            "name": directory.name,
-            "state": state,
-            "task": self.task,
-            "task_file": self.task_file,
-            "config_dir": self.config_dir,
-            "launcher": self.launcher,
-            "command": self.command,
-            "fixed": list(self.fixed),
-            "goal": asdict(self.goal),
-            "together": self.together,
-            "space": dict(self.space),
-            "pid": os.getpid(),
-            "birth": process_identity(os.getpid()),
-            "host": socket.gethostname(),
-            "started": self.record.get("started", now),
-            "written": now,
-            "trials": [
-                {
-                    **asdict(each.trial),
-                    "exit_code": self.codes.get(each.trial.number),
-                    "state": each.state,
-                    "last": _json(each.last),
-                    "best": _json(each.best),
-                    "seconds": _json(each.seconds),
-                }
-                for each in results
-            ],
-        }
-        directory.write(SWEEP, to_json(self.record, 1))
+        process = ProcessRecord(
+            state=state,
+            pid=os.getpid(),
+            birth=process_identity(os.getpid()),
+            host=socket.gethostname(),
+            started=self.record.process.started or now,
+        )
+        trials = tuple(
+            TrialRecord(
+                **vars(each.trial),
+                exit_code=self.codes.get(each.trial.number),
+                state=each.state,
+                last=each.last,
+                best=each.best,
+                seconds=each.seconds,
+            )
+            for each in results
+        )
+        self.record = replace(self.record, name=directory.name, process=process, trials=trials)
+        directory.write(SWEEP, to_json(encode(self.record), 1))
         directory.write(TABLE, as_csv(results, self.goal))
         return results
 

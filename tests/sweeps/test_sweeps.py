@@ -26,10 +26,11 @@ from runner.commands.arguments import read
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
+from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps import sweep
 from runner.sweeps.packing import NUMBERS_ONLY, DeviceCapacity, Packing, TrialDemand, distinct, packed, packing_of
 from runner.sweeps.sweep_syntax import SearchSpace, composed, expand_sweep
-from runner.sweeps.trials import Goal, Result, Sweep, Trial, as_csv, table, told, winner
+from runner.sweeps.trials import Result, Sweep, Trial, as_csv, table, told, winner
 from tests.faults.tallies import SEED
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
@@ -128,7 +129,7 @@ def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refuse
     assert ended.code == 75, ended.err
     assert "run=mine" in ended.out, "how to go on"
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
-    assert Sweep.read(tmp_path / "outputs" / "mine").record["state"] == "preempted"
+    assert Sweep.read(tmp_path / "outputs" / "mine").record.process.state == "preempted"
 
 
 def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tmp_path: Path) -> None:
@@ -392,7 +393,7 @@ def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(t
         SearchSpace("task.act", ("task.act=a", "task.act=b", "task.act=c")),
         SearchSpace("task.hidden", (), 8, 512, is_whole=True),
     )
-    found = Sweep(tmp_path, "search")
+    found = Sweep(tmp_path, SweepRecord(kind="search"))
 
     def of_two_trials(study: Study) -> list[Trial]:
         known = study.trials([])
@@ -414,7 +415,7 @@ def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
         SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
         SearchSpace("task.act", ("task.act=a", "task.act=b")),
     )
-    found = Sweep(tmp_path, "search")
+    found = Sweep(tmp_path, SweepRecord(kind="search"))
     study = Study(found, axes, "mine", seed=0)
     known = [study.ask(), study.ask()]
     study.tell(known[0], 1.0)

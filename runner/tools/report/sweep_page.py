@@ -10,7 +10,8 @@ from typing import Any
 from runner.base.picture import COLORS, new_figure
 from runner.base.text import shortened
 from runner.durable.directory import RunDirectory
-from runner.sweeps.trials import Goal, Result, Sweep, counted, rows_of, winner
+from runner.records.sweep_record import Goal
+from runner.sweeps.trials import Result, Sweep, counted, rows_of, winner
 from runner.tools.report.chart_parts import Chart, Drawing, Missing
 from runner.tools.report.comparison import comparison_of
 from runner.tools.report.page import Page, PageHead, PageTable, Step
@@ -26,10 +27,12 @@ def page_of_sweep(sweep: Sweep) -> Page:
     stories = [read_story(RunDirectory.find(sweep.folder, each.trial.name)) for each in shown]
     page = comparison_of(stories) if stories else Page()
     head, rows = rows_of(results, goal)
-    table = PageTable("trials", "Trials", head, [[fit(cell) for cell in row] for row in rows], fit(sweep.together))
+    table = PageTable(
+        "trials", "Trials", head, [[fit(cell) for cell in row] for row in rows], fit(sweep.record.together)
+    )
     drawn, missing = _charts(results, goal)
-    lines = [f"{sweep.kind} of {fit(sweep.task)}: {counted(results)}"]
-    lines += [f"{fit(key)}: {fit(told)}" for key, told in sweep.space.items()]
+    lines = [f"{sweep.record.kind} of {fit(sweep.record.task)}: {counted(results)}"]
+    lines += [f"{fit(key)}: {fit(told)}" for key, told in sweep.record.space.items()]
     if best is not None:
         lines.append(fit(f"{goal.best_is} of {goal.metric}: {best.value:.5g}, {best.trial.label}"))
     if len(shown) < len(results):
@@ -43,7 +46,7 @@ def page_of_sweep(sweep: Sweep) -> Page:
         problems=[*([shortened(failed)] if failed else []), *page.problems],
         first=[table, *page.first],
         charts=[*drawn, *page.charts],
-        repeat=[Step("Whole sweep", fit(sweep.command))] if sweep.command else [],
+        repeat=[Step("Whole sweep", fit(sweep.record.command))] if sweep.record.command else [],
         missing=[*missing, *page.missing],
     )
 

@@ -1,0 +1,78 @@
+"""Define what is recorded of a sweep or a search: the content of sweep.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runner.base.json_converter import INLINE, NOT_STORED
+from runner.records.run_record import ProcessRecord
+
+
+@dataclass(frozen=True)
+class Goal:
+    """How trials are compared: the last value of a metric, and its direction."""
+
+    metric: str = "val/loss"
+    best_is: Literal["min", "max"] = "min"
+
+    def __str__(self) -> str:
+        return f"{self.best_is} of {self.metric}"
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """Return the best of the finite values; None if there is none."""
+        known = [value for value in values if math.isfinite(value)]
+        return (min if self.best_is == "min" else max)(known) if known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRecord:
+    """A trial, and its result when the file was written.
+
+    exit_code  of its last process, once it has exited
+    """
+
+    number: int
+    name: str
+    words: tuple[str, ...]
+    exit_code: int | None = None
+    state: str = ""
+    last: float | None = None
+    best: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRecord:
+    """What a sweep tries, and how far it is.
+
+    kind      sweep: all combinations; search: trials proposed by Optuna
+    fixed     overrides that all trials share; None: unknown
+    together  how many trials run concurrently, and why
+    space     key -> search range
+    process   that wrote the file
+    wrong     dotted names of values of a wrong type
+    """
+
+    kind: Literal["sweep", "search"] = "sweep"
+    name: str = ""
+    task: str = ""
+    task_file: str | None = None
+    config_dir: str | None = None
+    launcher: str = "local"
+    command: str = ""
+    fixed: tuple[str, ...] | None = None
+    goal: Goal = field(default_factory=Goal)
+    together: str = ""
+    space: Mapping[str, str] = field(default_factory=dict)
+    process: ProcessRecord = field(default_factory=ProcessRecord, metadata=INLINE)
+    trials: tuple[TrialRecord, ...] | None = None
+    wrong: tuple[str, ...] = field(default=(), compare=False, metadata=NOT_STORED)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all trials and what they share could be read."""
+        is_wrong = any(name.partition(".")[0] in ("trials", "fixed") for name in self.wrong)
+        return not is_wrong and self.fixed is not None and self.trials is not None
