@@ -25,8 +25,8 @@ from markdown_it.token import Token
 
 import runner
 from runner.cli import main
-from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, search, tune
-from runner.commands.arguments import checkpoint_choice, own_arguments, read, read_of_a_run
+from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, runs, search, tune
+from runner.commands.arguments import checkpoint_choice, own_arguments, read, read_of_a_run, read_options
 from runner.commands.sweep_arguments import GRID, wish_of
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.config_files import shipped_options
@@ -198,7 +198,7 @@ def _doctor(words: list[str]) -> None:
         doctor.read_contact(words[1:])
         return
     settings, flags = doctor.read_words(words)
-    doctor.chosen_checks(settings.get("checks"), "--quick" in flags)
+    doctor.chosen_checks(settings.checks, "--quick" in flags)
 
 
 def _import(words: list[str]) -> None:
@@ -206,7 +206,7 @@ def _import(words: list[str]) -> None:
 
 
 def _runs(words: list[str]) -> None:
-    assert own_arguments(words, {"output_root": "outputs"})[1] == []
+    assert read_options(words, runs.RunsOptions, ["--json"])[1] == []
 
 
 def _completion(words: list[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
@@ -13,7 +15,7 @@ from runner.base.text import for_terminal
 from runner.config.options import options_of
 from runner.config.overrides import parse
 from runner.config.request import Request, override_of
-from runner.config.schema import did_you_mean
+from runner.config.schema import did_you_mean, fault, nearest, settings_keys
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,60 @@ def own_arguments(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[
     if problems:
         raise ConfigError(problems)
     return own, rest, "--json" in words
+
+
+@dataclass(frozen=True)
+class ParsedOptions:
+    """The given values of a command's own options, converted to their types, and its given flags."""
+
+    given: dict[str, Any]
+    flags: set[str]
+
+
+def read_options(
+    words: Iterable[str], options: type, flags: Collection[str], guess: Callable[[str], str] = lambda word: ""
+) -> tuple[ParsedOptions, list[Problem]]:
+    """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
+
+    options  dataclass of the keys
+    guess    argument that is neither -> the one that it may mean
+    """
+    keys = settings_keys(options)
+    parsed, problems = ParsedOptions({}, set()), []
+    for word in words:
+        key, has_value, text = word.partition("=")
+        if word in flags:
+            parsed.flags.add(word)
+        elif key in keys and has_value:
+            value = _typed(text, keys[key].type)
+            if wrong := fault(keys[key].type, value):
+                problems.append(Problem(wrong, word))
+            parsed.given[key] = value
+        else:
+            problems.append(_unknown(word, keys, flags, guess))
+    return parsed, problems
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """Return the text as a value of this type, or as it is if it does not match."""
+    candidates: list[Any] = [None] if text in ("null", "none", "") else [text]
+    for kind in (int, float):
+        with suppress(ValueError):
+            candidates.append(kind(text))
+    return next((value for value in candidates if fault(annotation, value) is None), candidates[len(candidates) > 1])
+
+
+def _unknown(word: str, keys: Collection[str], flags: Collection[str], guess: Callable[[str], str]) -> Problem:
+    key, has_value, value = word.partition("=")
+    if word.startswith("-"):
+        plain = key.lstrip("-").replace("-", "_")
+        near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(word, flags)
+        return Problem("unknown option", word, near or f"options are {', '.join(flags)} and key=value")
+    if has_value:
+        return Problem("unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}")
+    meant = nearest(f"--{word}", flags, cutoff=0.8) or (f"{word}=..." if word in keys else guess(word))
+    fix = f"use {meant}" if meant else f"known: {', '.join(keys)}"
+    return Problem("is not a setting; settings have the form key=value", word, fix)
 
 
 def checkpoint_choice(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -247,12 +247,6 @@ def _sweep_keys(line: TypedLine) -> Iterable[str]:
     return GRID if line.is_sweep else ()
 
 
-def _monitor_keys(line: TypedLine) -> Iterable[str]:
-    from runner.commands.monitor import MonitorOptions
-
-    return settings_keys(MonitorOptions)
-
-
 def _benchmark_keys(line: TypedLine) -> Iterable[str]:
     from runner.commands.benchmark import OWN
 
@@ -514,7 +508,7 @@ _COMMANDS: Mapping[str, Accepts] = {
     "report": Accepts(_runs_and_sweeps, _keys("out", "benchmarks", "output_root")),
     "evaluate": Accepts(_run_names, _keys("split", *_USUAL_KEYS, "weights"), ("--json",), "values"),
     "export": Accepts(_run_names, _keys("format", *_USUAL_KEYS), settings="values"),
-    "monitor": Accepts(own=_monitor_keys, flags=("--once", "--json")),
+    "monitor": Accepts(flags=("--once", "--json")),
     "advise": Accepts(_run_names, flags=("--json",), settings="listed"),
     "tune": Accepts(flags=("--json",), settings="listed"),
     "benchmark": Accepts(_benchmark_words, _benchmark_keys, ("--json",), "listed"),

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
-from runner.commands.arguments import read
+from runner.base.values import DeviceName, Place
+from runner.commands.arguments import read, read_options
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.version import __version__
+
+if TYPE_CHECKING:
+    from runner.tools.doctor.examine import Examination
+    from runner.tools.doctor.findings import CheckResult
 
 HELP = """usage: accel-run doctor [--quick] [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
@@ -46,23 +50,74 @@ examples
 """
 
 
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of the form key=value."""
+
+    checks: str | None = None
+    device: DeviceName = "auto"
+    output_root: Place = "outputs"
+
+    @property
+    def root(self) -> Path:
+        return Path(self.output_root).expanduser().absolute()
+
+
 def run(words: list[str]) -> int:
     """Run the checks and print their findings; the exit code tells whether any failed."""
-    from runner.tools.doctor.checks import CHECKS
-    from runner.tools.doctor.display import DoctorDisplay
     from runner.tools.doctor.examine import Examination
-    from runner.tools.doctor.findings import CheckResult
 
     if words[:1] == [CONTACT]:
         return _first_contact(words[1:])
-    settings, flags = read_words(words)
-    if settings.get("checks") == "help":
+    options, flags = read_words(words)
+    if options.checks == "help":
+        from runner.tools.doctor.checks import CHECKS
+
         print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
         return int(Exit.DONE)
-    names = chosen_checks(settings.get("checks"), "--quick" in flags)
-    root = Path(settings.get("output_root", "outputs")).expanduser().absolute()
-    examination = Examination(names, settings.get("device", "auto"), root)
-    is_json = "--json" in flags
+    names, is_json = chosen_checks(options.checks, "--quick" in flags), "--json" in flags
+    examination = Examination(names, options.device, options.root)
+    findings, took_s, code = _examined(examination, is_json=is_json)
+    if is_json:
+        print(_shown({"version": __version__, "exit_code": code, "seconds": round(took_s, 1),
+                      "counts": {state: sum(finding.state == state for finding in findings) for state in _STATES},
+                      "findings": [finding.to_json() for finding in findings],
+                      "hardware": _hardware(examination)}))  # fmt: skip
+    return code
+
+
+def _first_contact(words: list[str]) -> int:
+    """Compare predictions with the GPU of this machine, and write the page."""
+    from runner.durable.files import atomic_write, make_directory
+    from runner.tools.doctor.examine import Examination
+    from runner.tools.doctor.first_contact import contact_checks, page, report
+
+    options, request, is_json = read_contact(words)
+    checks = contact_checks(request)
+    examination = Examination(checks, options.device, options.root, checks=checks)
+    findings, _, code = _examined(examination, is_json=is_json)
+    if not any(finding.check not in ("torch", "gpus") for finding in findings):
+        raise DeviceMissing(
+            "there is no GPU here that torch can use, so nothing can be compared",
+            where=f"device={options.device}",
+            fix="accel-run doctor shows why; tests/stand_ins/README.md says how to rehearse without a GPU",
+        )
+    hardware = _hardware(examination) or {"devices": []}
+    content = json.loads(_shown(report(findings, hardware, request.overrides, __version__)))
+    make_directory(options.root)
+    atomic_write(options.root / f"{CONTACT}.json", json.dumps(content, indent=1) + "\n")
+    atomic_write(options.root / f"{CONTACT}.md", page(content))
+    if is_json:
+        print(json.dumps(content, indent=1))
+    else:
+        print(f"{options.output_root}/{CONTACT}.md is the page to send, with {CONTACT}.json")
+    return code
+
+
+def _examined(examination: Examination, *, is_json: bool) -> tuple[list[CheckResult], float, int]:
+    """Run the checks, and print the findings unless JSON is wanted; return them, their seconds, and the exit code."""
+    from runner.tools.doctor.display import DoctorDisplay
+
     screen = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
     began = time.monotonic()
     findings: list[CheckResult] = []
@@ -71,100 +126,37 @@ def run(words: list[str]) -> int:
         if not is_json:
             screen.show(finding)
     took_s = time.monotonic() - began
-    code = Exit.NO_DEVICE if any(finding.state == "FAIL" for finding in findings) else Exit.DONE
-    if is_json:
-        screen.wipe()
-        hardware = json.loads(examination.inventory.to_json()) if examination.inventory else None
-        print(_shown({"version": __version__, "exit_code": int(code), "seconds": round(took_s, 1),
-                      "counts": {state: sum(finding.state == state for finding in findings) for state in _STATES},
-                      "findings": [finding.to_json() for finding in findings], "hardware": hardware}))  # fmt: skip
-    else:
-        screen.conclude(findings, took_s)
-    return int(code)
-
-
-def _first_contact(words: list[str]) -> int:
-    """Compare predictions with the GPU that is here, and write the page."""
-    from runner.durable.files import atomic_write, make_directory
-    from runner.tools.doctor.display import DoctorDisplay
-    from runner.tools.doctor.examine import Examination
-    from runner.tools.doctor.findings import CheckResult
-    from runner.tools.doctor.first_contact import contact_checks, page, report
-
-    own, request, is_json = read_contact(words)
-    root = Path(own["output_root"]).expanduser().absolute()
-    checks = contact_checks(request)
-    examination = Examination(checks, own["device"], root, checks=checks)
-    screen = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
-    began, findings = time.monotonic(), list[CheckResult]()
-    for finding in examination.findings(screen.watch):
-        findings.append(finding)
-        if not is_json:
-            screen.show(finding)
-    if not any(finding.check not in ("torch", "gpus") for finding in findings):
-        raise DeviceMissing(
-            "there is no GPU here that torch can use, so nothing can be compared",
-            where=f"device={own['device']}",
-            fix="accel-run doctor shows why; tests/stand_ins/README.md says how to rehearse without a GPU",
-        )
-    hardware = json.loads(examination.inventory.to_json()) if examination.inventory else {"devices": []}
-    content = json.loads(_shown(report(findings, hardware, request.overrides, __version__)))
-    make_directory(root)
-    atomic_write(root / f"{CONTACT}.json", json.dumps(content, indent=1) + "\n")
-    atomic_write(root / f"{CONTACT}.md", page(content))
     screen.wipe()
-    if is_json:
-        print(json.dumps(content, indent=1))
-    else:
-        screen.conclude(findings, time.monotonic() - began)
-        print(f"{own['output_root']}/{CONTACT}.md is the page to send, with {CONTACT}.json")
-    return int(Exit.NO_DEVICE if any(finding.state == "FAIL" for finding in findings) else Exit.DONE)
+    if not is_json:
+        screen.conclude(findings, took_s)
+    return findings, took_s, int(Exit.NO_DEVICE if any(each.state == "FAIL" for each in findings) else Exit.DONE)
 
 
-def read_contact(words: list[str]) -> tuple[dict[str, str], Request, bool]:
-    """Return doctor's own settings, those of the run, and whether JSON is wanted. Raises ConfigError."""
+def _hardware(examination: Examination) -> Any:
+    return json.loads(examination.inventory.to_json()) if examination.inventory else None
+
+
+def read_contact(words: list[str]) -> tuple[DoctorOptions, Request, bool]:
+    """Return doctor's own options, the settings of the run, and whether JSON is wanted. Raises ConfigError."""
     rest = read([word for word in words if word != "--json"]).request
-    own = {"device": "auto", "output_root": "outputs"}
-    given = dict(word.split("=", 1) for word in rest.overrides if word.partition("=")[0] in own and "=" in word)
-    others = tuple(word for word in rest.overrides if word.partition("=")[0] not in own)
-    _check_device({**own, **given}["device"])
-    compose(replace(rest, overrides=others))
-    return {**own, **given}, replace(rest, overrides=others), "--json" in words
+    own = [word for word in rest.overrides if word.startswith(("device=", "output_root="))]
+    options, _ = read_words(own)
+    request = replace(rest, overrides=tuple(word for word in rest.overrides if word not in own))
+    compose(request)
+    return options, request, "--json" in words
 
 
-def _check_device(device: str) -> None:
-    if not re.fullmatch(_DEVICES, device):
-        raise ConfigError([Problem(f"must be {_DEVICE_NAMES}, but is {device}", "device")])
-
-
-def read_words(words: list[str]) -> tuple[dict[str, str], set[str]]:
-    """Return settings and flags. Raises ConfigError listing all unknown arguments."""
-    settings: dict[str, str] = {}
-    flags, problems = set[str](), list[Problem]()
-    for word in words:
-        key, has_value, value = word.partition("=")
-        if word in _FLAGS:
-            flags.add(word)
-        elif has_value and key in OWN:
-            settings[key] = value
-        else:
-            problems.append(Problem("unknown argument", word, _meant(key)))
-    device = settings.get("device", "auto")
-    if not re.fullmatch(_DEVICES, device):
-        problems.append(Problem(f"must be {_DEVICE_NAMES}, but is {device}", "device"))
-    if problems:
-        raise ConfigError(problems)
-    return settings, flags
-
-
-def _meant(word: str) -> str:
-    """Return a suggestion for an unknown argument."""
+def read_words(words: list[str]) -> tuple[DoctorOptions, set[str]]:
+    """Return options and flags. Raises ConfigError listing all problems."""
     from runner.tools.doctor.checks import CHECKS
 
-    if word in CHECKS:
-        return f"use checks=[{word}]"
-    close = difflib.get_close_matches(word, [*_FLAGS, *OWN], n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else "see accel-run doctor --help"
+    def guess(word: str) -> str:
+        return f"checks=[{word}]" if word in CHECKS else ""
+
+    parsed, problems = read_options(words, DoctorOptions, _FLAGS, guess)
+    if problems:
+        raise ConfigError(problems)
+    return DoctorOptions(**parsed.given), parsed.flags
 
 
 def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
@@ -200,8 +192,6 @@ def _shown(value: Any) -> str:
 
 
 CONTACT = "first_contact"
-_DEVICES = r"auto|cpu|mps|cuda(:\d+)?"
-_DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
 _FLAGS = ("--quick", "--json")
 OWN = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

@@ -9,10 +9,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,19 +25,16 @@ from runner.base.errors import (
     InputMissing,
     Problem,
     StorageError,
-    readable,
 )
 from runner.base.paths import as_path
 from runner.base.secret import fit_to_show
 from runner.base.values import Interval, Place, Positive
-from runner.commands.arguments import teller
+from runner.commands.arguments import read_options, teller
 
 if TYPE_CHECKING:
-    from runner.durable.directory import RunDirectory
     from runner.monitor.alerts import Alert
-    from runner.monitor.machine_display import Display
-    from runner.monitor.machine_sample import GpuUser
-    from runner.monitor.machine_screen import Use, View
+    from runner.monitor.machine_display import MachineDisplay
+    from runner.monitor.machine_screen import View
     from runner.monitor.monitor_thread import Monitor, NoMonitor
     from runner.monitor.samples import MachineSamples, Summary
 
@@ -91,10 +89,12 @@ def run(words: list[str]) -> int:
 
 
 def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
-    from runner.monitor.machine_display import as_object
-    from runner.monitor.machine_screen import View, lines_of
+    from rich.console import Console
 
-    with _asked_to_stop() as stop, _monitor(None, options) as monitor:
+    from runner.monitor.machine_display import as_object
+    from runner.monitor.machine_screen import View, machine_screen
+
+    with _stop_event() as stop, _monitor(None, options) as monitor:
         until = time.monotonic() + _PATIENCE_S
         while not monitor.latest() and not stop.is_set() and time.monotonic() < until:
             stop.wait(0.01)
@@ -104,11 +104,14 @@ def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
         raise _nothing(monitor)
     if as_json:
         print(json.dumps(as_object(view)))
-    else:
-        view.history.clear()  # a single sample has no curve
-        columns, _ = os.get_terminal_size(1) if sys.stdout.isatty() else (120, 0)
-        lines = lines_of(view, columns, 10_000, ascii_only=_prints_only_ascii())
-        print(fit_to_show("\n".join(line.plain.rstrip() for line in lines[1:])))
+        return 0
+    view.history.clear()  # a single sample has no sparkline
+    columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else 120
+    console = Console(width=columns or 80, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(machine_screen(view, console.width, ascii_only=_prints_only_ascii()))
+    lines = captured.get().splitlines()[1:]  # without the title
+    print(fit_to_show("\n".join(line.rstrip() for line in lines)))
     return 0
 
 
@@ -118,11 +121,10 @@ def _live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as
     from runner.monitor.machine_screen import View
     from runner.monitor.samples_file import read_samples
 
-    say = _say_aside if as_json else _say
     view = View(interval_s=options.interval_s)
     display = make_display(sys.stdout, sys.stderr, as_json=as_json)
     try:
-        with _asked_to_stop() as stop, _monitor(folder, options) as monitor:
+        with _stop_event() as stop, _monitor(folder, options) as monitor:
             _follow(monitor, view, display, stop, options.seconds, runs)
         if monitor.latest() is not view.latest:
             _take(view, monitor.latest(), monitor, runs)
@@ -131,16 +133,31 @@ def _live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as
         display.close()
     if not view.latest:
         raise _nothing(monitor)
-    troubles = tuple(notice.text for notice in view.troubles)
+    troubles = tuple(alert.text for alert in view.troubles)
     summary = replace(monitor.summary(), notes=(*troubles, *view.missing))
-    _tell(summary, say, view.troubles, of_run=False)
+    say = _say_aside if as_json else _say
+    _assess(summary, say, view.troubles, of_run=False)
     if folder is not None:
-        _leave(folder, {"": summary}, say, lambda: {"": read_samples(folder / "gpu.csv")}, monitor.lost)
+        faults = [monitor.lost] if monitor.lost else []
+
+        def contents() -> Iterator[tuple[str, bytes]]:
+            yield "monitor.json", _json(summary)
+            try:
+                yield from _plots("", read_samples(folder / "gpu.csv"))
+            except (InputMissing, DataError) as error:
+                faults.append(f"no plots: gpu.csv: {error.problems[0].what}")
+
+        _write(contents(), partial(_write_into, folder), folder, say, faults, [] if monitor.lost else ["gpu.csv"])
     return 0
 
 
 def _follow(
-    monitor: NoMonitor, view: View, display: Display, stop: threading.Event, seconds: float | None, runs: RunningRuns
+    monitor: NoMonitor,
+    view: View,
+    display: MachineDisplay,
+    stop: threading.Event,
+    seconds: float | None,
+    runs: RunningRuns,
 ) -> None:
     begun = drawn = time.monotonic()
     tick = min(0.1, view.interval_s / 4)
@@ -157,7 +174,7 @@ def _follow(
             display.sample(view)
             drawn = now
         elif display.is_resized() or now - drawn >= 1.0:
-            _hear(monitor, view)
+            _take_alerts(monitor, view)
             view.waits = not view.latest and view.seconds > _SLOW_S
             display.draw(view)
             drawn = now
@@ -169,33 +186,16 @@ def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: R
     if not readings:
         return
     view.add(readings)
-    view.gpus = [readable(device.name, _NAME) for device in monitor.devices().values()]
-    view.uuids = [device.uuid for device in monitor.devices().values()]
-    view.uses = _uses(monitor.users(), runs)
-    _hear(monitor, view)
+    view.gpus, users = monitor.devices(), monitor.users()
+    view.users = users or None
+    view.runs = runs.by_pid() if any(users.values()) else {}
+    _take_alerts(monitor, view)
 
 
 def _nothing(monitor: NoMonitor) -> DeviceMissing:
     why = "; ".join(monitor.notes) or "the driver does not respond"
     fix = "to find the reason, run accel-run doctor"
     return DeviceMissing(f"the machine cannot be monitored: {why}", where="monitor", fix=fix)
-
-
-def _uses(users: Mapping[str, Sequence[GpuUser]], runs: RunningRuns) -> list[Use] | None:
-    """Return the processes on each GPU, None if the driver does not report them."""
-    from runner.monitor.machine_screen import Use
-
-    if not users:
-        return None
-    owners = runs.by_pid() if any(users.values()) else {}
-    return [
-        Use(
-            int(gpu.removeprefix("gpu")), user.pid, readable(user.user, _NAME), readable(user.name, _NAME),
-            user.memory_gib, owners.get(user.pid, ""),
-        )
-        for gpu, found in users.items()
-        for user in found
-    ]  # fmt: skip
 
 
 class RunningRuns:
@@ -235,19 +235,19 @@ class RunningRuns:
                     yield from ((each.pid, path.name) for each in [root, *root.children(recursive=True)])
 
 
-def _hear(monitor: NoMonitor, view: View) -> None:
+def _take_alerts(monitor: NoMonitor, view: View) -> None:
     """Add notices about missing metrics and GPU errors to the view; GPU processes are shown separately."""
     for notice in monitor.news():
         if notice.level == "debug":
-            view.unsaid.append(notice.text)
+            view.pending.append(notice.text)
         elif notice.kind in _TROUBLES and notice.level == "warning":
             view.troubles.append(notice)
         elif notice.kind not in _SHOWN_ANYWAY:
             view.missing.append(notice.text)
     if monitor.latest():
         lead = "" if monitor.devices() else "GPUs are not monitored: "
-        view.missing += [lead + text for text in view.unsaid]
-        view.unsaid.clear()
+        view.missing += [lead + text for text in view.pending]
+        view.pending.clear()
 
 
 def _monitor(folder: Path | None, options: MonitorOptions) -> Monitor:
@@ -257,7 +257,7 @@ def _monitor(folder: Path | None, options: MonitorOptions) -> Monitor:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
+def _stop_event() -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets; a second signal has its previous effect."""
     stop = threading.Event()
     before: dict[int, Any] = {}
@@ -293,40 +293,34 @@ def _of_run(root: Path, options: MonitorOptions, *, as_json: bool, in_its_folder
 
     directory = RunDirectory.find(root, options.run or LAST)
     say_skipped(directory, teller("monitor"))
-    samples = read_samples(directory.gpu_csv)
-    if not len(samples):
+    machines = {"": read_samples(directory.gpu_csv)}  # prefix of file names, empty for the first machine -> samples
+    if not len(machines[""]):
         what = "contains no samples yet"
         raise InputMissing(what, where=str(directory.gpu_csv), fix="wait until the run has started")
-    say = _say_aside if as_json else _say
-    summary = Summary.of(samples)
-    others = {path: read_samples(path) for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank)}
-    others = {path: seen for path, seen in others.items() if len(seen)}
-    summaries = {path: Summary.of(seen) for path, seen in others.items()}
+    for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank):
+        if len(samples := read_samples(path)):
+            machines[f"rank{_rank(path)}-"] = samples
+    summaries = {lead: Summary.of(samples) for lead, samples in machines.items()}
     if as_json:
-        beside = {f"rank{_rank(path)}": found.to_json() for path, found in summaries.items()}
-        print(json.dumps(summary.to_json() | ({"machines": beside} if beside else {})))
-    say(f"{directory.name}: {directory.shown / 'gpu.csv'}")
+        beside = {lead[:-1]: summary.to_json() for lead, summary in summaries.items() if lead}
+        print(json.dumps(summaries[""].to_json() | ({"machines": beside} if beside else {})))
+    say = _say_aside if as_json else _say
     on_gpu = not str(read_object(directory.path / "plan.json").get("device", "")).startswith("cpu")
-    _tell(summary, say, _reported(directory.events), of_run=True, on_gpu=on_gpu)
-    for path, found in summaries.items():
-        say(f"\nmachine of rank {_rank(path)}: {directory.shown / path.name}")
-        reported = _reported(directory.path / f"events-rank{_rank(path)}.jsonl")
-        _tell(found, say, reported, of_run=True, on_gpu=on_gpu)
-    machines = {"": samples} | {f"rank{_rank(path)}-": seen for path, seen in others.items()}
+    for lead, summary in summaries.items():
+        rank = lead[:-1]
+        file = directory.shown / (f"gpu-{rank}.csv" if rank else "gpu.csv")
+        say(f"\nmachine of rank {rank[4:]}: {file}" if rank else f"{directory.name}: {file}")
+        events = directory.path / f"events-{rank}.jsonl" if rank else directory.events
+        _assess(summary, say, _alerts_in(events), of_run=True, on_gpu=on_gpu)
+    plots = chain.from_iterable(_plots(lead, samples) for lead, samples in machines.items())
     if in_its_folder:
-        say("")
         place = directory.shown / "plots"
-        faults = []
-        for lead, seen in machines.items():
-            faults += _draw(seen, partial(_write_plot, directory, lead), place, say, lead)
-        _judge(faults, place)
+        _write(plots, lambda name, content: directory.write(f"plots/{name}", content), place, say)
     elif options.log_dir and (folder := _new_folder(options.log_dir, by_name=True)):
-        _leave(folder, dict(zip(machines, [summary, *summaries.values()], strict=True)), say, lambda: machines)
+        names = {lead: f"monitor-{lead[:-1]}.json" if lead else "monitor.json" for lead in summaries}
+        texts = ((names[lead], _json(summary)) for lead, summary in summaries.items())
+        _write(chain(texts, plots), partial(_write_into, folder), folder, say)
     return 0
-
-
-def _write_plot(directory: RunDirectory, lead: str, name: str, content: bytes) -> None:
-    directory.write(f"plots/{lead}{name}", content)
 
 
 def _rank(path: Path) -> int:
@@ -335,7 +329,7 @@ def _rank(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _reported(events: Path) -> list[Alert]:
+def _alerts_in(events: Path) -> list[Alert]:
     """Return the GPU errors that the driver reported during the run."""
     from runner.durable.files import read_rows
     from runner.monitor.alerts import Alert
@@ -344,121 +338,62 @@ def _reported(events: Path) -> list[Alert]:
     return [Alert(str(row["what"]), str(row.get("text", "")), "warning", row) for row in rows]
 
 
-def _tell(
-    summary: Summary,
-    say: Callable[[str], None],
-    notices: Sequence[Alert],
-    *,
-    of_run: bool,
-    on_gpu: bool = True,
+def _assess(
+    summary: Summary, say: Callable[[str], None], alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True
 ) -> None:
-    """Print the figures and their assessment."""
-    from runner.monitor import health_rules
+    """Print the figures and their assessment, wrapped to the width of a terminal."""
+    from runner.monitor.health_rules import assessment
 
-    is_ascii = _prints_only_ascii()
-
-    def put(text: str) -> None:
-        say(text.replace("°", "") if is_ascii else text)
-
-    seconds, count = summary.whole.seconds, summary.whole.samples
-    length = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
-    put(f"monitored for {length} s, {count:,} sample{'' if count == 1 else 's'}\n")
-    for line in [*health_rules.table(summary), *health_rules.phases(summary)]:
-        put(line)
-    found = health_rules.verdicts(summary, notices, of_run=of_run, on_gpu=on_gpu)
-    for verdict in found:
-        put(
-            "\n" + _wrapped(f"{verdict.level:<5} {verdict.subject}: {verdict.says}") + "\n" + " " * 6 + verdict.evidence
-        )
-    said = {notice.text for notice in notices}
-    notes = [note for note in summary.notes if note not in said]
-    if notes:
-        put("")
-    for note in notes:
-        put(_wrapped(f"note  {note}"))
+    columns = max(30, os.get_terminal_size(1).columns or 80) if sys.stdout.isatty() else 0
+    for line in assessment(summary, alerts, of_run=of_run, on_gpu=on_gpu):
+        text = line.replace("°", "") if _prints_only_ascii() else line
+        is_prose = columns and text.startswith(("high ", "low ", "note ", "good "))
+        say(textwrap.fill(text, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else text)
 
 
-def _wrapped(text: str) -> str:
-    """Wrap a paragraph to the width of the terminal."""
-    if not sys.stdout.isatty():
-        return text
-    columns = max(30, os.get_terminal_size(1).columns or 80)
-    return textwrap.fill(text, columns, subsequent_indent=" " * 6, drop_whitespace=True, break_on_hyphens=False)
+def _json(summary: Summary) -> bytes:
+    return (json.dumps(summary.to_json(), indent=2) + "\n").encode()
 
 
-def _leave(
-    folder: Path,
-    summaries: Mapping[str, Summary],
-    say: Callable[[str], None],
-    samples: Callable[[], Mapping[str, MachineSamples]],
-    lost: str = "",
-) -> None:
-    """Write summary and plots of each machine; the keys are prefixes of the file names, empty for the first machine.
+def _plots(lead: str, samples: MachineSamples) -> Iterator[tuple[str, bytes]]:
+    """Yield (file name, content) of each plot; `lead` begins the names."""
+    from runner.monitor.machine_plots import pictures
 
-    samples  returns the samples to draw, by the same keys
-    lost     why gpu.csv in the folder lacks samples
-    Raises StorageError after everything else is written, if a file cannot be written.
-    """
+    yield from ((f"{lead}{name}", content) for name, content in pictures(samples).items())
+
+
+def _write_into(folder: Path, name: str, content: bytes) -> None:
     from runner.durable import files
 
-    say("")
-    faults = [lost] if lost else []
-    written = ["gpu.csv"] if files.exists(folder / "gpu.csv") and not lost else []
-    for lead, summary in summaries.items():
-        name = f"monitor-{lead[:-1]}.json" if lead else "monitor.json"
-        try:
-            files.atomic_write(folder / name, json.dumps(summary.to_json(), indent=2) + "\n")
-            written.append(name)
-        except StorageError as error:
-            faults.append(f"{name} was not written: {error.problems[0].what}")
-    if written:
-        say(f"written to {folder}: {', '.join(written)}")
-    try:
-        drawn = samples()
-    except (InputMissing, DataError) as error:
-        faults.append(f"no plots: gpu.csv: {error.problems[0].what}")
-        drawn = {}
-    for lead, seen in drawn.items():
-        faults += _draw(seen, partial(_write_into, folder, lead), folder, say, lead)
-    _judge(faults, folder)
+    files.atomic_write(folder / name, content)
 
 
-def _write_into(folder: Path, lead: str, name: str, content: bytes) -> None:
-    from runner.durable import files
-
-    files.atomic_write(folder / f"{lead}{name}", content)
-
-
-def _judge(faults: Sequence[str], folder: Path) -> None:
-    """Raise StorageError if a file could not be written."""
-    if faults:
-        fix = "free space there, or use log_dir=DIR; missing samples are lost, but the figures above are complete"
-        raise StorageError("; ".join(faults), where=str(folder), fix=fix)
-
-
-def _draw(
-    samples: MachineSamples,
+def _write(
+    contents: Iterable[tuple[str, bytes]],
     write: Callable[[str, bytes], object],
     place: Path,
     say: Callable[[str], None],
-    lead: str = "",
-) -> list[str]:
-    """Write the plots and print where; return the errors.
+    faults: list[str] | None = None,
+    written: Sequence[str] = (),
+) -> None:
+    """Write the files and print their names.
 
-    lead  prefix of the file names
+    faults   earlier problems; `contents` may add more
+    written  files that were written before
+    Raises StorageError after all others are written, if a file could not be.
     """
-    from runner.monitor.machine_plots import pictures
-
-    faults, written = [], []
-    for name, content in pictures(samples).items():
+    faults, names = faults if faults is not None else [], list(written)
+    for name, content in contents:
         try:
             write(name, content)
-            written.append(f"{lead}{name}")
+            names.append(name)
         except StorageError as error:
-            faults.append(f"{lead}{name} was not written: {error.problems[0].what}")
-    if written:
-        say(f"plots in {place}: {', '.join(written)}")
-    return faults
+            faults.append(f"{name} was not written: {error.problems[0].what}")
+    if names:
+        say(f"\nwritten to {place}: {', '.join(names)}")
+    if faults:
+        fix = "free space there, or use log_dir=DIR; missing samples are lost, but the figures above are complete"
+        raise StorageError("; ".join(faults), where=str(place), fix=fix)
 
 
 def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
@@ -484,68 +419,31 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
     return None
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- arguments
 
 
 def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
     """Return the options, the given keys, and the flags. Raises ConfigError listing all problems."""
-    from runner.config.schema import fault, settings_keys
-
-    keys, problems = settings_keys(MonitorOptions), []
-    values: dict[str, Any] = {}
-    flags: set[str] = set()
-    for word in words:
-        key, has_value, text = word.partition("=")
-        if word in FLAGS:
-            flags.add(word)
-        elif key in keys and has_value:
-            value = _typed(text) if key in _NUMBERS else None if text in ("null", "none", "") else text
-            wrong = fault(keys[key].type, value)
-            problems += [Problem(wrong, word)] if wrong else []
-            values[key] = value
-            if word == "run=":
-                problems.append(Problem("names no run", word, "use run=last, or the name of a run"))
-        else:
-            problems.append(Problem(*_slip(word, keys)))
-    with_run = [word for word in ("seconds", "interval_s") if word in values] + (
-        ["--once"] if "--once" in flags else []
-    )
-    if values.get("run") is not None and with_run:
-        problems.append(Problem(f"leave it out: run={values['run']} shows recorded metrics", ", ".join(with_run)))
-    elif "--once" in flags and (idle := [key for key in ("seconds", "log_dir") if values.get(key) is not None]):
+    parsed, problems = read_options(words, MonitorOptions, FLAGS, _guess)
+    given = parsed.given
+    if given.get("run") == "" or "run=" in words:
+        problems.append(Problem("names no run", "run=", "use run=last, or the name of a run"))
+    elif given.get("run") is not None:
+        if idle := [
+            key for key in ("seconds", "interval_s", *parsed.flags - {"--json"}) if key in {*given, *parsed.flags}
+        ]:
+            what = f"leave it out: run={given['run']} shows recorded metrics"
+            problems.append(Problem(what, ", ".join(idle)))
+    elif "--once" in parsed.flags and (idle := [key for key in ("seconds", "log_dir") if given.get(key) is not None]):
         problems.append(Problem("leave it out: --once prints one sample and writes nothing", ", ".join(idle)))
     if problems:
         raise ConfigError(problems)
-    return MonitorOptions(**values), set(values), flags
+    return MonitorOptions(**given), set(given), parsed.flags
 
 
-def _slip(word: str, keys: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return the problem with an argument, the argument, and a suggestion."""
-    from runner.config.schema import did_you_mean, nearest
-
-    key, has_value, value = word.partition("=")
-    if word.startswith("-"):
-        plain = key.lstrip("-").replace("-", "_")
-        near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(word, FLAGS)
-        return "unknown option", word, near or f"options are {', '.join(FLAGS)} and key=value"
-    if has_value:
-        return "unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}"
-    meant = nearest(f"--{word}", FLAGS, cutoff=0.8)
-    if word in keys:
-        meant = f"{word}={_EXAMPLES[word]}"
-    elif meant is None:
-        meant = f"{'run' if isinstance(_typed(word), str) else 'seconds'}={word}"
-    return "is not a setting; settings have the form key=value", word, f"use {meant}"
-
-
-def _typed(text: str) -> Any:
-    """Return the number, None for null, else the text."""
-    if text in ("null", "none"):
-        return None
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    return text
+def _guess(word: str) -> str:
+    """Return the setting that an argument without a key may mean: a number of seconds, or a run."""
+    return f"seconds={word}" if word.replace(".", "", 1).isdecimal() else f"run={word}"
 
 
 def _prints_only_ascii() -> bool:
@@ -566,12 +464,10 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 FLAGS = ("--once", "--json")
-_EXAMPLES = {"seconds": "30", "interval_s": "1", "log_dir": "gpu_logs", "run": "last", "output_root": "outputs"}
-_NUMBERS = ("seconds", "interval_s")
+OWN = ("seconds", "interval_s", "log_dir", "run", "output_root")
 _PATIENCE_S = 30.0  # for the one sample of --once
 _SLOW_S = 5.0
 _SHOWN_ANYWAY = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
 _TROUBLES = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
 _ELSEWHERE = "set log_dir to a writable folder, or to null"
-_NAME = 60  # maximum length of a name in characters
 _NEWEST = 20  # number of runs searched for active ones

@@ -13,12 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import ConfigError
 from runner.base.json_values import is_number
 from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import aligned, columns_of, for_terminal, metric_text, rate, sized
-from runner.commands.arguments import own_arguments
+from runner.base.values import Place
+from runner.commands.arguments import read_options
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
 
@@ -31,7 +32,14 @@ examples
   accel-run runs output_root=/data/outputs --json
 """
 
-OWN = {"output_root": "outputs"}
+OWN = ("output_root",)
+
+
+@dataclass(frozen=True)
+class RunsOptions:
+    """Options of the form key=value."""
+
+    output_root: Place = "outputs"
 
 
 @dataclass(frozen=True)
@@ -64,10 +72,10 @@ def run(words: list[str]) -> int:
     from runner.base.paths import as_path
     from runner.durable.directory import runs, sweeps
 
-    own, rest, is_json = own_arguments(words, OWN)
-    if rest:
-        raise ConfigError(Problem("is not an option of accel-run runs", word, _fix_of(word)) for word in rest)
-    root = as_path(own["output_root"])
+    parsed, problems = read_options(words, RunsOptions, ("--json",), lambda word: f"accel-run status {word}")
+    if problems:
+        raise ConfigError(problems)
+    root, is_json = as_path(RunsOptions(**parsed.given).output_root), "--json" in parsed.flags
     rows = [row_of(path) for path in runs(root, in_sweeps=False)] + [row_of_sweep(path) for path in sweeps(root)]
     rows.sort(key=lambda row: -row.written)
     if is_json:
@@ -77,15 +85,6 @@ def run(words: list[str]) -> int:
     else:
         print(f"no runs in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0
-
-
-def _fix_of(word: str) -> str:
-    from runner.config.schema import did_you_mean
-
-    key, has_value, _ = word.partition("=")
-    if not has_value and not word.startswith("-"):
-        return f"for a single run: accel-run status {word}"
-    return did_you_mean(key, (*OWN, "--json")) or _FIX
 
 
 def row_of(path: Path) -> RunRow:
@@ -199,6 +198,3 @@ def _as_json(row: RunRow) -> dict[str, Any]:
     """Return the row with an ISO time and without NaN."""
     written = datetime.fromtimestamp(row.written, UTC).isoformat(timespec="seconds") if row.written else None
     return {**asdict(row), "written": written}
-
-
-_FIX = "options: output_root=DIR, --json"

@@ -39,6 +39,19 @@ class Band:
     says: str
 
 
+def assessment(summary: Summary, alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True) -> list[str]:
+    """Return the text about a summary: its figures, what they mean, and its notes."""
+    seconds, count = summary.whole.seconds, summary.whole.samples
+    length = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
+    lines = [f"monitored for {length} s, {count:,} sample{'' if count == 1 else 's'}", ""]
+    lines += [*table(summary), *phases(summary)]
+    for verdict in verdicts(summary, alerts, of_run=of_run, on_gpu=on_gpu):
+        lines += ["", f"{verdict.level:<5} {verdict.subject}: {verdict.says}", f"{'':6}{verdict.evidence}"]
+    known = {alert.text for alert in alerts}
+    notes = [f"note  {note}" for note in summary.notes if note not in known]
+    return [*lines, *([""] if notes else []), *notes]
+
+
 def verdicts(
     summary: Summary, notices: Sequence[Alert] = (), *, of_run: bool = True, on_gpu: bool = True
 ) -> list[HealthVerdict]:

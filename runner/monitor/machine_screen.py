@@ -1,7 +1,4 @@
-"""Render machine metrics as text: a sparkline per metric, and the processes on each GPU.
-
-Values in, lines of text out: nothing is measured here. What is not known is left out, or a gap in a sparkline.
-"""
+"""Render machine samples for a terminal with rich: a row per GPU with sparklines, CPU and RAM, and GPU processes."""
 
 from __future__ import annotations
 
@@ -9,66 +6,53 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
-from runner.base.text import aligned
+from runner.base.errors import readable
 from runner.monitor.alerts import Alert
 from runner.monitor.health_rules import BY_DESIGN
+from runner.monitor.machine_sample import GpuUser
 from runner.monitor.nvml import slowed_by
+from runner.monitor.samples import Readings, SampledGpu
 
-Readings = Mapping[str, float]
-
-KEPT = 1000  # samples that a sparkline can show: more columns than terminals have
+KEPT = 1000  # samples of a sparkline: more columns than terminals have
 BLOCKS = "▁▂▃▄▅▆▇█"
 BLOCKS_ASCII = "_.:-=+*#"
 WAITING = "the driver has not answered yet; it may hang"
-
-
-@dataclass(frozen=True)
-class Use:
-    """A process that computes on a GPU. What cannot be known is empty, and memory None.
-
-    run  the name of the run it belongs to
-    """
-
-    gpu: int
-    pid: int
-    user: str = ""
-    name: str = ""
-    memory_gib: float | None = None
-    run: str = ""
 
 
 @dataclass
 class View:
     """What the screen shows.
 
-    gpus      the name of each GPU that is watched, gpu0 first; `uuids` what tells it from its like
-    uses      None: the driver does not tell who uses the GPUs
-    missing   what is not watched, and why; what went wrong
-    unsaid    what is `missing`, or why nothing is watched: which of them, the first sample tells
-    troubles  what the driver reported of the GPUs themselves: lost, in error
-    waits     the first sample is late
-    seconds   since the start; `remaining` until the end, None: until somebody ends it
+    users      `gpu0` -> processes that compute on it; None if the driver does not report them
+    runs       PID -> name of the run it belongs to
+    missing    what is not monitored and why, and other problems
+    pending    texts for `missing` that the first sample completes
+    troubles   alerts about the GPUs themselves: lost, or with errors
+    waits      the first sample is late
+    remaining  seconds until the end; None: until Ctrl-C
     """
 
-    gpus: Sequence[str] = ()
-    uuids: Sequence[str] = ()
+    gpus: Mapping[str, SampledGpu] = field(default_factory=dict)
     interval_s: float = 1.0
     seconds: float = 0.0
     remaining: float | None = None
-    uses: Sequence[Use] | None = None
+    users: Mapping[str, Sequence[GpuUser]] | None = None
+    runs: Mapping[int, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    unsaid: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
     troubles: list[Alert] = field(default_factory=list)
     waits: bool = False
     history: dict[str, deque[float]] = field(default_factory=dict)
     latest: Readings = field(default_factory=dict)
 
     def add(self, readings: Readings) -> None:
-        """Take note of a sample."""
+        """Add a sample."""
         self.latest = readings
         length = max((len(values) for values in self.history.values()), default=0)
         for name in readings:
@@ -76,220 +60,166 @@ class View:
         for name, values in self.history.items():
             values.append(readings.get(name, math.nan))
 
+    @property
+    def notes(self) -> list[str]:
+        """What is not monitored, and why."""
+        return [*self.missing, *([WAITING] if self.waits else [])]
+
 
 def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False) -> str:
-    """Return the newest values, percent, as at most `columns` blocks of eight heights; a gap where there is none."""
+    """Return the newest values, in percent, as at most `columns` blocks of eight heights; a space for NaN."""
     blocks = BLOCKS_ASCII if ascii_only else BLOCKS
     newest = list(values)[-columns:] if columns > 0 else []
-    return "".join(" " if math.isnan(value) else blocks[_height(value, len(blocks))] for value in newest)
+    heights = (None if math.isnan(value) else min(7, max(0, int(value / 100 * 8))) for value in newest)
+    return "".join(" " if height is None else blocks[height] for height in heights)
 
 
-def lines_of(view: View, columns: int, rows: int, *, ascii_only: bool = False) -> list[Text]:
-    """Return the screen as at most `rows` lines of at most `columns` characters.
+def machine_screen(view: View, columns: int, rows: int | None = None, *, ascii_only: bool = False) -> Group:
+    """Return the screen: GPUs, machine, notes, and the processes on the GPUs.
 
-    Where there is little room GPUs take one line each, then processes give way, then GPUs; each time it is said.
+    rows  of the terminal: processes that do not fit are left out, with a line that says how many. None: no limit
     """
-    page = _Page(view, columns, ascii_only)
-    head, machine, notes = [page.head()], page.machine(), page.notes()
-    wide = [line for gpu in range(len(view.gpus)) for line in page.gpu(gpu)]
-    short = [page.short_gpu(gpu) for gpu in range(len(view.gpus))]
-    uses = page.uses()
-    fixed = len(head) + len(machine) + len(notes)
-    gpus = wide
-    if fixed + len(wide) + min(len(uses), _ROWS_OF_USES) > rows:
-        gpus, notes = short, page.alarms() + notes
-        fixed = len(head) + len(machine) + len(notes)
-    gpus = _at_most(gpus, max(1, rows - fixed), "more GPUs: the terminal is too small")
-    found = head + gpus + machine + notes
-    found += _at_most(uses, rows - len(found), "more processes: the terminal is too small", head=2)
-    for line in found:
-        line.truncate(columns, overflow="ellipsis" if not ascii_only else "crop")
-    return found[:rows]
-
-
-class _Page:
-    """The parts of the screen at one width."""
-
-    def __init__(self, view: View, columns: int, ascii_only: bool) -> None:
-        self.view, self.columns, self.ascii = view, columns, ascii_only
-        self.degree = " C" if ascii_only else " °C"
-
-    def head(self) -> Text:
-        view = self.view
-        ends = "Ctrl-C ends it" if view.remaining is None else f"ends in {view.remaining:.0f} s"
-        left = Text("accel-run monitor", style="bold")
-        return self._apart(left, [f"{view.seconds:.0f} s, every {view.interval_s:g} s", ends])
-
-    def gpu(self, gpu: int) -> list[Text]:
-        """Return name and figures, what slows it down below them where it does not fit, utilisation, memory."""
-        latest = self.view.latest
-        util, memory = latest.get(f"gpu{gpu}/util"), _memory(latest, gpu)
-        name, figures, slowed = Text(self._name(gpu), style="bold"), self._figures(gpu), self._slowed(gpu)
-        fits = len(name) + 2 + len("   ".join([*figures, slowed.plain])) <= self.columns
-        below = [] if fits else [Text(part, style=slowed.style) for part in _wrapped(f"  {slowed}", self.columns)]
-        return [
-            self._apart(name, figures, slowed if fits else Text()),
-            *below,
-            self._row("  util", _percent(util, 0), "", f"gpu{gpu}/util", "green"),
-            self._row("  memory", _percent(memory.percent, 0), memory.text, _MEMORY.format(gpu), "cyan"),
-        ]
-
-    def short_gpu(self, gpu: int) -> Text:
-        """Return the same in one line, in columns that are the same for every GPU."""
-        memory, slowed = _memory(self.view.latest, gpu), self._slowed(gpu)
-        is_alarm = slowed.style == _ALARM
-        label = f"GPU{gpu}{'!' if is_alarm else ''}"  # what it means is said below all of them
-        line = Text(f"{label:<6}", style="bold red" if is_alarm else "bold")
-        for name, percent, style in (
-            (f"gpu{gpu}/util", self.view.latest.get(f"gpu{gpu}/util"), "green"),
-            (_MEMORY.format(gpu), memory.percent, "cyan"),
-        ):
-            line.append(f"{_percent(percent, 0):>5} ", style="not bold")
-            if self._short_spark >= _LEAST_SPARK:
-                line.append(f"{self._spark(name, self._short_spark):>{self._short_spark}} ", style=f"not bold {style}")
-        line.append(f" {memory.text:<{self._memory_width}}", style="not bold")
-        for figure, width in zip(self._figures(gpu), (7, 10, 9), strict=False):
-            if len(line) + 1 + width <= self.columns:
-                line.append(f" {figure:>{width}}", style="not bold dim")
-        name = f"  {self.view.gpus[gpu]}"
-        if len(line) + len(name) <= self.columns:
-            line.append(name, style="not bold dim")
-        return line
-
-    @cached_property
-    def _memory_width(self) -> int:
-        return max((len(_memory(self.view.latest, gpu).text) for gpu in range(len(self.view.gpus))), default=0)
-
-    @cached_property
-    def _short_spark(self) -> int:
-        """Return the columns of a sparkline where a GPU has one line: what the figures leave, at most 30."""
-        for figures in (29, 8, 0):  # temperature, power and clocks; the temperature; nothing
-            left = (self.columns - 6 - 2 * 7 - 1 - self._memory_width - figures) // 2
-            if left >= _LEAST_SPARK:
-                return min(30, left)
-        return 0
-
-    def alarms(self) -> list[Text]:
-        """Return a line for each fault that slows GPUs down, with their numbers: where each GPU has only one line."""
-        found: dict[str, list[str]] = {}
-        for gpu in range(len(self.view.gpus)):
-            for reason in slowed_by(self.view.latest.get(f"gpu{gpu}/throttle_reasons")):
-                if reason not in BY_DESIGN:
-                    found.setdefault(reason, []).append(f"GPU{gpu}")
-        return [
-            Text(part, style=_ALARM)
-            for reason, gpus in found.items()
-            for part in _wrapped(f"slowed: {reason} ({', '.join(gpus)})", self.columns)
-        ]
-
-    def machine(self) -> list[Text]:
-        """Return CPU, RAM and disk, as far as they are known."""
-        latest = self.view.latest
-        found = [
-            self._row(label, _percent(latest.get(name), 1), "", name, style)
-            for label, name, style in _MACHINE
-            if name in latest or name in self.view.history
-        ]
-        disk = [words.format(latest[name]) for name, words in _DISK if name in latest]
-        return [*found, Text(f"{'disk':<9}{', '.join(disk)}")] if disk else found
-
-    def notes(self) -> list[Text]:
-        """Return what is not watched, and why."""
-        told = [
-            *((notice.text, "bold red") for notice in self.view.troubles),
-            *((note, "yellow") for note in [*self.view.missing, *([WAITING] if self.view.waits else [])]),
-        ]
-        return [Text(part, style=style) for note, style in told for part in _wrapped(note, self.columns)]
-
-    def uses(self) -> list[Text]:
-        """Return the table of processes, below an empty line."""
-        view = self.view
-        if not view.gpus:
-            return []
-        plural = "s" if len(view.gpus) > 1 else ""
-        if view.uses is None:
-            return [Text(), Text(f"the driver does not report which processes use the GPU{plural}", style="dim")]
-        if not view.uses:
-            return [Text(), Text(f"no process computes on the GPU{plural}", style="dim")]
-        rows: list[tuple[str, ...]] = [("GPU", "PID", "USER", "MEMORY", "RUN", "COMMAND")]
-        rows += [
-            (str(use.gpu), str(use.pid), use.user or "?", _gib(use.memory_gib), use.run or "-", use.name or "?")
-            for use in view.uses
-        ]
-        if not any(use.run for use in view.uses):
-            rows = [(*row[:4], row[5]) for row in rows]
-        lines = aligned(rows, ">><><")
-        return [Text(), Text(lines[0], style="bold"), *map(Text, lines[1:])]
-
-    def _name(self, gpu: int) -> str:
-        return f"GPU {gpu}  {self.view.gpus[gpu]}"
-
-    def _figures(self, gpu: int) -> list[str]:
-        """Return temperature, power and clocks, as far as they are known."""
-        found = []
-        latest = self.view.latest
-        for name, limit, unit in (
-            ("temperature_c", "", self.degree), ("power_w", "power_limit_w", " W"), ("clock_mhz", "", " MHz"),
-        ):  # fmt: skip
-            value, most = latest.get(f"gpu{gpu}/{name}"), latest.get(f"gpu{gpu}/{limit}")
-            if value is not None:
-                found.append(f"{value:.0f}{'' if most is None else f'/{most:.0f}'}{unit}")
-        return found
-
-    def _slowed(self, gpu: int) -> Text:
-        """Return what holds its clocks down, in red only where that is a fault; empty where nothing does."""
-        reasons = slowed_by(self.view.latest.get(f"gpu{gpu}/throttle_reasons"))
-        reasons = tuple(sorted(reasons, key=lambda reason: reason in BY_DESIGN))
-        is_fault = any(reason not in BY_DESIGN for reason in reasons)
-        return Text(f"slowed: {', '.join(reasons)}" if reasons else "", style=_ALARM if is_fault else _NORMAL)
-
-    def _row(self, label: str, value: str, detail: str, name: str, style: str) -> Text:
-        lead = f"{label:<9}{value:>6}  "
-        lead += f"{detail:<{self._memory_width}}  " if self._memory_width else ""
-        line = Text(lead if len(lead) + _LEAST_SPARK <= self.columns else lead.rstrip())
-        spark = self.columns - len(lead)
-        return line.append(self._spark(name, spark), style=style) if spark >= _LEAST_SPARK else line
-
-    def _spark(self, name: str, columns: int) -> str:
-        gpu = name.partition("/")[0]
-        values: Sequence[float] = self.view.history.get(name, ())
-        if name.endswith("/memory_gib"):
-            totals = self.view.history.get(f"{gpu}/memory_total_gib", ())
-            values = [100 * used / total if total else math.nan for used, total in zip(values, totals, strict=False)]
-        return sparkline(values, columns, ascii_only=self.ascii)
-
-    def _apart(self, left: Text, figures: list[str], slowed: Text | None = None) -> Text:
-        """Return left and right of a line; of the figures the last gives way first."""
-        slowed = slowed or Text()
-        figures = list(figures)
-        while figures and self._right(figures, slowed) + len(left) + 2 > self.columns:
-            figures.pop()
-        right = self._right(figures, slowed)
-        line = left.copy()
-        line.append(" " * max(2, self.columns - len(left) - right) if right else "", style="default")
-        line.append("   ".join(figures), style="not bold")
-        return line.append(("   " if figures else "") + slowed.plain, style=slowed.style) if slowed else line
-
-    @staticmethod
-    def _right(figures: list[str], slowed: Text) -> int:
-        return len("   ".join([*figures, slowed.plain] if slowed else figures))
+    style = _Style(columns, ascii_only)
+    notes = [Text(alert.text, style="bold red") for alert in view.troubles]
+    notes += [Text(note, style="yellow") for note in view.notes]
+    upper = Group(_title(view, style), _gpus(view, style), *_slowed(view), _machine(view, style), *notes)
+    if not view.gpus:
+        return upper
+    room = None
+    if rows is not None:
+        console = Console(width=max(1, columns), color_system=None)
+        room = max(0, rows - len(console.render_lines(upper, pad=False)) - 2)  # an empty line and the header
+    return Group(upper, Text(), _processes(view, room, style))
 
 
 @dataclass(frozen=True)
-class _Memory:
-    percent: float | None
-    text: str
+class _Style:
+    """Properties of the terminal. Narrow ones have no sparklines, and fewer figures of a GPU."""
+
+    columns: int
+    ascii_only: bool
+
+    def table(self, *columns: str) -> Table:
+        """Return a table; columns: `<` text, `>` right-aligned, `~` a sparkline in the remaining width."""
+        table = Table.grid(padding=(0, 2, 0, 0), expand="~" in columns)
+        for kind in columns:
+            overflow = "crop" if self.ascii_only else "ellipsis"
+            justify = "right" if kind == ">" else "left"
+            table.add_column(no_wrap=True, overflow=overflow, justify=justify, ratio=1 if kind == "~" else None)  # type: ignore[arg-type]
+        return table
 
 
-def _memory(latest: Readings, gpu: int) -> _Memory:
-    used, total = latest.get(f"gpu{gpu}/memory_gib"), latest.get(f"gpu{gpu}/memory_total_gib")
-    if used is None:
-        return _Memory(None, "")
-    return _Memory(100 * used / total, f"{used:.1f}/{total:.1f} GiB") if total else _Memory(None, f"{used:.1f} GiB")
+@dataclass(frozen=True)
+class _Spark:
+    """A sparkline as wide as its column."""
+
+    values: Sequence[float]
+    color: str
+    ascii_only: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        text = sparkline(self.values, options.max_width, ascii_only=self.ascii_only)
+        yield Text(text, style=self.color, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
 
 
-def _height(value: float, heights: int) -> int:
-    return min(heights - 1, max(0, int(value / 100 * heights)))
+def _title(view: View, style: _Style) -> Table:
+    ends = "Ctrl-C ends it" if view.remaining is None else f"ends in {view.remaining:.0f} s"
+    title = Table.grid(expand=True)
+    title.add_column(no_wrap=True)
+    title.add_column(no_wrap=True, justify="right")
+    times = f"{view.seconds:.0f} s, every {view.interval_s:g} s   {ends}"
+    title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _ROOM_FOR_SPARKS else "")
+    return title
+
+
+def _gpus(view: View, style: _Style) -> Table:
+    """Return a row per GPU: name, utilization, memory, and temperature, power and clock if there is room."""
+    has_sparks = style.columns >= _ROOM_FOR_SPARKS and bool(view.history)
+    figures = 3 if style.columns >= 100 else 1 if style.columns >= 70 else 0
+    spark = ["~"] * has_sparks
+    table = style.table("<", ">", *spark, ">", ">", *spark, *">" * figures)
+    for number, (gpu, device) in enumerate(view.gpus.items()):
+        used, total = view.latest.get(f"{gpu}/memory_gib"), view.latest.get(f"{gpu}/memory_total_gib")
+        size = "" if used is None else f"{used:.1f} GiB" if not total else f"{used:.1f}/{total:.1f} GiB"
+        cells: list[RenderableType] = [Text(f"GPU {number}  {readable(device.name, 60)}", "bold")]
+        cells += [_percent(view.latest.get(f"{gpu}/util"), 0)]
+        cells += [_Spark(_history(view, f"{gpu}/util"), "green", style.ascii_only)] * has_sparks
+        cells += [size, _percent(100 * used / total if used is not None and total else None, 0)]
+        cells += [_Spark(_memory_percent(view, gpu), "cyan", style.ascii_only)] * has_sparks
+        table.add_row(*cells, *_figures(view.latest, gpu, style)[:figures])
+    return table
+
+
+def _figures(latest: Readings, gpu: str, style: _Style) -> list[Text]:
+    found = []
+    degree = " C" if style.ascii_only else " °C"
+    for name, limit, unit in (
+        ("temperature_c", "", degree),
+        ("power_w", "power_limit_w", " W"),
+        ("clock_mhz", "", " MHz"),
+    ):
+        value, most = latest.get(f"{gpu}/{name}"), latest.get(f"{gpu}/{limit}")
+        text = "" if value is None else f"{value:.0f}{'' if most is None else f'/{most:.0f}'}{unit}"
+        found.append(Text(text, "dim"))
+    return found
+
+
+def _slowed(view: View) -> list[Text]:
+    """Return a line for each reason that holds clocks down, faults in red."""
+    found: dict[str, list[str]] = {}
+    for number, gpu in enumerate(view.gpus):
+        for reason in slowed_by(view.latest.get(f"{gpu}/throttle_reasons")):
+            found.setdefault(reason, []).append(f"GPU {number}")
+    return [
+        Text(f"slowed: {reason} ({', '.join(gpus)})", "dim" if reason in BY_DESIGN else "red")
+        for reason, gpus in sorted(found.items(), key=lambda item: item[0] in BY_DESIGN)
+    ]
+
+
+def _machine(view: View, style: _Style) -> Table:
+    """Return CPU, RAM and disk, as far as they are known."""
+    table = style.table("<", ">", "~")
+    for label, name, color in (("CPU", "cpu/percent", "blue"), ("RAM", "ram/percent", "magenta")):
+        if name in view.latest or name in view.history:
+            spark = _Spark(_history(view, name), color, style.ascii_only)
+            table.add_row(label, _percent(view.latest.get(name), 1), spark)
+    disk = [words.format(view.latest[name]) for name, words in _DISK.items() if name in view.latest]
+    if disk:
+        table.add_row("disk", "", ", ".join(disk))
+    return table
+
+
+def _processes(view: View, room: int | None, style: _Style) -> RenderableType:
+    """Return the table of processes, at most `room` rows."""
+    plural = "s" if len(view.gpus) > 1 else ""
+    if view.users is None:
+        return Text(f"the driver does not report which processes use the GPU{plural}", style="dim")
+    users = [(number, user) for number, gpu in enumerate(view.gpus) for user in view.users.get(gpu, ())]
+    if not users:
+        return Text(f"no process computes on the GPU{plural}", style="dim")
+    has_runs = any(user.pid in view.runs for _, user in users)
+    shown = users if room is None or len(users) <= room else users[: max(0, room - 1)]
+    table = style.table(">", ">", "<", ">", *["<"] * has_runs, "<")
+    head = ("GPU", "PID", "USER", "MEMORY", *(["RUN"] * has_runs), "COMMAND")
+    table.add_row(*head, style="bold")
+    for number, user in shown:
+        names = [readable(name, 60) or "?" for name in (user.user, user.name)]
+        run = [view.runs.get(user.pid, "-")] * has_runs
+        table.add_row(str(number), str(user.pid), names[0], _gib(user.memory_gib), *run, names[1])
+    left_out = len(users) - len(shown)
+    return Group(table, Text(f"... {left_out} more processes: the terminal is too small", "dim")) if left_out else table
+
+
+def _history(view: View, name: str) -> Sequence[float]:
+    return view.history.get(name, deque())
+
+
+def _memory_percent(view: View, gpu: str) -> list[float]:
+    pairs = zip(_history(view, f"{gpu}/memory_gib"), _history(view, f"{gpu}/memory_total_gib"), strict=False)
+    return [100 * used / total if total else math.nan for used, total in pairs]
 
 
 def _percent(value: float | None, digits: int) -> str:
@@ -300,28 +230,9 @@ def _gib(value: float | None) -> str:
     return "?" if value is None else f"{value:.1f} GiB" if value >= 0.1 else f"{value * 1024:.0f} MiB"
 
 
-def _wrapped(text: str, columns: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, max(10, columns), subsequent_indent="  ")
-
-
-def _at_most(lines: list[Text], rows: int, more: str, head: int = 0) -> list[Text]:
-    """Return the lines, or those that fit and how many are left out; the first `head` are no such thing."""
-    if len(lines) <= rows:
-        return lines
-    shown = max(0, rows - 1)
-    left_out = len(lines) - max(shown, head)
-    return [*(lines[:shown] if shown > head else []), Text(f"... {left_out} {more}", style="dim")][: max(0, rows)]
-
-
-_MEMORY = "gpu{}/memory_gib"
-_ALARM, _NORMAL = "not bold red", "not bold dim"  # what is a fault, and what a busy GPU does
-_LEAST_SPARK = 6  # columns: a shorter one shows nothing
-_ROWS_OF_USES = 4  # an empty line, the head and two processes
-_MACHINE = (("CPU", "cpu/percent", "blue"), ("RAM", "ram/percent", "magenta"))
-_DISK = (
-    ("disk/free_gib", "{:.1f} GiB free"),
-    ("disk/read_mb_s", "{:.1f} MB/s read"),
-    ("disk/write_mb_s", "{:.1f} MB/s written"),
-)
+_ROOM_FOR_SPARKS = 60  # columns
+_DISK = {
+    "disk/free_gib": "{:.1f} GiB free",
+    "disk/read_mb_s": "{:.1f} MB/s read",
+    "disk/write_mb_s": "{:.1f} MB/s written",
+}

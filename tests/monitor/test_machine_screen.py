@@ -10,10 +10,13 @@ import re
 from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 
 from runner.monitor.machine_display import FullScreen, SampleLines, as_object, make_display
-from runner.monitor.machine_screen import KEPT, WAITING, Use, View, lines_of, sparkline
+from runner.monitor.machine_sample import GpuUser
+from runner.monitor.machine_screen import KEPT, WAITING, View, machine_screen, sparkline
 from runner.monitor.monitor_thread import as_line
+from runner.monitor.samples import SampledGpu
 from tests.console.test_progress_display import plain, terminal
 
 T4 = {
@@ -21,26 +24,32 @@ T4 = {
     "gpu0/power_w": 54.3, "gpu0/power_limit_w": 70.0, "gpu0/clock_mhz": 1590.0, "gpu0/throttle_reasons": 4.0,
     "cpu/percent": 45.3, "ram/percent": 67.2, "disk/free_gib": 120.0, "disk/read_mb_s": 1.5,
 }  # fmt: skip
-USES = [Use(0, 4242, "ada", "python", 1.0, "first"), Use(0, 77, "", "", None)]
+USERS = {"gpu0": [GpuUser(4242, "python", "ada", 1.0, None), GpuUser(77, "", "", None, None)]}
+RUNS = {4242: "first"}
 
 
 def view_of(*samples: dict[str, float], gpus: int = 1, **values: object) -> View:
-    view = View(gpus=["Tesla T4", *["NVIDIA H100 80GB HBM3"] * (gpus - 1)][:gpus], **values)  # type: ignore[arg-type]
+    names = ["Tesla T4", *["NVIDIA H100 80GB HBM3"] * (gpus - 1)][:gpus]
+    view = View(gpus={f"gpu{n}": SampledGpu(name, "") for n, name in enumerate(names)}, **values)  # type: ignore[arg-type]
     for sample in samples:
         view.add(sample)
     return view
 
 
-def eight() -> View:
+def eight(**values: float) -> View:
     one = {name.partition("/")[2]: value for name, value in T4.items() if name.startswith("gpu0/")}
     sample = {f"gpu{gpu}/{name}": value for gpu in range(8) for name, value in one.items()}
     sample |= {f"gpu{gpu}/throttle_reasons": 0.0 for gpu in range(8) if gpu != 5}
-    uses = [Use(gpu, 1000 + gpu, "ada", "python", 1.0) for gpu in range(8)]
-    return view_of(*[sample | {"cpu/percent": 10.0, "ram/percent": 20.0}] * 50, gpus=8, uses=uses)
+    sample |= {"cpu/percent": 10.0, "ram/percent": 20.0} | {f"{name}/throttle_reasons": v for name, v in values.items()}
+    users = {f"gpu{gpu}": [GpuUser(1000 + gpu, "python", "ada", 1.0, None)] for gpu in range(8)}
+    return view_of(*[sample] * 50, gpus=8, users=users)
 
 
-def shown(view: View, columns: int = 100, rows: int = 40, *, ascii_only: bool = False) -> list[str]:
-    return [line.plain for line in lines_of(view, columns, rows, ascii_only=ascii_only)]
+def shown(view: View, columns: int = 100, rows: int | None = 40, *, ascii_only: bool = False) -> list[str]:
+    console = Console(width=columns, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(machine_screen(view, columns, rows, ascii_only=ascii_only))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def test_a_sparkline_has_a_height_for_each_eighth_and_a_gap_for_what_was_not_read() -> None:
@@ -51,29 +60,27 @@ def test_a_sparkline_has_a_height_for_each_eighth_and_a_gap_for_what_was_not_rea
     assert sparkline([1], 0) == sparkline([], 5) == ""
 
 
-def test_the_screen_shows_every_figure_of_a_t4_and_who_uses_it(screen: Callable[..., None]) -> None:
-    lines = shown(view_of(*[T4] * 3, uses=USES, seconds=12.4))
+def test_the_screen_shows_every_figure_of_a_t4_and_its_processes(screen: Callable[..., None]) -> None:
+    lines = shown(view_of(*[T4] * 3, users=USERS, runs=RUNS, seconds=12.4))
     screen("\n".join(lines))
 
 
-def test_what_is_not_read_is_a_question_mark_or_absent_and_never_0() -> None:
+def test_a_missing_reading_is_a_question_mark_or_absent_and_never_0() -> None:
     text = "\n".join(shown(view_of({"cpu/percent": 5.0, "gpu0/memory_gib": 2.0})))
-    assert re.search(r"util +\?", text)
-    assert re.search(r"memory +\? +2\.0 GiB", text)
+    assert re.search(r"Tesla T4 +\? +2\.0 GiB +\?", text)
     assert not any(word in text for word in (" W", "MHz", "°C", "slowed", "RAM", "disk", " 0%"))
 
 
 def test_a_reading_that_stops_leaves_a_gap_and_one_that_begins_late_begins_late() -> None:
     view = view_of({"cpu/percent": 100.0}, {}, {"cpu/percent": 100.0, "ram/percent": 1.0})
-    assert [line.rstrip() for line in shown(view)[-2:]] != []
     assert any(line.endswith("█ █") for line in shown(view))
     assert any(line.endswith("  ▁") for line in shown(view))
     assert {len(values) for values in view.history.values()} == {3}
 
 
-def test_what_a_gpu_showed_before_it_was_lost_stays_on_the_screen() -> None:
-    lines = shown(view_of(T4, T4, {"cpu/percent": 1.0}))
-    assert [line.split() for line in lines[2:4]] == [["util", "?", "▇▇"], ["memory", "?", "▅▅"]]
+def test_the_history_of_a_lost_gpu_stays_on_the_screen() -> None:
+    line = shown(view_of(T4, T4, {"cpu/percent": 1.0}))[1]
+    assert line.split() == ["GPU", "0", "Tesla", "T4", "?", "▇▇", "?", "▅▅"]
 
 
 def test_the_history_does_not_grow_for_ever() -> None:
@@ -82,52 +89,37 @@ def test_the_history_does_not_grow_for_ever() -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 5, 12, 20, 30, 49, 60, 79, 120, 300])
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13, 24, 60])
-def test_the_screen_fits_every_terminal(columns: int, rows: int) -> None:
-    for view in (view_of(T4, uses=USES), eight(), view_of({}, gpus=0, missing=["no GPU " * 20])):
-        lines = shown(view, columns, rows)
-        assert len(lines) <= rows
-        assert all(len(line) <= columns for line in lines)
+def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
+    for view in (view_of(T4, users=USERS), eight(), view_of({}, gpus=0, missing=["no GPU " * 20])):
+        assert all(len(line) <= columns for line in shown(view, columns, 24))
 
 
-def test_what_does_not_fit_is_said(screen: Callable[..., None]) -> None:
-    lines = shown(eight(), 80, 17)
-    assert sum(line.startswith("GPU") and "%" in line for line in lines) == 8, "each GPU keeps a line"
-    screen("\n".join(lines), "17 rows")
-    low = shown(eight(), 80, 7)
-    assert any(line.startswith("CPU") for line in low)
-    screen("\n".join(low), "7 rows")
+def test_processes_that_do_not_fit_are_counted() -> None:
+    for rows in (16, 17, 20):
+        lines = shown(eight(), 80, rows)
+        left_out = int(re.search(r"(\d+) more processes", lines[-1])[1])  # type: ignore[index]
+        assert len(lines) == rows
+        assert sum(line.split()[-1:] == ["python"] for line in lines) == 8 - left_out
+    assert not any("more processes" in line for line in shown(eight(), 80, None))
 
 
-def test_gpus_of_one_line_stand_in_columns_and_keep_their_figures_when_one_is_too_hot(
-    screen: Callable[..., None],
-) -> None:
-    view = eight()
-    view.latest = {**view.latest, "gpu5/throttle_reasons": 64.0, "gpu6/throttle_reasons": 64.0}
-    found = shown(view, 90, 24)
-    lines = [line for line in found if line.startswith("GPU") and "%" in line]
-    assert {line.index("8.0/15.0 GiB") for line in lines} == {lines[0].index("8.0/15.0 GiB")}
-    assert all("61 °C    54/70 W  1590 MHz" in line for line in lines)
-    assert [line[:5] for line in lines if "!" in line] == ["GPU5!", "GPU6!"]
-    screen("\n".join(found))
-
-
-def test_a_power_limit_is_no_alarm_and_a_fault_is_one() -> None:
-    def reds(bits: float, columns: int, rows: int) -> list[str]:
-        lines = lines_of(view_of(T4 | {"gpu0/throttle_reasons": bits}), columns, rows)
-        return [line.plain for line in lines for span in line.spans if "red" in str(span.style)] + [
-            line.plain for line in lines if "red" in str(line.style)
-        ]
-
-    for columns, rows in [(100, 40), (60, 40), (60, 5)]:
-        assert reds(4.0 + 16 + 512, columns, rows) == []
-        assert reds(4.0 + 64, columns, rows) != []
-
-
-def test_no_figure_gives_way_to_what_slows_a_gpu_down(screen: Callable[..., None]) -> None:
-    lines = shown(view_of(T4 | {"gpu0/throttle_reasons": 4.0 + 32 + 64}), 60)
-    assert lines[1].endswith("61 °C   54/70 W   1590 MHz")
+def test_each_gpu_has_a_line_and_a_fault_names_its_gpus(screen: Callable[..., None]) -> None:
+    lines = shown(eight(gpu5=64.0, gpu6=64.0), 100)
+    gpus = [line for line in lines if line.startswith("GPU ") and "%" in line]
+    assert {line.index("8.0/15.0 GiB") for line in gpus} == {gpus[0].index("8.0/15.0 GiB")}
+    assert all("61 °C  54/70 W  1590 MHz" in line for line in gpus)
     screen("\n".join(lines))
+
+
+def test_only_a_fault_is_red() -> None:
+    def is_red(bits: float) -> bool:
+        console = Console(width=100, color_system="standard", force_terminal=True)
+        with console.capture() as captured:
+            console.print(machine_screen(view_of(T4 | {"gpu0/throttle_reasons": bits}), 100))
+        return "\x1b[31m" in captured.get()
+
+    assert not is_red(4.0 + 16 + 512)
+    assert is_red(4.0 + 64)
 
 
 def test_without_a_gpu_the_reason_is_shown() -> None:
@@ -138,20 +130,16 @@ def test_without_a_gpu_the_reason_is_shown() -> None:
     assert not any("process" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("uses", "words"),
-    [(None, "the driver does not report which processes use the GPU"), ([], "no process computes on the GPU")],
-)
-def test_no_process_and_no_answer_are_told_apart(uses: list[Use] | None, words: str) -> None:
-    assert shown(view_of(T4, uses=uses))[-1] == words
+def test_no_process_differs_from_an_unknown_number_of_processes() -> None:
+    assert shown(view_of(T4, users=None))[-1] != shown(view_of(T4, users={"gpu0": []}))[-1]
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
-    assert "\n".join(shown(view_of(T4, uses=USES), ascii_only=True)).isascii()
+    assert "\n".join(shown(view_of(T4, users=USERS, runs=RUNS), ascii_only=True)).isascii()
 
 
 def test_the_column_of_runs_is_there_only_when_a_run_uses_a_gpu() -> None:
-    assert "RUN" not in "\n".join(shown(view_of(T4, uses=[Use(0, 1)])))
+    assert "RUN" not in "\n".join(shown(view_of(T4, users=USERS)))
 
 
 def test_the_terminal_is_given_back_and_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +148,7 @@ def test_the_terminal_is_given_back_and_no_color_is_honoured(monkeypatch: pytest
     with terminal(80) as (stream, seen):
         display = make_display(stream, io.StringIO(), as_json=False)
         assert type(display) is FullScreen
-        display.sample(view_of(T4, uses=USES))
+        display.sample(view_of(T4, users=USERS, runs=RUNS))
         assert not display.is_resized()
         display.close()
         display.close()
@@ -213,13 +201,13 @@ def test_lines_and_not_a_screen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pyte
 
 def test_a_sample_as_json_holds_every_reading_and_null_for_what_is_not_known() -> None:
     out = io.StringIO()
-    make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, uses=USES, uuids=["GPU-1"]))
+    make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, users=USERS, runs=RUNS))
     found = json.loads(out.getvalue())
     assert found["readings"] == T4
     assert found["gpus"] == [
         {
             "name": "Tesla T4",
-            "uuid": "GPU-1",
+            "uuid": None,
             "processes": [
                 {"pid": 4242, "memory_gib": 1.0, "user": "ada", "name": "python", "run": "first"},
                 {"pid": 77, "memory_gib": None, "user": None, "name": None, "run": None},

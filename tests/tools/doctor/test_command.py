@@ -169,11 +169,13 @@ def test_a_device_that_is_not_here_fails(server: ForkServer, tmp_path: Path) -> 
 
 
 SLIPS = {
-    "doctor --jsn": "accel-run: --jsn: unknown argument\n           did you mean --json?\n",
-    "doctor disk": "accel-run: disk: unknown argument\n           use checks=[disk]\n",
-    "doctor check=disk": "accel-run: check=disk: unknown argument\n           did you mean checks?\n",
+    "doctor --jsn": "accel-run: --jsn: unknown option\n           did you mean --json?\n",
+    "doctor disk": (
+        "accel-run: disk: is not a setting; settings have the form key=value\n           use checks=[disk]\n"
+    ),
+    "doctor check=disk": "accel-run: check=disk: unknown key\n           did you mean checks?\n",
     "doctor checks=[matmull]": "accel-run: checks: unknown check matmull\n           did you mean matmul?\n",
-    "doctor device=gpu": "accel-run: device: must be auto, cpu, cuda, cuda:N or mps, but is gpu\n",
+    "doctor device=gpu": 'accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"\n',
 }
 
 
