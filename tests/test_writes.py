@@ -34,8 +34,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/monitor/gpu_stats.py", "_replace", ".replace"): "monitor.json takes its name, in place of a link too",
     ("runner/monitor/gpu_stats.py", "_replace", ".unlink"): "what of it could not be written",
     ("runner/monitor/gpu_stats.py", "plot_stats", ".mkdir"): "a folder for pictures beside it",
-    ("runner/monitor/machine_plots.py", "_write", "os.open"): "a picture, in the folder that the user named; opened through no link",
-    ("runner/monitor/machine_plots.py", "_write", "os.fdopen"): "in it, the descriptor of the line above",
     ("runner/engine/export_model.py", "export", "tempfile.TemporaryDirectory"): "writers of other libraries follow links, so that they write where nobody else does; swept after a crash",
     ("runner/engine/export_model.py", "_safetensors", "safetensors.torch.save_model"): "into the folder of the line above",
     ("runner/launch/slurm.py", "_clean_up", ".unlink"): "scripts that submitit wrote for a job that was refused",

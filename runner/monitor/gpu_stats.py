@@ -96,12 +96,12 @@ class GPUStats:
 
         After a second start in `plots-2`, and so on. Raises InputMissing where no samples were written, OSError.
         """
-        from runner.monitor.machine_plots import plots  # imported here: matplotlib is slow to import
+        from runner.monitor.machine_plots import pictures  # imported here: matplotlib is slow to import
 
         samples = self.samples()
         folder = self.log_dir / self._named("plots", "")
         folder.mkdir(mode=0o700, exist_ok=True)
-        return plots(folder, samples)
+        return [_replace(folder / name, content) for name, content in pictures(samples).items()]
 
     def __enter__(self) -> GPUStats:
         self._begin()
@@ -126,7 +126,7 @@ class GPUStats:
         text = json.dumps(self.get_summary(), indent=2) + "\n"
         if self._monitor.path_csv is not None:
             try:
-                _replace(self.log_dir / self._named("monitor", ".json"), text)
+                _replace(self.log_dir / self._named("monitor", ".json"), text.encode())
             except OSError as error:
                 _warn(4, f"{self.log_dir} is not written: {error.strerror}")
 
@@ -151,22 +151,23 @@ class GPUStats:
             return None
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write the text to `path` atomically, readable only by its owner; does not follow links.
+def _replace(path: Path, content: bytes) -> Path:
+    """Write `path` atomically, readable only by its owner; does not follow links. Returns the path.
 
-    Not `durable.files.atomic_write`, which waits until a disk has what a run goes on from: nothing goes on from this,
-    and the end of somebody's `with` block is no place to wait for one.
+    Not `durable.files.atomic_write`, which waits for the disk: nothing resumes from this file, and the end of a `with`
+    block should not wait.
     """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        with os.fdopen(os.open(temporary, flags, 0o600), "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+            file.write(content)
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+    return path
 
 
 def _warn(depth: int, text: str) -> None:

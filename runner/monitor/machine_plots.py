@@ -1,43 +1,39 @@
-"""Plot machine metrics: one figure per GPU, one of all GPUs, and one of GPU, CPU and RAM.
+"""Plot machine metrics: a figure per GPU, one of all GPUs, and one of GPU, CPU and RAM.
 
-What nobody could read, and the time when nobody looked, is a gap in the line and never a 0.
+Missing readings and times without samples are gaps in a line, never 0.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.base.picture import COLORS, new_figure, png
-from runner.host.dirfd import opened_parent
-from runner.monitor.nvml import THROTTLE_REASONS
 from runner.monitor.samples import MachineSamples
 
 if TYPE_CHECKING:
     from runner.monitor.samples import Floats
 
-POINTS = 1000  # of a line at most: about as many as a picture has pixels
+POINTS = 1000  # maximum of a line: about the width of a plot in pixels
+SHADES = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")  # of phases
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: a row of PANELS or of MACHINE.
+    """One pair of axes.
 
-    values  of the samples and "gpu0/", "gpu1/", ... or "" what is drawn (N,)
-    top     where the scale ends; None: where the values end
+    values  (samples, "gpu0/" or "") -> values to draw (N,)
+    top     end of the scale; None: that of the values
     from_0  the scale begins at 0
-    is_gpu  there is a line for each GPU
-    limit   the metric of a GPU that says how far the values can go, what it is called, and its unit
+    is_gpu  one line per GPU
+    limit   metric of a GPU that limits the values, its label and unit
     """
 
     title: str
@@ -51,172 +47,133 @@ class Panel:
 
 @dataclass(frozen=True)
 class PlotLine:
-    """A line of at most about POINTS points: mean, lowest and highest of the samples that make a point.
-
-    is_thinned  a point stands for several samples
-    """
+    """A thinned line: mean, lowest and highest of the samples of each point."""
 
     x: Floats
     mean: Floats
     low: Floats
     high: Floats
-    is_thinned: bool
 
 
 def pictures(samples: MachineSamples) -> dict[str, bytes]:
-    """Return file name -> PNG: a `gpu0.png` for each GPU, `gpus.png` where there are several, and `machine.png`.
-
-    No samples: no pictures.
-    """
+    """Return file name -> PNG: `gpu0.png` for each GPU, `gpus.png` for several, and `machine.png`."""
     return {name: png(figure) for name, figure in figures(samples).items()}
 
 
 def figures(samples: MachineSamples, points: int = POINTS, *, each: bool = True) -> dict[str, Any]:
     """Return file name -> matplotlib Figure, as `pictures` does.
 
-    points  of a line at most, about
-    each    a figure for each GPU, also where several have one together
+    points  approximate maximum of a line
+    each    a figure per GPU even if there are several
     """
     if not len(samples):
         return {}
     labels = {gpu: _label(gpu, samples) for gpu in _gpus(samples)}
-    apart = labels if each or len(labels) == 1 else {}
-    found = {f"gpu{gpu}.png": _stacked(samples, {gpu: label}, label, points) for gpu, label in apart.items()}
+    canvas = _Canvas(samples, labels, next(time for limit, time in _TIMES if _seconds(samples) < limit), points)
+    found = {}
+    for gpu, label in labels.items() if each or len(labels) == 1 else ():
+        found[f"gpu{gpu}.png"] = _figure(canvas.of({gpu: label}), PANELS, (4, 1), (10.0, 7.8), label)
     if len(labels) > 1:
         names = {label.partition(": ")[2] for label in labels.values()}
         title = f"{len(labels)} GPUs"
-        if len(names) == 1:  # which is not repeated for each
+        if len(names) == 1:  # named once, in the title
             title, labels = ": ".join([title, *filter(None, names)]), {gpu: f"GPU {gpu}" for gpu in labels}
-        found["gpus.png"] = _stacked(samples, labels, title, points)
-    return found | {"machine.png": _machine(samples, labels, points)}
+        found["gpus.png"] = _figure(canvas.of(labels), PANELS, (4, 1), (10.0, 7.8), title)
+    title, rows = ("GPU, CPU and RAM", 2) if labels else ("CPU and RAM", 1)
+    panels = [panel for panel in MACHINE if labels or not panel.is_gpu]
+    return found | {"machine.png": _figure(canvas.of(labels), panels, (rows, 2), (12.0, 3.0 + 2.25 * rows), title)}
 
 
-def plots(folder: Path, samples: MachineSamples) -> list[Path]:
-    """The pictures of these samples lie in `folder`, which is there; returns their paths.
+def thinned(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, points: int = POINTS) -> PlotLine:
+    """Return a line of at most about `points` points, broken by NaN at gaps; values that are not finite are left out.
 
-    Raises OSError.
+    after_gap  (N,) True where a gap precedes a value
     """
-    return [_write(folder / name, content) for name, content in pictures(samples).items()]
-
-
-def thinned(x: Floats, y: Floats, after_gap: NDArray[np.bool_], points: int = POINTS) -> PlotLine:
-    """Return the line through these samples, broken by NaN at the gaps, of at most about `points` points.
-
-    after_gap  (N,) True where nobody watched right before a sample
-    """
+    if not len(x):
+        return PlotLine(x, y, y, y)
     size = max(1, math.ceil(len(x) / points))
-    edges = [0, *np.flatnonzero(after_gap[1:]) + 1, len(x)]
+    edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(x)]
     parts = [_grouped(x[begin:end], y[begin:end], size) for begin, end in pairwise(edges)]
-    when, mean, low, high = (np.concatenate(column)[:-1] for column in zip(*parts, strict=True))
-    return PlotLine(when, mean, low, high, is_thinned=size > 1)
+    return PlotLine(*(np.concatenate(column)[:-1] for column in zip(*parts, strict=True)))
 
 
-# ---------------------------------------------------------------- pictures
+def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: float, *, with_names: bool = True) -> Any:
+    """Shade (phase, begin, end) of the x axis in a color per phase; write the names above where there is room.
+
+    end  of the x axis
+    Returns phase -> handle for a legend.
+    """
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for phase, begin, until in phases:
+        spans.setdefault(phase, []).append((begin, until - begin))
+        if with_names and (until - begin) / (end or 1.0) > _LETTER * (len(phase) + 1):
+            at, where = (begin + until) / 2, axes.get_xaxis_transform()
+            axes.text(at, 1.02, phase, transform=where, ha="center", va="bottom", fontsize=8, color="#666666")
+    return {
+        phase: _shaded(axes, found, facecolor=SHADES[number % len(SHADES)], zorder=0)
+        for number, (phase, found) in enumerate(spans.items())
+    }
 
 
-@dataclass(frozen=True)
-class _Time:
-    """How the time axis counts."""
-
-    unit: str
-    seconds: float
+# ---------------------------------------------------------------- figures
 
 
 @dataclass(frozen=True)
 class _Canvas:
-    """What the panels of one picture share: the samples, their clock, the GPUs, and what the legend explains."""
+    """What the panels of a figure share; `time` is the name of the unit of x, and its seconds."""
 
     samples: MachineSamples
     labels: Mapping[int, str]
-    time: _Time
+    time: tuple[str, float]
     points: int
     legend: dict[str, Any] = field(default_factory=dict)
 
+    def of(self, labels: Mapping[int, str]) -> _Canvas:
+        """Return a canvas for another figure."""
+        return _Canvas(self.samples, labels, self.time, self.points)
+
     @property
     def x(self) -> Floats:
-        moments: Floats = (self.samples.times_s - self.samples.times_s[0]) / self.time.seconds
+        moments: Floats = (self.samples.times_s - self.samples.times_s[0]) / self.time[1]
         return moments
 
 
-@dataclass(frozen=True)
-class _Slowed:
-    """A row of what held the clocks down: (N,) True where it did, and its colour."""
-
-    when: NDArray[np.bool_]
-    color: str
-
-
-def _stacked(samples: MachineSamples, labels: Mapping[int, str], title: str, points: int) -> Any:
-    """Return utilisation, memory, temperature and power over time, one below the other, with a line for each GPU.
-
-    Below them stands what held the clocks down, where something did.
-    """
-    slowed = _slowed(samples, labels)
-    heights = [_PANEL_INCHES] * len(PANELS) + ([_ROW_INCHES * (len(slowed) + 1)] if slowed else [])
-    figure = new_figure(10.0, sum(heights) + _MARGIN_INCHES * len(heights))
-    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    panels = dict(zip(PANELS, axes[: len(PANELS)], strict=True))
-    return _filled(
-        figure, panels, _Canvas(samples, labels, _time(samples), points), title, {axes[-1]: slowed} if slowed else {}
-    )
-
-
-def _machine(samples: MachineSamples, labels: Mapping[int, str], points: int) -> Any:
-    """Return GPU utilisation and memory, CPU and RAM, all in percent, in two rows; without a GPU in one."""
-    panels = [panel for panel in MACHINE if labels or not panel.is_gpu]
-    figure = new_figure(12.0, 7.5 if labels else 4.5)
-    axes = figure.subplots(len(panels) // 2, 2, sharex=True, squeeze=False)
-    title = "GPU, CPU and RAM" if labels else "CPU and RAM"
-    return _filled(
-        figure, dict(zip(panels, axes.flat, strict=True)), _Canvas(samples, labels, _time(samples), points), title
-    )
-
-
-def _filled(
-    figure: Any,
-    axes: Mapping[Panel, Any],
-    canvas: _Canvas,
-    title: str,
-    slowed: Mapping[Any, Mapping[str, _Slowed]] = MappingProxyType({}),
+def _figure(
+    canvas: _Canvas, panels: Iterable[Panel], shape: tuple[int, int], inches: tuple[float, float], title: str
 ) -> Any:
-    samples, labels = canvas.samples, canvas.labels
-    held = "what held the clocks down" if len(labels) == 1 else "when the clocks were held down (why: see each GPU)"
-    titles = {each: panel.title for panel, each in axes.items()} | dict.fromkeys(slowed, held)
-    for each, words in titles.items():
-        is_first_row = each.get_subplotspec().is_first_row()
-        each.set_title(words, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
-        each.spines[["top", "right"]].set_visible(False)
-        _phases(each, canvas, with_names=is_first_row)
-        _gaps(each, canvas)
-        if each.get_subplotspec().is_last_row():
-            each.set_xlabel(f"time since the first sample ({canvas.time.unit})")
-    for panel, each in axes.items():
-        _draw(each, panel, canvas)
-    for each, rows in slowed.items():
-        _draw_slowed(each, rows, canvas)
+    samples = canvas.samples
+    figure = new_figure(*inches)
+    for panel, axes in zip(panels, figure.subplots(*shape, sharex=True, squeeze=False).flat, strict=True):
+        is_first_row = axes.get_subplotspec().is_first_row()
+        axes.set_title(panel.title, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
+        axes.spines[["top", "right"]].set_visible(False)
+        phases = [each for each in _phases(canvas) if each[0]]
+        shades = shade_phases(axes, phases, float(canvas.x[-1]), with_names=is_first_row)
+        canvas.legend.update({f"phase {name}": shade for name, shade in shades.items()})
+        _hatch_gaps(axes, canvas)
+        _draw(axes, panel, canvas)
+        if axes.get_subplotspec().is_last_row():
+            axes.set_xlabel(f"time since the first sample ({canvas.time[0]})")
     begun = datetime.fromtimestamp(samples.times_s[0]).astimezone()
+    length = f"{float(canvas.x[-1]):.3g} {canvas.time[0]}, {len(samples):,} sample{'s' * (len(samples) > 1)}"
     figure.suptitle(title, x=0.005, ha="left", fontsize=13, fontweight="bold")
-    figure.text(
-        0.995, 0.995, f"{begun:%Y-%m-%d %H:%M:%S}\n{_length(canvas)}", ha="right", va="top", fontsize=8, color="0.4"
-    )
-    _explain(figure, canvas.legend)
+    figure.text(0.995, 0.995, f"{begun:%Y-%m-%d %H:%M:%S}\n{length}", ha="right", va="top", fontsize=8, color="0.4")
+    _add_legend(figure, canvas.legend)
     return figure
 
 
-def _explain(figure: Any, legend: Mapping[str, Any]) -> None:
-    """The legend stands below the panels in as many columns as fit; the figure is as much higher."""
-    if not legend:
-        return
+def _add_legend(figure: Any, legend: Mapping[str, Any]) -> None:
+    """Add the legend below the panels, in as many columns as fit, and make the figure higher by its height."""
     for columns in range(min(_COLUMNS, len(legend)), 0, -1):
         drawn = figure.legend(
             legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
         )
         box = drawn.get_window_extent()
         if box.width <= figure.bbox.width or columns == 1:
-            break
+            width, height = figure.get_size_inches()
+            figure.set_size_inches(width, height + box.height / figure.dpi)
+            return
         drawn.remove()
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + box.height / figure.dpi)
 
 
 def _draw(axes: Any, panel: Panel, canvas: _Canvas) -> None:
@@ -246,15 +203,13 @@ def _draw(axes: Any, panel: Panel, canvas: _Canvas) -> None:
 
 def _line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) -> None:
     is_crowded = len(canvas.labels) > _BANDS
-    line = thinned(canvas.x, values, canvas.samples.gaps(), canvas.points // 4 if is_crowded else canvas.points)
-    is_short = len(line.x) <= _MARKED
-    (drawn,) = axes.plot(
-        line.x, line.mean, color=color, linewidth=1.4, marker="o" if is_short else None, markersize=3, zorder=3
-    )
-    alone = _alone(line.mean)
-    if alone.any() and not is_short:  # a point between two gaps has no line to be seen by
+    points = canvas.points // 4 if is_crowded else canvas.points
+    line = thinned(canvas.x, values, canvas.samples.gaps(), points)
+    (drawn,) = axes.plot(line.x, line.mean, color=color, linewidth=1.4, zorder=3)
+    alone = np.full(len(line.x), True) if len(line.x) <= _MARKED else _alone(line.mean)
+    if alone.any():
         axes.plot(line.x[alone], line.mean[alone], "o", color=color, markersize=2.5, zorder=3)
-    if line.is_thinned and not is_crowded:
+    if len(values) > points and not is_crowded:
         axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.22, linewidth=0, zorder=2)
         canvas.legend.setdefault("lowest to highest", axes.fill_between([], [], color="0.7", linewidth=0))
     if label:
@@ -262,7 +217,7 @@ def _line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) ->
 
 
 def _limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[float]:
-    """Draw how far the values of each GPU can go, in its color unless it is the same for several; return it."""
+    """Draw the limit of each GPU, in its color unless several GPUs share it; return the limits."""
     metric, words, unit = limit
     known = {gpu: _column(canvas.samples, f"gpu{gpu}/{metric}") for gpu in canvas.labels}
     values = {gpu: float(np.nanmax(column)) for gpu, column in known.items() if np.isfinite(column).any()}
@@ -274,83 +229,33 @@ def _limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[flo
     return list(values.values())
 
 
-def _slowed(samples: MachineSamples, labels: Mapping[int, str]) -> dict[str, _Slowed]:
-    """Return when the driver held the clocks down: by reason, or by GPU where there are several, without the idle."""
-    bits = {}
-    for gpu in labels:
-        known = _column(samples, f"gpu{gpu}/throttle_reasons")
-        bits[gpu] = np.where(np.isfinite(known), known, 0).astype(np.int64)
-    if len(labels) > 1:
-        every = sum(THROTTLE_REASONS)
-        rows = {f"GPU {gpu}": _Slowed((held & every) > 0, _color(gpu)) for gpu, held in bits.items()}
-    else:
-        rows = {
-            words: _Slowed((held & bit) > 0, _HOST) for held in bits.values() for bit, words in THROTTLE_REASONS.items()
-        }
-    return {name: row for name, row in rows.items() if row.when.any()}
-
-
-def _draw_slowed(axes: Any, rows: Mapping[str, _Slowed], canvas: _Canvas) -> None:
-    """Draw a row of bars for each: from the sample before, back to which a sample stands, to the sample."""
-    shortest = (float(canvas.x[-1]) or 1.0) / _MARKED / 4  # that can be seen
-    begins = np.maximum(canvas.x - canvas.samples.spans_s / canvas.time.seconds, 0.0)
-    for at, row in enumerate(rows.values()):
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], row.when, [False]])))
-        bars = [
-            (begins[first], max(canvas.x[end - 1] - begins[first], shortest))
-            for first, end in zip(edges[::2], edges[1::2], strict=True)
-        ]
-        axes.broken_barh(bars, (at - 0.3, 0.6), facecolor=row.color, linewidth=0, zorder=3)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), rows, fontsize=8)
-    axes.tick_params(axis="y", length=0)
-
-
 def _scale(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
     if panel.top is not None:
         axes.set_ylim(-0.03 * panel.top, 1.05 * panel.top)
     elif panel.from_0:
         axes.set_ylim(-0.03 * highest, 1.1 * highest or 1.0)
     else:
-        room = max(0.1 * (highest - lowest), 2.0)  # a reading that stays the same is no mountain range
+        room = max(0.1 * (highest - lowest), 2.0)  # so that a constant reading is a flat line
         axes.set_ylim(lowest - room, highest + room)
 
 
-def _phases(axes: Any, canvas: _Canvas, *, with_names: bool) -> None:
-    """Shade the time of each phase, and write its name above where there is room."""
-    stretches: dict[str, list[tuple[float, float]]] = {}
-    for phase, begin, end in _stretches(canvas):
-        if phase:
-            stretches.setdefault(phase, []).append((begin, end - begin))
-    whole = float(canvas.x[-1]) or 1.0
-    for number, (phase, found) in enumerate(stretches.items()):
-        _shaded(axes, found, canvas, f"phase {phase}", facecolor=_SHADES[number % len(_SHADES)], zorder=0)
-        for begin, width in found if with_names else ():
-            if width / whole > _LETTER * (len(phase) + 1):
-                axes.text(
-                    begin + width / 2, 1.02, phase, transform=axes.get_xaxis_transform(), ha="center", va="bottom",
-                    fontsize=8, color="0.35",
-                )  # fmt: skip
-
-
-def _gaps(axes: Any, canvas: _Canvas) -> None:
-    """Hatch the time when nobody looked."""
+def _hatch_gaps(axes: Any, canvas: _Canvas) -> None:
     x, after = canvas.x, np.flatnonzero(canvas.samples.gaps()[1:]) + 1
-    found = [(float(x[index - 1]), float(x[index] - x[index - 1])) for index in after]
-    if found:
-        _shaded(axes, found, canvas, "not watched", facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
+    if len(after):
+        spans = [(float(x[index - 1]), float(x[index] - x[index - 1])) for index in after]
+        shade = _shaded(axes, spans, facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
+        canvas.legend.setdefault("not watched", shade)
 
 
-def _shaded(axes: Any, stretches: list[tuple[float, float]], canvas: _Canvas, words: str, **style: Any) -> None:
-    """Shade (begin, width) from the foot to the top, all in one: there may be thousands."""
-    shade = axes.broken_barh(stretches, (0, 1), transform=axes.get_xaxis_transform(), linewidth=0, **style)
-    canvas.legend.setdefault(words, shade)
+def _shaded(axes: Any, spans: list[tuple[float, float]], **style: Any) -> Any:
+    """Shade (begin, width) over the height of the axes, in one collection: there may be thousands."""
+    return axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), linewidth=0, **style)
 
 
 # ---------------------------------------------------------------- from samples to lines
 
 
-def _stretches(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
+def _phases(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
     """Yield (phase, begin, end); a phase ends where the next one begins, and at a gap."""
     phases, gaps, x = canvas.samples.phases, canvas.samples.gaps(), canvas.x
     begin = 0
@@ -363,10 +268,7 @@ def _stretches(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
 
 
 def _grouped(x: Floats, y: Floats, size: int) -> tuple[Floats, Floats, Floats, Floats]:
-    """Return time, mean, lowest and highest of each `size` samples or one less, and a NaN behind them.
-
-    NaN where none of them is known.
-    """
+    """Return time, mean, lowest and highest of each `size` samples, NaN if none is finite, and a final NaN."""
     starts = np.linspace(0, len(x), math.ceil(len(x) / size), endpoint=False).astype(np.int64)
     known = np.isfinite(y)
     num_known = np.add.reduceat(known.astype(np.float64), starts)
@@ -379,7 +281,7 @@ def _grouped(x: Floats, y: Floats, size: int) -> tuple[Floats, Floats, Floats, F
 
 
 def _alone(values: Floats) -> NDArray[np.bool_]:
-    """Tell of each point whether it is known and neither neighbour is."""
+    """Return (N,) True for a point with a value between two without: it would not be visible as a line."""
     known = np.isfinite(values)
     around = np.concatenate([[False], known, [False]])
     alone: NDArray[np.bool_] = known & ~around[:-2] & ~around[2:]
@@ -400,23 +302,8 @@ def _color(gpu: int) -> str:
     return COLORS[gpu % len(COLORS)]
 
 
-def _time(samples: MachineSamples) -> _Time:
-    span = float(samples.times_s[-1] - samples.times_s[0])
-    return next(time for limit, time in _TIMES if span < limit)
-
-
-def _length(canvas: _Canvas) -> str:
-    count = len(canvas.samples)
-    return f"{float(canvas.x[-1]):.3g} {canvas.time.unit}, {count:,} sample{'s' if count > 1 else ''}"
-
-
-def _write(path: Path, content: bytes) -> Path:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    with opened_parent(path) as (folder, name):
-        descriptor = os.open(name, flags, 0o600, dir_fd=folder)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    return path
+def _seconds(samples: MachineSamples) -> float:
+    return float(samples.times_s[-1] - samples.times_s[0])
 
 
 def _of(name: str) -> Callable[[MachineSamples, str], Floats]:
@@ -431,19 +318,12 @@ def _column(samples: MachineSamples, name: str) -> Floats:
     return samples.values.get(name, np.full(len(samples), math.nan))
 
 
-_TIMES = (
-    (180.0, _Time("s", 1.0)),
-    (3 * 3600.0, _Time("min", 60.0)),
-    (3 * 86400.0, _Time("h", 3600.0)),
-    (math.inf, _Time("days", 86400.0)),
-)
-_MARKED = 60  # points up to which each has a mark
+_TIMES = ((180.0, ("s", 1.0)), (3 * 3600.0, ("min", 60.0)), (3 * 86400.0, ("h", 3600.0)), (math.inf, ("days", 86400.0)))
+_MARKED = 60  # points of a line up to which each has a mark
 _BANDS = 2  # GPUs up to which the band from lowest to highest is drawn
-_LETTER = 0.009  # of the axes' width, that a letter takes
-_COLUMNS = 4  # of the legend at most
-_PANEL_INCHES, _ROW_INCHES, _MARGIN_INCHES = 1.5, 0.14, 0.45  # heights of a panel, a row of bars, titles and ticks
+_LETTER = 0.012  # width of a letter, as a share of that of the axes
+_COLUMNS = 4  # maximum of the legend
 _HOST = "#444444"
-_SHADES = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")
 
 PANELS: tuple[Panel, ...] = (
     Panel("utilisation", "utilisation (%)", _of("util"), top=100.0),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.base.picture import COLORS, new_figure
+from runner.monitor.machine_plots import PlotLine, shade_phases, thinned
 from runner.tools.report.run_data import Curve, RunData
-from runner.tools.report.svg import MUTED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,32 +59,10 @@ class Kind:
     wide: bool = False
 
 
-@dataclass(frozen=True)
-class ChartLine:
-    """Mean, lowest and highest of the values that make a point."""
-
-    x: Floats
-    mean: Floats
-    low: Floats
-    high: Floats
-
-
-def binned(curve: Curve, points: int = 320) -> ChartLine:
-    """Return a line of at most so many points; a value that is not finite is left out, a point of none is a gap."""
+def binned(curve: Curve, points: int = 320) -> PlotLine:
+    """Return a line of at most about this many points; values that are not finite are left out."""
     x, y = np.asarray(curve.x, dtype=np.float64), np.asarray(curve.y, dtype=np.float64)
-    y = np.where(np.isfinite(y), y, np.nan)
-    size = max(1, -(-len(x) // points))
-    if size == 1:
-        return ChartLine(x, y, y, y)
-    starts = np.arange(0, len(x), size)
-    known = np.add.reduceat(np.isfinite(y).astype(np.float64), starts)
-    count = np.diff(starts, append=len(x))
-    mean = np.where(known > 0, np.add.reduceat(np.nan_to_num(y), starts) / np.maximum(known, 1), np.nan)
-    low = np.minimum.reduceat(np.where(np.isnan(y), np.inf, y), starts)
-    high = np.maximum.reduceat(np.where(np.isnan(y), -np.inf, y), starts)
-    return ChartLine(
-        np.add.reduceat(x, starts) / count, mean, np.where(known > 0, low, np.nan), np.where(known > 0, high, np.nan)
-    )
+    return thinned(x, y, points=points)
 
 
 def smoothed(curve: Curve, share: float = 0.04) -> Curve:
@@ -141,19 +119,7 @@ def dress(axes: Any, story: RunData, label: str, *, with_names: bool = True) -> 
     axes.set_xlim(-0.02 * whole, 1.02 * whole)
     if len(phases) < 2:
         return
-    for number, (name, (begin, end)) in enumerate(phases.items()):
-        axes.axvspan(begin, end, color=_SHADES[number % len(_SHADES)], linewidth=0, zorder=0)
-        if with_names and (end - begin) / whole > 0.012 * (len(name) + 1):
-            axes.text(
-                (begin + end) / 2,
-                1.01,
-                name,
-                transform=axes.get_xaxis_transform(),
-                ha="center",
-                va="bottom",
-                fontsize=8,
-                color=MUTED,
-            )
+    shade_phases(axes, [(name, *ends) for name, ends in phases.items()], whole, with_names=with_names)
 
 
 def from_to(name: str, curve: Curve) -> str:
@@ -181,7 +147,6 @@ def no_rows(story: RunData, otherwise: str) -> str:
 LEGEND: Mapping[str, Any] = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.0}
 SIZE = (6.2, 3.1)  # inches: letters of 10 points can be read where a telephone shows it
 MARKED = 60
-_SHADES = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EEEEEE", "#FCF6CF")
 PART_COLORS = {
     "data": COLORS[4],
     "transfer": COLORS[3],

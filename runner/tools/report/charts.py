@@ -14,6 +14,7 @@ from runner.base.picture import COLORS, new_figure
 from runner.base.stopwatch import BETWEEN, PARTS
 from runner.base.text import error_line
 from runner.console import bottleneck
+from runner.monitor.machine_plots import PlotLine
 from runner.tools.measure import plots
 from runner.tools.measure.results import Results
 from runner.tools.report.chart_parts import (
@@ -21,7 +22,6 @@ from runner.tools.report.chart_parts import (
     PART_COLORS,
     SIZE,
     Chart,
-    ChartLine,
     Drawing,
     Kind,
     Missing,
@@ -167,7 +167,7 @@ def step_time(story: RunData) -> Drawing | str:
     axes = figure.subplots()
     if len(at) == 1:
         at = np.array([at[0] - 0.5, at[0] + 0.5])
-        lines = {part: ChartLine(at, *(np.repeat(line.mean, 2),) * 3) for part, line in lines.items()}
+        lines = {part: PlotLine(at, *(np.repeat(line.mean, 2),) * 3) for part, line in lines.items()}
     colors = [PART_COLORS.get(part, GRID) for part in lines]
     axes.stackplot(
         at, *(np.nan_to_num(line.mean) for line in lines.values()), colors=colors, labels=list(lines), linewidth=0

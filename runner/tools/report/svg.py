@@ -104,12 +104,11 @@ PALETTE = {
     GRID: "var(--grid)",
     "#e0e0e0": "var(--grid)",
     "#ffffff": "var(--card)",
-    "#ededed": "var(--grid)",
     "#bfbfbf": "var(--hatch)",
     **{color.lower(): f"var(--c{number})" for number, color in enumerate(COLORS)},
     **{
         color: f"var(--s{number})"
-        for number, color in enumerate(("#e3eef8", "#fcebd8", "#e2f2df", "#f5e1ee", "#eeeeee", "#fcf6cf"))
+        for number, color in enumerate(("#e3eef8", "#fcebd8", "#e2f2df", "#f5e1ee", "#ededed", "#fcf6cf"))
     },
 }
 _STYLE: dict[str, Any] = {
