@@ -198,6 +198,14 @@ def free_layers(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter],
                 module._buffers[name] = None if buffer is None else buffer.to("meta")
 
 
+def move_buffers(model: nn.Module, of_layers: set[nn.Module], device: torch.device) -> None:
+    """Move the buffers outside of the layers to this rank's device: the loss and predictions may use them."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if module not in of_layers and buffer is not None and buffer.device != device:  # fake ones cannot be moved
+                module._buffers[name] = buffer.to(device)
+
+
 WHERE = "parallelism=pipeline"
 
 

@@ -40,6 +40,7 @@ from runner.distributed.layer_placement import (
     Tie,
     free_layers,
     layers_on_all_ranks,
+    move_buffers,
     place_layers,
     shared_modules,
     shared_parameters,
@@ -142,6 +143,7 @@ class Pipelined(Parallel):
         self._copied = shared_modules(self.world, model, found, self.placement.split)
         of_layers = {module for layer in found for module in layer.modules()}
         free_layers(model, kept, self._mine, of_layers)
+        move_buffers(model, of_layers, self.world.device)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
         last = (self.num_stages - 1) % self.world.world_size
         self._buffers = BufferSync(model, self.world, last, others=of_layers)

@@ -29,6 +29,7 @@ class Small(Task):
             nn.Tanh(),
             nn.Linear(width, 3),
         )
+        self.model.register_buffer("temperature", torch.ones(3))  # used by the loss; in no layer of a pipeline
         self.short_in, self.rank = short_in, rank
         self.is_due = self.was_short = False
         if short_in == "optimizer":
@@ -49,7 +50,7 @@ class Small(Task):
         inputs, targets = batch
         if self.short_in == "forward":
             self.take_too_much(inputs.device)
-        loss = F.cross_entropy(model(inputs), targets, reduction="sum")
+        loss = F.cross_entropy(model(inputs) / self.model.temperature, targets, reduction="sum")
         if self.short_in == "backward" and loss.requires_grad:
             loss.register_hook(lambda gradient: self.take_too_much(gradient.device))
         return loss, len(targets)
