@@ -39,6 +39,8 @@ class Tracts:
     points    (N, 3) mm, all streamlines in a row; streamline i is points[ends[i - 1] : ends[i]]
     subject   (M,) of each streamline
     split     (M,) of each streamline, a number of SPLITS
+    bundle    (M,) of each streamline, a number of `bundles`
+    bundles   their names
     affines   (S, 4, 4) from voxels to RAS mm
     """
 
@@ -49,12 +51,21 @@ class Tracts:
     ends: Tensor
     subject: Tensor
     split: Tensor
+    bundle: Tensor
+    bundles: Sequence[str]
 
     def streamlines(self, split: str, subject: int) -> list[Tensor]:
         """Return the streamlines (n, 3) of a subject in a split."""
-        chosen = ((self.split == SPLITS.index(split)) & (self.subject == subject)).nonzero()[:, 0].tolist()
         starts = torch.cat([self.ends.new_zeros(1), self.ends])
-        return [self.points[starts[i] : starts[i + 1]] for i in chosen]
+        return [self.points[starts[i] : starts[i + 1]] for i in self._chosen(split, subject)]
+
+    def bundles_of(self, split: str, subject: int) -> list[str]:
+        """Return the bundle of each of these streamlines."""
+        return [self.bundles[number] for number in self.bundle[self._chosen(split, subject)].tolist()]
+
+    def _chosen(self, split: str, subject: int) -> list[int]:
+        chosen: list[int] = ((self.split == SPLITS.index(split)) & (self.subject == subject)).nonzero()[:, 0].tolist()
+        return chosen
 
     def subjects(self, split: str) -> list[int]:
         """Return the subjects that have streamlines in a split."""
@@ -175,14 +186,16 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
 
 def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
     """Write what `read` reads. Raises DataError where no streamline is long enough for a piece."""
-    lines, owner, split = [], [], []
+    lines, owner, split, bundle = [], [], [], []
+    names = sorted({name for subject in subjects for name in subject.bundle})
     for number, subject in enumerate(subjects):
-        for streamline, part in zip(subject.streamlines, subject.split, strict=True):
+        for streamline, part, name in zip(subject.streamlines, subject.split, subject.bundle, strict=True):
             line = every(streamline, step)
             if len(line) > NUM_POINTS + 1:
                 lines.append(line)
                 owner.append(number)
                 split.append(SPLITS.index(part))
+                bundle.append(names.index(name))
     for part in ("train", "val"):
         if SPLITS.index(part) not in split:
             what = f"no {part} streamline is at least {(NUM_POINTS + 1) * step:g} mm long: 16 points every {step:g} mm"
@@ -198,6 +211,8 @@ def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
         ends=np.cumsum([len(line) for line in lines]),
         subject=np.array(owner),
         split=np.array(split),
+        bundle=np.array(bundle),
+        bundles=np.array(names),
     )
 
 
@@ -208,8 +223,9 @@ def read(folder: Path) -> Tracts:
     values = torch.from_numpy(np.asarray(np.load(folder / "values.npy", mmap_mode="c")))
     to_voxel = torch.from_numpy(np.linalg.inv(parts["affines"])).float()
     fields = Fields(values, torch.from_numpy(parts["shapes"]), to_voxel)
-    tensors = {name: torch.from_numpy(parts[name]) for name in ("points", "ends", "subject", "split")}
-    return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors)
+    tensors = {name: torch.from_numpy(parts[name]) for name in ("points", "ends", "subject", "split", "bundle")}
+    bundles = [str(name) for name in parts["bundles"]]
+    return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors, bundles=bundles)
 
 
-VERSION = 3  # of the prepared files; a change of their content makes it one higher
+VERSION = 4  # of the prepared files; a change of their content makes it one higher

@@ -1,4 +1,4 @@
-"""Noise that comes and goes: the squared-cosine schedule, and sampling step by step with a model that predicts x0."""
+"""Diffusion with the squared-cosine schedule, and sampling with a model that predicts x0."""
 
 from __future__ import annotations
 
@@ -47,12 +47,30 @@ class Schedule(nn.Module):
         signal = self.signal[step].view(-1, *[1] * (x0.dim() - 1))
         return signal.sqrt() * x0 + (1 - signal).sqrt() * noise
 
-    def sample(self, predict: Callable[[Tensor, Tensor], Tensor], draw: Callable[[], Tensor]) -> Tensor:
-        """Return a sample (B, ...) by ancestral sampling from pure noise.
+    def sample(
+        self, predict: Callable[[Tensor, Tensor], Tensor], draw: Callable[[], Tensor], num_steps: int | None = None
+    ) -> Tensor:
+        """Return a sample (B, ...) from pure noise.
 
-        predict  (x_t, step (B,)) -> x0
-        draw     () -> noise (B, ...) of unit variance
+        predict    (x_t, step (B,)) -> x0
+        draw       () -> noise (B, ...) of unit variance
+        num_steps  None: ancestral sampling in T steps; otherwise DDIM in that many, at most T, which draws once
         """
+        return self._ancestral(predict, draw) if num_steps is None else self._ddim(predict, draw(), num_steps)
+
+    def _ddim(self, predict: Callable[[Tensor, Tensor], Tensor], x: Tensor, num_steps: int) -> Tensor:
+        """Source: Song et al., Denoising Diffusion Implicit Models, ICLR 2021, equation 12 with sigma = 0."""
+        steps = torch.linspace(self.num_steps - 1, 0, num_steps).round().long().tolist()
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            x0 = predict(x, torch.full(x.shape[:1], step, device=x.device)).float()
+            if following is None:
+                return x0
+            signal, kept = self.signal[step], self.signal[following]
+            noise = (x - signal.sqrt() * x0) / (1 - signal).sqrt()
+            x = kept.sqrt() * x0 + (1 - kept).sqrt() * noise
+        return x
+
+    def _ancestral(self, predict: Callable[[Tensor, Tensor], Tensor], draw: Callable[[], Tensor]) -> Tensor:
         x = draw()
         for step in reversed(range(self.num_steps)):
             x0 = predict(x, torch.full(x.shape[:1], step, device=x.device)).float()

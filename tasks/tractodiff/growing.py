@@ -1,4 +1,4 @@
-"""Whole streamlines from seeds: piece after piece, first one way, then the other, until they leave the mask."""
+"""Whole streamlines from seeds: segment after segment, first one way, then the other, until they leave the mask."""
 
 from __future__ import annotations
 
@@ -14,14 +14,23 @@ from .model import NUM_POINTS, StreamlineDiffusion
 Draw = Callable[[Tensor], Tensor]
 
 
-def pieces(model: nn.Module, bare: StreamlineDiffusion, condition: Tensor, noise: Callable[[], Tensor]) -> Tensor:
-    """Return pieces (B, 16, 3) in mm from their start, drawn for the conditions (B, 346) from noise (B, 16, 3)."""
+def pieces(
+    model: nn.Module,
+    bare: StreamlineDiffusion,
+    condition: Tensor,
+    noise: Callable[[], Tensor],
+    num_steps: int | None = None,
+) -> Tensor:
+    """Return segments (B, 16, 3) in mm from their start for the conditions (B, 346), from noise (B, 16, 3).
+
+    num_steps  None: ancestral sampling; otherwise that many steps of DDIM
+    """
 
     def predict(noisy: Tensor, step: Tensor) -> Tensor:
         x0: Tensor = model(noisy, step, condition)
         return x0
 
-    return bare.scale * bare.schedule.sample(predict, noise)
+    return bare.scale * bare.schedule.sample(predict, noise, num_steps)
 
 
 class Drawing:
@@ -31,10 +40,16 @@ class Drawing:
     """
 
     def __init__(
-        self, model: nn.Module, bare: StreamlineDiffusion, fields: Fields, subject: int, generator: torch.Generator
+        self,
+        model: nn.Module,
+        bare: StreamlineDiffusion,
+        fields: Fields,
+        subject: int,
+        generator: torch.Generator,
+        num_steps: int | None = None,
     ) -> None:
         self.model, self.bare, self.fields, self.subject, self.generator = model, bare, fields, subject, generator
-        self.count = 0
+        self.num_steps, self.count = num_steps, 0
 
     def __call__(self, tails: Tensor) -> Tensor:
         self.count += len(tails)
@@ -46,7 +61,7 @@ class Drawing:
             shape = (len(last), NUM_POINTS, 3)
             return torch.randn(shape, generator=self.generator, device=self.generator.device)
 
-        return last[:, None] + pieces(self.model, self.bare, condition, noise)
+        return last[:, None] + pieces(self.model, self.bare, condition, noise, self.num_steps)
 
 
 def grow(

@@ -64,6 +64,28 @@ def trk(lines: Sequence[Array], affine: Array, shape: Sequence[int]) -> bytes:
     return file.getvalue()
 
 
+def tck(lines: Sequence[Array]) -> bytes:
+    """Return an MRtrix file of lines (n, 3) in RAS mm."""
+    nibabel = require("nibabel", "tractodiff")
+    file = io.BytesIO()
+    nibabel.streamlines.TckFile(nibabel.streamlines.Tractogram(lines, affine_to_rasmm=np.eye(4))).save(file)
+    return file.getvalue()
+
+
+def voxels(lines: Sequence[Array], affine: Array) -> set[tuple[int, ...]]:
+    """Return the voxels that lines (n, 3) in RAS mm pass through, sampled four times per voxel.
+
+    affine  (4, 4) from voxels to RAS mm
+    """
+    step = float(np.linalg.norm(affine[:3, :3], axis=0).min()) / 4
+    to_voxel = np.linalg.inv(affine)
+    points = [every(line, step) for line in lines if len(line) > 1]
+    if not points:
+        return set()
+    at = np.rint(np.concatenate(points) @ to_voxel[:3, :3].T + to_voxel[:3, 3]).astype(int)
+    return {tuple(voxel) for voxel in np.unique(at, axis=0).tolist()}
+
+
 def _along(line: Array) -> Array:
     return np.concatenate([[0.0], np.cumsum(np.linalg.norm(np.diff(line, axis=0), axis=1))])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,9 @@ class StreamlineDiffusion(nn.Module):
             nn.Linear(shape.time, shape.time),
         )
         width = shape.time + shape.encoder[-1]
-        self.denoiser: nn.Module = GRUDenoiser(shape, width) if denoiser == "gru" else UNetDenoiser(shape, width)
+        self.denoiser: GRUDenoiser | UNetDenoiser = (
+            GRUDenoiser(shape, width) if denoiser == "gru" else UNetDenoiser(shape, width)
+        )
         self.register_buffer("center", torch.zeros(CONDITION_SIZE))
         self.register_buffer("spread", torch.ones(CONDITION_SIZE))
         self.register_buffer("scale", torch.ones(()))
@@ -67,6 +69,45 @@ class StreamlineDiffusion(nn.Module):
         encoded = self.encoder((condition - self.center) / self.spread)
         x0: Tensor = self.denoiser(noisy, torch.cat([self.time(step), encoded], dim=1))
         return x0
+
+    def layers(self) -> list[nn.Module]:
+        """Return modules whose composition is this model; they hold its parameters."""
+        linear, activations = list(self.encoder)[::2], list(self.encoder)[1::2]
+        encoder = [Encode(*pair) for pair in itertools.zip_longest(linear, activations, fillvalue=nn.Identity())]
+        return [Begin(self), *encoder, Join(), *self.denoiser.layers()]
+
+
+class Begin(nn.Module):
+    """Noisy points, step and condition to noisy points, embedded step and normalized condition."""
+
+    def __init__(self, whole: StreamlineDiffusion) -> None:
+        super().__init__()
+        self.time = whole.time
+        self._whole = [whole]  # in a list: it is not a submodule. Its buffers are read in each call: they may move
+
+    def forward(self, noisy: Tensor, step: Tensor, condition: Tensor) -> tuple[Tensor, ...]:
+        (whole,) = self._whole
+        return noisy, self.time(step), (condition - whole.center) / whole.spread
+
+
+class Encode(nn.Module):
+    """A linear layer of the condition's encoder, and its activation."""
+
+    def __init__(self, linear: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.activation = linear, activation
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        noisy, time, condition = given
+        return noisy, time, self.activation(self.linear(condition))
+
+
+class Join(nn.Module):
+    """Embedded step and encoded condition in one tensor."""
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        noisy, time, encoded = given
+        return noisy, torch.cat([time, encoded], dim=1)
 
 
 class GRUDenoiser(nn.Module):
@@ -86,6 +127,22 @@ class GRUDenoiser(nn.Module):
         states, _ = self.gru(inputs, self.start(known)[None].contiguous())
         steps: Tensor = self.head(states)
         return steps.cumsum(dim=1)
+
+    def layers(self) -> list[nn.Module]:
+        """Return one module, which takes (noisy points, what is known)."""
+        return [Unpacked(self)]
+
+
+class Unpacked(nn.Module):
+    """A module with several arguments, as a layer that gets them in a tuple."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        out: Tensor = self.module(*given)
+        return out
 
 
 class UNetDenoiser(nn.Module):
@@ -115,6 +172,76 @@ class UNetDenoiser(nn.Module):
         for lengthen, stage, skip in zip(self.lengthen, self.up, kept[1::-1], strict=True):
             x = stage(torch.cat([lengthen(x), skip], dim=1), known)
         points: Tensor = self.output(x).transpose(1, 2)
+        return points
+
+    def layers(self) -> list[nn.Module]:
+        """Return modules whose composition is this one, on (points, what is known); skips travel in the tuple."""
+        layers: list[nn.Module] = [Transposed()]
+        for stage, shorten in zip(self.down, [*self.shorten, None], strict=True):
+            layers += [*_conditioned(stage), *([] if shorten is None else [Down(shorten)])]
+        layers += _conditioned(self.middle)
+        for lengthen, stage in zip(self.lengthen, self.up, strict=True):
+            layers += [Up(lengthen), *_conditioned(stage)]
+        return [*layers, Output(self.output)]
+
+
+def _conditioned(stage: Any) -> list[nn.Module]:
+    return [Conditioned(block) for block in stage.blocks]
+
+
+class Transposed(nn.Module):
+    """Points (B, 16, 3) to channels (B, 3, 16)."""
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        noisy, known = given
+        return noisy.transpose(1, 2), known
+
+
+class Conditioned(nn.Module):
+    """A block of a stage."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, known, *kept = given
+        return self.block(x, known), known, *kept
+
+
+class Down(nn.Module):
+    """Keep the output of a stage for the way up, and halve the points."""
+
+    def __init__(self, shorten: nn.Module) -> None:
+        super().__init__()
+        self.shorten = shorten
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, known, *kept = given
+        return self.shorten(x), known, *kept, x
+
+
+class Up(nn.Module):
+    """Double the points, and append the output kept last."""
+
+    def __init__(self, lengthen: nn.Module) -> None:
+        super().__init__()
+        self.lengthen = lengthen
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, known, *kept, last = given
+        return torch.cat([self.lengthen(x), last], dim=1), known, *kept
+
+
+class Output(nn.Module):
+    """Channels to points (B, 16, 3)."""
+
+    def __init__(self, output: nn.Module) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        points: Tensor = self.output(given[0]).transpose(1, 2)
         return points
 
 

@@ -30,6 +30,7 @@ class Subject:
     affine       (4, 4) from voxels to RAS mm
     streamlines  each (n, 3) in RAS mm
     split        of each streamline: train, val or test
+    bundle       name of the bundle of each streamline
     """
 
     name: str
@@ -37,6 +38,7 @@ class Subject:
     affine: Array
     streamlines: Sequence[Array]
     split: Sequence[str]
+    bundle: Sequence[str]
 
 
 def volume() -> list[Subject]:
@@ -80,7 +82,8 @@ def volume() -> list[Subject]:
     voxels = np.round((np.asarray(seeds) - affine[:3, 3]) @ np.linalg.inv(affine[:3, :3]).T).astype(int)
     part = np.random.default_rng(0).choice(["train", "val", "test"], size=mask.shape, p=[0.8, 0.1, 0.1])
     split = part[tuple(voxels.T)].tolist()
-    return [Subject("small_64D", _field(data, mask, affine, gradients), affine, streamlines, split)]
+    whole = ["small_64D"] * len(streamlines)
+    return [Subject("small_64D", _field(data, mask, affine, gradients), affine, streamlines, split, whole)]
 
 
 def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:
@@ -138,13 +141,14 @@ def bundles() -> list[Subject]:
     streamlines are not in the atlas that it sees.
     Source: Dhollander et al., Track Orientation Density Imaging, NeuroImage 94, 2014.
     """
-    subjects = []
+    subjects, labels = [], []
     load = require("nibabel", "tractodiff").streamlines.load
     with zipfile.ZipFile(_dipy("data").get_fnames(name="minimal_bundles")) as archive:
         for name in BUNDLES_SPLIT:
             files = sorted(file for file in archive.namelist() if file.startswith(f"{name}/") and file.endswith(".trk"))
-            loaded = [load(io.BytesIO(archive.read(file))).streamlines for file in files]
-            subjects.append([np.asarray(line) for lines in loaded for line in lines])
+            loaded = {Path(file).stem: load(io.BytesIO(archive.read(file))).streamlines for file in files}
+            subjects.append([np.asarray(line) for lines in loaded.values() for line in lines])
+            labels.append([bundle for bundle, lines in loaded.items() for _ in lines])
     centres = [np.mean([line.mean(axis=0) for line in lines], axis=0) for lines in subjects]
     aligned = [[line - centre for line in lines] for lines, centre in zip(subjects, centres, strict=True)]
     found = []
@@ -158,7 +162,7 @@ def bundles() -> list[Subject]:
         affine = np.diag([ATLAS_VOXEL, ATLAS_VOXEL, ATLAS_VOXEL, 1.0])
         affine[:3, 3] = centres[number] - ATLAS_VOXEL * (ATLAS_SIZE - 1) / 2
         lines = subjects[number]
-        found.append(Subject(name, _atlas(others), affine, lines, [split] * len(lines)))
+        found.append(Subject(name, _atlas(others), affine, lines, [split] * len(lines), labels[number]))
     return found
 
 
@@ -218,11 +222,13 @@ def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
     tractograms = sorted([*folder.glob("*.trk"), *folder.glob("*.tck")])
     if not tractograms:
         raise InputMissing(f"{folder} has no streamlines: *.trk or *.tck", where="data.path", fix=FORMATS)
-    lines = [line for file in tractograms for line in _streamlines(file, np.linalg.inv(affine), mask.shape)]
+    loaded = {file: _streamlines(file, np.linalg.inv(affine), mask.shape) for file in tractograms}
+    lines = [line for found in loaded.values() for line in found]
+    bundle = [file.stem for file, found in loaded.items() for _ in found]
     split = [part] * len(lines)
     if alone:
         split = np.random.default_rng(0).choice(["train", "val", "test"], size=len(lines), p=[0.8, 0.1, 0.1]).tolist()
-    return Subject(folder.name, _field(data, mask, affine, gradients), affine, lines, split)
+    return Subject(folder.name, _field(data, mask, affine, gradients), affine, lines, split, bundle)
 
 
 def _streamlines(file: Path, to_voxel: Array, shape: tuple[int, ...]) -> list[Array]:

@@ -6,7 +6,6 @@ straight on.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Literal
@@ -16,15 +15,15 @@ from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.noise import per_sample_noise
-from runner.base.task import Content, Context, Prediction, Sum, Task
-from runner.base.values import Positive, PositiveInt
+from runner.base.task import Context, Prediction, Sum, Task
+from runner.base.values import Count, Positive, PositiveInt
 
 from .data import Batch, Pieces, Tracts, prepare
 from .fields import Fields
-from .growing import Drawing, grow, pieces
-from .lines import Array, evenly, length, mdf, trk
+from .growing import Drawing, pieces
+from .lines import mdf
 from .model import NUM_POINTS, Shape, StreamlineDiffusion
-from .pictures import side_by_side
+from .tracking import Seeds, Tracking
 
 SETTINGS = {
     "optimizer": "adam",
@@ -150,6 +149,9 @@ class TractoDiff(Task):
         noise = torch.randn(batch["points"].shape, generator=torch.Generator().manual_seed(0))
         return schedule.noised(batch["points"] / self.model.scale, step, noise), step, batch["condition"]
 
+    def layers(self) -> list[nn.Module]:
+        return self.model.layers()
+
     def predict(  # type: ignore[override]  # the options of the contract, by name
         self,
         model: nn.Module,
@@ -158,45 +160,65 @@ class TractoDiff(Task):
         split: Literal["val", "test"] = "test",
         seeds: PositiveInt = 200,
         seeds_from: Literal["streamlines", "mask"] = "streamlines",
+        steps: PositiveInt | None = None,
+        batch_size: PositiveInt | None = None,
         advance: PositiveInt = 8,
         max_points: PositiveInt = 100,
+        shard: Count = 0,
+        num_shards: PositiveInt = 1,
     ) -> Iterator[Prediction]:
-        """Yield the streamlines grown in each held-out subject, as .trk, with figures and a picture.
+        """Yield the streamlines grown in each held-out subject, as .trk and .tck, with figures and a picture.
 
         split       test: streamlines that chose no checkpoint, or val where there are none; val: those that did
         seeds       streamlines per subject
         seeds_from  streamlines: points of held-out streamlines, with which the grown ones are compared; mask: anywhere
                     in the mask
+        steps       null: ancestral sampling in all diffusion steps; otherwise DDIM in that many
+        batch_size  seeds grown together, with files of their own, which ranks share; null: all of a subject
         advance     points kept of each piece of 16 before the next one is drawn
         max_points  most points on each side of a seed
+        shard       which of the batches to grow: those whose number modulo num_shards is this
+        num_shards  ranks that share the batches
         """
         if advance > NUM_POINTS:
             what = f"must be at most {NUM_POINTS}, the points of a piece, but is {advance}"
             raise ConfigError(Problem(what, "inference.advance"))
+        if steps is not None and steps > self.model.schedule.num_steps:
+            what = f"must be at most {self.model.schedule.num_steps}, the diffusion steps of the model, but is {steps}"
+            raise ConfigError(Problem(what, "inference.steps"))
         note = ""
         if not self.tracts.subjects(split):
             split, note = "val", f"no {split} streamlines: these are of val, which chose the checkpoint\n"
         fields = self.tracts.fields.to(generator.device)
-        mask = fields.mask
-        for subject in self.tracts.subjects(split):
+        tracking = Tracking(self.tracts, split, advance=advance, max_points=max_points)
+        batches = [
+            batch
+            for subject in self.tracts.subjects(split)
+            for batch in _divided(self._seeds(split, subject, seeds, seeds_from, generator), batch_size or seeds)
+        ]
+        # A generator for each batch: it draws the same on whatever rank it is grown.
+        drawn = torch.randint(2**63 - 1, (len(batches),), generator=generator, device=generator.device).tolist()
+        for batch, seed in list(zip(batches, drawn, strict=True))[shard::num_shards]:
 
-            def inside(points: Tensor, subject: int = subject) -> Tensor:
+            def inside(points: Tensor, subject: int = batch.subject) -> Tensor:
                 of = torch.full((len(points),), subject, device=points.device)
-                return mask.sample(points, of)[:, 0] >= 0.5
+                return fields.mask.sample(points, of)[:, 0] >= 0.5
 
-            real = self.tracts.streamlines(split, subject)
-            if seeds_from == "mask":
-                partners = None
-                start = self._in_mask(mask, subject, seeds, generator)
-            else:
-                partners = torch.randint(len(real), (seeds,), generator=generator, device=generator.device).tolist()
-                share = torch.rand(seeds, generator=generator, device=generator.device).tolist()
-                start = torch.stack([real[i][int(s * len(real[i]))] for i, s in zip(partners, share, strict=True)])
-            draw = Drawing(model, self.model, fields, subject, generator)
-            grown = grow(draw, inside, start.to(generator.device), advance=advance, max_points=max_points)
-            made = self._prediction(subject, split, [line.cpu().numpy() for line in grown], real, partners, draw.count)
+            own = torch.Generator(generator.device).manual_seed(seed)
+            draw = Drawing(model, self.model, fields, batch.subject, own, steps)
+            made = tracking.prediction(batch, draw, inside)
             yield replace(made, text=note + made.text)
             note = ""
+
+    def _seeds(self, split: str, subject: int, count: int, origin: str, generator: torch.Generator) -> Seeds:
+        """Return seeds of a subject on the generator's device: in the mask, or on random held-out streamlines."""
+        if origin == "mask":
+            return Seeds(subject, self._in_mask(self.tracts.fields.mask, subject, count, generator), None, None)
+        real = self.tracts.streamlines(split, subject)
+        partners = torch.randint(len(real), (count,), generator=generator, device=generator.device).tolist()
+        share = torch.rand(count, generator=generator, device=generator.device).tolist()
+        start = torch.stack([real[i][int(s * len(real[i]))] for i, s in zip(partners, share, strict=True)])
+        return Seeds(subject, start.to(generator.device), partners, None)
 
     def _measured(self, points: Tensor, batch: Batch) -> dict[str, Sum]:
         inside = self.inside(points, batch)
@@ -220,47 +242,20 @@ class TractoDiff(Task):
         affine = torch.as_tensor(self.tracts.affines[subject], dtype=torch.float32, device=device)
         return within @ affine[:3, :3].T + affine[:3, 3]
 
-    def _prediction(
-        self, subject: int, split: str, grown: list[Array], known: list[Tensor], partners: list[int] | None, items: int
-    ) -> Prediction:
-        """Return what is written about a subject.
 
-        grown     a line (n, 3) for each seed, of one point where nothing grew
-        partners  for each seed the number of the known line that it lies on, or None
-        """
-        name = self.tracts.names[subject]
-        lines, real = [line for line in grown if len(line) > 1], [line.numpy() for line in known]
-        figures: dict[str, object] = {
-            "subject": name,
-            "split": split,
-            "seeds": len(grown),
-            "streamlines": len(lines),
-            "mean_length_mm": _mean([length(line) for line in lines]),
-            "real_streamlines": len(real),
-            "real_mean_length_mm": _mean([length(line) for line in real]),
-        }
-        text = (
-            f"{name}: {len(lines)} streamlines from {len(grown)} seeds, mean length {figures['mean_length_mm']:.1f} mm"
-            f" (of held-out ones, {split}, {figures['real_mean_length_mm']:.1f} mm)"
+def _divided(seeds: Seeds, size: int) -> list[Seeds]:
+    """Return batches of at most `size` seeds."""
+    if len(seeds.start) <= size:
+        return [seeds]
+    return [
+        Seeds(
+            seeds.subject,
+            seeds.start[first : first + size],
+            None if seeds.partners is None else seeds.partners[first : first + size],
+            first // size,
         )
-        if partners is not None:
-            pairs = [(line, real[partner]) for line, partner in zip(grown, partners, strict=True) if len(line) > 1]
-            distances = [float(mdf(*(torch.from_numpy(evenly(line, 12)) for line in pair))) for pair in pairs]
-            figures["mdf_to_real_through_seed_mm"] = _mean(distances)
-            text += f"; {_mean(distances):.2f} mm (MDF) from the held-out one through the same seed"
-        files: dict[str, Content] = {
-            f"{name}.trk": trk(lines, self.tracts.affines[subject], self.tracts.fields.shapes[subject].tolist()),
-            f"{name}.json": json.dumps(figures, indent=2) + "\n",
-        }
-        if not lines:
-            return Prediction(files, text, items)
-        picture = side_by_side({"held out": real, "generated": lines}, f"Streamlines of {name}")
-        return Prediction(files, text, items, {f"{name}.png": picture})
-
-
-def _mean(values: list[float]) -> float:
-    """Return the mean, 0 of nothing."""
-    return sum(values) / max(1, len(values))
+        for first in range(0, len(seeds.start), size)
+    ]
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -44,7 +44,7 @@ Make = Callable[[Path], Task]
 # ---------------------------------------------------------------- the tasks, on little data
 
 
-def tractodiff(folder: Path) -> Task:
+def tractodiff(folder: Path, **options: Any) -> Task:
     """Waves through a ball of random coefficients; some leave the ball, as the loss counts."""
     from runner.tasks.tractodiff import data
     from runner.tasks.tractodiff import task as module
@@ -62,8 +62,8 @@ def tractodiff(folder: Path) -> Task:
         "encoder": (32, 16), "time": 8, "hidden": 16, "head": (8,), "channels": (8, 16, 16), "num_steps": 10
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "volume", lambda: [Subject("ball", field, np.eye(4), waves, split)])
-        task = _with_small_shapes(module, small, Context(SEED, None, folder), step_mm=0.5)
+        patch.setattr(data, "volume", lambda: [Subject("ball", field, np.eye(4), waves, split, ["ball"] * 40)])
+        task = _with_small_shapes(module, small, Context(SEED, None, folder), step_mm=0.5, **options)
     mask = task.mask  # type: ignore[attr-defined]
     task.mask = replace(mask, values=mask.values.double(), to_voxel=mask.to_voxel.double())  # type: ignore[attr-defined]
     return task
@@ -155,6 +155,7 @@ def svdd(folder: Path) -> Task:
 
 CASES: Mapping[str, tuple[Make, str]] = {
     "tractodiff": (tractodiff, "train"),
+    "tractodiff unet": (partial(tractodiff, denoiser="unet"), "train"),
     "cape": (cape, "train"),
     "nmt packed": (partial(nmt, packed=True), "train"),
     "nmt padded": (partial(nmt, packed=False), "train"),
@@ -177,7 +178,16 @@ CASES: Mapping[str, tuple[Make, str]] = {
     "hyperspectral svdd": (svdd, "train"),
 }
 DRAWS = (  # draw random numbers in their loss
-    *("tractodiff", "cape", "dynamo lora", "dynamo router", "dynamo joint", "nmt full packed", "nmt full padded"),
+    *(
+        "tractodiff",
+        "tractodiff unet",
+        "cape",
+        "dynamo lora",
+        "dynamo router",
+        "dynamo joint",
+        "nmt full packed",
+        "nmt full padded",
+    ),
     *(case for case in CASES if "dropout" in case),
 )
 
@@ -337,7 +347,7 @@ def test_sharding_the_model_does_not_change_the_update(case: str, fresh: Callabl
     run_ranks(lambda world: updated(world, fresh(case), strategy=fsdp, shares=(9, 7)).check_is(whole), 2)
 
 
-@pytest.mark.parametrize("case", ["gpt", "gpt, dropout", "gpt 350m, dropout"])
+@pytest.mark.parametrize("case", ["gpt", "gpt, dropout", "gpt 350m, dropout", "tractodiff", "tractodiff unet"])
 def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
     whole = updated(World(CPU), fresh(case), (16,))
     run_ranks(lambda world: updated(world, fresh(case), (5, 11), strategy=Pipelined).check_is(whole), 2)

@@ -17,6 +17,7 @@ from runner.tasks.tractodiff.growing import grow
 from runner.tasks.tractodiff.lines import directions_of, mdf, trk
 from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
 from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
+from runner.tasks.tractodiff.tracking import Seeds, Tracking
 from torch import Tensor
 
 from runner.base.errors import ConfigError
@@ -104,6 +105,32 @@ def test_sampling_walks_back_through_all_steps_from_pure_noise() -> None:
     assert seen == [[step, step] for step in range(9, -1, -1)]
 
 
+def test_ddim_takes_as_few_steps_as_asked_and_draws_once() -> None:
+    seen, x0 = [], torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
+    draws = iter([torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(1))])
+
+    def predict(noisy: Tensor, step: Tensor) -> Tensor:
+        seen.append(int(step[0]))
+        return x0
+
+    torch.testing.assert_close(Schedule(50).sample(predict, lambda: next(draws), 4), x0)
+    assert seen == [49, 33, 16, 0]
+    assert seen == sorted(set(seen), reverse=True)
+
+
+def test_a_step_of_ddim_keeps_the_noise() -> None:
+    """With the true x0, x at each step is that of the same noise with the step's shares."""
+    schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
+    x0, noise = torch.randn(2, 5, 16, 3, generator=generator)
+    start = schedule.noised(x0, torch.full((5,), 49), noise)
+
+    def predict(noisy: Tensor, step: Tensor) -> Tensor:
+        torch.testing.assert_close(noisy, schedule.noised(x0, step, noise), atol=1e-3, rtol=0)
+        return x0
+
+    schedule.sample(predict, lambda: start, 10)
+
+
 # The model
 
 
@@ -129,6 +156,22 @@ def test_the_condition_the_step_and_the_points_change_the_output(denoiser: Any) 
         model(noisy + torch.nn.functional.one_hot(torch.tensor(0), 3), step, condition),
     ):
         assert ((out - other).abs().amax(dim=(1, 2)) > 1e-4).all()
+
+
+@pytest.mark.parametrize("denoiser", ["gru", "unet"])
+def test_layers_compose_to_the_model(denoiser: Any) -> None:
+    torch.manual_seed(0)
+    model = StreamlineDiffusion(SMALL, 10, denoiser).eval()
+    model.center.normal_()
+    given = inputs()
+    whole = model(*given)
+    first, *rest = model.layers()
+    value = first(*given)
+    for layer in rest:
+        value = layer(value)
+    assert torch.equal(value, whole)
+    held = {weight for layer in model.layers() for weight in layer.parameters()}
+    assert held == set(model.parameters())
 
 
 @pytest.mark.parametrize(("denoiser", "millions"), [("gru", 5.565), ("unet", 258.049)])
@@ -397,6 +440,42 @@ def test_lines_come_back_from_a_file_as_they_were() -> None:
         np.testing.assert_allclose(back, line, atol=1e-4)
 
 
-def test_no_more_points_are_kept_than_a_piece_has(task: TractoDiff) -> None:
-    with pytest.raises(ConfigError, match="at most 16"):
-        predict(task, advance=17)
+def test_shards_grow_the_same_streamlines_as_one_process(task: TractoDiff) -> None:
+    def grown(**options: Any) -> dict[str, bytes]:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            found = list(task.predict(task.model.eval(), generator, seeds=7, max_points=24, batch_size=2, **options))
+        return {name: content for each in found for name, content in each.files.items() if not name.endswith(".json")}
+
+    whole = grown()
+    assert len(whole) == 2 * 4
+    assert grown(shard=0, num_shards=2) | grown(shard=1, num_shards=2) == whole
+
+
+def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> None:
+    tracking = Tracking(task.tracts, "test", advance=8, max_points=24)
+    real = [line.numpy() for line in task.tracts.streamlines("test", 0)]
+    seeds = Seeds(0, torch.stack([torch.from_numpy(line[0]) for line in real]), list(range(len(real))), None)
+    found: Any = tracking.figures(seeds, real)["bundles"]["small_64D"]  # type: ignore[index]
+    assert (found["overlap"], found["overreach"], found["mdf_to_real_through_seed_mm"]) == (1, 0, 0)
+    affine = task.tracts.affines[0]
+    far = [line + affine[:3, :3] @ [100, 0, 0] for line in real]
+    found = tracking.figures(seeds, far)["bundles"]["small_64D"]  # type: ignore[index]
+    assert (found["overlap"], found["overreach"]) == (0, 1)
+
+
+def test_another_program_opens_a_tck_file_as_it_was(task: TractoDiff) -> None:
+    files = predict(task).files
+    lines = [nibabel.streamlines.load(io.BytesIO(files[f"small_64D.{kind}"])).streamlines for kind in ("trk", "tck")]
+    for one, other in zip(*lines, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"advance": 17}, {"steps": 11}])
+def test_what_a_piece_and_a_diffusion_do_not_have_is_refused(task: TractoDiff, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        predict(task, **options)
+
+
+def test_ddim_grows_streamlines_too(task: TractoDiff) -> None:
+    assert predict(task, steps=3).files["small_64D.trk"] != predict(task).files["small_64D.trk"]

@@ -1,0 +1,155 @@
+"""What inference writes for the streamlines of a subject: tractograms, figures by bundle, and a picture."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.base.task import Content, Prediction
+
+from .data import Tracts
+from .growing import Drawing, grow
+from .lines import Array, evenly, length, mdf, tck, trk, voxels
+from .pictures import side_by_side
+
+NUM_COMPARED = 12  # points at which whole streamlines are compared, as in QuickBundles
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Seeds of one subject, grown together.
+
+    start     (N, 3) mm
+    partners  for each seed the number of the held-out streamline on which it lies; None: seeds anywhere in the mask
+    number    of these seeds among the batches of their subject, or None where there is only one
+    """
+
+    subject: int
+    start: Tensor
+    partners: list[int] | None
+    number: int | None
+
+
+class Tracking:
+    """Grow and describe streamlines, and compare them with the held-out ones of a split."""
+
+    def __init__(self, tracts: Tracts, split: str, *, advance: int, max_points: int) -> None:
+        self.tracts, self.split, self.advance, self.max_points = tracts, split, advance, max_points
+
+    def prediction(self, seeds: Seeds, draw: Drawing, inside: Callable[[Tensor], Tensor]) -> Prediction:
+        """Return the files of one batch of seeds."""
+        start = time.perf_counter()
+        grown = grow(draw, inside, seeds.start, advance=self.advance, max_points=self.max_points)
+        lines = [line.cpu().numpy() for line in grown]  # waits for the device
+        seconds = time.perf_counter() - start
+        figures = self.figures(seeds, lines)
+        text = _in_words(figures)
+        figures["seconds_per_streamline"] = seconds / len(lines)
+        return Prediction(*self._files(seeds, lines, figures, text, draw.count))
+
+    def figures(self, seeds: Seeds, grown: list[Array]) -> dict[str, object]:
+        """Return lengths, and by bundle the distance to the held-out streamlines and the voxels of both.
+
+        grown  a line (n, 3) for each seed, of one point where nothing grew
+        """
+        real = self._real(seeds)
+        lines = [line for line in grown if len(line) > 1]
+        found: dict[str, object] = {
+            "subject": self.tracts.names[seeds.subject],
+            "split": self.split,
+            "seeds": len(grown),
+            "streamlines": len(lines),
+            "mean_length_mm": _mean([length(line) for line in lines]),
+            "real_streamlines": len(real),
+            "real_mean_length_mm": _mean([length(line) for line in real]),
+        }
+        if seeds.partners is not None:
+            pairs = [(line, real[partner]) for line, partner in zip(grown, seeds.partners, strict=True)]
+            found["mdf_to_real_through_seed_mm"] = _mean(_distances(pairs))
+            found["bundles"] = self._by_bundle(seeds, seeds.partners, grown, real)
+        return found
+
+    def _by_bundle(
+        self, seeds: Seeds, partners: Sequence[int], grown: list[Array], real: list[Array]
+    ) -> dict[str, dict[str, float]]:
+        """Return the figures of each bundle in which there are seeds.
+
+        overlap and overreach are the voxels that grown lines share with, and have beyond, the held-out lines of the
+        bundle, both as shares of the latter's. Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013.
+        """
+        labels = self.tracts.bundles_of(self.split, seeds.subject)
+        affine = self.tracts.affines[seeds.subject]
+        found = {}
+        for bundle in sorted({labels[partner] for partner in partners}):
+            pairs = [
+                (line, real[partner])
+                for line, partner in zip(grown, partners, strict=True)
+                if labels[partner] == bundle
+            ]
+            truth = voxels([line for line, label in zip(real, labels, strict=True) if label == bundle], affine)
+            seen = voxels([line for line, _ in pairs], affine)
+            found[bundle] = {
+                "seeds": len(pairs),
+                "mdf_to_real_through_seed_mm": _mean(_distances(pairs)),
+                "overlap": len(seen & truth) / len(truth),
+                "overreach": len(seen - truth) / len(truth),
+            }
+        return found
+
+    def _files(
+        self, seeds: Seeds, grown: list[Array], figures: dict[str, object], text: str, items: int
+    ) -> tuple[dict[str, Content], str, int, dict[str, bytes]]:
+        """Return files, text, items and plots of a prediction."""
+        subject = self.tracts.names[seeds.subject]
+        name = subject if seeds.number is None else f"{subject}-{seeds.number:03d}"
+        lines = [line for line in grown if len(line) > 1]
+        shape = self.tracts.fields.shapes[seeds.subject].tolist()
+        files: dict[str, Content] = {
+            f"{name}.trk": trk(lines, self.tracts.affines[seeds.subject], shape),
+            f"{name}.tck": tck(lines),
+            f"{name}.json": json.dumps(figures, indent=2) + "\n",
+        }
+        if not lines:
+            return files, text, items, {}
+        real = self._real(seeds)
+        shown = real if seeds.partners is None else [real[partner] for partner in dict.fromkeys(seeds.partners)]
+        title = "held out" if seeds.partners is None else "held out, through the seeds"
+        picture = side_by_side({title: shown, "generated": lines}, f"Streamlines of {name}")
+        return files, text, items, {f"{name}.png": picture}
+
+    def _real(self, seeds: Seeds) -> list[Array]:
+        return [line.numpy() for line in self.tracts.streamlines(self.split, seeds.subject)]
+
+
+def _in_words(figures: dict[str, object]) -> str:
+    text = (
+        f"{figures['subject']}: {figures['streamlines']} streamlines from {figures['seeds']} seeds,"
+        f" mean length {figures['mean_length_mm']:.1f} mm"
+        f" (of held-out ones, {figures['split']}, {figures['real_mean_length_mm']:.1f} mm)"
+    )
+    if "mdf_to_real_through_seed_mm" in figures:
+        text += f"; {figures['mdf_to_real_through_seed_mm']:.2f} mm (MDF) from the held-out one through the same seed"
+    bundles = figures.get("bundles")
+    if isinstance(bundles, dict):
+        parts = [
+            f"{name}: overlap {found['overlap']:.0%}, overreach {found['overreach']:.0%}"
+            for name, found in bundles.items()
+        ]
+        text += "\n" + "; ".join(parts)
+    return text
+
+
+def _distances(pairs: Sequence[tuple[Array, Array]]) -> list[float]:
+    """Return the MDF of pairs of lines, without those where nothing grew."""
+    even = [tuple(torch.from_numpy(evenly(line, NUM_COMPARED)) for line in pair) for pair in pairs if len(pair[0]) > 1]
+    return [float(mdf(one, other)) for one, other in even]
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean, 0 of nothing."""
+    return sum(values) / max(1, len(values))
