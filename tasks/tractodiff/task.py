@@ -174,7 +174,7 @@ class TractoDiff(Task):
         seeds_from  streamlines: points of held-out streamlines, with which the grown ones are compared; mask: anywhere
                     in the mask
         steps       null: ancestral sampling in all diffusion steps; otherwise DDIM in that many
-        batch_size  seeds grown together, with files of their own, which ranks share; null: all of a subject
+        batch_size  seeds grown together and written to separate files, which ranks share; null: all of a subject
         advance     points kept of each piece of 16 before the next one is drawn
         max_points  most points on each side of a seed
         shard       which of the batches to grow: those whose number modulo num_shards is this
