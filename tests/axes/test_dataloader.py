@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,31 @@ def test_a_worker_that_hangs_is_gone_when_it_is_closed(method: str) -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, ""), err
     assert "Traceback" not in err, err
+
+
+class Finishing:
+    """Samples whose reader writes a file when its process ends in order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        Finalize(None, (self.folder / str(os.getpid())).touch, exitpriority=1)
+        return index
+
+
+def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> None:
+    """A data set may have files to finish; a worker that is killed cannot."""
+    fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")
+    loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
+    batches = iter(loader.batches(Micro(0, [index], last=True) for index in range(100)))
+    for _ in range(4):
+        next(batches)
+    loader.close()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_model_of_the_task_does_not_travel_to_spawned_workers() -> None:

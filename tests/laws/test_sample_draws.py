@@ -434,6 +434,43 @@ def test_the_order_of_samples_is_that_of_earlier_versions() -> None:
     assert permutation(2**32 - 1, 7, 8).tolist() == ORDERS[1]
 
 
+class Numbers:
+    """Samples that are the first number of each generator."""
+
+    first: Any = None
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def set_epoch(self, epoch: int) -> None:
+        self.first = first_numbers()
+
+    def __getitem__(self, index: int) -> list[int]:
+        return first_numbers()
+
+
+class NumbersTogether(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[list[int]]:
+        return [first_numbers()]
+
+
+def first_numbers() -> list[int]:
+    return [int(torch.randint(1 << 24, ())), int(np.random.randint(1 << 24)), random.getrandbits(24)]
+
+
+EPOCH, COLLATED = [10452019, 7988850, 11529755], [2591111, 12749362, 3337947]
+SAMPLES = [[4682196, 16122164, 6213520], [2846748, 19372, 12111934]]
+BATCH = [[9321899, 11782550, 7220949]]
+
+
+@pytest.mark.parametrize(("dataset", "expected"), [(Numbers(), SAMPLES), (NumbersTogether(), BATCH)])
+def test_draws_are_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
+    """Checkpoints hold no draws of samples: a run that resumes with a later version must draw the same."""
+    fetcher = Fetcher(dataset, lambda samples: [*samples, first_numbers()], bad_samples="stop")
+    batch = fetcher[Micro(2, [3, 5], last=True, seed=4)].batch
+    assert (dataset.first, batch) == (EPOCH, [*expected, COLLATED])
+
+
 def test_no_seed_gives_the_order_or_the_draws_of_another_one() -> None:
     """Two words of a large seed must not be read as a seed and an epoch, or as a seed and a rank."""
     pairs = [(5, 0), (5, 7), (5 + 7 * 2**32, 0), (5 + 2**32, 7), (7 * 2**32, 5), (7, 5), (0, 5), (5 * 2**32, 0)]
