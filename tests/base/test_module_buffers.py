@@ -1,0 +1,133 @@
+"""Laws of `restored`: a block that changes buffers leaves them as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base.module_buffers import is_written, restored
+
+
+class Holder(nn.Module):
+    """A module with a buffer of each kind."""
+
+    saved: Tensor | None
+    cache: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("saved", torch.arange(4.0))
+        self.register_buffer("cache", torch.arange(3.0), persistent=False)
+
+
+def change_in_place(holder: Holder, name: str) -> None:
+    getattr(holder, name).mul_(-2).add_(1)
+
+
+def change_through_data(holder: Holder, name: str) -> None:
+    getattr(holder, name).data[0] = 9.0
+
+
+def replace(holder: Holder, name: str) -> None:
+    setattr(holder, name, getattr(holder, name) * 3 + 1)
+
+
+def replace_and_change(holder: Holder, name: str) -> None:
+    change_in_place(holder, name)
+    replace(holder, name)
+
+
+def remove(holder: Holder, name: str) -> None:
+    setattr(holder, name, None)
+
+
+def resize(holder: Holder, name: str) -> None:
+    setattr(holder, name, torch.ones(7))
+
+
+ALL: list[Callable[[Holder, str], None]] = [
+    change_in_place, change_through_data, replace, replace_and_change, remove, resize,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", ALL, ids=lambda change: change.__name__)
+def test_a_saved_buffer_is_the_same_object_with_the_same_values(change: Callable[[Holder, str], None]) -> None:
+    holder = Holder()
+    before = holder.saved
+    with restored([nn.Linear(2, 2), holder]):
+        change(holder, "saved")
+    assert holder.saved is before
+    assert holder.saved.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("change", ALL[:4], ids=lambda change: change.__name__)
+def test_a_non_persistent_buffer_that_keeps_its_shape_is_restored(change: Callable[[Holder, str], None]) -> None:
+    holder = Holder()
+    before = holder.cache
+    with restored([holder]):
+        change(holder, "cache")
+    assert holder.cache is before
+    assert holder.cache.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("change", "shape"), [(remove, None), (resize, (7,))])
+def test_a_cache_of_another_shape_is_left(change: Callable[[Holder, str], None], shape: tuple[int] | None) -> None:
+    """Its module may keep the length elsewhere."""
+    holder = Holder()
+    with restored([holder]):
+        change(holder, "cache")
+    assert (None if holder.cache is None else tuple(holder.cache.shape)) == shape
+
+
+def test_buffers_are_restored_after_an_error() -> None:
+    holder = Holder()
+    with pytest.raises(ValueError, match="mine"), restored([holder]):
+        change_in_place(holder, "saved")
+        raise ValueError("mine")
+    assert holder.saved is not None
+    assert holder.saved.tolist() == [0, 1, 2, 3]
+
+
+def test_a_buffer_that_did_not_change_is_not_written() -> None:
+    """A write counts as a change for those who look at versions, such as autograd."""
+    holder = Holder()
+    assert holder.saved is not None
+    before = holder.saved._version
+    with restored([holder]):
+        pass
+    assert holder.saved._version == before
+
+
+def expanded() -> tuple[Tensor, Tensor]:
+    base = torch.ones(1, 3)
+    return base, base.expand(4, 3)
+
+
+def test_a_buffer_whose_elements_share_memory_is_left_and_raises_nothing() -> None:
+    holder, (base, shared) = Holder(), expanded()
+    holder.saved = shared
+    with restored([holder]):
+        base.fill_(5)
+    assert holder.saved is shared
+    assert holder.saved[3, 2] == 5
+
+
+def inference_tensor() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.zeros(2, 3), True), (torch.zeros(2, 3).t(), True), (torch.zeros(()), True), (torch.zeros(0, 3), True),
+        (torch.zeros(3).expand(1, 3), True), (expanded()[1], False), (torch.zeros(2, 1).expand(2, 2), False),
+        (inference_tensor(), False),
+    ],
+)  # fmt: skip
+def test_torch_can_write_where_no_two_elements_share_memory(tensor: Any, expected: bool) -> None:
+    assert is_written(tensor) is expected
