@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -28,3 +30,40 @@ def test_on_one_machine_ranks_meet_on_the_loopback(store: str, monkeypatch: pyte
 def test_where_no_interface_has_the_address_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     assert interface_of(RankInfo(0, 0, 2, 2, "tcp://127.0.0.1:29500")) == ""
+
+
+class Probe:
+    """A socket of a machine with these routes: host -> own address, or none."""
+
+    routes: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *_: object) -> None:
+        self.host = ""
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def connect(self, place: tuple[str, int]) -> None:
+        self.host = place[0]
+
+    def getsockname(self) -> tuple[str, int]:
+        if self.host not in self.routes:
+            raise OSError("network is unreachable")
+        return self.routes[self.host], 4000
+
+
+@pytest.mark.parametrize(
+    ("towards_rank_0", "expected"), [("10.0.0.6", "eth1"), ("127.0.0.1", "eth0"), ("127.0.1.1", "eth0"), (None, "eth0")]
+)
+def test_on_several_machines_ranks_meet_on_the_way_to_rank_0_and_never_on_the_loopback(
+    towards_rank_0: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may resolve its own name to the loopback; then the default route decides, here that of eth0."""
+    rows = {name: [SimpleNamespace(address=address) for address in found] for name, found in ADDRESSES.items()}
+    routes = {} if towards_rank_0 is None else {"node0": towards_rank_0}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(2, 2, 17, "", (host, port))])
+    monkeypatch.setattr(socket, "socket", type("Routed", (Probe,), {"routes": {"192.0.2.1": "10.0.0.5"} | routes}))
+    assert interface_of(RankInfo(1, 0, 1, 2, "tcp://node0:29500")) == expected

@@ -405,3 +405,38 @@ def test_a_forked_child_releases_nothing(tmp_path: Path) -> None:
     with pytest.raises(files.LockHeld):
         files.Lock(tmp_path / ".lock", "other")
     lock.release()
+
+
+class RefusesToSync(System):
+    """A file system that cannot be synced for this reason."""
+
+    def __init__(self, reason: int) -> None:
+        self.reason = reason
+
+    def sync_file_system(self, descriptor: int) -> None:
+        raise OSError(self.reason, os.strerror(self.reason))
+
+
+@pytest.mark.parametrize("reason", [errno.EIO, errno.ENOSPC])
+def test_a_file_system_that_was_not_synced_is_an_error_and_the_old_content_stays(tmp_path: Path, reason: int) -> None:
+    paths = [tmp_path / str(number) for number in range(20)]
+    files.atomic_write_all(dict.fromkeys(paths, b"old"))
+    with files.through(RefusesToSync(reason)), pytest.raises(StorageError):
+        files.atomic_write_all(dict.fromkeys(paths, b"new"))
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"old"}
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+
+
+@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM])
+def test_where_file_systems_cannot_be_synced_each_file_is(tmp_path: Path, reason: int) -> None:
+    synced = []
+
+    class Counting(RefusesToSync):
+        def fsync(self, descriptor: int) -> None:
+            synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    paths = [tmp_path / str(number) for number in range(20)]
+    with files.through(Counting(reason)):
+        files.atomic_write_all(dict.fromkeys(paths, b"new"))
+    assert {path.read_bytes() for path in paths} == {b"new"}
+    assert len({name for name in synced if name != str(tmp_path)}) == len(paths)

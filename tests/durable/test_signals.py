@@ -45,6 +45,20 @@ def test_old_handlers_come_back_whatever_happens() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+def test_a_hang_up_that_is_ignored_stays_ignored_and_all_other_requests_are_heard() -> None:
+    """`nohup` starts a program in this way."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.requested == "SIGUSR1"
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_warning_is_not_the_first_request() -> None:
     with StopRequest() as stop:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from runner.durable import checkpoint
+from runner.durable.directory import RunDirectory
+from runner.engine.oom_history import ReducedMicroBatch, remember
 from tests.forkserver import Ended, ForkServer
 
 TASK = Path(__file__).with_name("task_of_averages.py")
@@ -145,3 +148,26 @@ def test_what_does_not_exist_is_refused_with_what_does(server: ForkServer, tmp_p
     damaged = refused(server, tmp_path, "checkpoint=4")
     assert damaged.code == 65
     assert "damaged: 4" in damaged.err
+
+
+def test_an_evaluation_begins_with_the_batch_size_that_an_earlier_one_was_reduced_to(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    sizes = tmp_path / "sizes"
+    counted = f'        open({str(sizes)!r}, "a").write(f"{{len(batch[0])}} ")\n        return {{"loss"'
+    (tmp_path / TASK.name).write_text(TASK.read_text().replace('        return {"loss"', counted))
+    train(server, tmp_path, "--task", TASK.name, "micro_batch_size=8")
+    before = evaluated(server, tmp_path)["metrics"]["val/loss"]
+    row = ReducedMicroBatch("train", 2, None, 4, 8, 1, "evaluation")
+    others = (
+        replace(row, use="training", size=1), replace(row, asked=4, size=1), replace(row, world_size=2, size=1),
+        replace(row, rank=1, size=1), replace(row, phase="other", size=1),
+    )  # fmt: skip
+    least = replace(row, size=2)
+    for rows, largest in (((), 8), (others, 8), ((row, *others), 4), ((row, least), 2), ((least, row), 2)):
+        sizes.write_text("")
+        with RunDirectory.create_or_open(tmp_path / "outputs", "mine") as run:
+            remember(run, list(rows))
+        found = evaluated(server, tmp_path)["metrics"]["val/loss"]
+        assert max(map(int, sizes.read_text().split())) == largest
+        assert found == pytest.approx(before, rel=2 * 64 * EPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,25 @@ class Dropped(Clip):
     def embed(self, model: nn.Module, batch: Any) -> Any:
         model.mean = 0.9 * model.mean + batch[0].mean(0)  # type: ignore[operator]
         return model(batch[0] - model.mean, batch[1])  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> None:
+    def weights(world: World) -> list[Any]:
+        found = []
+        for is_inserted in (False, True):
+            order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True, shares=(16, 16), rank=world.rank)
+            batches = list(itertools.islice(batches_of(order, torch.float64), 2))
+            if is_inserted and world.rank == 1:
+                batches.insert(place, MicroBatch(None, last=False, counts=False))
+            run = training(Triplets(torch.float64), ddp(world))
+            (step,) = train_updates(run, iter(batches), 1)
+            found.append([float(step.items), *(weight.tolist() for weight in run.parameters)])
+        return found
+
+    for plain, inserted in run_ranks(weights, 2):
+        assert plain == inserted
+        assert plain[0] == GLOBAL
 
 
 def test_a_repeated_forward_pass_has_the_same_draws_and_buffers() -> None:

@@ -268,6 +268,14 @@ def test_invalid_objectives_are_refused_with_exit_code_78(name: str) -> None:
     assert found.value.exit_code == 78
 
 
+def test_problems_of_all_objectives_are_reported_together() -> None:
+    declared = {"first": ["disc"], "second": {"trains": ["disc"], "every": 0}, "third": {"trains": []}}
+    task = type("Wrong", (Adversarial,), {"declared": declared})(torch.float32)
+    with pytest.raises(ConfigError) as found:
+        specs_of(task)
+    assert {problem.where for problem in found.value.problems} == {f"OBJECTIVES[{name!r}]" for name in declared}
+
+
 def test_objectives_may_share_parameters_that_each_of_them_declares() -> None:
     shares = {"shares": ["disc.0"]}
     shared = {"disc": {"trains": ["disc"], **shares}, "gen": {"trains": ["gen", "disc.0"], **shares}}

@@ -1,0 +1,25 @@
+"""A call with a timeout returns, raises or is abandoned."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from runner.distributed.timeouts import within
+
+
+def test_the_result_or_the_error_of_the_call_comes_back() -> None:
+    assert within(60.0, lambda: 7) == 7
+    assert within(60.0, lambda: None) is None
+    with pytest.raises(KeyError, match="mine"):
+        within(60.0, lambda: {}["mine"])
+
+
+def test_a_call_that_does_not_return_is_abandoned() -> None:
+    released = threading.Event()
+    try:
+        with pytest.raises(TimeoutError):
+            within(0.0, released.wait)
+    finally:
+        released.set()

@@ -1,0 +1,81 @@
+"""What forward passes change is part of a run: it is resumed, and used by evaluations of its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.laws.test_buffers import result
+
+TEXT = (Path(__file__).parents[2] / "laws/task_of_buffers.py").read_text()
+ENDS = {
+    "fails": {"at": "update", "number": 6, "by": "raise"},
+    "stopped in its last update": {"at": "update", "number": 7, "by": "SIGTERM"},
+    "stopped in its last evaluation": {"at": "evaluation", "number": 8, "by": "SIGTERM"},
+}
+ANSWER = 'return {"accuracy"'
+EXPANDED = {
+    "torch.ones(4), persistent": "torch.ones(1).expand(4), persistent",
+    "self.used.index_add_(": "self.used = self.used.index_add(",
+}
+KINDS = {"frozen parameter": ("task.frozen=true", {}), "buffer": ("", {}), "new tensor for a view": ("", EXPANDED)}
+
+
+@pytest.fixture(params=KINDS)
+def words(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the settings of a task whose loss depends on frozen state, or on state outside of its state dict."""
+    settings, changes = KINDS[request.param]
+    text, called = TEXT, 'reached("evaluation", self.update)'
+    measured = f'{called}\n        return {{"loss": self.loss(model, batch), "accuracy"'
+    for old, new in ({ANSWER: measured} | changes).items():
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "task_of_buffers.py"
+    path.write_text(text)
+    return f"--task {path} device=cpu monitor=off dataloader.num_workers=0 checkpoint.every=3 run=mine {settings}"
+
+
+def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] | None = None) -> Any:
+    folder.mkdir(exist_ok=True)
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
+    ended = server.run(f"train {words}", folder, env)
+    assert (ended.code == 0) is (fault is None), ended.err
+    return json.loads((folder / "outputs/mine/run.json").read_text())["metrics"]
+
+
+def forward_state(folder: Path) -> dict[str, Tensor]:
+    """Return what the last checkpoint holds besides the state dict."""
+    path = newest_valid(folder / "outputs/mine/checkpoints")
+    assert path is not None
+    return load(path).tensors("forward_state")
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_resumed_run_has_the_state_that_forward_passes_changed(
+    end: str, words: str, server: ForkServer, tmp_path: Path
+) -> None:
+    metrics = trained(server, tmp_path / "straight", words)
+    trained(server, tmp_path / "resumed", words, ENDS[end])
+    assert trained(server, tmp_path / "resumed", words) == metrics
+    (weights, losses), (found, found_losses) = result(tmp_path / "straight"), result(tmp_path / "resumed")
+    assert found_losses == losses
+    assert [name for name, tensor in weights.items() if not torch.equal(tensor, found[name])] == []
+    kept, kept_found = (forward_state(tmp_path / name) for name in ("straight", "resumed"))
+    assert kept.keys() == kept_found.keys()
+    assert all(torch.equal(tensor, kept_found[name]) for name, tensor in kept.items())
+
+
+def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_changed(
+    words: str, server: ForkServer, tmp_path: Path
+) -> None:
+    metrics = trained(server, tmp_path, words)
+    ended = server.run("evaluate mine checkpoint=last --json", tmp_path, {"IMPORT_FIRST": "tests.faults.ending"})
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["metrics"] == metrics
