@@ -32,6 +32,7 @@ AXES: Mapping[str, str] = {
     "prefetch": "axes/prefetch.py",
     "optimizer": "axes/optimizer.py",
     "scheduler": "axes/scheduler.py",
+    "adapter": "engine/adapter.py",
     "averaging": "engine/hooks/averaging.py",
     "sharpness": "engine/sharpness.py",
     "compile": "axes/compile.py",

@@ -87,6 +87,10 @@ def _nothing(where: str, runs: str) -> InputMissing:
 
 def _of_checkpoint(checkpoint: Loaded, shown: str) -> WeightSource:
     values = mapped(checkpoint.state.get("values"))
+    if values.get("adapter", "none") != "none" and values.get("adapter.checkpoint") == "adapter":
+        what = "holds an adapter without the weights of its model"
+        fix = "export them together: accel-run export RUN format=safetensors, then weights=RUN/export/model.safetensors"
+        raise ConfigError(Problem(what, shown, fix))
     is_used = {"averaging": values.get("averaging.evaluate") is True, "optimizer_average": True}
     stem = next((stem for stem, used in is_used.items() if used and stem in checkpoint.stems), None)
     average = checkpoint.path / f"{stem}.safetensors" if stem else None

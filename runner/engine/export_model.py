@@ -22,6 +22,7 @@ from runner.base.task import Task
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
 from runner.durable.files import exists, remove, rename
+from runner.engine.adapter import merge
 from runner.engine.evaluate import as_in_use
 from runner.engine.task_loading import explained
 from runner.engine.trained_run import Trained, open_trained
@@ -78,6 +79,8 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         with explained(trained.parts.source, "example"):
             inputs = task.example()
         model = trained.parts.bare.cpu()
+        if trained.plan.choices["adapter"].function != "none":
+            merge(model)
         folder = trained.directory.inner("export")
         # Third-party writers follow links, so they write into a private folder.
         draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))

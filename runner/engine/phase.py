@@ -24,6 +24,7 @@ from runner.engine.balance import shares_by
 from runner.engine.checkpoint_state import understood
 from runner.engine.error_diagnosis import explain
 from runner.engine.feed import Feed
+from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, state_of
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -32,7 +33,6 @@ from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.own import with_own_hooks
 from runner.engine.loop import Position, StepInfo
 from runner.engine.objective_phase import phase_kind
-from runner.engine.resumption import load_model
 from runner.engine.run import TrainingRun
 from runner.engine.train_order import order_of
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
@@ -93,7 +93,7 @@ class Phase(PhaseView):
     def _restore(self, start: Loaded) -> None:
         """Load the state of a checkpoint. Updates beyond those requested are kept: they end the phase."""
         parts, state = self.parts, start.state
-        load_model(parts.bare, start, parts.parallel)
+        load_weights(parts, start)
         self.work.load(start)
         parts.precision.load(state["precision"])
         self.position.update = int(state["phase_update"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from runner.durable.checkpoint import Loaded
 # Keys that are the mathematics of the run: another value makes it another run.
 FIXED = (
     "task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "sampler", "trains",
+    "adapter",
 )  # fmt: skip
 # Keys that change the mathematics from here on: they may, if the user says so by name.
 BY_NAME = (
@@ -23,6 +24,7 @@ BY_NAME = (
     "sharpness", "hook",
 )  # fmt: skip
 ADDED = {
+    "adapter": "none",
     "averaging": "none",
     "sampler": "shuffle",
     "sharpness": "none",
@@ -77,10 +79,13 @@ def compare(
     return fine
 
 
-def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel) -> None:
-    """Load the weights, strictly by name, shape and dtype. Raises IncompatibleResume."""
+def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel, left_out: Collection[str] = ()) -> None:
+    """Load the weights, strictly by name, shape and dtype. Raises IncompatibleResume.
+
+    left_out  names that the checkpoint does not hold, because they are frozen
+    """
     saved = checkpoint.tensors("model")
-    current = model.state_dict()
+    current = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
     wrong = [f"{name} is missing" for name in current if name not in saved]
     wrong += [f"{name} is not in the model" for name in saved if name not in current]
     wrong += [

@@ -20,6 +20,7 @@ from runner.base.task import Context, Task
 from runner.config.option_table import load_file
 from runner.config.options import task_source
 from runner.config.own_options import module_of_task
+from runner.engine.adapter import adapter_of
 from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import explain, place_of
 from runner.plan.run_plan import Plan
@@ -46,6 +47,7 @@ def load_task(plan: Plan) -> Task:
     if not isinstance(getattr(task, "model", None), nn.Module):
         what = f"{type(task).__name__}.model must be a torch.nn.Module"
         raise TaskFault(what, where=place_of(type(task), source), fix="self.model = ...")
+    adapter_of(plan.choices["adapter"]).add_to(task)
     return task
 
 

@@ -21,10 +21,11 @@ from runner.durable.checkpoint_choice import choose
 from runner.durable.directory import RunDirectory, default_name
 from runner.durable.record_files import read_record
 from runner.durable.run_request import find_run, origin_of
+from runner.engine.adapter import adapter_of
 from runner.engine.assemble import Parts, assemble
 from runner.engine.checkpoint_state import check_state
+from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
-from runner.engine.resumption import load_model
 from runner.engine.weights import begin_with
 from runner.plan.planner import plan_here
 from runner.plan.run_plan import Plan
@@ -98,7 +99,7 @@ def open_source(
     if source.run is None or source.checkpoint is None:
         return _open_weights(source, plan, parts, console, stack)
     checkpoint = check_state(load(source.checkpoint))
-    load_model(parts.bare, checkpoint, parts.parallel)
+    load_weights(parts, checkpoint)
     for hook in HOOKS:
         hook.load_for_use(parts, checkpoint)
     state = checkpoint.state
@@ -140,7 +141,7 @@ def named(source: ModelSource, world: World) -> ModelSource:
 def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> Trained:
     """Load given weights; results go to a run directory without training."""
     settings, world = plan.settings, parts.world
-    said = begin_with(settings, parts.bare, parts.parallel)
+    said = begin_with(settings, parts.bare, parts.parallel, adapter_of(plan.choices["adapter"]))
     path = settings.root / source.name
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))

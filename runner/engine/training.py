@@ -11,11 +11,12 @@ from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
 from runner.engine.checkpoint_state import understood
 from runner.engine.error_diagnosis import explain
+from runner.engine.frozen_base import load_weights
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.phase import Phase, restore_random_state_of
 from runner.engine.phase_kinds import check_parameters
-from runner.engine.resumption import ADDED, compare, load_model
+from runner.engine.resumption import ADDED, compare
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.training_identity import changed_files, code_of
 from runner.plan.run_plan import PhasePlan, Plan
@@ -114,7 +115,7 @@ def _take_over(run: TrainingRun, start: Loaded, before: Iterable[PhaseRecord]) -
 
 def _begin_after(run: TrainingRun, start: Loaded) -> None:
     """Load the model of a finished phase that is not rerun; the next phase starts from it."""
-    load_model(run.parts.bare, start, run.parts.parallel)
+    load_weights(run.parts, start)
     with understood(start):
         run.parts.precision.load(start.state["precision"])
         restore_random_state_of(run.parts.world, start, run.plan.settings.seed)

@@ -15,6 +15,9 @@ from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
 from runner.durable import files
 from runner.durable.weight_source import WeightSource, find_weights
+from runner.engine.adapter import Adapter
+
+NO_ADAPTER = Adapter()
 
 
 @dataclass
@@ -37,16 +40,22 @@ class WeightMatch:
     cast: int = 0
 
 
-def begin_with(settings: Settings, model: nn.Module, parallel: Parallel) -> str:
+def begin_with(settings: Settings, model: nn.Module, parallel: Parallel, adapter: Adapter = NO_ADAPTER) -> str:
     """Load the weights that the settings name; return a message for the user.
+
+    adapter  of the model; the weights are those of the model without it
 
     Floating-point weights take the model's type. Raises InputMissing, DataError for files that are damaged,
     SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape,
     ConfigError for names in `weights.only` and `weights.rename` that do not exist.
     """
-    wanted, options = model.state_dict(), settings.weights
+    options, names = settings.weights, {adapter.plain(name): name for name in model.state_dict()}
+    wanted = {
+        plain: tensor for name, tensor in model.state_dict().items() if (plain := adapter.plain(name)) is not None
+    }
     source = find_weights(str(options.source), settings.root)
-    found = match(_renamed(read_tensors(source, f"weights={options.source}"), options.rename), model, wanted, options)
+    tensors = _renamed(read_tensors(source, f"weights={options.source}"), options.rename)
+    found = match(tensors, model, wanted, options, adapter)
     problems = [
         f"{len(names)} {what}: {shortened(names, _NUM_SHOWN)}"
         for what, names in (
@@ -63,12 +72,16 @@ def begin_with(settings: Settings, model: nn.Module, parallel: Parallel) -> str:
             fix="use the task options they were trained with; to take what fits: weights.strict=false, "
             "weights.only=[MODULE] or weights.rename={OLD: NEW}",
         )
-    parallel.load(model, {name: tensor.to(wanted[name].dtype) for name, tensor in found.taken.items()})
+    parallel.load(model, {names[name]: tensor.to(wanted[name].dtype) for name, tensor in found.taken.items()})
     return _table(found, source.shown)
 
 
 def match(
-    tensors: dict[str, Tensor], model: nn.Module, wanted: Mapping[str, Tensor], options: WeightsSettings
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    wanted: Mapping[str, Tensor],
+    options: WeightsSettings,
+    adapter: Adapter = NO_ADAPTER,
 ) -> WeightMatch:
     """Return which of the tensors the model takes, by name and shape.
 
@@ -92,15 +105,15 @@ def match(
         else:
             result.taken[name] = given
             result.cast += given.dtype != tensor.dtype
-    _add_tied(result, model)
+    _add_tied(result, model, adapter)
     return result
 
 
-def _add_tied(result: WeightMatch, model: nn.Module) -> None:
+def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
     """Take a missing tensor from a parameter that it is tied to: files store a shared one once."""
     shared: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(weight), []).append(name)
+        shared.setdefault(id(weight), []).append(adapter.plain(name) or name)
     for names in shared.values():
         there = next((name for name in names if name in result.taken), None)
         for name in names if there else ():

@@ -151,7 +151,25 @@ def _sharpness(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, f"sharpness={choice.name}", fix))
 
 
-RULES = (_precision, _optimizer, _workers, _pin_memory, _prefetch, _attention, _compile, _parallelism, _sharpness)
+def _adapter(planner: Decisions, gpu: Device | None) -> None:
+    choice, parallelism = planner.choices["adapter"], planner.choices["parallelism"]
+    if choice.function != "none" and parallelism.function == "pipeline":
+        what = "cannot be added to a model that parallelism=pipeline divides into layers"
+        planner.problems.append(Problem(what, f"adapter={choice.name}", "use parallelism=ddp or parallelism=fsdp"))
+
+
+RULES = (
+    _precision,
+    _optimizer,
+    _workers,
+    _pin_memory,
+    _prefetch,
+    _attention,
+    _compile,
+    _parallelism,
+    _sharpness,
+    _adapter,
+)
 
 
 def _is_cuda(gpu: Device | None) -> bool:

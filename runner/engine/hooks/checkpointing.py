@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from runner.durable.checkpoint_writer import NoWriter, Writer
 from runner.engine import non_finite
 from runner.engine.checkpoint_saver import Saver
 from runner.engine.evaluate import EvaluationResult
+from runner.engine.frozen_base import DIGEST, frozen_digest, saved_state
 from runner.engine.hooks.bad_samples import BadSamples
 from runner.engine.hooks.evaluation import warn_of_unknown
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
@@ -74,10 +76,15 @@ class Checkpointing(Hook):
         work = self.phase.work
         self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.learned else []
 
+    @cached_property
+    def _frozen(self) -> str | None:
+        """Hash of the weights that checkpoints leave out; they do not change."""
+        return frozen_digest(self.phase.parts)
+
     def prepare(self) -> None:
         """Reserve host memory for a copy of the state."""
         parts = self.phase.parts
-        of_model = sum(tensor.nbytes for tensor in parts.bare.state_dict().values())
+        of_model = sum(tensor.nbytes for tensor in saved_state(parts).values())
         # Of each tensor the last cache line is filled up: 1 % is more than that takes.
         nbytes = int(1.01 * (of_model + self.phase.work.state_bytes()[0]))
         self.saver.prepare(nbytes, parts.world.device)
@@ -299,6 +306,7 @@ class Checkpointing(Hook):
             "values": values,
             "code": run.provenance.code,
             "changes": run.provenance.changes,
+            DIGEST: self._frozen,
         }
         facts = {
             "epoch": update // phase.order.updates_per_epoch,
@@ -313,7 +321,7 @@ class Checkpointing(Hook):
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.whole(parts.bare.state_dict(), copy), **work}
+        tensors = {"model": parts.parallel.whole(saved_state(parts), copy), **work}
         tensors |= {name: parts.parallel.whole(there, copy) for name, there in tensors_of_hooks.items()}
         for rank, (generators, _) in enumerate(of_ranks):
             stem = checkpoints.rank_stem("random", rank) if rank else "random"

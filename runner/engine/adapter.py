@@ -1,0 +1,179 @@
+"""Adapters: train few added weights of a model, and keep its own weights as they are."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from runner.axes.optimizer import is_under, prefixes
+from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.packages import require
+from runner.base.task import Task
+from runner.base.text import shortened
+from runner.base.values import Factor, Positive, PositiveInt
+from runner.config.configuration import Choice
+from runner.config.option_table import make
+from runner.config.schema import did_you_mean
+
+_BASE = ".base_layer."  # peft: the name of a layer of the model inside of its adapter
+_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Weights added to a model; this one adds none.
+
+    is_apart  checkpoints leave out the model's own weights, which do not change
+    """
+
+    is_apart: bool = False
+
+    def add_to(self, task: Task) -> None:
+        """Add the weights to the task's model, in place, and freeze the model's own."""
+
+    def plain(self, name: str) -> str | None:
+        """Return the name of a tensor in the model without adapter; None for a tensor of the adapter."""
+        return name
+
+    def saved(self, state: Mapping[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint holds.
+
+        state       state_dict of the model
+        parameters  names of its parameters; buffers are always saved
+        """
+        return dict(state)
+
+
+def none() -> Adapter:
+    """Train the model's own weights."""
+    return Adapter()
+
+
+def lora(
+    *,
+    target: list[str] = [],  # noqa: B006 - read as schema
+    rank: PositiveInt = 8,
+    alpha: Positive = 16.0,
+    dropout: Factor = 0.0,
+    train: list[str] = [],  # noqa: B006 - likewise
+    checkpoint: Literal["adapter", "all"] = "adapter",
+) -> Adapter:
+    """Low-rank adaptation: add a product of two small matrices to layers, and train these alone.
+
+    Needs the package peft.
+
+    target      layers by name or by the end of it, such as [q_proj,v_proj]: linear, convolution or embedding;
+                []: all linear layers
+    rank        inner dimension of the product
+    alpha       the product is scaled by alpha / rank
+    dropout     dropout of the inputs of the product
+    train       further modules or parameters that are trained in full, such as [head]
+    checkpoint  adapter: checkpoints leave out the frozen weights, which come from `weights` or from the seed again;
+                all: they hold the whole model
+    Raises ConfigError for names that the model lacks, MissingPackage without peft.
+    Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
+    """
+    options = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    return LoraAdapter(checkpoint == "adapter", tuple(target), tuple(train), options)
+
+
+ADAPTERS: Mapping[str, Callable[..., Adapter]] = {"none": none, "lora": lora}
+
+
+def adapter_of(choice: Choice) -> Adapter:
+    """Return the adapter that the option selects."""
+    return make(ADAPTERS, choice.function, **choice.options)
+
+
+@dataclass(frozen=True)
+class LoraAdapter(Adapter):
+    """LoRA through peft.
+
+    target   ends of names of layers; none: all linear layers
+    train    modules or parameters that are trained in full
+    options  of peft.LoraConfig
+    """
+
+    target: tuple[str, ...] = ()
+    train: tuple[str, ...] = ()
+    options: Mapping[str, Any] | None = None
+
+    def add_to(self, task: Task) -> None:
+        model = task.model
+        layers = self._layers_of(model)
+        own = {id(model.get_submodule(name)): name for name in layers}
+        config = require("peft", "lora").LoraConfig(
+            target_modules="|".join(re.escape(name) for name in layers), **(self.options or {})
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about models of transformers, which this may be
+            require("peft", "lora").inject_adapter_in_model(config, model)
+        for name, parameter in model.named_parameters():
+            if any(is_under(self.plain(name) or "", one) for one in self.train):
+                parameter.requires_grad_(True)
+        for name, value in vars(task).items():  # it would bypass the adapter
+            if isinstance(value, nn.Module) and id(value) in own:
+                what = f"{type(task).__name__}.{name} is the layer {own[id(value)]}, which now is inside of an adapter"
+                raise TaskFault(what, fix=f"reach it through the model: self.model.{own[id(value)]}")
+
+    def plain(self, name: str) -> str | None:
+        return None if _is_added(name) else f".{name}".replace(_BASE, ".").removeprefix(".")
+
+    def saved(self, state: Mapping[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
+        frozen = {name for name in parameters if not self._is_trained(name)} if self.is_apart else set()
+        return {name: tensor for name, tensor in state.items() if name not in frozen}
+
+    def _is_trained(self, name: str) -> bool:
+        return _is_added(name) or any(is_under(self.plain(name) or "", one) for one in self.train)
+
+    def _layers_of(self, model: nn.Module) -> list[str]:
+        """Return the names of the layers to adapt. Raises ConfigError for a name that fits none."""
+        known = {name: module for name, module in model.named_modules() if name and isinstance(module, _kinds())}
+        found = [
+            name
+            for name, module in known.items()
+            if (not self.target and isinstance(module, nn.Linear)) or any(_ends(name, one) for one in self.target)
+        ]
+        there = f"the model has {shortened(sorted({name.rpartition('.')[2] for name in known}), 8) or 'none'}"
+        problems = [
+            Problem(f"no layer is called {one}; {there}", "adapter.target", did_you_mean(one, known))
+            for one in self.target
+            if not any(_ends(name, one) for name in known)
+        ]
+        names = [name for name, _ in model.named_parameters()]
+        problems += [
+            Problem(f"no parameter's name starts with {one}", "adapter.train", did_you_mean(one, prefixes(names)))
+            for one in self.train
+            if not any(is_under(name, one) for name in names)
+        ]
+        if not found and not problems:
+            problems = [Problem("the model has no linear layer inside of it", "adapter.target", "name its layers")]
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def merge(model: nn.Module) -> None:
+    """Add the products to the weights of their layers, in place, and take the adapters out."""
+    layer_of_adapter = require("peft.tuners.tuners_utils", "lora").BaseTunerLayer
+    for name, module in list(model.named_modules()):
+        if isinstance(module, layer_of_adapter):
+            module.merge()
+            model.set_submodule(name, module.get_base_layer())
+
+
+def _kinds() -> tuple[type[nn.Module], ...]:
+    return (*_KINDS, require("peft.tuners.lora.layer", "lora").Conv1D)  # of transformers
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def _is_added(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))

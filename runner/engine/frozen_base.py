@@ -1,0 +1,66 @@
+"""Checkpoints of an adapter: what they hold, and how the frozen weights that they leave out come back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from runner.base.errors import IncompatibleResume
+from runner.durable.checkpoint import Loaded
+from runner.engine.adapter import adapter_of
+from runner.engine.assemble import Parts
+from runner.engine.resumption import load_model
+from runner.engine.weights import begin_with
+
+DIGEST = "frozen_weights"  # key in the state of a checkpoint
+
+
+def saved_state(parts: Parts) -> dict[str, Tensor]:
+    """Return the tensors of the model that a checkpoint holds: all, or without the frozen weights of an adapter."""
+    names = [name for name, _ in parts.bare.named_parameters(remove_duplicate=False)]
+    return adapter_of(parts.plan.choices["adapter"]).saved(parts.bare.state_dict(), names)
+
+
+def frozen_digest(parts: Parts) -> str | None:
+    """Return a hash of the weights that checkpoints leave out, on rank 0; None where they hold all. A collective."""
+    state = parts.bare.state_dict()
+    left_out = sorted(state.keys() - saved_state(parts).keys())
+    if not left_out:
+        return None
+    found = hashlib.sha256()
+    for name in left_out:  # one after the other, because the host may not have room for all of them
+        for tensor in parts.parallel.whole({name: state[name]}).values():
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def load_weights(parts: Parts, start: Loaded) -> None:
+    """Load the model of a checkpoint; frozen weights that it leaves out come from `weights`, or from the seed.
+
+    Raises IncompatibleResume if the model is another one, or if the frozen weights are not those of the training;
+    InputMissing if the source of the weights is gone.
+    """
+    adapter, settings = adapter_of(parts.plan.choices["adapter"]), parts.plan.settings
+    state = parts.bare.state_dict()
+    left_out = state.keys() - saved_state(parts).keys()
+    if left_out:
+        if settings.weights.source:
+            begin_with(settings, parts.bare, parts.parallel, adapter)
+        _check_frozen(parts, start.state)
+    load_model(parts.bare, start, parts.parallel, left_out=left_out)
+
+
+def _check_frozen(parts: Parts, state: Mapping[str, object]) -> None:
+    is_same = parts.world.broadcast(frozen_digest(parts) == state.get(DIGEST))
+    if not is_same:
+        source = parts.plan.settings.weights.source
+        fix = f"restore what weights={source} was" if source else "use the seed and the task options of the run"
+        raise IncompatibleResume(
+            "the frozen weights of the model are not those that the adapter was trained with",
+            where="adapter.checkpoint=adapter",
+            fix=f"{fix}; adapter.checkpoint=all stores them in each checkpoint",
+        )

@@ -1,0 +1,200 @@
+"""LoRA equals a plain loop with peft; its checkpoints leave out frozen weights, and exports merge the adapter."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import AccelRunError, ConfigError, IncompatibleResume
+from runner.base.global_rng import seed_everything
+from runner.base.order import permutation
+from runner.base.world import World
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.durable import checkpoint
+from runner.engine.hooks.checkpointing import Checkpointing
+from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.opening import open_phase
+from runner.engine.trained_run import open_trained
+from runner.plan.planner import plan_here
+from runner.records.events import Console
+from tests.distributed.ranks import run_ranks
+from tests.engine import task_of_averages
+from tests.forkserver import ForkServer
+
+peft = pytest.importorskip("peft", reason="the package peft is not installed")
+
+TASK = Path(task_of_averages.__file__)
+UPDATES, SIZE = 6, 8
+TOLERANCE = 1e-12  # float64
+LORA = ("adapter=lora", "adapter.target=[0]", "adapter.rank=2", "adapter.alpha=4")
+
+
+def request_of(folder: Path, *words: str) -> Request:
+    settings = (
+        f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off",
+        "optimizer=adam", "optimizer.lr=0.01", "optimizer.kernel=foreach", "max_grad_norm=null",
+        f"output_root={folder}", "seed=7",
+    )  # fmt: skip
+    return Request((*settings, *LORA, *words), TASK)
+
+
+def saved(folder: Path, stem: str = "model", update: int = UPDATES) -> dict[str, Tensor]:
+    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", update)).tensors(stem))
+
+
+def trained(folder: Path, *words: str, world: World | None = None) -> None:
+    with open_phase(request_of(folder, *words), world) as phase:
+        assert phase.run() is None
+
+
+def by_hand(*, train: str = "") -> nn.Module:
+    """Return the model of a plain loop with peft."""
+    seed_everything(7)
+    task = task_of_averages.build()
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules="0")
+    model = peft.inject_adapter_in_model(config, task.model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or bool(train and name.startswith(train)))
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    x, y = task.dataset("train").tensors
+    for update in range(UPDATES):
+        epoch, number = divmod(update, len(x) // SIZE)
+        rows = permutation(7, epoch, len(x))[number * SIZE : (number + 1) * SIZE].tolist()
+        loss, items = task.loss(model, (x[rows], y[rows]))
+        optimizer.zero_grad()
+        (loss / items).backward()
+        optimizer.step()
+    return model
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("train", ["", "2"])
+def test_an_adapter_is_trained_as_in_a_plain_loop_and_saved_alone(train: str, tmp_path: Path) -> None:
+    expected = by_hand(train=train)
+    trained(tmp_path, f"adapter.train=[{train}]")
+    wanted = {name: weight.detach() for name, weight in expected.named_parameters() if weight.requires_grad}
+    assert_close(saved(tmp_path), wanted, TOLERANCE)
+
+
+def test_a_checkpoint_may_hold_the_whole_model(tmp_path: Path) -> None:
+    trained(tmp_path, "adapter.checkpoint=all")
+    assert_close(saved(tmp_path), dict(by_hand().state_dict()), TOLERANCE)
+
+
+@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
+def test_neither_accumulation_nor_ranks_change_it(words: str, world_size: int, tmp_path: Path) -> None:
+    if world_size == 1:
+        trained(tmp_path, words)
+    else:
+        ranks = (f"parallelism={words}", f"parallelism.world_size={world_size}")
+        shares = ("parallelism.shares=[7,1]",) if words == "ddp" else ()
+        run_ranks(lambda world: trained(tmp_path, *ranks, *shares, world=world), world_size)
+    wanted = {name: weight.detach() for name, weight in by_hand().named_parameters() if weight.requires_grad}
+    assert_close(saved(tmp_path), wanted, TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
+    words = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+
+    def stopped(world: World | None) -> None:
+        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+            for update in phase.updates():
+                if update == 3:
+                    break
+            phase.hook(RankSync).exchange.close()
+            phase.hook(Checkpointing).save()
+
+    for act in (
+        lambda world: trained(tmp_path / "straight", *words, world=world),
+        stopped,
+        lambda world: trained(tmp_path / "stopped", *words, world=world),
+    ):
+        act(None) if strategy == "single" else run_ranks(act, 2)
+    for stem in ("model", "optimizer"):
+        assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
+
+
+def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    settings = [word for word in request_of(tmp_path).overrides if not word.startswith(("output_root", "seed"))]
+    train = ["train", "--task", str(TASK), *settings]
+    base = ["train", "--task", str(TASK), "device=cpu", "updates=4", "run=base", "monitor=off", "seed=3"]
+    assert server.run(base, tmp_path).code == 0
+    assert server.run([*train, "weights=base", "updates=3"], tmp_path).code == 0
+    longer = server.run([*train, "weights=base", "resume_allow=[updates]"], tmp_path)
+    assert longer.code == 0, longer.err
+    exported = server.run(["export", "mine", "format=safetensors"], tmp_path)
+    assert exported.code == 0, exported.err
+    from safetensors.torch import load_file
+
+    merged = load_file(tmp_path / "outputs" / "mine" / "export" / "model.safetensors")
+    found = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["metrics"]["val/loss"]
+    task = task_of_averages.build()
+    assert merged.keys() == task.model.state_dict().keys()
+    task.model.load_state_dict(merged)
+    total, items = task.loss(task.model, task.dataset("val").tensors)
+    assert float(total.detach()) / items == pytest.approx(found, rel=TOLERANCE)
+    with ExitStack() as stack:
+        request = Request(("run=mine", f"output_root={tmp_path / 'outputs'}", f"weights={tmp_path / 'outputs/base'}"))
+        with pytest.raises(ConfigError):
+            open_trained(request, Console(), stack)
+    evaluated = server.run(["evaluate", "mine", "--json"], tmp_path)
+    assert json.loads(evaluated.out)["metrics"]["val/loss"] == pytest.approx(found, rel=TOLERANCE)
+    refused = server.run(["train", "--task", str(TASK), "run=next", "weights=mine", "device=cpu"], tmp_path)
+    assert refused.code == 78, "an adapter alone is no model"
+    assert not (tmp_path / "outputs" / "next").exists()
+
+
+def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
+    trained(tmp_path, "updates=3", "scheduler=constant")
+    more = request_of(tmp_path, "scheduler=constant", "resume_allow=[updates]")
+    path = checkpoint.path_of(tmp_path / "mine" / "checkpoints", 3)
+    with open_phase(more) as phase:
+        from runner.engine.frozen_base import load_weights
+
+        parts = phase.run_.parts
+        load_weights(parts, checkpoint.load(path))
+        with torch.no_grad():
+            next(parts.bare.parameters()).add_(1e-9)
+        with pytest.raises(IncompatibleResume):
+            load_weights(parts, checkpoint.load(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["adapter.target=[missing]"], "adapter.target"),
+        (["adapter.target=[1]"], "adapter.target"),
+        (["adapter.train=[head]"], "adapter.train"),
+    ],
+)
+def test_a_name_that_the_model_lacks_is_refused(words: list[str], where: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught, open_phase(request_of(tmp_path, *words)):
+        pass
+    assert [problem.where for problem in caught.value.problems] == [where]
+
+
+def test_all_linear_layers_are_adapted_by_default(tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path, "adapter.target=[]")) as phase:
+        assert sorted(name for name in phase.work.own if "lora_A" in name) == [
+            f"{layer}.lora_A.default.weight" for layer in (0, 2)
+        ]
+
+
+def test_a_pipeline_is_refused() -> None:
+    with pytest.raises(AccelRunError) as caught:
+        plan_here(compose(Request(("adapter=lora", "parallelism=pipeline", "device=cpu"))))
+    assert [problem.where for problem in caught.value.problems] == ["adapter=lora"]
