@@ -53,7 +53,6 @@ CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "nois
 CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
 NOT_YET = frozenset(
     {
-        ("dataclass", "runner/profiling/profile_report.py::Findings"),
         ("dataclass", "runner/tools/measure/comparison_result.py::VariantResult"),
         ("dataclass", "runner/tools/measure/suites/ladder.py::LadderRow"),
     }

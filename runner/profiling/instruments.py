@@ -26,7 +26,7 @@ from runner.host.scratch import shared_folder
 from runner.profiling import trace_file
 from runner.profiling.device_waits import DeviceWaits, IsOfTask
 from runner.profiling.module_times import ModuleTimes, tensors_in
-from runner.profiling.profile_report import Findings, Kernel, Operator
+from runner.profiling.profile_report import Findings, Kernel, Operator, OperatorFindings
 from runner.profiling.trace_file import TraceFile
 
 
@@ -140,28 +140,28 @@ class Operators(ProfiledUpdates):
             return
         content = _exported(self.profile)
         trace = TraceFile(content)
-        findings.trace = gzip.compress(content, compresslevel=5, mtime=0)
+        found = findings.operators
+        found.sort_by, found.trace = self.options.sort_by, gzip.compress(content, compresslevel=5, mtime=0)
         num = len(trace.updates)
         if not num:
             return
-        findings.num_recorded = num
-        findings.shares, findings.data_share = trace.shares(), trace.data_share()
-        findings.device_calls = trace.device_waits()
+        found.shares, found.data_share = trace.shares(), trace.data_share()
+        found.device_calls = trace.device_waits()
         averages = recorded(self.profile.events()).key_averages(
             group_by_input_shapes=self.options.record_shapes,
             group_by_stack_n=_STACK if self.options.with_stack else 0,
         )
-        self.tell_rows(findings, averages, num)
-        by = "self_device_time_total" if findings.kernels else "self_cpu_time_total"
-        findings.table = averages.table(sort_by=by, row_limit=100)
+        self.add_rows(found, averages, num)
+        by = "self_device_time_total" if found.kernels else "self_cpu_time_total"
+        found.table = averages.table(sort_by=by, row_limit=100)
 
-    def tell_rows(self, findings: Findings, averages: Iterable[Any], num: int) -> None:
+    def add_rows(self, found: OperatorFindings, averages: Iterable[Any], num: int) -> None:
         """Add the operators and the kernels of `num` updates: torch has the time of a kernel in both rows."""
         named = [row for row in averages if _is_named_by_torch(row)]
-        findings.kernels = _kernels([row for row in named if row.device_type != DeviceType.CPU], num)
+        found.kernels = _kernels([row for row in named if row.device_type != DeviceType.CPU], num)
         rows = _added(self._operator(row, num) for row in named if row.device_type == DeviceType.CPU)
-        key = partial(_key, self.options.sort_by, bool(findings.kernels))
-        findings.operators = sorted(rows, key=key, reverse=True)
+        key = partial(_key, self.options.sort_by, bool(found.kernels))
+        found.rows = sorted(rows, key=key, reverse=True)
 
     def _operator(self, row: Any, num: int) -> Operator:
         place = next(filter(self._is_of_task, row.stack or ()), "")

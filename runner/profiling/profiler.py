@@ -198,7 +198,6 @@ class Session:
             skipped=self.parts[0].num,
             update_ms={part.name: 1e3 * part.seconds for part in self.parts[1:] if part.seconds},
             num_updates={part.name: part.num for part in self.parts[1:] if part.seconds},
-            sort_by=self.options.sort_by,
         )
         if self.shortened:
             findings.notes.append("the phase has too few updates for all that was asked for: each part has fewer")

@@ -40,13 +40,16 @@ def test_the_time_of_a_kernel_counts_once() -> None:
         ],
         use_device="cuda",
     )  # fmt: skip
-    findings = Findings("train", "a GPU", 1, 0, {}, {}, "self")
-    Operators(SUBJECT, OPTIONS).tell_rows(findings, recorded(events).key_averages(), 1)
-    assert [(row.name, row.self_device_ms, row.self_cpu_ms) for row in findings.operators] == [
+    findings = Findings("train", "a GPU", 1, 0, {}, {})
+    Operators(SUBJECT, OPTIONS).add_rows(findings.operators, recorded(events).key_averages(), 1)
+    assert [(row.name, row.self_device_ms, row.self_cpu_ms) for row in findings.operators.rows] == [
         ("aten::mm", 0.075, 0.010),
         ("aten::relu", 0.025, 0.010),
     ]
-    assert [(row.name, row.calls, row.ms) for row in findings.kernels] == [("gemm", 1, 0.075), ("clamp", 1, 0.025)]
+    assert [(row.name, row.calls, row.ms) for row in findings.operators.kernels] == [
+        ("gemm", 1, 0.075),
+        ("clamp", 1, 0.025),
+    ]
     text = report(findings, Path("profile"), 140)
     assert text.count("75.0%") == text.count("25.0%") == 2  # once of the operators, once of the kernels
 
