@@ -51,12 +51,7 @@ FLOORS = {
 }  # fmt: skip
 CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
 CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
-NOT_YET = frozenset(
-    {
-        ("dataclass", "runner/tools/measure/comparison_result.py::VariantResult"),
-        ("dataclass", "runner/tools/measure/suites/ladder.py::LadderRow"),
-    }
-)
+NOT_YET: frozenset[tuple[str, str]] = frozenset()  # (rule, subject)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ FILES = sorted([*(ROOT / "runner").rglob("*.py"), *(ROOT / "tasks").rglob("*.py"
 PLACES: dict[tuple[str, str, str], str] = {
     ("runner/cli.py", "_dispatch", "import_module"): "names of the table COMMANDS",
     ("runner/commands/complete.py", "_own_keys", "import_module"): "names of the table COMMANDS",
-    ("runner/commands/benchmark.py", "suite_of", "import_module"): "names of the table SUITES",
+    ("runner/commands/benchmark.py", "run", "import_module"): "names of the table SUITES",
     ("runner/__init__.py", "__getattr__", "getattr"): "names compared with a tuple in the line above",
     ("runner/engine/task_loading.py", "_import", "import_module"): "a task of ours, by the name of a file in conf/task that must be there, or the module of a package's entry point",
     ("runner/config/option_table.py", "load_file", "exec_module"): "the one place where a file of the user's is run: --task on the command line",

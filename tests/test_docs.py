@@ -184,7 +184,7 @@ def _benchmark(words: list[str]) -> None:
     mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in words else set()
     known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
     assert set(wanted.words) <= known, wanted.words
-    if suite.__name__.endswith("ladder") and wanted.options["techniques"] != "all":
+    if suite == "ladder" and wanted.options["techniques"] != "all":
         assert set(wanted.options["techniques"].strip("[]").split(",")) <= techniques()
 
 
@@ -272,7 +272,7 @@ def known_keys() -> set[str]:
     for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor.OWN):
         keys |= set(owner)
     for suite in SUITES:
-        keys |= set(benchmark.suite_of(suite).OPTIONS)
+        keys |= set(SUITES[suite].options)
     interface = ast.parse((ROOT / "runner" / "interface.py").read_text(encoding="utf-8"))
     keys |= {node.arg for node in ast.walk(interface) if isinstance(node, ast.arg)}
     return keys | set(settings_keys(monitor.MonitorOptions))

@@ -46,7 +46,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/host/scratch.py", "_create_private", ".mkdir"): "the folder of compiled code, of mode 0700",
     ("runner/host/scratch.py", "_create_private", ".chmod"): "the same folder, where it was made with another mode",
     ("runner/host/scratch.py", "private_folder", "shutil.rmtree"): "the folder itself, at the end",
-    ("runner/tools/measure/compare.py", "_clear_away", "shutil.rmtree"): "runs of trials that are over, in the folder of a start",
+    ("runner/tools/measure/compare.py", "_discard", "shutil.rmtree"): "runs of trials that are over, in the folder of a start",
     ("runner/engine/watchdog.py", "__call__", "shutil.rmtree"): "the folder itself, where a hang ends the process at once",
     ("runner/host/heartbeat.py", "__init__", "os.open"): "memory that two processes share",
     ("runner/host/heartbeat.py", "__init__", "os.ftruncate"): "memory that two processes share",

@@ -109,8 +109,8 @@ def _wish(words: list[str]) -> _Wish:
     given = read_of_a_run(rest, own)
     names_a_run = any(word.startswith("run=") for word in given.overrides)
     is_of_a_run = names_a_run or not (given.overrides or given.task_file)
-    request, told, notes = _of_run(given) if is_of_a_run else (given, AdviceInputs(), ())
-    return _Wish(request, told, budget_s, own["apply"].lower() == "true", own["profile"] or None, as_json, notes)
+    request, recorded, notes = _of_run(given) if is_of_a_run else (given, AdviceInputs(), ())
+    return _Wish(request, recorded, budget_s, own["apply"].lower() == "true", own["profile"] or None, as_json, notes)
 
 
 def _of_run(given: Request) -> tuple[Request, AdviceInputs, tuple[str, ...]]:
@@ -141,14 +141,15 @@ def screen(advice: Advice) -> list[str]:
     if advice.entries:
         lines.append("advice, largest gain first")
         for number, entry in enumerate(advice.entries, 1):
-            lines += [f"  {number}. {_told(entry)}", f"     {entry.finding.evidence}"]
+            lines += [f"  {number}. {_advice(entry)}", f"     {entry.finding.evidence}"]
     if not advice.advised:
         lines.append(f"{'' if advice.entries else 'advice: nothing; '}no setting that was tried is clearly faster")
-    if advice.together is not None and advice.together.ratio is not None:
-        lines += ["", f"  together: {advice.together.candidate.name}   tried: {advice.together.told}"]
-    others = [each for each in advice.tried if each not in advice.advised]
+    together = advice.trials.together
+    if together is not None and together.outcome.ratio is not None:
+        lines += ["", f"  together: {together.candidate.name}   tried: {together.outcome.summary}"]
+    others = [each for each in advice.trials.tried if each not in advice.advised]
     if others:
-        rows = [(each.candidate.name, each.reason) for each in others]
+        rows = [(each.candidate.name, each.outcome.reason) for each in others]
         lines += ["", "tried, not recommended", *aligned(rows, indent="  ")]
     lines += ["", *_criteria(advice)]
     lines += ["", "quick checks"]
@@ -159,9 +160,9 @@ def screen(advice: Advice) -> list[str]:
     return lines
 
 
-def _told(entry: Entry) -> str:
+def _advice(entry: Entry) -> str:
     if entry.tried is not None:
-        return f"{entry.what}   tried: {entry.tried.told}"
+        return f"{entry.what}   tried: {entry.tried.outcome.summary}"
     more = 100 * ((entry.gain or 1.0) - 1)
     predicted = f"   predicted: at most {more:+.0f} %" if more > 0.5 else ""
     return f"manual change: {entry.what}{predicted}"
@@ -175,8 +176,9 @@ def _criteria(advice: Advice) -> list[str]:
         for row in advice.criteria
     ]
     from runner.tools.measure.advisor import NOT_MEASURED
+    from runner.tools.measure.criteria import rule_of_thumb
 
-    measured = advice.measured_verdict
+    measured = advice.device_verdict
     if not measured.startswith(NOT_MEASURED):
         measured = f"measured: {measured}"
-    return [*aligned(rows), f"rule of thumb: {advice.rule_of_thumb or 'unknown'}", measured]
+    return [*aligned(rows), f"rule of thumb: {rule_of_thumb(advice.criteria) or 'unknown'}", measured]

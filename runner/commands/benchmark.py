@@ -16,7 +16,7 @@ from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
 from runner.tools.measure.suites import SUITES
 
-_SUITES_SHOWN = "\n".join(f"  {name:<12}  {what}" for name, (_, what) in SUITES.items())
+_SUITES_SHOWN = "\n".join(f"  {name:<12}  {suite.answers}" for name, suite in SUITES.items())
 HELP = f"""usage: accel-run benchmark [suite=NAME] [word ...] [key=value ...] [budget_s=300] [--json]
 
 Compares settings by measurement. Each variant trains in a separate process from the same weights on the same samples.
@@ -55,7 +55,7 @@ def run(words: list[str]) -> int:
 
     suite, wanted, as_json = read_words(words)
     Results(wanted.folder, wanted.prefix).check()  # before anything is measured
-    report = suite.run(wanted)
+    report = import_module(f"runner.tools.measure.suites.{suite}").run(wanted)
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)
     else:
@@ -63,17 +63,20 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def read_words(words: list[str]) -> tuple[Any, Any, bool]:
-    """Return the module of the suite, its request, and whether to print JSON. Raises ConfigError."""
+def read_words(words: list[str]) -> tuple[str, Any, bool]:
+    """Return the name of the suite, its request, and whether to print JSON. Raises ConfigError."""
     from runner.tools.measure.suite import SuiteRequest
 
     given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
-    suite = suite_of(given.get("suite", OWN["suite"]))
-    own, rest, as_json = own_arguments(words, OWN | suite.OPTIONS)
+    suite = given.get("suite", OWN["suite"])
+    if suite not in SUITES:
+        what = f"must be one of {', '.join(SUITES)}"
+        raise ConfigError(Problem(what, f"suite={suite}", did_you_mean(suite, SUITES)))
+    own, rest, as_json = own_arguments(words, {**OWN, **SUITES[suite].options})
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     arguments = read(rest, positional=len(rest), own=own)
     compose(arguments.request)  # report invalid settings before measuring
-    options = {key: own[key] for key in suite.OPTIONS}
+    options = {key: own[key] for key in SUITES[suite].options}
     wanted = SuiteRequest(
         arguments.request,
         arguments.positional,
@@ -83,11 +86,3 @@ def read_words(words: list[str]) -> tuple[Any, Any, bool]:
         budget_s,
     )
     return suite, replace(wanted, say=teller("benchmark")), as_json
-
-
-def suite_of(name: str) -> Any:
-    """Return the module of a suite. Raises ConfigError if there is none of that name."""
-    if name not in SUITES:
-        what = f"must be one of {', '.join(SUITES)}"
-        raise ConfigError(Problem(what, f"suite={name}", did_you_mean(name, SUITES)))
-    return import_module(f"runner.tools.measure.suites.{SUITES[name][0]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import types
@@ -15,13 +14,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.base.paths import PACKAGE, shipped
+from runner.base.paths import shipped
 from runner.base.values import Matches
 from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
 from runner.config.own_options import own_hooks
 from runner.config.own_tables import HOOK, keys_of_hook
 from runner.config.schema import Key, Signature, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
+from runner.tools.measure.suites import MODES, SUITES, SuiteDeclaration
 
 HELP = """usage: accel-run complete -- WORDS...
 
@@ -250,48 +250,29 @@ def _sweep_keys(line: TypedLine) -> Iterable[str]:
 def _benchmark_keys(line: TypedLine) -> Iterable[str]:
     from runner.commands.benchmark import OWN
 
-    return (*OWN, *_suite(line).get("OPTIONS", ()))
+    return (*OWN, *_suite(line).options)
 
 
 def _benchmark_words(line: TypedLine) -> Iterable[str]:
-    return (*_suite(line).get("WORDS", ()), *_techniques(line))
+    return (*_suite(line).words, *_techniques(line))
 
 
 def _techniques(line: TypedLine) -> list[str]:
     from runner.tools.measure.technique import files_of
 
-    return list(files_of(line.config_dir)) if "techniques" in _suite(line).get("OPTIONS", ()) else []
+    return list(files_of(line.config_dir)) if "techniques" in _suite(line).options else []
 
 
-def _suite(line: TypedLine) -> dict[str, Any]:
-    """Return the top-level literals of the suite's module, without the cost of importing it."""
+def _suite(line: TypedLine) -> SuiteDeclaration:
     from runner.commands.benchmark import OWN
-    from runner.tools.measure.suites import SUITES
 
-    found: dict[str, Any] = {}
-    suite = SUITES.get(line.overrides.get("suite", OWN["suite"]))
-    source = PACKAGE / "tools" / "measure" / "suites" / f"{suite[0]}.py" if suite else None
-    for statement in ast.parse(source.read_text(encoding="utf-8")).body if source else ():
-        match statement:
-            case (
-                ast.Assign(targets=[ast.Name(id=name)], value=value)
-                | ast.AnnAssign(target=ast.Name(id=name), value=value)
-            ):
-                with suppress(ValueError, TypeError):
-                    found[name] = ast.literal_eval(value) if value else None
-    return found
+    return SUITES.get(line.overrides.get("suite", OWN["suite"]), SuiteDeclaration(""))
 
 
 def _suite_values(line: TypedLine) -> list[str]:
     """Return the words in the default value of an option of the suite, such as none, memory and device."""
-    default = _suite(line).get("OPTIONS", {}).get(line.last.partition("=")[0], "")
+    default = _suite(line).options.get(line.last.partition("=")[0], "")
     return [word for word in default.split(",") if word and not word.isdigit()]
-
-
-def _suites(line: TypedLine) -> Iterable[str]:
-    from runner.tools.measure.suites import SUITES
-
-    return SUITES
 
 
 def _checks(line: TypedLine) -> Iterable[str]:
@@ -482,13 +463,13 @@ _OWN_VALUES: Mapping[str, Callable[[TypedLine], Iterable[str]]] = {
     "goal": lambda line: ("min", "max"),
     "log_dir": lambda line: _paths(line.value, "/"),
     "metric": lambda line: ("val/loss",),
-    "modes": lambda line: ("all", *_suite(line).get("MODES", ())),
+    "modes": lambda _: ("all", *MODES),
     "out": lambda line: _paths(line.value, ".html"),
     "record_shapes": _profiler_values,
     "retry": lambda line: ("true", "false"),
     "sort_by": _profiler_values,
     "split": lambda line: ("train", "val", "test"),
-    "suite": _suites,
+    "suite": lambda _: SUITES,
     "techniques": lambda line: ("all", *_techniques(line)),
     "together": lambda line: ("auto",),
     "with_stack": _profiler_values,

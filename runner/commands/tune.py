@@ -13,6 +13,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 
 if TYPE_CHECKING:
+    from runner.tools.measure.candidates import Tried
     from runner.tools.measure.tuner import Tuned
 
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]
@@ -80,20 +81,31 @@ def screen(tuned: Tuned) -> list[str]:
     lines = [f"{tuned.task} on {tuned.device_name}: an update takes {tuned.update_ms:.4g} ms as configured", ""]
     if found.adopted:
         lines.append("found: each clearly faster than the previous line, with losses that agree")
-        lines += [f"  {each.rule:<18}{each.candidate.name}   {each.told}" for each in found.adopted]
-        lines += [f"  {'':<18}different rounding: {each.numerics}" for each in found.adopted if each.rounds_otherwise]
-    if found.words and found.proof is not None:
-        lines.append(f"all combined, in new rounds against the current settings: {found.proof.told}")
+        lines += [f"  {each.rule:<18}{each.candidate.name}   {each.outcome.summary}" for each in found.adopted]
+        lines += [
+            f"  {'':<18}different rounding: {each.outcome.numerics}"
+            for each in found.adopted
+            if _rounds_differently(each)
+        ]
+    if found.overrides and found.proof is not None:
+        lines.append(f"all combined, in new rounds against the current settings: {found.proof.outcome.summary}")
     elif found.proof is not None:
-        lines.append(f"in new rounds against the current settings: {found.proof.reason}")
+        lines.append(f"in new rounds against the current settings: {found.proof.outcome.reason}")
         lines.append("the profile is empty")
     else:
         what = "no setting that was tried is clearly faster; the profile is empty"
         lines.append(f"found: nothing; {what if found.has_tried else 'there was no time to try a setting'}")
     others = {f"{each.rule}: {each.candidate.name}": each for each in found.tried if each not in found.adopted}
-    untried = {name: each.reason.removeprefix("not tried: ") for name, each in others.items() if each.is_untried}
+    untried = {
+        name: each.outcome.reason.removeprefix("not tried: ")
+        for name, each in others.items()
+        if each.outcome.is_untried
+    }
     for title, rows in (
-        ("tried, not used", {name: each.reason for name, each in others.items() if not each.is_untried}),
+        (
+            "tried, not used",
+            {name: each.outcome.reason for name, each in others.items() if not each.outcome.is_untried},
+        ),
         ("not tried", {**untried, **found.left}),
     ):
         if rows:
@@ -101,3 +113,8 @@ def screen(tuned: Tuned) -> list[str]:
     if found.needs_s:
         lines += ["", f"note: not everything was tried; use about budget_s={found.needs_s:.0f}"]
     return [*lines, *(f"note: {note}" for note in tuned.notes)]
+
+
+def _rounds_differently(each: Tried) -> bool:
+    numerics = each.outcome.numerics
+    return numerics is not None and numerics.loss > 0

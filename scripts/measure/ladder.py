@@ -66,7 +66,7 @@ def _plant(folder: Path, sleep_ms: float) -> None:
 
 
 def _measured(folder: Path, names: list[str], budget_s: float) -> dict[str, Any]:
-    """Return what `accel-run benchmark --json` says of these techniques, each alone."""
+    """Return what `accel-run benchmark --json` reports for these techniques, each alone."""
     words = [*names, "--task", str(TASK), "--config-dir", str(folder), *SETTINGS]
     words += [f"budget_s={budget_s}", f"folder={folder / 'results'}", "--json"]
     done = subprocess.run(
@@ -77,7 +77,7 @@ def _measured(folder: Path, names: list[str], budget_s: float) -> dict[str, Any]
 
 
 def _row(data: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(row for row in data["rows"] if row["cell"] == name)
+    return next(row for row in data["rows"] if row["variant"] == name)
 
 
 def _interval(row: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -190,17 +189,16 @@ def test_every_command_that_is_shown_is_offered_and_no_other() -> None:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_word_and_key_of_a_suite_is_offered_and_means_something_to_it(suite: str, folder: Path) -> None:
-    module = import_module(f"runner.tools.measure.suites.{SUITES[suite][0]}")
     found = offered(f"accel-run benchmark suite={suite} ")
 
     own = found[: found.index("precision=")]
     words = [word for word in own if not word.endswith("=")]
-    assert words == ([*module.WORDS, *techniques(None)] if suite == "ladder" else [])
-    assert set(own) - set(words) == {f"{key}=" for key in (*OWN, *module.OPTIONS)} - {"suite="}
+    assert words == [*SUITES[suite].words, *(techniques(None) if suite == "ladder" else [])]
+    assert set(own) - set(words) == {f"{key}=" for key in (*OWN, *SUITES[suite].options)} - {"suite="}
 
 
 def test_the_words_of_the_ladder_are_what_it_does() -> None:
-    assert ("all", *ladder.ACTIONS) == ladder.WORDS
+    assert ("all", *ladder.ACTIONS) == SUITES["ladder"].words
 
 
 @pytest.mark.parametrize("group", GROUPS)

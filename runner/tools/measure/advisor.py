@@ -1,35 +1,42 @@
-"""From what was measured to advice: rules propose, trials decide. Only what was tried and is faster is advised."""
+"""`accel-run advise`: rules propose settings, comparisons decide. Only what was tried and is faster is advised."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.base.json_converter import encode
+from runner.base.json_values import finite
 from runner.config.request import Request
 from runner.plan.inventory import Inventory
 from runner.records.evidence import Evidence
-from runner.tools.measure.compare import CompareLimits, Comparison, enough, needed_s
-from runner.tools.measure.comparison_result import UNTRIED, ComparisonResult, Variant, VariantResult
-from runner.tools.measure.criteria import Criterion, criteria, rule_of_thumb
+from runner.tools.measure.candidates import Candidate, Tried, tried_in
+from runner.tools.measure.compare import CompareLimits, Comparison, Say, enough, needed_s
+from runner.tools.measure.comparison_result import (
+    BASELINE_NAME,
+    UNTRIED,
+    ComparisonResult,
+    TrialOutcome,
+    Variant,
+    VariantResult,
+)
+from runner.tools.measure.criteria import Criterion, RangeCheck, checks, criteria, rule_of_thumb
 from runner.tools.measure.facts import Facts
 from runner.tools.measure.hardware_profile import Profile
-from runner.tools.measure.measuring_place import filled, look, measuring
-from runner.tools.measure.rules import Candidate, RuleFinding, findings
-from runner.tools.measure.tried import Tried, known_number, outcome, tried_as_json
-
-Say = Callable[[str], None]
+from runner.tools.measure.measuring_place import filled, inspect, measuring
+from runner.tools.measure.rules import RuleFinding, findings
 
 
 @dataclass(frozen=True)
 class Entry:
     """One piece of advice.
 
-    tried  the setting and its trial; None where it is for the user to do in the code: `finding.by_hand`
-    gain   times as fast as the training as it is: measured, or predicted at most; None where that is not known
+    tried  the setting and its comparison; None if it is a manual change: `finding.by_hand`
+    gain   times as fast as the current settings: measured, or predicted at most; None: unknown
     """
 
     finding: RuleFinding
@@ -43,46 +50,51 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Advice:
-    """What can be said of a run.
+class Trials:
+    """What was tried.
 
     tried     every candidate, the fastest first
-    together  the advised ones that do not exclude each other, tried as one; None where there were not two of them
-    device    CPU against GPU, measured; empty where only one of them is here
+    together  the advised ones that do not exclude each other, tried as one; None if there were fewer than two
+    """
+
+    tried: tuple[Tried, ...] = ()
+    together: Tried | None = None
+    notes: tuple[str, ...] = ()
+    mode: str = ""
+    update_ms: float = math.nan  # of the current settings
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The advice for a training.
+
+    device_verdict  CPU against GPU, measured
     """
 
     task: str
     device_name: str
     update_ms: float
     findings: tuple[RuleFinding, ...]
-    tried: tuple[Tried, ...]
-    together: Tried | None
+    trials: Trials
     criteria: tuple[Criterion, ...]
-    rule_of_thumb: str
-    measured_verdict: str
-    checks: tuple[RangeCheck, ...]
-    facts: Facts
+    device_verdict: str
+    checks: tuple[RangeCheck, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    mode: str = ""
 
     @property
     def advised(self) -> list[Tried]:
         """The candidates that are clearly faster and compute the same, one for each finding, the fastest first."""
-        best: dict[str, Tried] = {}
-        for tried in self.tried:
-            if tried.is_advised and tried.rule not in best:
-                best[tried.rule] = tried
-        return list(best.values())
+        return list(best_of_each(self.trials.tried).values())
 
     @property
     def entries(self) -> list[Entry]:
-        """What was tried and what is for the user to do in one list, the largest gain first; unknown ones come last.
+        """Settings and manual changes in one list, the largest gain first; unknown ones come last.
 
-        A slow transform of which readers that were tried hide more than they leave has the gain of what they leave.
+        A slow transform has the gain that is left of it if the advised readers hide the larger part.
         """
         found = {finding.rule: finding for finding in self.findings}
-        entries = [Entry(found[tried.rule], tried, tried.gain) for tried in self.advised]
+        entries = [Entry(found[tried.rule], tried, tried.outcome.gain) for tried in self.advised]
         hidden = max((entry.gain or 1.0 for entry in entries if entry.finding.rule == "data wait"), default=1.0)
         for finding in self.findings:
             if finding.by_hand:
@@ -94,38 +106,37 @@ class Advice:
 
     @property
     def to_apply(self) -> Tried | None:
-        """What a profile would hold: all together, or the best one."""
-        every = [self.together] if self.together is not None and self.together.is_advised else []
-        return max([*every, *self.advised], key=lambda tried: tried.gain, default=None)
+        """What a profile contains: all together, or the best one."""
+        together = self.trials.together
+        every = [together] if together is not None and together.outcome.is_advised else []
+        return max([*every, *self.advised], key=lambda tried: tried.outcome.gain, default=None)
+
+
+def best_of_each(tried: Sequence[Tried]) -> dict[str, Tried]:
+    """Return rule -> its fastest advised candidate; `tried` has the fastest first."""
+    best: dict[str, Tried] = {}
+    for each in tried:
+        if each.outcome.is_advised:
+            best.setdefault(each.rule, each)
+    return best
 
 
 def profile_of(advice: Advice, chosen: Tried) -> Profile:
-    """Return what was chosen as a profile: what it was tried on, and what each setting gained."""
+    """Return the chosen settings as a profile, with the evidence."""
     lines = [f"Task {advice.task} on {advice.device_name}: an update took {advice.update_ms:.4g} ms without it."]
-    if chosen.ratio:
-        lines.append(
-            f"{chosen.candidate.name}: {chosen.ratio}, {chosen.ratio.num} blocks in turns with the run as it was"
-        )
-    if chosen.rule == "together":
-        lines += [f"{each.candidate.name} alone: {each.ratio}" for each in advice.advised]
+    ratio = chosen.outcome.ratio
+    if ratio:
+        lines.append(f"{chosen.candidate.name}: {ratio}, {ratio.num} blocks interleaved with the current settings")
+    if chosen.rule == TOGETHER:
+        lines += [f"{each.candidate.name} alone: {each.outcome.ratio}" for each in advice.advised]
     seen = {each.rule for each in advice.advised}
     lines += [finding.evidence for finding in advice.findings if finding.rule in seen]
     return Profile(chosen.candidate.overrides, f"advised for {advice.task}", "advise", tuple(lines))
 
 
 @dataclass(frozen=True)
-class RangeCheck:
-    """A reading against the range in which it is expected; `fine` is None where it is not known."""
-
-    name: str
-    value: str
-    expected: str
-    fine: bool | None
-
-
-@dataclass(frozen=True)
 class AdviceInputs:
-    """What a finished run has told: its evidence, what the monitor saw, and the phase that took longest."""
+    """What a finished run recorded: its evidence, the monitor's figures, and the phase that took longest."""
 
     evidence: Evidence | None = None
     monitor: Mapping[str, float] = field(default_factory=dict)
@@ -134,120 +145,104 @@ class AdviceInputs:
 
 
 def advise(request: Request, run: AdviceInputs, budget_s: float, say: Say) -> Advice:
-    """Return what would make these updates faster, tried here.
+    """Return what would make these updates faster, tried on this machine.
 
-    run  what it does not tell is measured now
-    Raises AccelRunError where the training itself cannot be measured.
+    run  what it did not record is measured now
+    Raises AccelRunError if the training itself cannot be measured.
     """
     began = time.monotonic()
     limits = CompareLimits(budget_s=budget_s, phase=run.phase, first_evaluation=True)
     with measuring(request) as place:
-        arena, plan, notes = place.arena, place.plan, place.notes
-        say("measures the training as it is")
-        with arena.alone(Variant("as it is"), dataclasses.replace(limits, evaluates=True)) as (ask, opened):
-            now, probe = look(ask, opened, plan)
+        comparison, plan, notes = place.comparison, place.plan, place.notes
+        say("measures the current settings")
+        own = dataclasses.replace(limits, evaluates=True)
+        with comparison.alone(Variant(BASELINE_NAME), own) as (ask, opened):
+            now, probe = inspect(ask, opened, plan)
         there, here = run.evidence.device_name if run.evidence else None, plan.device_name
         if there is not None and there != here:
-            notes.append(f"the run was made on {there}, and this is {here}: everything is measured again")
+            notes.append(f"the run was on {there}, and this is {here}: everything is measured again")
             run = AdviceInputs()
         evidence = filled(run.evidence, now)
         facts = place.facts(evidence, opened, probe, monitor=run.monitor, throttled=run.throttled)
         found = findings(facts)
-        trials, tried, together = try_candidates(arena, limits, found, began + budget_s, opened, say)
-    rows = criteria(facts)
+        trials = try_candidates(comparison, limits, found, began + budget_s, opened, say)
     return Advice(
         task=plan.choices["task"].name,
         device_name=opened.opened["device_name"],
-        update_ms=trials.baseline.median_ms if trials and trials.baseline.blocks_ms else facts.update_ms() or math.nan,
+        update_ms=trials.update_ms if math.isfinite(trials.update_ms) else facts.update_ms() or math.nan,
         findings=tuple(found),
-        tried=tuple(tried),
-        together=together,
-        criteria=tuple(rows),
-        rule_of_thumb=rule_of_thumb(rows),
-        measured_verdict=_measured_verdict(facts, tried, place.inventory),
+        trials=trials,
+        criteria=tuple(criteria(facts)),
+        device_verdict=_device_verdict(facts, trials.tried, place.inventory),
         checks=tuple(checks(facts)),
-        facts=facts,
-        notes=(*notes, *(trials.notes if trials else ())),
+        notes=(*notes, *trials.notes),
         seconds=time.monotonic() - began,
-        mode=trials.mode if trials else "",
     )
 
 
-# ---------------------------------------------------------------- what is known
-
-
-# ---------------------------------------------------------------- trials
-
-
 def try_candidates(
-    arena: Comparison,
+    comparison: Comparison,
     limits: CompareLimits,
     found: Sequence[RuleFinding],
     deadline: float,
     opened: VariantResult,
     say: Say,
-) -> tuple[ComparisonResult | None, list[Tried], Tried | None]:
-    """Try the candidates of all findings, then the best of each together, as far as there is time.
+) -> Trials:
+    """Try the candidates of all findings, then the best of each together, as time allows.
 
-    deadline  by the arena's clock
-    opened    the training as it is, which tells what a start takes and an update
+    deadline  by the clock of the comparison
+    opened    the current settings: how long a start and an update take
     """
     wanted = _to_try(found)
     if not wanted:
-        return None, [], None
-    asked_s, left = limits.budget_s, deadline - arena.clock()
-    least_s = needed_s([opened.taken_s] * 2, [opened.turn_s] * 2)
-    if SHARE_OF_TRIALS * left < least_s:
-        num = len(wanted) + 1
-        needs_s = needed_s([opened.taken_s] * num, [opened.turn_s] * num)
-        over = _too_short(asked_s, left, ComparisonResult([opened], "interleaved", needs_s=needs_s))
-        return None, [Tried(rule, candidate, None, why_not=f"{UNTRIED}; {over}") for rule, candidate in wanted], None
-    cells = [Variant(candidate.name, candidate.overrides) for _, candidate in wanted]
-    say(f"tries {len(cells)} setting{'s' if len(cells) > 1 else ''} in turns, for at most {left:.0f} s")
-    limits = dataclasses.replace(limits, budget_s=SHARE_OF_TRIALS * left)
-    trials = arena.compare([Variant("as it is"), *cells], limits, lambda _: None)
-    for measured in trials.cells[1:]:
+        return Trials()
+    asked_s, left = limits.budget_s, deadline - comparison.clock()
+
+    def too_short(trials: ComparisonResult) -> str:
+        needed = asked_s - left + trials.needs_s / SHARE_OF_TRIALS
+        return f"budget_s={asked_s:g} is too short: {enough(needed, trials)}"
+
+    def needs_s(num: int) -> float:
+        return needed_s([opened.startup.taken_s] * num, [opened.turn_s] * num)
+
+    if SHARE_OF_TRIALS * left < needs_s(2):
+        over = too_short(ComparisonResult([opened], "interleaved", needs_s=needs_s(len(wanted) + 1)))
+        return Trials(tuple(Tried(rule, each, TrialOutcome(why_not=f"{UNTRIED}; {over}")) for rule, each in wanted))
+    variants = [Variant(candidate.name, candidate.overrides) for _, candidate in wanted]
+    say(f"tries {len(variants)} setting{'s' if len(variants) > 1 else ''}, for at most {left:.0f} s")
+    first = dataclasses.replace(limits, budget_s=SHARE_OF_TRIALS * left)
+    trials = comparison.compare([Variant(BASELINE_NAME), *variants], first, lambda _: None)
+    for measured in trials.variants[1:]:
         if measured.is_untried:
-            measured.why_not = f"{measured.why_not or UNFINISHED}; {_too_short(asked_s, left, trials)}"
+            measured.why_not = f"{measured.why_not or UNFINISHED}; {too_short(trials)}"
     most = {finding.rule: finding.at_most for finding in found}
-    tried = [outcome(trials, rule, candidate, most.get(rule)) for rule, candidate in wanted]
-    tried.sort(key=lambda each: -each.gain)
-    best: dict[str, Tried] = {}
-    for each in tried:
-        if each.is_advised and each.rule not in best:
-            best[each.rule] = each
-    overrides = _without_conflicts(list(best.values()))
-    if len(overrides) < 2:
-        return trials, tried, None
-    left = deadline - arena.clock()
-    if left < least_s:
+    tried = [tried_in(trials, rule, candidate, most.get(rule)) for rule, candidate in wanted]
+    tried.sort(key=lambda each: -each.outcome.gain)
+    together, left = None, deadline - comparison.clock()
+    overrides = _without_conflicts(list(best_of_each(tried).values()))
+    if len(overrides) > 1 and left < needs_s(2):
         trials.notes.append(f"the best were not tried together: budget_s={asked_s:g} left no time for it")
-        return trials, tried, None
-    say("tries the best of them together")
-    all_of_them = Candidate(tuple(word for words in overrides for word in words))
-    rest = dataclasses.replace(limits, budget_s=left)
-    both = arena.compare([Variant("as it is"), Variant(all_of_them.name, all_of_them.overrides)], rest, lambda _: None)
-    return trials, tried, outcome(both, "together", all_of_them)
-
-
-def _too_short(asked_s: float, left_s: float, trials: ComparisonResult) -> str:
-    """Return that the budget was too short, and which would do: so much of it was left for what needs more."""
-    return f"budget_s={asked_s:g} is too short: {enough(asked_s - left_s + trials.needs_s / SHARE_OF_TRIALS, trials)}"
+    elif len(overrides) > 1:
+        say("tries the best of them together")
+        every = Candidate(tuple(word for words in overrides for word in words))
+        rest = dataclasses.replace(limits, budget_s=left)
+        both = [Variant(BASELINE_NAME), Variant(every.name, every.overrides)]
+        together = tried_in(comparison.compare(both, rest, lambda _: None), TOGETHER, every)
+    return Trials(tuple(tried), together, tuple(trials.notes), trials.mode, trials.baseline.median_ms)
 
 
 def _to_try(found: Sequence[RuleFinding]) -> list[tuple[str, Candidate]]:
     """Return rule and candidate, at most MOST: the first of each finding, then the second, and so on."""
-    taken: dict[tuple[str, ...], str] = {}
+    taken: dict[Candidate, str] = {}
     for place in range(max((len(finding.candidates) for finding in found), default=0)):
         for finding in found:
             if place < len(finding.candidates):
-                taken.setdefault(finding.candidates[place].overrides, finding.rule)
-    by_overrides = {candidate.overrides: candidate for finding in found for candidate in finding.candidates}
-    return [(rule, by_overrides[overrides]) for overrides, rule in list(taken.items())[:MOST]]
+                taken.setdefault(finding.candidates[place], finding.rule)
+    return [(rule, candidate) for candidate, rule in taken.items()][:MOST]
 
 
 def _without_conflicts(advised: Sequence[Tried]) -> list[tuple[str, ...]]:
-    """Return the overrides of those that set no key that a better one sets."""
+    """Return the overrides of those that set no key of a better one."""
     taken: set[str] = set()
     kept = []
     for tried in advised:
@@ -259,99 +254,56 @@ def _without_conflicts(advised: Sequence[Tried]) -> list[tuple[str, ...]]:
     return kept
 
 
-# ---------------------------------------------------------------- what stands beside it
-
-
-def _measured_verdict(facts: Facts, tried: Sequence[Tried], inventory: Inventory) -> str:
+def _device_verdict(facts: Facts, tried: Sequence[Tried], inventory: Inventory) -> str:
     """Return which device is faster, by measurement."""
     if not inventory.usable:
         return f"{NOT_MEASURED}: there is no GPU here"
-    other = next((each for each in tried if each.rule == "device" and each.ratio), None)
-    if other is None or other.ratio is None:
-        return f"{NOT_MEASURED}: nothing suggested to try the other device; use device=cpu to compare"
+    ratio = next((each.outcome.ratio for each in tried if each.rule == "device" and each.outcome.ratio), None)
+    if ratio is None:
+        return f"{NOT_MEASURED}: nothing suggested the other device; use device=cpu to compare"
     here, there = ("CPU", "GPU") if facts.on_cpu() else ("GPU", "CPU")
-    if other.ratio.verdict == "no clear change":
-        return f"either: {there} against {here} {other.ratio}"
-    faster = there if other.ratio.verdict == "better" else here
-    return f"{faster}: {there} against {here} {other.ratio}"
-
-
-def checks(facts: Facts) -> list[RangeCheck]:
-    """Return what people look at first when training is slow, with the ranges in which it is expected."""
-    util, peak, total = (
-        facts.monitor.get("gpu0/util"),
-        facts.evidence.device_peak_reserved_gib,
-        facts.evidence.device_total_gib,
-    )
-    wait, workers = facts.share("data"), facts.values.get("dataloader.num_workers")
-    on_gpu = facts.on_cpu() is False
-    rows = []
-    if on_gpu:
-        rows.append(RangeCheck("GPU utilisation", _percent(util), "80 to 100 %", None if util is None else util >= 80))
-        used = 100 * peak / total if peak and total else None
-        rows.append(RangeCheck("GPU memory", _percent(used), "50 to 80 %", None if used is None else 50 <= used <= 80))
-        used_precision = str(facts.values.get("precision"))
-        others = facts.monitor.get("gpu0/other_processes")
-        if others is not None:
-            rows.append(RangeCheck("other processes on the GPU", f"{others:.1f}", "0", others == 0))
-        rows.append(RangeCheck("autocast", used_precision, "bf16 or fp16", used_precision in ("bf16", "fp16")))
-    waits = _percent(None if wait is None else 100 * wait)
-    rows.append(RangeCheck("waiting for data", waits, "under 10 %", None if wait is None else wait < 0.1))
-    if workers is not None:
-        rows.append(
-            RangeCheck(
-                "data workers", str(workers), "more than 0 where data is waited for", workers > 0 or (wait or 0) < 0.1
-            )
-        )
-    return rows
-
-
-def _percent(value: float | None) -> str:
-    return "not known" if value is None else f"{value:.0f} %"
+    faster = {"better": there, "worse": here}.get(ratio.verdict, "either")
+    return f"{faster}: {there} against {here} {ratio}"
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Return all of it, JSON-able; what is not known is null."""
-
-    def entry(each: Entry) -> dict[str, Any]:
-        return {
-            "rule": each.finding.rule,
-            "what": each.what,
-            "evidence": each.finding.evidence,
-            "tried": tried_as_json(each.tried) if each.tried else None,
-            "gain": each.gain,
-        }
-
-    return {
+    """Return all of it as JSON-serializable data; unknown values are null."""
+    trials = advice.trials
+    found: dict[str, Any] = {
         "task": advice.task,
         "device": advice.device_name,
-        "update_ms": known_number(advice.update_ms),
-        "advice": [entry(each) for each in advice.entries],
-        "findings": [
+        "update_ms": advice.update_ms,
+        "advice": [
             {
-                "rule": finding.rule,
-                "evidence": finding.evidence,
-                "candidates": [list(candidate.overrides) for candidate in finding.candidates],
-                "by_hand": finding.by_hand or None,
-                "at_most": finding.at_most,
+                "rule": each.finding.rule,
+                "what": each.what,
+                "evidence": each.finding.evidence,
+                "tried": each.tried.as_json() if each.tried else None,
+                "gain": each.gain,
             }
+            for each in advice.entries
+        ],
+        "findings": [
+            encode(finding) | {"candidates": [list(each.overrides) for each in finding.candidates]}
             for finding in advice.findings
         ],
-        "tried": [tried_as_json(each) for each in advice.tried],
-        "together": tried_as_json(advice.together) if advice.together else None,
+        "tried": [each.as_json() for each in trials.tried],
+        "together": trials.together.as_json() if trials.together else None,
         "criteria": [
             {"name": row.name, "value": row.value, "rule": row.rule, "verdict": row.verdict} for row in advice.criteria
         ],
-        "rule_of_thumb": advice.rule_of_thumb or None,
-        "measured": advice.measured_verdict,
-        "checks": [dataclasses.asdict(check) for check in advice.checks],
+        "rule_of_thumb": rule_of_thumb(advice.criteria) or None,
+        "measured": advice.device_verdict,
+        "checks": encode(advice.checks),
         "notes": list(advice.notes),
-        "mode": advice.mode or None,
+        "mode": trials.mode or None,
         "seconds": advice.seconds,
     }
+    return finite(found)  # type: ignore[no-any-return]
 
 
-SHARE_OF_TRIALS = 0.75  # of what is left of the budget; the rest is for trying the best together
+TOGETHER = "together"
+SHARE_OF_TRIALS = 0.75  # of the remaining budget; the rest is for the best together
 UNFINISHED = "not tried to the end: the time was over before its third block"
 MOST = 8  # candidates
 NOT_MEASURED = "not measured"

@@ -1,4 +1,4 @@
-"""What an update is made of: floating-point operations and bytes, counted operation by operation while it runs."""
+"""Count floating-point operations and bytes of an update while it runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 @dataclass(frozen=True)
 class Count:
-    """What something is made of.
+    """Operations and bytes.
 
-    flops  floating-point operations of products of matrices, convolutions and attention, a multiplication and an
-           addition being two; what is computed again for the backward pass counts again. All else is left out
-    bytes  moved between memory and processor if nothing stayed in a cache: each operation reads its operands once and
-           writes its results once; views move nothing. Fused kernels and caches move less
+    flops  floating-point operations of matrix products, convolutions and attention; a multiplication and an addition
+           are two; recomputation counts again
+    bytes  moved between memory and processor without caches: each operation reads its operands once and writes its
+           results once; views move nothing. Fused kernels and caches move less
     """
 
     flops: float
@@ -28,9 +28,9 @@ class Count:
 
 
 def counted(make: Callable[[], object], device: torch.device) -> Count:
-    """Return what is computed on the device while `make` runs, its backward passes included.
+    """Count what is computed on the device while `make` runs, including backward passes.
 
-    Raises what `make` raises. Nothing compiled is seen into: count with compile=off.
+    Compiled code cannot be counted: use compile=off.
     """
     flops = FlopCounterMode(display=False, custom_mapping=_OF_CPU)
     with _Bytes(device) as moved, flops:
@@ -39,7 +39,7 @@ def counted(make: Callable[[], object], device: torch.device) -> Count:
 
 
 class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what operations on a device read and write."""
+    """Adds up the bytes that operations on a device read and write."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -55,7 +55,7 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _moved(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-        """Return the bytes of an operation; an operation whose results lie in its operands is a view."""
+        """Return the bytes of an operation; results in the memory of its operands are views."""
         changed, read = [], []
         for number, argument in enumerate(func._schema.arguments):
             value = kwargs.get(argument.name, args[number] if number < len(args) else None)
@@ -74,7 +74,7 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not changed and not made:
             return 0
         written = sum(map(_size, (*changed, *made)))
-        if func.overloadpacket in _PICKS and read:  # of a table only the rows that are asked for are read
+        if func.overloadpacket in _PICKS and read:  # only the selected rows of a table are read
             return written + min(_size(read[0]), written) + sum(map(_size, read[1:]))
         return written + sum(map(_size, read))
 
@@ -85,7 +85,7 @@ class _Bytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _size(tensor: Tensor) -> int:
-    """Return the bytes of the numbers; what is expanded is there once."""
+    """Return the bytes of a tensor; expanded values count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -94,7 +94,7 @@ def _only_allocates(func: Any) -> bool:
 
 
 def _only_shapes(func: Any) -> bool:
-    """Tell whether of the operands only the shapes matter, as in zeros_like."""
+    """Return whether only the shapes of the operands matter, as in zeros_like."""
     name = str(func.overloadpacket.__name__)
     return name.startswith("new_") or name.endswith("_like")
 
@@ -110,7 +110,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 _ATEN = torch.ops.aten
 _OVERWRITE = {_ATEN.copy_, _ATEN.zero_, _ATEN.fill_}
 _PICKS = {_ATEN.embedding, _ATEN.index_select, _ATEN.gather, _ATEN.index}
-# torch counts the kernels of GPUs only; those of the CPU take the same operands in the same order.
+# torch counts only GPU kernels; CPU kernels take the same operands in the same order.
 _OF_CPU = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

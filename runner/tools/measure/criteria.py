@@ -1,19 +1,19 @@
-"""GPU or CPU? The thresholds that people go by, with the values of this run, beside what was measured."""
+"""Rules of thumb for GPU or CPU, and expected ranges, with the values of a training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from runner.tools.measure.facts import Facts
 
-Verdict = Literal["GPU", "CPU", "either", "not known"]
+Verdict = Literal["GPU", "CPU", "either", "unknown"]
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A line of the table: from `gpu_from` on a GPU is said to help, below `cpu_below` not to; None: no such line."""
+    """A rule of thumb: a GPU helps from `gpu_from` on, and not below `cpu_below`; None: no such threshold."""
 
     name: str
     gpu_from: float | None
@@ -22,9 +22,9 @@ class Criterion:
 
     @property
     def verdict(self) -> Verdict:
-        """What the rule of thumb says to this value."""
+        """Return what the rule says about this value."""
         if self.value is None:
-            return "not known"
+            return "unknown"
         if self.gpu_from is not None and self.value >= self.gpu_from:
             return "GPU"
         if self.cpu_below is not None and self.value < self.cpu_below:
@@ -33,50 +33,44 @@ class Criterion:
 
     @property
     def rule(self) -> str:
-        """The thresholds in words."""
+        """Return the thresholds as text."""
         above = "" if self.gpu_from is None else f"GPU from {self.gpu_from:,.0f}"
         below = "" if self.cpu_below is None else f"CPU below {self.cpu_below:,.0f}"
-        return ", ".join(word for word in (above, below) if word)
+        return ", ".join(filter(None, (above, below)))
 
 
 def criteria(facts: Facts) -> list[Criterion]:
-    """Return the table; a value that nobody knows, or that this task does not have, is None."""
-    seen, probe = facts.evidence, facts.probe
+    """Return the table; unknown values are None."""
+    evidence, probe = facts.evidence, facts.probe
     channels, side = _of_input(probe.get("input_shape"))
-    values: Mapping[str, float | None] = {
-        "training samples": seen.num_samples,
-        "samples per update": seen.global_batch_size,
-        "channels": channels,
-        "pixels of a side": side,
-        "layers that are trained": probe.get("trained_layers"),
-        "parameters": seen.num_parameters,
-        "epochs": seen.epochs,
-        "terms of the loss": probe.get("loss_terms"),
-    }
-    return [Criterion(name, *THRESHOLDS[name], value) for name, value in values.items()]
+    # Common thresholds for images with many channels on a desktop GPU. The measurement is shown beside them.
+    return [
+        Criterion("training samples", 500, 100, evidence.num_samples),
+        Criterion("samples per update", 16, 8, evidence.global_batch_size),
+        Criterion("channels", 100, 20, channels),
+        Criterion("pixels of a side", 256, 128, side),
+        Criterion("layers that are trained", 2, None, probe.get("trained_layers")),
+        Criterion("parameters", None, None, evidence.num_parameters),
+        Criterion("epochs", 10, None, evidence.epochs),
+        Criterion("terms of the loss", 2, None, probe.get("loss_terms")),
+    ]
 
 
-def rule_of_thumb(rows: list[Criterion]) -> str:
-    """Return what to begin with by the rule of thumb alone, and why; empty where the values are unknown."""
+def rule_of_thumb(rows: Sequence[Criterion]) -> str:
+    """Return the device to start with by the rule of thumb alone, and why; empty if values are unknown."""
     known = {row.name: row.value for row in rows}
     samples, batch = known["training samples"], known["samples per update"]
     if samples is None or batch is None:
         return ""
-    small = [
-        words
-        for words, is_small in (
-            (f"{samples:,.0f} training samples are fewer than 200", samples < 200),
-            (f"{batch:.0f} samples per update are fewer than 16", batch < 16),
-        )
-        if is_small
-    ]
+    small = [f"{samples:,.0f} training samples are fewer than 200"] if samples < 200 else []
+    small += [f"{batch:.0f} samples per update are fewer than 16"] if batch < 16 else []
     return f"CPU first: {' and '.join(small)}" if small else "GPU: at least 200 training samples and 16 per update"
 
 
 def _of_input(shape: object) -> tuple[float | None, float | None]:
-    """Return channels and the shorter side of pictures (B, C, H, W) or volumes; nothing for what is no picture.
+    """Return channels and the shorter side of images (B, C, H, W) or volumes; None for other inputs.
 
-    Channels come last where that alone makes all sides alike, as in cubes (B, H, W, C).
+    Channels come last if only that makes all sides equal, as in cubes (B, H, W, C).
     """
     if not isinstance(shape, (list, tuple)) or len(shape) < 4:
         return None, None
@@ -85,15 +79,40 @@ def _of_input(shape: object) -> tuple[float | None, float | None]:
     return float(shape[1]), float(min(shape[2:]))
 
 
-# name -> from which value on a GPU is said to help, below which not. Rules of thumb for pictures of many channels on a
-# desktop GPU: that is why what was measured stands beside them.
-THRESHOLDS: Mapping[str, tuple[float | None, float | None]] = {
-    "training samples": (500, 100),
-    "samples per update": (16, 8),
-    "channels": (100, 20),
-    "pixels of a side": (256, 128),
-    "layers that are trained": (2, None),
-    "parameters": (None, None),
-    "epochs": (10, None),
-    "terms of the loss": (2, None),
-}
+# ---------------------------------------------------------------- expected ranges
+
+
+@dataclass(frozen=True)
+class RangeCheck:
+    """A value and its expected range; `fine` is None if it is unknown."""
+
+    name: str
+    value: str
+    expected: str
+    fine: bool | None
+
+
+def checks(facts: Facts) -> list[RangeCheck]:
+    """Return the values to check first when training is slow, with their expected ranges."""
+    evidence, values, rows = facts.evidence, facts.values, list[RangeCheck]()
+    wait, workers = facts.share("data"), values.get("dataloader.num_workers")
+    if facts.on_cpu() is False:
+        util, others = facts.monitor.get("gpu0/util"), facts.monitor.get("gpu0/other_processes")
+        peak, total = evidence.device_peak_reserved_gib, evidence.device_total_gib
+        used = 100 * peak / total if peak and total else None
+        precision = str(values.get("precision"))
+        rows.append(RangeCheck("GPU utilization", _percent(util), "80 to 100 %", None if util is None else util >= 80))
+        rows.append(RangeCheck("GPU memory", _percent(used), "50 to 80 %", None if used is None else 50 <= used <= 80))
+        if others is not None:
+            rows.append(RangeCheck("other processes on the GPU", f"{others:.1f}", "0", others == 0))
+        rows.append(RangeCheck("autocast", precision, "bf16 or fp16", precision in ("bf16", "fp16")))
+    waits = _percent(None if wait is None else 100 * wait)
+    rows.append(RangeCheck("waiting for data", waits, "under 10 %", None if wait is None else wait < 0.1))
+    if workers is not None:
+        is_fine = workers > 0 or (wait or 0) < 0.1
+        rows.append(RangeCheck("data workers", str(workers), "more than 0 if training waits for data", is_fine))
+    return rows
+
+
+def _percent(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.0f} %"

@@ -1,4 +1,4 @@
-"""What is known of a run and of the machine. What is not known is None, and no rule speaks of it."""
+"""What is known about a run and the machine. Unknown values are None, and rules ignore them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.records.evidence import Evidence
 
 @dataclass(frozen=True)
 class Facts:
-    """What was measured, what was set, and what the machine has.
+    """Measurements, settings, and the machine.
 
-    values   every decided key of the plan
-    probe    what a look at the task's own code found, by runner.tools.measure.probe
-    gpu      the one that trains, None where the CPU does
-    monitor  metric -> its mean over the run; the monitor's own names
-    throttled  what slowed the GPU down -> share of the time
+    values     every value of the plan
+    gpu        the one that trains; None: the CPU trains
+    probe      results of runner.tools.measure.probe
+    monitor    metric -> its mean over the run
+    throttled  reason -> share of the time
     """
 
     evidence: Evidence
@@ -34,36 +34,36 @@ class Facts:
     throttled: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self) -> float | None:
-        """Return the seconds of all updates with what is between them; None where they were not measured."""
+        """Return the seconds of all updates and the work between them; None if unknown."""
         spent = sum(value for part, value in self.evidence.parts_s.items() if part not in OUTSIDE)
         return spent or None
 
     def share(self, *parts: str) -> float | None:
-        """Return the share of the time of updates that these parts took; None where one was not measured."""
+        """Return the share of these parts in the time of updates; None if one is unknown."""
         total, spent = self.seconds(), [self.evidence.parts_s.get(part) for part in parts]
         if total is None or any(value is None for value in spent):
             return None
         return sum(value for value in spent if value is not None) / total
 
     def update_ms(self) -> float | None:
-        """Return the mean milliseconds of an update with what is between them."""
+        """Return the mean milliseconds of an update with the work between updates."""
         total, updates = self.seconds(), self.evidence.updates
         return 1e3 * total / updates if total and updates else None
 
     def on_cpu(self) -> bool | None:
-        """Tell whether the CPU trains; None where nobody knows."""
+        """Return whether the CPU trains; None if unknown."""
         return None if self.evidence.device is None else self.evidence.device.startswith("cpu")
 
 
 def device_of(inventory: Inventory, name: str | None) -> Device | None:
-    """Return the GPU of that torch name, None for a CPU and for one that is not here."""
+    """Return the GPU of that torch name; None for a CPU and for an absent GPU."""
     return next((device for device in inventory.usable if device.torch_name == name), None)
 
 
 def monitored(run_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """Return metric -> its mean over the run, and what slowed the first GPU down -> share of the time.
+    """Return metric -> mean over the run, and throttling reason of the first GPU -> share of the time.
 
-    Both are empty where the run was not watched.
+    Both are empty for a run without monitor.
     """
     whole = read_object(run_dir / "monitor.json").get("whole") or {}
     means = {name: float(stat["mean"]) for name, stat in (whole.get("metrics") or {}).items() if "mean" in stat}

@@ -21,53 +21,55 @@ from runner.base.secret import without_secrets
 
 
 class OutOfTime(AccelRunError):
-    """The time of a trial is over before a cell has answered."""
+    """The budget ended before a variant answered."""
 
     exit_code = Exit.CONFIG
 
 
 def _out_of_time() -> OutOfTime:
-    return OutOfTime("must be longer: the time was over before a cell had answered", where="budget_s", fix=_MORE_TIME)
+    return OutOfTime(
+        "must be longer: the time was over before a variant had answered", where="budget_s", fix=_MORE_TIME
+    )
 
 
 class NoAnswer(AccelRunError):
-    """Nothing was heard."""
+    """No answer arrived in time."""
 
 
 class JsonSocket:
-    """A socket to a process of ours: lines of JSON there and back."""
+    """A socket to another process, with lines of JSON in both directions."""
 
     def __init__(self, line: socket.socket) -> None:
         self.line = line
-        self._heard = b""
+        self._received = b""
 
-    def hear(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, None where the other end is gone. Raises NoAnswer if none comes in time."""
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next answer, None if the other end is closed. Raises NoAnswer if none arrives in time."""
         until = time.monotonic() + timeout_s
-        while b"\n" not in self._heard:
+        while b"\n" not in self._received:
             ready, _, _ = select.select([self.line], [], [], max(0.0, until - time.monotonic()))
             if not ready:
                 raise NoAnswer(f"no answer within {timeout_s:.0f} s")
             content = self.line.recv(1 << 16)
             if not content:
                 return None
-            self._heard += content
-        text, _, self._heard = self._heard.partition(b"\n")
+            self._received += content
+        text, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(text)
         return answer
 
 
 class ForkServer:
-    """A process that has imported what cells need and computed nothing; cells are forks of it.
+    """A process that has imported what variants need and computed nothing; variants are forks of it.
 
-    So each begins as a fresh process does, without the seconds of importing torch.
+    So each starts like a new process, without the seconds of importing torch.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], cores: int) -> None:
         self.folder = folder
         line, theirs = socket.socketpair()
         self._line = JsonSocket(line)
-        self._said = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__
+        self._errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -79,7 +81,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._errors,
                 start_new_session=True,
                 env={**STEADY, **without_secrets(os.environ), **environment},
             )
@@ -92,41 +94,40 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
         self._line.line.close()
-        self._said.close()
+        self._errors.close()
 
-    def fork(self, line: socket.socket, said: IO[bytes]) -> int:
-        """Return the number of a new process, whose socket is `line` and whose standard error is `said`."""
+    def fork(self, line: socket.socket, errors: IO[bytes]) -> int:
+        """Start a process with this socket and standard error; return its PID."""
         order = json.dumps({"do": "fork"}).encode()
-        socket.send_fds(self._line.line, [order], [line.fileno(), said.fileno()])
+        socket.send_fds(self._line.line, [order], [line.fileno(), errors.fileno()])
         return int(self._answer("pid")["pid"])
 
     def wait(self, pid: int) -> int:
-        """Return how a process of this server ended; negative for a signal."""
+        """Return the exit code of a process of this server; negative for a signal."""
         self._line.line.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
         return int(self._answer("code")["code"])
 
     def _answer(self, what: str = "") -> dict[str, Any]:
-        """Return the next answer that tells this; what was asked before Ctrl-C, and never heard, is passed over."""
+        """Return the next answer with this key, skipping those to orders that Ctrl-C interrupted."""
         while True:
-            answer = self._line.hear(START_S)
+            answer = self._line.receive(START_S)
             if answer is None:
-                said = _last_line(self._said) or "nobody knows why"
-                raise AccelRunError(f"the process that makes cells ended: {said}")
+                raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
             if not what or what in answer:
                 return answer
 
 
 class VariantProcess(JsonSocket):
-    """A cell and its data workers: a session of its own, stopped and continued as a whole."""
+    """A variant and its data workers: a separate session, stopped and continued as a whole."""
 
     def __init__(self, server: ForkServer, number: int, clock: Callable[[], float], until: float) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
         self._server, self.number, self._clock = server, number, clock
-        self.until = until  # when nobody waits for its answers any more
-        self._said = tempfile.TemporaryFile(dir=server.folder)  # noqa: SIM115 - closed in `end`
+        self.until = until  # by the clock: the end of waiting for its answers
+        self._errors = tempfile.TemporaryFile(dir=server.folder)  # noqa: SIM115 - closed in `end`
         with theirs:
-            self.pid = server.fork(theirs, self._said)
+            self.pid = server.fork(theirs, self._errors)
         self._code: int | None = None
 
     def __enter__(self) -> VariantProcess:
@@ -135,26 +136,26 @@ class VariantProcess(JsonSocket):
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def make(self, updates: int, timeout_s: float) -> float:
-        """Let it make so many updates; return the seconds they took."""
+    def run(self, updates: int, timeout_s: float) -> float:
+        """Run so many updates; return the seconds they took."""
         made = self.block(updates, timeout_s)
-        return float(made["seconds"] - made["behind_s"])
+        return float(made["seconds"] - made["run_queue_wait_s"])
 
-    def block(self, updates: int, timeout_s: float, unpaid: int = 0) -> dict[str, Any]:
-        """Let it make so many updates; return what they took, without the `unpaid` ones before them."""
-        return self.ask({"do": "make", "updates": updates, "unpaid": unpaid}, timeout_s)
+    def block(self, updates: int, timeout_s: float, untimed: int = 0) -> dict[str, Any]:
+        """Run a block of updates after `untimed` ones; return its measurements."""
+        return self.ask({"do": "run", "updates": updates, "untimed": untimed}, timeout_s)
 
     def ask(self, order: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
-        """Return the answer to an order. Raises AccelRunError with what ended the cell, or that it took too long."""
-        with suppress(OSError):  # it has died: hear what it has to say of that
+        """Return the answer to an order. Raises AccelRunError with what ended the process, or that it took too long."""
+        with suppress(OSError):  # it has died: its answer has the reason
             self.line.sendall((json.dumps(order) + "\n").encode())
         return self.answer(timeout_s)
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next answer; raises as `ask` does, and OutOfTime where the time is over first."""
+        """Return the next answer; raises like `ask`, and OutOfTime if the time is over first."""
         left_s = max(0.0, self.until - self._clock())
         try:
-            answer = self.hear(min(timeout_s, left_s))
+            answer = self.receive(min(timeout_s, left_s))
         except NoAnswer as error:
             raise _out_of_time() if left_s < timeout_s else error from None
         if answer is None:
@@ -165,22 +166,20 @@ class VariantProcess(JsonSocket):
         return answer
 
     def pause(self) -> None:
-        """Nothing of it runs until `resume`."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """It runs again."""
         self._signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """It is over, with all its children."""
-        if self._said.closed:
+        """Kill it with all its children."""
+        if self._errors.closed:
             return
         self._signal(signal.SIGKILL)
         with suppress(AccelRunError, OSError):
             self._ended()
         self.line.close()
-        self._said.close()
+        self._errors.close()
 
     def _ended(self) -> int:
         if self._code is None:
@@ -196,23 +195,19 @@ class VariantProcess(JsonSocket):
         code = self._ended()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         kind = HostMemoryError if code == -signal.SIGKILL else AccelRunError
-        killed = ": the machine's memory may be used up" if kind is HostMemoryError else ""
-        last = _last_line(self._said)
+        killed = ": the machine may be out of memory" if kind is HostMemoryError else ""
+        last = _last_line(self._errors)
         return kind(f"its process {how}{killed}{f' ({last})' if last else ''}")
 
 
-def _last_line(said: IO[bytes]) -> str:
-    """Return the last line that a process wrote to standard error; empty where it wrote none."""
-    said.seek(0)
-    return next(iter(said.read().decode(errors="replace").strip().splitlines()[-1:]), "")
+def _last_line(errors: IO[bytes]) -> str:
+    """Return the last line that a process wrote to standard error."""
+    errors.seek(0)
+    return next(iter(errors.read().decode(errors="replace").strip().splitlines()[-1:]), "")
 
 
-# glibc's malloc learns from what is freed from which size on it asks the system for memory each time: processes that do
-# the same learn different things, and differ by a fifth for as long as they live. Source: mallopt(3), M_MMAP_THRESHOLD.
+# glibc's malloc adapts the size from which it requests memory from the kernel: identical processes adapt differently,
+# and differ by a fifth for their whole lifetime. Source: mallopt(3), M_MMAP_THRESHOLD.
 STEADY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-
-
 _MORE_TIME = "give it more, as budget_s=600"
-
-
-START_S = 300.0  # in which torch is imported, on the slowest disk
+START_S = 300.0  # to import torch from the slowest disk

@@ -108,7 +108,7 @@ class StandingRanks:
                 os.killpg(group, number)
 
     def _answer(self, patience_s: float) -> dict[str, Any]:
-        answer = self._line.hear(patience_s)
+        answer = self._line.receive(patience_s)
         if answer is None:
             raise AccelRunError("the process that starts the ranks was killed")
         if "error" in answer:

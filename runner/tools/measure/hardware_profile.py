@@ -1,4 +1,4 @@
-"""Settings that were measured as a hardware profile for `+hardware=NAME`, with the evidence in comments."""
+"""Write measured settings as a hardware profile for `+hardware=NAME`, with the evidence in comments."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MARK = "# Written by accel-run"
 
 @dataclass(frozen=True)
 class Profile:
-    """Settings, and what they rest on.
+    """Settings with their evidence.
 
-    words     key=value, as they are typed; none: nothing is better than what was there
-    title     one line that says what it is
+    words     overrides; none: nothing is better than the current settings
+    title     one line
     by        the command that found them
-    evidence  lines of text: where they were tried, and what each gained
+    evidence  lines of text: where they were tried, and the gain of each
     """
 
     words: tuple[str, ...]
@@ -41,10 +41,10 @@ class Profile:
 
 
 def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, str]:
-    """A profile of that name holds the settings; returns its file, and the command that takes it.
+    """Write a profile of that name; return its file, and the command that uses it.
 
-    It lies in the folder of --config-dir, else in ./conf. Raises ConfigError where a file of somebody else's has the
-    name, or where the profile would not have its effect.
+    The file is in the folder of --config-dir, else in ./conf. Raises ConfigError if accel-run did not write an existing
+    file of that name, or if the profile would not have its effect.
     """
     file = check_profile(request, name)
     folder = file.parents[1]
@@ -65,7 +65,7 @@ def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, 
 
 
 def check_profile(request: Request, name: str) -> Path:
-    """Return the file of a profile of that name. Raises ConfigError where none can be written there, as far as seen."""
+    """Return the file of a profile of that name. Raises ConfigError if it cannot be written."""
     try:
         check_name(name)
     except ConfigError as error:
@@ -78,7 +78,7 @@ def check_profile(request: Request, name: str) -> Path:
         raise ConfigError(Problem(what, f"profile={name}", "choose another name"))
     there = next(place for place in (file.parent, *file.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = f"must be written to {file}, but {there} is no folder in which you may write"
+        what = f"must be written to {file}, but {there} is not a folder in which you may write"
         raise ConfigError(Problem(what, f"profile={name}", "choose another folder with --config-dir"))
     return file
 
@@ -86,7 +86,7 @@ def check_profile(request: Request, name: str) -> Path:
 def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
     """Return the profile.
 
-    before  settings of the profile that was in use: the new one takes its place
+    before  settings of the profile in use, which the new one replaces
     """
     options, keys = dict[str, str](), dict[str, Any]()
     for word in merge_overrides(before, profile.words):
@@ -123,7 +123,7 @@ def _written(keys: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _of_the_one_before(request: Request) -> tuple[str, ...]:
-    """Return as words what the profile in use selects and sets."""
+    """Return the overrides that the profile in use amounts to."""
     composed = compose(request)
     selected = selected_options("hardware", composed.profile, request.config_dir)
     own = {key for key, source in composed.sources.items() if source == f"profile {composed.profile}"} - {*GROUPS}
@@ -135,7 +135,7 @@ def _of_the_one_before(request: Request) -> tuple[str, ...]:
 
 
 def _with_profile(request: Request, profile: Profile, name: str, folder: Path) -> Request:
-    """Return the request that takes the profile: without the words that would stand against it."""
+    """Return the request with the profile, without overrides of its settings."""
     set_by_it = [word.partition("=")[0] for word in profile.words]
     words = [word for word in request.overrides if key_of(word) not in (*set_by_it, "hardware")]
     own = None if folder == shipped("conf") else folder
@@ -143,12 +143,12 @@ def _with_profile(request: Request, profile: Profile, name: str, folder: Path) -
 
 
 def _must_have_effect(request: Request, profile: Profile, file: Path) -> None:
-    """Raise ConfigError where a value of the profile is not what the composed configuration has."""
+    """Raise ConfigError if a value of the profile is not in the composed configuration."""
     found = compose(request).flat()
     for word in profile.words:
         key, _, value = word.partition("=")
         if str(found.get(key)).lower() != str(_literal(value)).lower():
-            what = f"would be {found.get(key)} all the same: something else sets it"
+            what = f"would still be {found.get(key)}: something else sets it"
             raise ConfigError(Problem(what, f"{file}: {key}", f"use {word} on the command line"))
 
 
@@ -164,7 +164,7 @@ def _shown(folder: Path) -> str:
 
 
 def _literal(value: str) -> Any:
-    """Return a word of the command line as YAML reads it."""
+    """Return a value of the command line as YAML reads it."""
     try:
         return json.loads(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""One line at the end of a run that points to advice, where its evidence says that there is some to be had."""
+"""The line at the end of a run that recommends `accel-run advise`, if its evidence suggests a gain."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from runner.plan.run_plan import Plan
 from runner.tools.measure.facts import Facts, device_of, monitored
 from runner.tools.measure.rules import RuleFinding, findings
 
-WORTH = 1.15  # times as fast, at most: below that nobody's time is saved by reading another line
-WORTH_S = 1.0  # of this run that could have been saved, at most: what takes milliseconds is no evidence
+WORTH = 1.15  # possible speedup from which the line is printed
+WORTH_S = 1.0  # seconds of this run that could have been saved: milliseconds are no evidence
 
 
 def hint(job: Job) -> str:
-    """Return the line on what was just trained, empty where no rule sees a gain in what it has measured.
-
-    It reads a few files and computes nothing; whatever is wrong with them, it is silent.
-    """
+    """Return the line for a finished run; empty if no rule finds a gain, or a file is missing or damaged."""
     with suppress(Exception):
         facts = facts_of(job.folder)
         seen = worth_a_line(facts) if facts else []
@@ -36,7 +33,7 @@ def hint(job: Job) -> str:
 
 
 def worth_a_line(facts: Facts) -> list[RuleFinding]:
-    """Return the findings that could have saved a noticeable part of the run, and seconds of it."""
+    """Return the findings that could have saved a noticeable part of the run."""
     seconds = facts.seconds() or 0.0
     return [
         finding
@@ -46,7 +43,7 @@ def worth_a_line(facts: Facts) -> list[RuleFinding]:
 
 
 def facts_of(run_dir: Path) -> Facts | None:
-    """Return what a finished run has left; None where it has no evidence."""
+    """Return the facts of a finished run; None if it has no evidence."""
     evidence = read_record(run_dir).evidence
     if evidence is None:
         return None

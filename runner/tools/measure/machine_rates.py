@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast something is, as measured in several rounds.
+    """A rate, measured in several rounds.
 
     part    matmul, copies or disk
-    device  as torch calls it, or the folder of the disk
-    name    the format, or what is moved from where to where
+    device  torch's name, or the folder of the disk
+    name    format, or source and destination
     size    of the matrices, or bytes
-    per_s   of each round: floating-point operations, or bytes, per second
+    per_s   of each round: floating-point operations or bytes per second
     """
 
     part: str
@@ -50,21 +50,26 @@ class Rate:
 
     @property
     def median(self) -> float:
-        """Of the rounds."""
         return statistics.median(self.per_s)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """Half of the rounds lie between these; the lowest and the highest, where there are fewer than four."""
+        """Quartiles of the rounds; minimum and maximum of fewer than four."""
         if len(self.per_s) < 4:
             return min(self.per_s), max(self.per_s)
         low, _, high = statistics.quantiles(self.per_s, n=4, method="inclusive")
         return low, high
 
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, relative to the median."""
+        low, high = self.quartiles
+        return (high - low) / self.median
+
 
 @dataclass(frozen=True)
 class Turn:
-    """A cell: what is moved or computed at once, and what does so and returns the seconds that it took."""
+    """What is moved or computed at once, and a function that does so and returns its seconds."""
 
     part: str
     device: str
@@ -75,7 +80,7 @@ class Turn:
 
     @property
     def subject(self) -> str:
-        """What people call it."""
+        """Name for the user."""
         return f"{self.device} {self.name}"
 
 
@@ -83,7 +88,7 @@ class Turn:
 class MachineRequest:
     """What a part is to measure.
 
-    device  auto: all there are; else only this one
+    device  auto: all; else only this one
     root    where runs are written, on the disk that is measured
     """
 
@@ -95,7 +100,7 @@ class MachineRequest:
 
     @property
     def context(self) -> CheckContext:
-        """What the doctor calls it."""
+        """The context of the doctor's checks."""
         return CheckContext(self.root, self.root, self.device, self.inventory)
 
 
@@ -104,7 +109,7 @@ class MachineResults:
     """What was measured so far.
 
     skipped  what was not -> why
-    threads  that torch computes with on the CPU
+    threads  of torch on the CPU
     """
 
     rates: list[Rate] = field(default_factory=list)
@@ -113,22 +118,22 @@ class MachineResults:
     threads: int | None = None
 
     def add(self, part: str, other: MachineResults) -> None:
-        """Take in what a part has found."""
+        """Add the results of a part."""
         self.rates += other.rates
         self.skipped |= other.skipped
         self.notes += other.notes
         self.threads = other.threads or self.threads
-        restless = [rate for rate in best(other.rates) if spread(rate) > RESTLESS]
+        restless = [rate for rate in best(other.rates) if rate.spread > RESTLESS]
         if restless:
-            worst = max(restless, key=spread)
-            what = f"half of the rounds of {worst.device} {worst.name} lie {spread(worst):.0%} apart"
+            worst = max(restless, key=lambda rate: rate.spread)
+            what = f"half of the rounds of {worst.device} {worst.name} differ by {worst.spread:.0%}"
             self.notes.append(f"the machine is restless in {part}: {what}; other processes run, or it throttles")
 
 
 def in_turns(turns: Sequence[Turn], rounds: int, seconds: float, seed: int = 0) -> tuple[list[Rate], dict[str, str]]:
-    """Return the rate of each, and of those that failed the reason; none begins a round after `seconds` but the first.
+    """Return the rates, and what failed with its reason; after `seconds`, only the first few rounds still run.
 
-    A cell that fails once is out, with what was measured of it.
+    A turn that fails once is out, with all its measurements.
     """
     order, until = random.Random(seed), time.monotonic() + seconds
     measured: dict[int, list[float]] = {number: [] for number in range(len(turns))}
@@ -141,7 +146,7 @@ def in_turns(turns: Sequence[Turn], rounds: int, seconds: float, seed: int = 0) 
         for place in playing:
             try:
                 measured[place].append(turns[place].amount / turns[place].once())
-            except (RuntimeError, AccelRunError) as error:  # no such kernel, no memory left, or a full disk
+            except (RuntimeError, AccelRunError) as error:  # no such kernel, out of memory, or a full disk
                 failed[place] = first_line(str(error)) or type(error).__name__
     rates = [
         Rate(turn.part, turn.device, turn.name, turn.size, tuple(measured[place]))
@@ -154,7 +159,7 @@ def in_turns(turns: Sequence[Turn], rounds: int, seconds: float, seed: int = 0) 
 
 
 def best(rates: Sequence[Rate]) -> list[Rate]:
-    """Return of each thing the size at which it is fastest, in the order in which they came."""
+    """Return the fastest size of each kind of rate."""
     found: dict[tuple[str, str, str], Rate] = {}
     for rate in rates:
         key = (rate.part, rate.device, rate.name)
@@ -186,7 +191,7 @@ def matmul(asked: MachineRequest, seconds: float) -> MachineResults:
 
 
 def _sizes(number: FormatUnderTest) -> list[int]:
-    """Return the sizes to try, the last few of those that a product of LONGEST_S and the memory allow."""
+    """Return the largest few sizes that time and memory allow."""
     free = number.device.free_bytes or number.device.memory_bytes
     sizes = [arithmetic.SIDE]
     while sizes[-1] < LARGEST:
@@ -214,9 +219,9 @@ def copies(asked: MachineRequest, seconds: float) -> MachineResults:
 
 
 def triad(device: Device) -> Turn:
-    """Return a = b + s c of float64 numbers, of which none stays in a cache from one time to the next.
+    """Return a = b + s c of float64 arrays that are larger than the caches.
 
-    Counted as its authors do: two arrays are read and one is written.
+    Two arrays are read and one is written, as its authors count.
     Source: McCalpin, STREAM: Sustainable Memory Bandwidth in High Performance Computers.
     """
     import torch
@@ -233,7 +238,7 @@ def triad(device: Device) -> Turn:
 
 
 def _of_gpu(device: Device) -> Iterator[Turn]:
-    """Yield what is moved to, from and within a GPU; a copy within it reads and writes its memory."""
+    """Yield copies to, from and within a GPU; a copy within it reads and writes its memory."""
     import torch
 
     where, host = torch.device(device.torch_name), torch.device("cpu")
@@ -260,7 +265,7 @@ def _of_gpu(device: Device) -> Iterator[Turn]:
 
 
 def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
-    """Return the size of the last caches before the memory, of all cores of ours together; 0 where nobody tells."""
+    """Return the size of the last-level caches of this process's cores; 0 if unknown."""
     if device.type == "cuda":
         return accelerator_of(device).l2_cache_bytes()
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -279,11 +284,11 @@ def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
 def disk(asked: MachineRequest, seconds: float) -> MachineResults:
     folder = nearest(asked.root)
     free = shutil.disk_usage(folder).free
-    if asked.disk_bytes > free / 2:  # others write there too
+    if asked.disk_bytes > free / 2:  # other programs write there too
         much = f"a file of {asked.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
         return MachineResults(skipped={"disk": f"{much} that are free in {folder}; use a smaller disk_mib="})
     with _trial_folder(folder) as trial:
-        file, data = trial / "data", [os.urandom(MIB)] * (asked.disk_bytes // MIB)  # no file system makes it smaller
+        file, data = trial / "data", [os.urandom(MIB)] * (asked.disk_bytes // MIB)  # incompressible
         block = bytearray(MIB)
 
         def written_s() -> float:
@@ -309,13 +314,13 @@ def disk(asked: MachineRequest, seconds: float) -> MachineResults:
             for name, once in (("written as a checkpoint is, with fsync", written_s), ("read", read_s))
         ]
         rates, failed = in_turns(turns, asked.rounds, seconds)
-    notes = ["what the disk reads was written just before: the kernel was asked to forget it, and need not obey"]
+    notes = ["the file was written just before it is read: the kernel is asked to drop it from the cache, but may not"]
     return MachineResults(rates, failed, notes if rates else [])
 
 
 @contextmanager
 def _trial_folder(folder: Path) -> Iterator[Path]:
-    """A new folder in that one, gone at the end. Raises StorageError."""
+    """Create a folder, removed at the end. Raises StorageError."""
     trial = folder / f"{files.TEMPORARY}machine-{secrets.token_hex(4)}"
     files.new_directory(trial)
     try:
@@ -324,25 +329,9 @@ def _trial_folder(folder: Path) -> Iterator[Path]:
         files.remove(trial)
 
 
-def spread(rate: Rate) -> float:
-    """Return the distance of the quartiles in relation to the median."""
-    low, high = rate.quartiles
-    return (high - low) / rate.median
-
-
 MIB, GIB = 2**20, 2**30
-
-
 LEAST_ROUNDS = 3  # however small the budget
-
-
 LARGEST, NUM_SIZES = 16384, 3  # side of a matrix, and sizes that are tried in turns
-
-
 LONGEST_S = 0.1  # of one product
-
-
 COPIED = 256 * MIB
-
-
 LEAST_ARRAY, TIMES_CACHE = 64 * MIB, 4  # STREAM's rule: an array is four times as large as the last cache

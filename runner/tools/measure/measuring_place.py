@@ -16,7 +16,7 @@ from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.records.evidence import Evidence
-from runner.tools.measure.compare import Asked, Comparison
+from runner.tools.measure.compare import Ask, Comparison
 from runner.tools.measure.comparison_result import VariantResult
 from runner.tools.measure.facts import Facts, device_of
 
@@ -30,7 +30,7 @@ class MeasuringPlace:
     notes    what a reader must know to trust the results
     """
 
-    arena: Comparison
+    comparison: Comparison
     request: Request
     plan: Plan
     inventory: Inventory
@@ -65,20 +65,20 @@ def measuring(request: Request) -> Iterator[MeasuringPlace]:
     """Plan the request and open the place in which its variants are measured; of several ranks, one is."""
     plan, inventory = in_subprocess(planned, compose(request))
     one_rank, cores, notes = of_one_rank(request, plan, inventory)
-    with Comparison(one_rank, cores) as arena:
-        yield MeasuringPlace(arena, one_rank, plan, inventory, cores, notes)
+    with Comparison(one_rank, cores) as comparison:
+        yield MeasuringPlace(comparison, one_rank, plan, inventory, cores, notes)
 
 
 def planned(configuration: Configuration) -> tuple[Plan, Inventory]:
-    """Return the plan for this machine, and the machine. Asks torch for devices: a question for a process apart."""
+    """Return the plan for this machine, and the machine. It asks torch for devices: call it in a subprocess."""
     inventory = take_inventory()
     return make_plan(configuration, inventory), inventory
 
 
 def of_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Request, int, list[str]]:
-    """Return the request for what one rank does of an update, its share of the cores (0: all), and a note that says so.
+    """Return the request for one rank's share of an update, its share of the cores (0: all), and a note about it.
 
-    What `auto` came to for the ranks stays: the share of the cores would make something else of it.
+    Values of `auto` are those of the ranks: they would differ with a share of the cores.
     """
     if plan.world_size == 1:
         return request, 0, []
@@ -96,11 +96,11 @@ def of_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tuple[Req
     return dataclasses.replace(request, overrides=merge_overrides(request.overrides, own)), cores, [note]
 
 
-def look(ask: Asked, opened: VariantResult, plan: Plan) -> tuple[Evidence, dict[str, Any]]:
-    """Measure the updates for a few seconds; return what they were made of, and what the code looks like."""
+def inspect(ask: Ask, opened: VariantResult, plan: Plan) -> tuple[Evidence, dict[str, Any]]:
+    """Measure updates for a few seconds and inspect the task's code; return the evidence and the inspection."""
     made, num, seconds, parts_s = 0, 1, 0.0, dict[str, float]()
     while seconds < LOOK_S and (made < LEAST or seconds < LOOK_S / 4):
-        answer = ask({"do": "make", "updates": num})
+        answer = ask({"do": "run", "updates": num})
         made, seconds = made + num, seconds + answer["seconds"]
         for part, spent in answer["parts_s"].items():
             parts_s[part] = parts_s.get(part, 0.0) + spent
@@ -140,16 +140,16 @@ def _times(updates: int, period: int | None) -> int | None:
 
 
 def filled(known: Evidence | None, now: Evidence) -> Evidence:
-    """Return what a run knows of itself, and in the place of what it does not know what was measured now.
+    """Return the evidence of a run, with current measurements for what it lacks.
 
-    What its updates took is taken whole or not at all: not where it made none, and not where they are of several
+    The times of its updates are used completely or not at all: not if it ran none, and not if they are of several
     phases, one of which is measured now.
     """
     if known is None:
         return now
     there = {name: value for name, value in vars(known).items() if value is not None and value != {}}
     if known.unfinished:
-        there.pop("epochs", None)  # it knows of those until it failed
+        there.pop("epochs", None)  # only those until it failed
     several = sum(phase.kind == "train" for phase in known.phases) > 1
     if not known.updates or not known.parts_s or several:
         there = {name: value for name, value in there.items() if name not in _OF_UPDATES}
@@ -161,9 +161,5 @@ _OF_UPDATES = (
     "items_per_update", "data_wait", "transfer", "num_saves", "num_evaluations", "num_rows", "num_batch_shapes",
     "num_samples", "epochs", "global_batch_size", "micro_batch_size", "accumulation_steps", "phases",
 )  # fmt: skip
-
-
 LOOK_S = 3.0  # of updates, before anything is tried
-
-
-LEAST = 20  # updates that are looked at, if they do not take too long
+LEAST = 20  # updates, unless they take too long

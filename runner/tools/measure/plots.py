@@ -1,4 +1,4 @@
-"""Pictures of results: what steps took, where they were slow, and how many times as fast a technique is."""
+"""Plots of the ladder: step times, where steps were slow, and speedups."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 import statistics
 import textwrap
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,22 +17,17 @@ from runner.base.errors import InputMissing
 from runner.base.picture import COLORS, new_figure, png
 from runner.base.text import shortened
 from runner.durable import files
-from runner.tools.measure.results import PICTURES, Results, session_baseline
+from runner.tools.measure.results import PICTURES, LadderRow, Results, session_baseline
 from runner.tools.measure.statistics import CONFIDENCE, Ratio
+from runner.tools.measure.technique import BASELINE
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-BASELINE = "baseline"
-Height = Callable[["PlottedResults"], float]
-Draw = Callable[[Any, "PlottedResults", str], None]
+Rows = Mapping[str, LadderRow]
 
 
 def draw(results: Results) -> list[Path]:
     """Draw the results into files beside them; return their paths.
 
-    An earlier picture that can no longer be drawn is removed. Raises InputMissing where nothing was measured,
-    and what Results raises.
+    An earlier plot that can no longer be drawn is removed. Raises InputMissing if there are no results.
     """
     found = {name: png_of(figure) for name, figure in figures(results).items()}
     for name in PICTURES:
@@ -45,308 +40,244 @@ def draw(results: Results) -> list[Path]:
 
 
 def figures(results: Results) -> dict[str, Any]:
-    """Return the name of each picture -> its matplotlib Figure; raises as `draw` does."""
-    columns = {name: column for name, column in results.columns().items() if column}
-    if not columns:
-        raise InputMissing(
-            "there is no technique to draw", where=str(results.csv), fix="run them first: accel-run benchmark"
-        )
-    measured = PlottedResults(columns, results.facts()["techniques"], results.sessions())
+    """Return plot name -> matplotlib Figure; raises as `draw` does."""
+    rows = results.rows()
+    if not rows:
+        fix = "run them first: accel-run benchmark"
+        raise InputMissing("there is no technique to draw", where=str(results.csv), fix=fix)
     drawn = {
-        "steps.png": steps(measured),
-        "heatmap.png": heatmap(measured),
-        "speedup.png": speedup(measured),
+        "steps.png": _by_session(rows, _steps_height, _draw_steps),
+        "heatmap.png": _by_session(rows, _heatmap_height, _draw_heatmap),
+        "speedup.png": _speedup(rows),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def png_of(figure: Any) -> bytes:
-    """Return the PNG of a figure, also where its font lacks a letter of some name."""
+    """Encode a figure as PNG, even if the font lacks a letter of a name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         return png(figure)
 
 
-@dataclass(frozen=True)
-class PlottedResults:
-    """What there is to draw.
-
-    columns   technique -> milliseconds of its steps, at least one
-    facts     technique -> what is known of it; not of each
-    sessions  technique -> number of the session in which it was measured
-    """
-
-    columns: Mapping[str, Sequence[float]]
-    facts: Mapping[str, Mapping[str, Any]]
-    sessions: Mapping[str, int]
-
-    def by_session(self) -> list[PlottedResults]:
-        """Return what was measured in each session: times of different ones share no axes."""
-        found = sorted({self.sessions[name] for name in self.columns})
-        return [
-            replace(self, columns={name: each for name, each in self.columns.items() if self.sessions[name] == session})
-            for session in found
-        ]
-
-    @property
-    def tasks(self) -> list[str]:
-        """Return the tasks whose steps these are, as far as the results know them."""
-        named = (self.facts.get(name, {}).get("task") for name in self.columns)
-        return list(dict.fromkeys(task for task in named if isinstance(task, str) and task))
-
-    @property
-    def scale_ms(self) -> float:
-        """Return where scales end: what is above is no longer a step but the compiler at work, or an accident."""
-        return BEYOND * max(statistics.median_low(column) for column in self.columns.values())
-
-    @property
-    def is_wide(self) -> bool:
-        """True where a linear scale would show the slowest technique only."""
-        medians = [statistics.median_low(column) for column in self.columns.values()]
-        return max(medians) > WIDE * statistics.median_low(medians)
-
-    @property
-    def beyond(self) -> list[tuple[str, int, float]]:
-        """Return technique, number and milliseconds of the steps that no scale shows, the longest first."""
-        limit = self.scale_ms
-        found = [
-            (name, number, value)
-            for name, column in self.columns.items()
-            for number, value in enumerate(column, 1)
-            if value > limit
-        ]
-        return sorted(found, key=lambda each: -each[2])
-
-    @property
-    def left_out(self) -> str:
-        """Return in words which steps no scale shows; empty where all are shown."""
-        words = [
-            f"{_name(_without_middle(name, _NAME_WIDTH))} step {number}: {_ms(value)} ms"
-            for name, number, value in self.beyond
-        ]
-        return f"beyond the scale (compilation, or the machine was busy): {shortened(words)}" if words else ""
-
-    @property
-    def origin(self) -> str:
-        """Return task, machines and days of what was measured, as far as they are known."""
-        known = [self.facts[name] for name in self.columns if name in self.facts]
-        machines = list(dict.fromkeys(filter(None, map(_machine, known))))
-        days = sorted({str(each.get("date", ""))[: len("2026-01-31")] for each in known} - {""})
-        several = "on different machines: " if len(machines) > 1 else ""
-        parts = [
-            f"task {', '.join(self.tasks)}" if self.tasks else "",
-            several + shortened(machines, separator="; "),
-            " to ".join(days[:1] + days[1:][-1:]),
-        ]
-        return ", ".join(_name(part) for part in parts if part)
-
-    def ratio(self, name: str) -> Ratio | None:
-        """Return how many times as fast a technique is as the baseline: of the paired blocks where they are known.
-
-        Else of the medians, with an interval without ends; None where its session has no baseline.
-        """
-        told = self.facts.get(name, {}).get("ratio")
-        if isinstance(told, Mapping):
-            middle, low, high = (_positive(told.get(key)) for key in ("middle", "low", "high"))
-            if middle is not None:
-                return Ratio(middle, low or 0.0, high or math.inf, told.get("num") or 0)
-        base = next((each for each in self.columns if self._is_baseline(each, self.sessions[name])), None)
-        if base is None:
-            return None
-        middle = statistics.median(self.columns[base]) / statistics.median(self.columns[name])
-        return Ratio(middle, 0.0, math.inf, 0)
-
-    def _is_baseline(self, name: str, session: int) -> bool:
-        return self.sessions[name] == session and name in (BASELINE, session_baseline(session))
-
-    def ratios(self) -> dict[str, Ratio]:
-        """Return technique -> its ratio to the baseline of its session, without baselines, the fastest first."""
-        found = {name: self.ratio(name) for name in self.columns if not self._is_baseline(name, self.sessions[name])}
-        known = {name: ratio for name, ratio in found.items() if ratio is not None}
-        return dict(sorted(known.items(), key=lambda each: -each[1].middle))
-
-    def is_wrong(self, name: str) -> bool:
-        """Tell whether the technique is known to compute something else than the baseline."""
-        return self.facts.get(name, {}).get("is_wrong") is True
+# ---------------------------------------------------------------- data
 
 
-# ---------------------------------------------------------------- pictures
+def origin(rows: Rows) -> str:
+    """Return task, machine and dates of the measurements."""
+    tasks = dict.fromkeys(row.task for row in rows.values() if row.task)
+    machines = list(dict.fromkeys(filter(None, map(_machine, rows.values()))))
+    days = sorted({row.date[: len("2026-01-31")] for row in rows.values()} - {""})
+    several = "on different machines: " if len(machines) > 1 else ""
+    parts = [f"task {', '.join(tasks)}" if tasks else "", several + shortened(machines, separator="; ")]
+    return ", ".join(_plain(part) for part in (*parts, " to ".join(days[:1] + days[1:][-1:])) if part)
 
 
-def _by_session(measured: PlottedResults, height_of: Height, draw_in: Draw) -> Any:
-    """Return a figure with a part for each session, each with its own axes: their times must not be compared."""
-    parts = measured.by_session()
-    heights = [height_of(part) for part in parts]
+def _machine(row: LadderRow) -> str:
+    try:
+        inventory = row.hardware["inventory"]
+        return f"{row.usage.device_name or inventory['cpu']['name']}, torch {inventory['torch_version']}"
+    except (KeyError, TypeError):
+        return ""
+
+
+def _limit_ms(rows: Rows) -> float:
+    """Return the end of the scale: steps above it are compilation or an accident."""
+    return BEYOND * max(statistics.median_low(row.updates_ms) for row in rows.values())
+
+
+def _is_wide(rows: Rows) -> bool:
+    """Return whether a linear scale would show only the slowest variant."""
+    medians = [statistics.median_low(row.updates_ms) for row in rows.values()]
+    return max(medians) > WIDE * statistics.median_low(medians)
+
+
+def _beyond(rows: Rows) -> str:
+    """Return a note with the steps above the scale."""
+    limit = _limit_ms(rows)
+    found = [(ms, name, at) for name, row in rows.items() for at, ms in enumerate(row.updates_ms, 1) if ms > limit]
+    texts = [f"{_plain(_shortened(name))} step {at}: {_ms(ms)} ms" for ms, name, at in sorted(found, reverse=True)]
+    return f"beyond the scale (compilation, or the machine was busy): {shortened(texts)}" if texts else ""
+
+
+def ratios(rows: Rows) -> dict[str, Ratio]:
+    """Return variant -> ratio to the baseline of its session; of the medians, without interval, if not measured."""
+    baselines = {row.session: row for name, row in rows.items() if name in (BASELINE, session_baseline(row.session))}
+    found: dict[str, Ratio] = {}
+    for name, row in rows.items():
+        base = baselines.get(row.session)
+        if row is base:
+            continue
+        if row.outcome.ratio is not None and 0 < row.outcome.ratio.middle < math.inf:
+            found[name] = row.outcome.ratio
+        elif base is not None:
+            found[name] = Ratio(statistics.median(base.updates_ms) / statistics.median(row.updates_ms))
+    return found
+
+
+# ---------------------------------------------------------------- plots
+
+
+def _by_session(rows: Rows, height_of: Callable[[Rows], float], draw_in: Callable[[Any, Rows, str], None]) -> Any:
+    """Return a figure with separate axes for each session: their times must not be compared."""
+    ordered = sorted(rows, key=lambda name: rows[name].session)
+    parts = {
+        session: {name: rows[name] for name in names}
+        for session, names in groupby(ordered, lambda name: rows[name].session)
+    }
+    heights = [height_of(part) for part in parts.values()]
     figure = new_figure(11.0, sum(heights))
-    if len(parts) == 1:
-        draw_in(figure, measured, "")
-        return figure
-    for part, inner in zip(parts, figure.subfigures(len(parts), 1, height_ratios=heights), strict=True):
-        draw_in(inner, part, f", session {part.sessions[next(iter(part.columns))]}")
+    inner = [figure] if len(parts) == 1 else figure.subfigures(len(parts), 1, height_ratios=heights)
+    for (session, part), place in zip(parts.items(), inner, strict=True):
+        draw_in(place, part, f", session {session}" if len(parts) > 1 else "")
     return figure
 
 
-def steps(measured: PlottedResults) -> Any:
-    """Return a line per technique, milliseconds over steps, up to where the scale ends."""
-    return _by_session(
-        measured,
-        lambda part: max(5.0, 1.6 + 0.19 * sum(_lines(_label(name, part)) for name in part.columns)),
-        _draw_steps,
-    )
+def _steps_height(rows: Rows) -> float:
+    return max(5.0, 1.6 + 0.19 * sum(_label(name, rows).count("\n") + 1 for name in rows))
 
 
-def _draw_steps(figure: Any, measured: PlottedResults, of_session: str) -> None:
-    order = sorted(measured.columns, key=lambda name: -statistics.median(measured.columns[name]))
-    limit = measured.scale_ms
-    axes = figure.subplots()
-    highest, drawn = 0.0, {}
-    for number, name in enumerate(measured.columns):
-        column = measured.columns[name]
+def _draw_steps(figure: Any, rows: Rows, session: str) -> None:
+    """Draw a line per variant, milliseconds over steps."""
+    limit, axes, lines = _limit_ms(rows), figure.subplots(), {}
+    for number, (name, row) in enumerate(rows.items()):
+        column = row.updates_ms
         style = {"color": COLORS[number % _NUM_COLORS], "linestyle": _DASHES[number // _NUM_COLORS % len(_DASHES)]}
         mark = {"marker": "o", "markersize": 3} if len(column) <= _MARKED else {}
-        (drawn[name],) = axes.plot(range(1, len(column) + 1), column, linewidth=1.4, zorder=3, **style, **mark)
-        highest = max(highest, *(value for value in column if value <= limit))
-    top = 1.08 * highest
-    below: Counter[int] = Counter()  # marks of the same step are one below the other
-    apart = min(0.03, 0.3 / (len(drawn) + 1)) * top
-    for name, step, _ in measured.beyond:
-        axes.plot(step, top - apart * below[step], "^", color=drawn[name].get_color(), clip_on=False, zorder=4)
-        below[step] += 1
-    if measured.is_wide:
+        (lines[name],) = axes.plot(range(1, len(column) + 1), column, linewidth=1.4, **style, **mark)
+    shown = [ms for row in rows.values() for ms in row.updates_ms if ms <= limit]
+    if _is_wide(rows):
         axes.set_yscale("log")
-        axes.set_ylim(0.9 * min(map(min, measured.columns.values())), 1.15 * highest)
+        axes.set_ylim(0.9 * min(shown), 1.15 * max(shown))
         _plain_numbers(axes.yaxis)
     else:
-        axes.set_ylim(0, top)
-    _dress(axes, "step", "time of a step (ms)")
-    _count(axes)
-    axes.margins(x=0.02)
-    notes = [measured.origin, measured.left_out and f"▲ {measured.left_out}"]
-    _title(figure, axes, f"Time of each step{of_session}", notes, 0.7)
-    labels = [_label(name, measured) for name in order]
+        axes.set_ylim(0, 1.08 * max(shown))
+    axes.set(xlabel="step", ylabel="time of a step (ms)")
+    axes.grid(visible=True, color="0.88", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    _whole_numbers(axes)
+    _title(figure, axes, f"Time of each step{session}", (origin(rows), _beyond(rows)), 0.7)
+    order = sorted(rows, key=lambda name: -statistics.median(rows[name].updates_ms))
     figure.legend(
-        [drawn[name] for name in order], labels, loc="outside right upper", frameon=False, fontsize=8,
-        title="median of steps", title_fontsize=8, alignment="left",
+        [lines[name] for name in order], [_label(name, rows) for name in order], loc="outside right upper",
+        frameon=False, fontsize=8, title="median of steps", title_fontsize=8, alignment="left",
     )  # fmt: skip
 
 
-def heatmap(measured: PlottedResults) -> Any:
-    """Return a row per technique and a cell per block of steps: the darker, the longer a step took."""
-    return _by_session(
-        measured, lambda part: 2.2 + 0.17 * sum(_lines(_wrapped(name)) + 1 for name in part.columns), _draw_heatmap
-    )
+def _heatmap_height(rows: Rows) -> float:
+    return 2.2 + 0.17 * sum(_wrapped(name).count("\n") + 2 for name in rows)
 
 
-def _draw_heatmap(figure: Any, measured: PlottedResults, of_session: str) -> None:
-    num = max(map(len, measured.columns.values()))
-    size = math.ceil(num / _BLOCKS)
-    edges = [*range(0, num, size), num]
-    rows = [
+def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
+    """Draw a row per variant and a rectangle per group of steps; darker is longer."""
+    from matplotlib import colors
+
+    num = max(len(row.updates_ms) for row in rows.values())
+    size = math.ceil(num / _GROUPS)
+    starts = range(0, num, size)
+    grid = [
         [
-            statistics.median_low(column[begin : begin + size]) if begin < len(column) else math.nan
-            for begin in edges[:-1]
+            statistics.median_low(row.updates_ms[at : at + size]) if at < len(row.updates_ms) else math.nan
+            for at in starts
         ]
-        for column in measured.columns.values()
+        for row in rows.values()
     ]
-    labels = [_wrapped(name) for name in measured.columns]
-    axes = figure.subplots()
-    axes.set_facecolor("#EDEDED")  # behind what has no cell
-    axes.patch.set(hatch="////", edgecolor="0.75")
-    shown = [value for row in rows for value in row if value <= measured.scale_ms]
+    shown = [value for values in grid for value in values if value <= _limit_ms(rows)]
     low, high = min(*shown, _LEAST_RANGE * max(shown)), max(shown)
+    is_cut = any(value > high for values in grid for value in values)
+    is_ragged = any(math.isnan(value) for values in grid for value in values)
+    norm = colors.LogNorm(low, high) if _is_wide(rows) else colors.Normalize(low, high)
+    axes = figure.subplots()
+    axes.patch.set(facecolor="#EDEDED", hatch="////", edgecolor="0.75")  # where there are no steps
+    edges = [*(at + 0.5 for at in starts), num + 0.5]
     mesh = axes.pcolormesh(
-        [edge + 0.5 for edge in edges], np.arange(len(rows) + 1) - 0.5, np.ma.masked_invalid(rows),
-        cmap=HUE, norm=_norm(low, high, is_wide=measured.is_wide), edgecolor="white", linewidth=0.3,
+        edges, np.arange(len(grid) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=HUE, norm=norm, edgecolor="white",
+        linewidth=0.3,
     )  # fmt: skip
-    axes.set_yticks(range(len(rows)), labels, fontsize=9)
+    axes.set_yticks(range(len(rows)), [_wrapped(name) for name in rows], fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    _count(axes)
-    axes.set_xlabel("step" if size == 1 else f"step (a cell: the median of {size} steps)")
-    is_cut = any(value > high for row in rows for value in row)
-    bar = figure.colorbar(mesh, ax=axes, extend="max" if is_cut else "neither", pad=0.01)
-    bar.set_label("time of a step (ms)")
+    _whole_numbers(axes)
+    axes.set_xlabel("step" if size == 1 else f"step (the median of {size} steps)")
+    bar = figure.colorbar(mesh, ax=axes, extend="max" if is_cut else "neither", pad=0.01, label="time of a step (ms)")
     bar.outline.set_visible(False)
-    if measured.is_wide:
+    if _is_wide(rows):
         _plain_numbers(bar.ax.yaxis)
-    is_ragged = any(math.isnan(value) for row in rows for value in row)
-    notes = [measured.origin, measured.left_out if is_cut else "", "hatched: no such step" if is_ragged else ""]
-    _title(figure, axes, f"Where steps were slow{of_session}", notes)
+    notes = (origin(rows), _beyond(rows) if is_cut else "", "hatched: no such step" if is_ragged else "")
+    _title(figure, axes, f"Where steps were slow{session}", notes)
 
 
-def speedup(measured: PlottedResults) -> Any | None:
-    """Return a bar per technique, its length the ratio to the baseline, its whisker the interval; the fastest on top.
+def _speedup(rows: Rows) -> Any | None:
+    """Draw a bar per variant with the interval of its ratio; the fastest on top. None if nothing can be compared."""
+    from matplotlib.patches import Patch
 
-    None where nothing can be compared.
-    """
-    ratios = measured.ratios()
-    if not ratios:
+    found = ratios(rows)
+    if not found:
         return None
-    bars = dict(sorted({**ratios, BASELINE: _OF_BASELINE}.items(), key=lambda each: -each[1].middle))
-    kinds = {name: _kind(ratio) for name, ratio in bars.items()}
+    bars = dict(sorted({**found, BASELINE: _OF_BASELINE}.items(), key=lambda each: -each[1].middle))
     labels = [_wrapped(name) for name in bars]
-    figure = new_figure(10.0, 2.2 + 0.17 * sum(_lines(label) + 1 for label in labels))
+    figure = new_figure(10.0, 2.2 + 0.17 * sum(label.count("\n") + 2 for label in labels))
     axes = figure.subplots()
-    drawn: dict[str, Any] = {}
-    for row, (name, ratio) in enumerate(bars.items()):
-        hatch = "xx" if measured.is_wrong(name) else None
-        (bar,) = axes.barh(
-            row, ratio.middle, 0.7, color=_KINDS[kinds[name]], hatch=hatch, edgecolor="white", linewidth=0
-        )
-        drawn.setdefault(_WRONG if hatch else kinds[name], bar)
-        _whisker(axes, row, ratio)
-    texts = [_value(ratio) for name, ratio in bars.items()]
-    _write_values(axes, dict(enumerate(texts)))
-    _rows_of_bars(axes, labels, bars.values())
-    has_interval = any(_has_interval(ratio) for ratio in ratios.values())
-    interval = (
-        f"whisker and brackets: {CONFIDENCE:.0%} interval of the ratio of blocks in turns" if has_interval else ""
+    kinds = {name: _kind(ratio) for name, ratio in bars.items()}
+    wrong = {name for name, row in rows.items() if row.outcome.is_wrong and name in bars}
+    for at, (name, ratio) in enumerate(bars.items()):
+        hatch = "xx" if name in wrong else None
+        axes.barh(at, ratio.middle, 0.7, color=_KINDS[kinds[name]], hatch=hatch, edgecolor="white", linewidth=0)
+        if _has_interval(ratio):
+            half = (ratio.high - ratio.low) / 2
+            axes.errorbar(ratio.low + half, at, xerr=half, fmt="none", ecolor="#222222", capsize=3, elinewidth=1.3)
+        axes.annotate(
+            _value(ratio), (1.0, at), xycoords=axes.get_yaxis_transform(), xytext=(6, 0), textcoords="offset points",
+            va="center", fontsize=8, annotation_clip=False,
+        )  # fmt: skip
+    longest = max(ratio.middle for ratio in bars.values())
+    reach = max([ratio.high for ratio in bars.values() if _has_interval(ratio)], default=longest)
+    axes.set_yticks(range(len(labels)), labels, fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set(ylim=(len(labels) - 0.4, -0.6), xlabel="times as fast as the baseline")
+    axes.set_xlim(0, 1.05 * max(longest, min(reach, 1.5 * longest)))  # a wide interval does not shrink the bars
+    axes.axvline(1.0, color="0.25", linewidth=1.0, linestyle=(0, (4, 3)))
+    axes.grid(visible=True, axis="x", color="0.88", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    sessions = len({row.session for row in rows.values()})
+    has_interval = any(_has_interval(ratio) for ratio in bars.values())
+    notes = (
+        origin(rows),
+        f"{sessions} sessions: each technique against the baseline of its own session" if sessions > 1 else "",
+        f"whisker and brackets: {CONFIDENCE:.0%} interval of the ratio of interleaved blocks" if has_interval else "",
+        f"{_BARE}: too few rounds, or the medians alone" if _BARE in kinds.values() else "",
     )
-    bare = f"{_BARE}: too few rounds, or the medians alone" if not all(map(_has_interval, ratios.values())) else ""
-    num = len(measured.by_session())
-    several = f"{num} sessions: each technique against the baseline of its own session" if num > 1 else ""
-    notes = [measured.origin, several, "; ".join(filter(None, (interval, bare)))]
     _title(figure, axes, "Times as fast as the baseline", notes)
-    _legend_below(figure, {kind: drawn[kind] for kind in (*_KINDS, _WRONG) if kind in drawn})
+    legend = {kind: Patch(color=color) for kind, color in _KINDS.items() if kind in kinds.values()}
+    legend |= {_WRONG: Patch(facecolor="0.7", edgecolor="white", hatch="xx")} if wrong else {}
+    columns = len(legend) if len(legend) <= _MOST_IN_A_LINE else 3
+    figure.legend(
+        list(legend.values()), list(legend), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )
     return figure
 
 
-# ---------------------------------------------------------------- parts of pictures
+# ---------------------------------------------------------------- parts
 
 
 def _title(figure: Any, axes: Any, title: str, notes: Sequence[str], room: float = 1.0) -> None:
-    """Put the title above, and the notes below it in lines that fit in this share of the width."""
+    """Set the title, and below it the notes, in lines that fit in this share of the width."""
     width = int(room * figure.bbox.width / figure.dpi * _LETTERS_PER_INCH)
     lines = [line for note in notes if note for line in textwrap.wrap(note, width)]
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
     axes.set_title("\n".join(lines), loc="left", fontsize=8, color="0.35")
 
 
-def _dress(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(visible=True, color="0.88", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _count(axes: Any) -> None:
-    """Write whole numbers below the axis."""
+def _whole_numbers(axes: Any) -> None:
     from matplotlib import ticker
 
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
-def _norm(low: float, high: float, *, is_wide: bool) -> Any:
-    """Return how times become colors: by their logarithm where one technique takes many times as long as others."""
-    from matplotlib import colors
-
-    return colors.LogNorm(low, high) if is_wide else colors.Normalize(low, high)
-
-
 def _plain_numbers(axis: Any) -> None:
-    """Write 200, 500 and 1000 at a logarithmic axis, and no powers."""
+    """Label a logarithmic axis with 200, 500 and 1000, not with powers."""
     from matplotlib import ticker
 
     axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
@@ -354,66 +285,27 @@ def _plain_numbers(axis: Any) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
-def _rows_of_bars(axes: Any, labels: Sequence[str], ratios: Collection[Ratio]) -> None:
-    """Scale and dress rows of ratios, the first on top; the axis ends where bars do, not where a wide interval may."""
-    axes.set_yticks(range(len(labels)), labels, fontsize=9)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    longest = max(ratio.middle for ratio in ratios)
-    reach = max([ratio.high for ratio in ratios if _has_interval(ratio)], default=longest)
-    _dress(axes, "times as fast as the baseline", "")
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.05 * max(longest, min(reach, 1.5 * longest)))
-    axes.axvline(1.0, color="0.25", linewidth=1.0, linestyle=(0, (4, 3)), zorder=4)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-
-
-def _whisker(axes: Any, row: float, ratio: Ratio) -> None:
-    if _has_interval(ratio) and ratio is not _OF_BASELINE:
-        center, half = (ratio.low + ratio.high) / 2, (ratio.high - ratio.low) / 2
-        axes.errorbar(center, row, xerr=half, fmt="none", ecolor="#222222", capsize=3, elinewidth=1.3, zorder=5)
-
-
-def _write_values(axes: Any, texts: Mapping[float, str]) -> None:
-    """Write the values in a column beside the axes, where no whisker is."""
-    for row, text in texts.items():
-        axes.annotate(
-            text, (1.0, row), xycoords=axes.get_yaxis_transform(), xytext=(6, 0), textcoords="offset points",
-            va="center", fontsize=8, annotation_clip=False,
-        )  # fmt: skip
-
-
-def _legend_below(figure: Any, drawn: Mapping[str, Any]) -> None:
-    columns = len(drawn) if len(drawn) <= _MOST_IN_A_LINE else 3
-    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
-
-
-def _label(name: str, measured: PlottedResults) -> str:
-    """Return the words of the legend: the name, its median, and how many steps it has where others have more."""
-    column = measured.columns[name]
-    several = len(set(map(len, measured.columns.values()))) > 1
-    words = f"{_ms(statistics.median(column))} ms" + (f", {len(column)} steps" if several else "")
-    return f"{_wrapped(name)}\n  {words}" if len(name) + len(words) > _NAME_WIDTH else f"{_wrapped(name)}  {words}"
+def _label(name: str, rows: Rows) -> str:
+    """Return the label of the legend: name, median, and the number of steps if they differ."""
+    column = rows[name].updates_ms
+    several = len({len(row.updates_ms) for row in rows.values()}) > 1
+    text = f"{_ms(statistics.median(column))} ms" + (f", {len(column)} steps" if several else "")
+    return f"{_wrapped(name)}\n  {text}" if len(name) + len(text) > _NAME_WIDTH else f"{_wrapped(name)}  {text}"
 
 
 def _wrapped(name: str) -> str:
-    """Return the name in lines that leave room for the picture."""
-    return "\n".join(textwrap.wrap(_name(_without_middle(name, 2 * _NAME_WIDTH)), _NAME_WIDTH))
+    return "\n".join(textwrap.wrap(_plain(_shortened(name, 2 * _NAME_WIDTH)), _NAME_WIDTH))
 
 
-def _without_middle(name: str, most: int) -> str:
-    """Return the name in at most so many letters: long ones often begin alike, and often end alike."""
+def _shortened(name: str, most: int = 30) -> str:
+    """Return the name without its middle: long names often begin alike, and often end alike."""
     return name if len(name) <= most else f"{name[: most // 2 - 5]} ... {name[-(most // 2) :]}"
 
 
-def _name(text: str) -> str:
-    """Return the text as matplotlib shows it whole: "$" begins no formula, "_" hides no entry of a legend."""
+def _plain(text: str) -> str:
+    """Return the text such that matplotlib shows it literally: "$" starts a formula, "_" hides a legend entry."""
     shown = text.replace("$", r"\$")
     return f"\N{HAIR SPACE}{shown}" if shown.startswith("_") else shown
-
-
-def _lines(text: str) -> int:
-    return text.count("\n") + 1
 
 
 def _ms(value: float) -> str:
@@ -423,56 +315,34 @@ def _ms(value: float) -> str:
 def _value(ratio: Ratio) -> str:
     if ratio is _OF_BASELINE:
         return f"{ratio.middle:.2f}"
-    return (
-        f"{ratio.middle:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-        if _has_interval(ratio)
-        else f"{ratio.middle:.2f} ({_BARE})"
-    )
+    interval = f"[{ratio.low:.2f}, {ratio.high:.2f}]" if _has_interval(ratio) else f"({_BARE})"
+    return f"{ratio.middle:.2f} {interval}"
 
 
 def _has_interval(ratio: Ratio) -> bool:
-    return 0 < ratio.low <= ratio.high < math.inf
+    return ratio is not _OF_BASELINE and 0 < ratio.low <= ratio.high < math.inf
 
 
 def _kind(ratio: Ratio) -> str:
     if ratio is _OF_BASELINE:
-        return "baseline"
+        return BASELINE
     return {"better": "faster", "worse": "slower"}.get(ratio.verdict, ratio.verdict) if _has_interval(ratio) else _BARE
 
 
-def _positive(value: object) -> float | None:
-    """Return a number above 0; None for all else that may be in a file."""
-    return float(value) if isinstance(value, int | float) and 0 < value < math.inf else None
-
-
-def _machine(facts: Mapping[str, Any]) -> str:
-    """Return the device a technique ran on and the version of torch; empty where they are not known."""
-    try:
-        inventory = facts["hardware"]["inventory"]
-        name = facts.get("device_name") or inventory["cpu"]["name"]
-        return f"{name}, torch {inventory['torch_version']}"
-    except (KeyError, TypeError):
-        return ""
-
-
-BEYOND = 2.0  # times the median of the slowest technique, that a step may take to be shown
-WIDE = 4.0  # times as long as those in the middle, that a technique takes where scales are logarithmic
+BEYOND = 2.0  # times the median of the slowest variant: longer steps are not shown
+WIDE = 4.0  # times the middle median that the slowest variant takes where scales are logarithmic
 HUE = "Blues"
 _OF_BASELINE = Ratio(1.0, 1.0, 1.0, 0)
 _BARE = "no interval"
 _KINDS = {
-    "baseline": "#444444",
-    "faster": COLORS[0],
-    "slower": COLORS[1],
-    "no clear change": "#999999",
-    _BARE: "#CCCCCC",
-}
+    BASELINE: "#444444", "faster": COLORS[0], "slower": COLORS[1], "no clear change": "#999999", _BARE: "#CCCCCC",
+}  # fmt: skip
 _WRONG = "crossed: its numbers differ from the baseline's"
-_NUM_COLORS = 7  # of COLORS; the grey one is too near to the black one for lines
+_NUM_COLORS = 7  # of COLORS; the gray one is too close to black for lines
 _DASHES = ("-", "--", ":", "-.")
-_MARKED = 60  # steps up to which each has a mark
-_BLOCKS = 50  # cells of a row at most
-_LEAST_RANGE = 0.9  # of the longest time: where the colors begin at the latest, so that noise is no contrast
+_MARKED = 60  # steps up to which each has a marker
+_GROUPS = 50  # of steps in a row, at most
+_LEAST_RANGE = 0.9  # of the longest time: the start of the color scale at the latest, so that noise has no contrast
 _MOST_IN_A_LINE = 5  # entries of a legend
 _NAME_WIDTH = 30  # letters
 _LETTERS_PER_INCH = 13  # at 8 points

@@ -1,4 +1,4 @@
-"""Three real updates beside what was predicted of them; what they show of this machine is kept for later plans."""
+"""Compare three real updates with their prediction, and store the corrections for later plans."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ UPDATES = 3
 
 
 def probe(request: Request, say: Callable[[str], None]) -> list[str]:
-    """Make three updates as one rank makes them; return the comparison in lines, which says where it is kept.
+    """Run three updates as one rank does; return the comparison as lines.
 
-    Raises AccelRunError where the updates cannot be made or nothing can be kept.
+    Raises AccelRunError if the updates fail or nothing can be stored.
     """
     configuration = compose(request)
     allow_for(configuration)
@@ -42,9 +42,9 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
         raise AccelRunError(f"nothing can be compared: {needs.why_not or 'no phase trains'}")
     own = () if plan.own_keys else (f"micro_batch_size={plan.batch.micro_batch_size}",)
     request = dataclasses.replace(request, overrides=merge_overrides(request.overrides, own))
-    say(f"makes {UPDATES} updates")
-    with Comparison(request, cores) as arena, arena.alone(Variant("probe"), CompareLimits()) as (ask, opened):
-        made, report, there = ask({"do": "make", "updates": UPDATES}), ask({"do": "report"}), opened.opened
+    say(f"runs {UPDATES} updates")
+    with Comparison(request, cores) as comparison, comparison.alone(Variant("probe"), CompareLimits()) as (ask, opened):
+        made, report, there = ask({"do": "run", "updates": UPDATES}), ask({"do": "report"}), opened.opened
     demand, rank = needs.demands[there["phase"]], plan.ranks[0]
     thought = predicted(demand, there["micro_batch_size"], dataclasses.replace(rank, unseen=0.0))
     tensors = sum(size for part, size in thought.parts.items() if part != "libraries")

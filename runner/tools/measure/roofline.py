@@ -1,4 +1,4 @@
-"""The roofline: what a device can do at most for what an update computes per byte, and what it does.
+"""The roofline: the throughput of an update and the limits of its device, by arithmetic intensity.
 
 Source: Williams, Waterman and Patterson, Roofline: An Insightful Visual Performance Model, CACM 52(4), 2009.
 """
@@ -16,7 +16,7 @@ from runner.tools.measure.counting import Count
 
 @dataclass(frozen=True)
 class Roofs:
-    """What a device does at most, as measured.
+    """The measured limits of a device.
 
     compute  format -> floating-point operations per second in products of matrices
     memory   bytes per second, read and written
@@ -27,21 +27,20 @@ class Roofs:
     memory: float
 
     def over(self, intensity: float, name: str) -> float:
-        """Return the floating-point operations per second that are possible in that format, at FLOP per byte."""
+        """Return the attainable floating-point operations per second in a format, at this FLOP per byte."""
         return min(self.compute[name], intensity * self.memory)
 
     def ridge(self, name: str) -> float:
-        """Return the FLOP per byte from which on arithmetic, and not memory, is the limit."""
+        """Return the FLOP per byte above which arithmetic, not memory, is the limit."""
         return self.compute[name] / self.memory
 
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """An update on the picture.
+    """An update.
 
-    name     of the task
-    format   of its products: a name among the roofs
-    seconds  that it takes
+    name    of the task
+    format  of its products: a name among the roofs
     """
 
     name: str
@@ -51,7 +50,7 @@ class RooflinePoint:
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte; at least that, as caches keep some of the bytes from memory."""
+        """FLOP per byte; a lower bound, because caches save memory accesses."""
         return self.count.flops / self.count.bytes
 
     @property
@@ -61,18 +60,18 @@ class RooflinePoint:
 
 
 def judged(roofs: Roofs, point: RooflinePoint) -> str:
-    """Return in a sentence what the update does, and which roof is above it."""
+    """Return the sentence with the throughput of the update and the roof above it."""
     share = point.throughput / roofs.over(point.intensity, point.format)
     of_memory = point.intensity < roofs.ridge(point.format)
     roof = f"memory at {roofs.memory / 1e9:,.4g} GB/s" if of_memory else f"{point.format} products of matrices"
     rate = f"{_in_words(point.throughput)} at {point.intensity:.3g} FLOP/byte"
     if of_memory and share > 1:
-        return f"an update of {point.name} does {rate}: more than {roof} would feed, so caches hold much of it"
+        return f"an update of {point.name} does {rate}: more than {roof} allows, so much of it is in caches"
     return f"an update of {point.name} does {rate}: {share:.0%} of the roof over it, {roof}"
 
 
 def drawn(roofs: Roofs, point: RooflinePoint | None) -> Any:
-    """Return the figure: the roofs, those of formats that the update does not use pale, and the update."""
+    """Return the figure with the roofs and the update; formats that the update does not use are pale."""
     figure = new_figure(8.0, 5.0)
     axes = figure.add_subplot()
     unit, name = (1e12, "TFLOP/s") if max(roofs.compute.values()) >= 1e12 else (1e9, "GFLOP/s")
@@ -120,7 +119,7 @@ def _mark(axes: Any, roofs: Roofs, point: RooflinePoint, unit: float, name: str)
     axes.plot([x, x], [y, roof / unit], color=_ACCENT, linewidth=1.0, linestyle=":")
     axes.plot([x], [y], color=_ACCENT, marker="o", markersize=8, linestyle="none", label="update")
     share = point.throughput / roof
-    judgement = f"{share:.0%} of the roof" if share <= 1 else "more than memory feeds: caches"
+    judgement = f"{share:.0%} of the roof" if share <= 1 else "more than memory allows: caches"
     words = f"update of {point.name}, {point.format}\n{_three(y)} {name}\n{judgement}"
     left, right = map(math.log10, _ends(roofs, point))
     has_room = (math.log10(x) - left) / (right - left) < _ROOM
@@ -130,7 +129,7 @@ def _mark(axes: Any, roofs: Roofs, point: RooflinePoint, unit: float, name: str)
 
 
 def _labels(roofs: Roofs) -> list[tuple[str, float, float]]:
-    """Return name, value and height of its label for each roof, upwards; labels do not lie on each other."""
+    """Return name, value and height of the label of each roof, upwards, without overlap."""
     found: list[tuple[str, float, float]] = []
     for name, value in sorted(roofs.compute.items(), key=lambda pair: pair[1]):
         height = max(value, found[-1][2] * _APART) if found else value
@@ -146,7 +145,7 @@ def _ends(roofs: Roofs, point: RooflinePoint | None) -> tuple[float, float]:
 
 
 def _three(value: float) -> str:
-    """Return the number with three digits, or all of them where it has more before the point."""
+    """Return the number with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -155,5 +154,5 @@ def _in_words(rate: float) -> str:
 
 
 _INK, _PALE, _ACCENT = "0.25", "0.65", "#c1440e"
-_ROOM = 0.76  # of the axis: right of it the words beside the update stand on its left
+_ROOM = 0.76  # of the axis: further right, the text is on the left of the update
 _APART = 1.45  # of two labels, on an axis of about four powers of ten

@@ -1,4 +1,4 @@
-"""What can be said of two settings whose blocks of updates took turns: a ratio, its interval, and a verdict."""
+"""Compare two variants by interleaved blocks of updates: a ratio, its confidence interval, and a verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-NEGLIGIBLE = 0.01  # a change of less is not worth a word, however sure it is
+NEGLIGIBLE = 0.01  # a smaller change does not matter, however certain
 Verdict = Literal["better", "worse", "no clear change"]
 
 
@@ -20,18 +20,18 @@ Verdict = Literal["better", "worse", "no clear change"]
 class Ratio:
     """How many times as fast a setting is as the baseline: 1.3 is 30 % more updates in the same time.
 
-    low, high  the interval that holds the true ratio with CONFIDENCE
-    num        rounds that it was found from
+    low, high  confidence interval of the true ratio
+    num        rounds that it was computed from
     """
 
     middle: float
-    low: float
-    high: float
-    num: int
+    low: float = 0.0
+    high: float = math.inf
+    num: int = 0
 
     @property
     def verdict(self) -> Verdict:
-        """Tell whether it is faster; where the interval reaches to 1, or as good as, nobody knows."""
+        """Return whether it is faster; unclear if the interval contains 1 or almost."""
         if self.low > 1 + NEGLIGIBLE:
             return "better"
         if self.high < 1 - NEGLIGIBLE:
@@ -40,12 +40,16 @@ class Ratio:
 
     @property
     def is_narrow(self) -> bool:
-        """True where more rounds would say little more: the interval is narrow for what it decides.
+        """True if more rounds would add little: the interval is narrow for what it decides.
 
-        It looks at the width alone. To stop as soon as the interval leaves 1 out would find changes where there are
-        none: each look is another chance to be wrong.
+        Only the width counts. Stopping as soon as the interval excludes 1 would find changes where there are none: each
+        look is another chance of a false positive.
         """
         return (self.high - self.low) / 2 <= max(NARROW, NARROW_OF_GAIN * abs(self.middle - 1))
+
+    def scaled(self, factor: float) -> Ratio:
+        """Return the ratio if an update of it does `factor` times as much."""
+        return Ratio(self.middle * factor, self.low * factor, self.high * factor, self.num)
 
     def __str__(self) -> str:
         """Return the change in percent with its interval: `+34 % [31, 37]`."""
@@ -55,9 +59,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class ProcessSpread:
-    """How far processes that do the same lie apart, in all that they do: a sum of squares of logarithms.
+    """Variation between identical processes: a sum of squares of logarithms.
 
-    freedom  degrees of freedom, of which each adds the variance of one process; two spreads are pooled by `+`
+    freedom  degrees of freedom; each adds the variance of one process. Two spreads are pooled by `+`
     """
 
     squares: float
@@ -68,16 +72,16 @@ class ProcessSpread:
 
     @property
     def sigma(self) -> float:
-        """The standard deviation of the logarithm of what an update takes, from one process to the next."""
+        """Return the standard deviation of the logarithm of an update's time between processes."""
         return math.sqrt(self.squares / self.freedom)
 
     def half(self, *processes: float) -> float:
-        """Return half the width of the interval of a quotient of means over so many processes, as a logarithm."""
+        """Return half the width of the interval of a ratio of means over these numbers of processes, as a logarithm."""
         return student(self.freedom) * self.sigma * math.sqrt(sum(1 / num for num in processes))
 
 
 def student(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t distribution, to 1 % from three degrees of freedom on.
+    """Return the 97.5 % quantile of Student's t distribution, within 1 % from three degrees of freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -92,29 +96,29 @@ def student(freedom: float) -> float:
 
 Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 Blocks = Mapping[int, float]  # round -> milliseconds of an update
-Made = Mapping[int, int]  # round -> number of the process that made the block
+Processes = Mapping[int, int]  # round -> number of the process that ran the block
 
 
-def between(cells: Sequence[tuple[Blocks, Made]]) -> ProcessSpread:
-    """Return the spread between processes, by what changes where cells begin anew.
+def between(variants: Sequence[tuple[Blocks, Processes]]) -> ProcessSpread:
+    """Return the spread between processes, by what changes when variants restart.
 
-    Rounds in which the same processes play are looked at together: each cell's level in them is the median of its
-    distance from the others. Where a cell goes on in another process, its level changes by two processes' worth of
-    variance, and by the noise of medians, which is left in: rather too wide than too narrow. Cells that have hardly
-    played before or after are left out.
+    Rounds with the same processes form a piece: each variant's level in it is the median of its distance from the
+    others. When a variant continues in another process, its level changes by the variance of two processes, and by the
+    noise of medians, which stays in: rather too wide than too narrow. Variants with few blocks before or after a
+    restart are left out of it.
     """
-    numbers = sorted(set().union(*(blocks for blocks, _ in cells)) if cells else [])
+    numbers = sorted(set().union(*(blocks for blocks, _ in variants)) if variants else [])
     pieces: list[list[int]] = []
     last: dict[int, int] = {}
     for number in numbers:
-        playing = {at: made[number] for at, (_, made) in enumerate(cells) if number in made}
+        playing = {at: made[number] for at, (_, made) in enumerate(variants) if number in made}
         if not pieces or any(last[at] != process for at, process in playing.items() if at in last):
             pieces.append([])
         pieces[-1].append(number)
         last |= playing
     squares = freedom = 0.0
     for before, after in pairwise(pieces):
-        both = [each for each in cells if each[0].keys() & before and each[0].keys() & after]
+        both = [each for each in variants if each[0].keys() & before and each[0].keys() & after]
         while True:
             then, now = ([at for at in part if all(at in each[0] for each in both)] for part in (before, after))
             if len(both) < 2 or min(len(then), len(now)) >= LEAST_BLOCKS:
@@ -125,20 +129,20 @@ def between(cells: Sequence[tuple[Blocks, Made]]) -> ProcessSpread:
             changes = _levels(both, now) - _levels(both, then)
             squares += float(np.sum((changes - changes.mean()) ** 2)) / 2
             freedom += new * (1 - 1 / len(both))
-    # A process in the middle is in two changes: so many degrees of freedom has a sum of successive differences.
+    # A process in the middle is in two changes: these are the degrees of freedom of successive differences.
     # Source: von Neumann, Kent, Bellinson and Hart, The mean square successive difference, 1941.
     steps = len(pieces) - 1
     share = 2 * steps / (3 * steps - 1) if steps > 0 else 1.0
     return ProcessSpread(share * squares, share * freedom)
 
 
-def _levels(cells: Sequence[tuple[Blocks, Made]], rounds: Sequence[int]) -> Array:
-    logs = np.log(np.maximum([[blocks[number] for number in rounds] for blocks, _ in cells], LEAST_MS))
+def _levels(variants: Sequence[tuple[Blocks, Processes]], rounds: Sequence[int]) -> Array:
+    logs = np.log(np.maximum([[blocks[number] for number in rounds] for blocks, _ in variants], LEAST_MS))
     return np.asarray(np.median(logs - np.median(logs, axis=0), axis=1), dtype=np.float64)
 
 
-def as_many_as(made: Sequence[int]) -> float:
-    """Return as how many processes with equally many blocks those count that made these blocks."""
+def effective_processes(made: Sequence[int]) -> float:
+    """Return the number of processes with equally many blocks that is equivalent to those of these blocks."""
     counts = np.unique(made, return_counts=True)[1]
     return float(counts.sum() ** 2 / np.sum(counts**2))
 
@@ -146,18 +150,17 @@ def as_many_as(made: Sequence[int]) -> float:
 def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 0, half: float = 0.0) -> Ratio:
     """Return how many times as fast the other is, by blocks of the same round.
 
-    What slows the machine down for a while slows both of a round, so their quotient knows nothing of it; the median
-    knows nothing of the rounds in which it hit only one. The interval is that of the bootstrap of the median, each
-    resampled median smoothed by the noise of one (Silverman and Young, Biometrika 1987): with ten rounds the plain
-    one can take ten values only, and is too short. Fewer than FEW rounds have no quartiles to speak of: there the
-    interval is Student's, whose quantiles know how little is known of the spread.
+    A temporary slowdown of the machine affects both blocks of a round, so their quotient does not contain it, and the
+    median ignores rounds in which it affected only one. The interval is a bootstrap of the median, each resampled
+    median smoothed by the noise of one (Silverman and Young, Biometrika 1987): with ten rounds a plain one can take
+    only ten values and is too short. With fewer than FEW rounds, Student's interval is used.
 
-    half  of the width of another interval, as a logarithm: of what is the same in all blocks of a process
+    half  half of the width of another interval, as a logarithm: of what is the same in all blocks of a process
     """
-    assert len(baseline_ms) == len(other_ms) > 0, "blocks of a round belong together"
+    assert len(baseline_ms) == len(other_ms) > 0, "blocks are paired by round"
     logs = np.log(np.asarray(baseline_ms, dtype=np.float64) / np.asarray(other_ms, dtype=np.float64))
     middle = float(np.median(logs))
-    if len(logs) < 3:  # nothing can be said of a spread
+    if len(logs) < 3:  # the spread is unknown
         return Ratio(float(np.exp(middle)), 0.0, float("inf"), len(logs))
     if len(logs) < FEW:
         own = STUDENT[len(logs)] * float(np.std(logs, ddof=1)) / len(logs) ** 0.5
@@ -172,24 +175,24 @@ def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 
 
 
 def _widened(middle: float, low: float, high: float, half: float, num: int) -> Ratio:
-    """Return the ratio of these logarithms, where two causes make it uncertain that know nothing of each other."""
+    """Return the ratio of these logarithms, with the uncertainty of two independent causes."""
     centre, own = (low + high) / 2, (high - low) / 2
     both = math.hypot(own, half)
     return Ratio(math.exp(middle), math.exp(centre - both), math.exp(centre + both), num)
 
 
 def _sigma(values: Array) -> float:
-    """Return the standard deviation of what is normal among the values, by their quartiles."""
+    """Return the standard deviation of the values without outliers, by their quartiles."""
     low, high = np.quantile(values, [0.25, 0.75])
     return float((high - low) / 1.349)
 
 
-# What is taken of processes before any was begun anew, with the weight of so many degrees of freedom.
+# Assumed before any restart, with the weight of four degrees of freedom.
 USUAL = ProcessSpread(squares=4 * 0.01**2, freedom=4)
-ONE_EACH = USUAL.half(1, 1)  # where two settings have one process each, and none was begun anew
-LEAST_BLOCKS = 3  # of a process, to tell its level by
-LEAST_MS = 1e-6  # a clock may tell that a block took no time
+ONE_EACH = USUAL.half(1, 1)  # for two variants with one process each
+LEAST_BLOCKS = 3  # of a process, to know its level
+LEAST_MS = 1e-6  # by the clock, a block may have taken no time
 FEW = 6
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of the t distribution, by the number of values
-NARROW = 0.02  # half the width of an interval that is narrow enough in any case
+NARROW = 0.02  # half the width of an interval that is always narrow enough
 NARROW_OF_GAIN = 0.1  # or in relation to the change: +200 % need not be known to 2 %

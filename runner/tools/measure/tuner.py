@@ -1,9 +1,8 @@
-"""Tune: the mechanics with which updates are fastest here, found by halving and proven in fresh rounds.
+"""`accel-run tune`: find the mechanics with which updates are fastest here, and prove them in new rounds.
 
-One axis after the other: its candidates take turns with the best that is known so far, the better half of them again
-and for longer, and the last one is adopted where it is clearly faster (successive halving: Jamieson and Talwalkar,
-Non-stochastic Best Arm Identification, AISTATS 2016). What all axes came to is then measured anew against the settings
-as they are: a winner looks better than it is in the rounds in which it was chosen, so those decide nothing.
+One axis after the other: its candidates are compared with the best settings so far, and the best of them once more. The
+result of all axes is then compared with the current settings: a winner looks better than it is in the rounds in which
+it was chosen, so those decide nothing.
 """
 
 from __future__ import annotations
@@ -18,44 +17,39 @@ from typing import Any
 from runner.base.errors import AccelRunError
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
-from runner.tools.measure.compare import CompareLimits
-from runner.tools.measure.comparison_result import UNTRIED, ComparisonResult, Variant
+from runner.tools.measure.candidates import Candidate, Tried, tried_in
+from runner.tools.measure.compare import CompareLimits, Say
+from runner.tools.measure.comparison_result import BASELINE_NAME, UNTRIED, TrialOutcome, Variant
 from runner.tools.measure.hardware_profile import Profile
-from runner.tools.measure.measuring_place import look, measuring
-from runner.tools.measure.rules import Candidate
-from runner.tools.measure.statistics import NEGLIGIBLE
-from runner.tools.measure.tried import Tried, outcome, tried_as_json
-from runner.tools.measure.tune_axes import AXES, TuneCandidate, TuneTarget, Words, reason_of
-
-Say = Callable[[str], None]
-Measure = Callable[[Sequence[Variant], CompareLimits], ComparisonResult]
-AS_IT_IS = "as it is"
+from runner.tools.measure.measuring_place import inspect, measuring
+from runner.tools.measure.selection import Confirmation, Measure, select
+from runner.tools.measure.tune_axes import AXES, Offer, Overrides, TuneTarget, reason_of
 
 
 @dataclass(frozen=True)
 class TuneAxis:
     """Settings that exclude each other.
 
-    offer   what is tried beside the settings found so far
+    offer   what to try with the settings found so far
     weight  of its share of the time
-    alone   one of its cells may fill the memory: never two of them alive
+    alone   one of its variants may fill the memory: never two of them alive
     """
 
     name: str
-    offer: Callable[[Words], TuneCandidate]
+    offer: Callable[[Overrides], Offer]
     weight: float = 1.0
     alone: bool = False
 
 
 @dataclass(frozen=True)
 class TuneResult:
-    """What a search came to.
+    """The result of a search.
 
-    tried    every candidate with its last trial, against the best that was known before its axis
+    tried    every candidate with its last comparison, against the best settings before its axis
     left     axis or setting -> why it was not tried
     adopted  the winners of the axes
-    proof    these together against the settings as they are, in fresh rounds; None where there were none
-    needs_s  seconds of budget in which every candidate would be tried; 0 where every one was
+    proof    these together against the current settings, in new rounds; None if there were none
+    needs_s  budget in seconds in which every candidate would be tried; 0 if every one was
     """
 
     tried: tuple[Tried, ...] = ()
@@ -67,21 +61,21 @@ class TuneResult:
 
     @property
     def has_tried(self) -> bool:
-        """True where a setting was measured, and was not left for lack of time."""
-        return any(not each.is_untried for each in self.tried) or not self.tried
+        """True unless every candidate was left out for lack of time."""
+        return any(not each.outcome.is_untried for each in self.tried) or not self.tried
 
     @property
-    def words(self) -> Words:
-        """The settings that are clearly faster than those as they are; none where the proof failed."""
-        return self.proof.candidate.overrides if self.proof is not None and self.proof.is_advised else ()
+    def overrides(self) -> Overrides:
+        """The settings that are clearly faster than the current ones; none if the proof failed."""
+        return self.proof.candidate.overrides if self.proof is not None and self.proof.outcome.is_advised else ()
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A search, and what it was made on.
+    """A search, and the training it was performed on.
 
-    update_ms  of the settings as they are
-    phase      of the task, whose updates were measured
+    update_ms  of the current settings
+    phase      whose updates were measured
     """
 
     task: str
@@ -94,17 +88,16 @@ class Tuned:
 
 
 def tune(request: Request, budget_s: float, say: Say) -> Tuned:
-    """Return the mechanics with which the training of the request is fastest here.
+    """Return the mechanics with which the training is fastest here; settings on the command line are not changed.
 
-    What the words of the request say stays as it is said.
-    Raises AccelRunError where the training itself cannot be measured.
+    Raises AccelRunError if the training itself cannot be measured.
     """
     began = time.monotonic()
     with measuring(request) as place:
-        arena, plan, notes = place.arena, place.plan, place.notes
-        say("measures the training as it is")
-        with arena.alone(Variant(AS_IT_IS), CompareLimits(budget_s)) as (ask, opened):
-            now, probe = look(ask, opened, plan)
+        comparison, plan, notes = place.comparison, place.plan, place.notes
+        say("measures the current settings")
+        with comparison.alone(Variant(BASELINE_NAME), CompareLimits(budget_s)) as (ask, opened):
+            now, probe = inspect(ask, opened, plan)
             attends = bool(ask({"do": "report"})["attention"])
         facts = place.facts(now, opened, probe)
         phase = opened.opened["phase"]
@@ -113,17 +106,17 @@ def tune(request: Request, budget_s: float, say: Say) -> Tuned:
             TuneAxis(name, target.offers(name), weight, fills and facts.gpu is not None)
             for name, (_, weight, fills) in AXES.items()
         ]
-        opening_s = opened.start_s + opened.first_update_s + opened.warm_up_s + 2 * CompareLimits().block_s
+        opening_s = opened.startup.warmed_up_s + 2 * CompareLimits().block_s
         before_s = time.monotonic() - began
         found = search(
             axes,
-            lambda cells, limits: arena.compare(cells, limits, lambda _: None),
+            lambda variants, limits: comparison.compare(variants, limits, lambda _: None),
             budget_s - before_s,
             opening_s,
             say,
         )
-        if found.needs_s:
-            found = dataclasses.replace(found, needs_s=before_s + found.needs_s)
+    if found.needs_s:
+        found = dataclasses.replace(found, needs_s=before_s + found.needs_s)
     trained = [each.name for each in plan.selected if each.kind == "train"]
     if len(trained) > 1:
         notes.append(f"measured in phase {phase}; {', '.join(name for name in trained if name != phase)} was not")
@@ -138,7 +131,7 @@ def tune(request: Request, budget_s: float, say: Say) -> Tuned:
     )
 
 
-# ---------------------------------------------------------------- the search
+# ---------------------------------------------------------------- search
 
 
 def search(
@@ -147,188 +140,159 @@ def search(
     budget_s: float,
     opening_s: float,
     say: Say = print,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
 ) -> TuneResult:
-    """Return the best settings of the axes, proven against the settings as they are.
+    """Return the best settings of the axes, compared with the current settings in new rounds.
 
-    What an axis leaves of its share goes to those after it; what all leave, to candidates for which no time was left.
+    Time that an axis leaves goes to those after it; time that all leave, to candidates without a turn so far.
 
-    opening_s  seconds that a process takes until its updates take what they take from then on
+    opening_s  seconds until the updates of a new process run at their final speed
     """
-    hunt = _Hunt(measure, clock, say, opening_s)
+    clock = clock or time.monotonic
+    state = _Search(measure, clock, say, opening_s)
     deadline, is_first, missed = clock() + budget_s, True, set[str]()
-    while is_first or (hunt.missed and hunt.missed != missed):
-        # The proof of nothing needs no time, but what is found late is proven too.
-        kept_s = PROOF_SHARE * budget_s if is_first or hunt.adopted else 2 * hunt.least_s
-        until = deadline - max(kept_s, hunt.least_s)
-        if not is_first and until - clock() < hunt.least_s:
+    while is_first or (state.untried and state.untried != missed):
+        # Without an adopted setting the proof needs no time, but one that is adopted late needs some.
+        kept_s = PROOF_SHARE * budget_s if is_first or state.adopted else 2 * state.least_s
+        until = deadline - max(kept_s, state.least_s)
+        if not is_first and until - clock() < state.least_s:
             break
-        missed, hunt.lacks_s = hunt.missed, 0.0
-        behind = {each.rule for each in hunt.tried if each.is_untried}
+        missed, state.lacks_s = state.untried, 0.0
+        behind = {each.rule for each in state.tried.values() if each.outcome.is_untried}
         walk = [axis for axis in axes if is_first or axis.name in behind]
         for number, axis in enumerate(walk):
-            offer = axis.offer(hunt.words)
-            hunt.left |= offer.left
+            offer = axis.offer(state.overrides)
+            state.left |= offer.left
             candidates = [each for each in offer.candidates if is_first or each.name in missed]
             if candidates:
                 left_s = until - clock()
                 share_s = left_s * axis.weight / sum(other.weight for other in walk[number:])
-                needs_s = MARGIN * hunt.needs_s(len(candidates))
-                hunt.halve(axis, candidates, min(left_s, max(share_s, needs_s)))
+                state.try_axis(axis, candidates, min(left_s, max(share_s, MARGIN * state.needs_s(len(candidates)))))
         is_first = False
     weights = sum(axis.weight for axis in axes)
-    all_s = max(MORE * budget_s, hunt.lacks_s * weights / (1 - PROOF_SHARE)) if hunt.lacks_s else 0.0
-    proof = hunt.prove(max(deadline - clock(), hunt.least_s)) if hunt.adopted else None
-    return TuneResult(tuple(hunt.tried), hunt.left, tuple(hunt.adopted), proof, tuple(hunt.notes), all_s)
+    all_s = max(MORE * budget_s, state.lacks_s * weights / (1 - PROOF_SHARE)) if state.lacks_s else 0.0
+    proof = state.prove(max(deadline - clock(), state.least_s)) if state.adopted else None
+    return TuneResult(tuple(state.tried.values()), state.left, tuple(state.adopted), proof, tuple(state.notes), all_s)
 
 
-class _Hunt:
-    """What is known on the way."""
+class _Search:
+    """The best settings so far, and what was tried."""
 
     def __init__(self, measure: Measure, clock: Callable[[], float], say: Say, opening_s: float) -> None:
         self.measure, self.clock, self.say, self.opening_s = measure, clock, say, opening_s
-        self.words: Words = ()
-        self.tried: list[Tried] = []
+        self.overrides: Overrides = ()
+        self.tried: dict[str, Tried] = {}
         self.adopted: list[Tried] = []
         self.left: dict[str, str] = {}
         self.notes: list[str] = []
-        self.lacks_s = 0.0  # most seconds that an axis of weight 1 would have needed; 0 where none lacked time
-        self.fills = False  # what was adopted may fill the memory
+        self.lacks_s = 0.0  # most seconds that an axis of weight 1 would have needed; 0 if none lacked time
+        self.fills = False  # an adopted setting may fill the memory
 
     @property
-    def missed(self) -> set[str]:
-        """Names of the candidates that were not tried because no time was left for them."""
-        return {each.candidate.name for each in self.tried if each.is_untried}
+    def untried(self) -> set[str]:
+        """Names of the candidates that had no time."""
+        return {name for name, each in self.tried.items() if each.outcome.is_untried}
 
     @property
     def least_s(self) -> float:
-        """Seconds in which two cells can be compared: one half for their start, the other for rounds."""
+        """Seconds in which two variants can be compared: one half for their start, the other for rounds."""
         return 4 * self.opening_s
 
     def needs_s(self, num: int) -> float:
-        """Return seconds in which so many candidates are halved: half of the time of each rung is for its starts."""
-        return 2 * self.opening_s * sum(playing + 1 for playing in _halves(num))
+        """Return the seconds for so many candidates, and the best of them once more."""
+        return 2 * self.opening_s * (num + 1) / SHARE_OF_ALL if num > 1 else self.least_s
 
-    def halve(self, axis: TuneAxis, candidates: Sequence[Candidate], seconds: float) -> None:
-        """Let the candidates take turns, the better half again, until one is left; adopt it where it is better."""
-        until, playing, rounds = self.clock() + seconds, list(candidates), SCREENING
-        seen: dict[str, Tried] = {}
-        while playing:
-            if until - self.clock() < self.least_s:
-                self.lacks_s = max(self.lacks_s, self.needs_s(len(playing)) / axis.weight)
-                if seen:  # what leads is taken as it stands: the proof decides in any case
-                    self._adopt(axis, seen[playing[0].name])
-                seen = {each.name: Tried(axis.name, each, None, why_not=UNTRIED) for each in playing} | seen
-                break
-            while _share(len(playing)) * (until - self.clock()) < self.least_s:  # fewer, rather than none
-                seen.setdefault(playing[-1].name, Tried(axis.name, playing[-1], None, why_not=UNTRIED))
-                self.lacks_s = max(self.lacks_s, self.needs_s(len(playing)) / axis.weight)
-                playing.pop()
-            is_last, share = len(playing) == 1, _share(len(playing))
-            rung_s = share * (until - self.clock())
-            self.say(f"{axis.name}: {len(playing)} to try, for at most {rung_s:.0f} s")
-            turns = PROVING if is_last else (rounds, rounds)
-            limits = CompareLimits(rung_s, turns, start_s=rung_s, together=not axis.alone, first_evaluation=True)
-            cells = [Variant(AS_IT_IS, self.words)]
-            cells += [Variant(each.name, merge_overrides(self.words, each.overrides)) for each in playing]
-            try:
-                trials = self.measure(cells, limits)
-            except AccelRunError as error:
-                seen |= {each.name: Tried(axis.name, each, None, why_not=reason_of(error)) for each in playing}
-                break
-            self.notes += trials.notes
-            self.lacks_s = max(self.lacks_s, trials.needs_s / share / axis.weight)
-            seen |= {each.name: outcome(trials, axis.name, each) for each in playing}
-            if is_last:
-                self._adopt(axis, seen[playing[0].name])
-                break
-            hopes = [each for each in playing if _may_be_better(seen[each.name])]
-            hopes.sort(key=lambda each: -seen[each.name].gain)
-            playing, rounds = hopes[: max(1, len(playing) // 2)], 2 * rounds
-        self.tried = [each for each in self.tried if each.candidate.name not in seen] + list(seen.values())
-
-    def prove(self, seconds: float) -> Tried:
-        """Return what was adopted against the settings as they are, in rounds that chose nothing."""
-        self.say(f"measures what was found against the settings as they are, for at most {seconds:.0f} s")
-        found = Candidate(self.words)
-        start_s = max(seconds, self.least_s)
-        limits = CompareLimits(
-            seconds, PROVING, start_s=start_s, together=not self.fills, first_evaluation=True, seed=1
-        )
+    def try_axis(self, axis: TuneAxis, candidates: Sequence[Candidate], seconds: float) -> None:
+        """Compare candidates with the best settings so far, and adopt the winner; fewer, if the time is short."""
+        playing = list(candidates)
+        while playing and self.needs_s(len(playing)) > seconds:
+            self.lacks_s = max(self.lacks_s, self.needs_s(len(candidates)) / axis.weight)
+            late = playing.pop()
+            self.tried[late.name] = Tried(axis.name, late, TrialOutcome(why_not=UNTRIED))
+        if not playing:
+            return
+        self.say(f"{axis.name}: {len(playing)} to try, for at most {seconds:.0f} s")
+        limits = CompareLimits(seconds, SCREENING, start_s=seconds, together=not axis.alone, first_evaluation=True)
+        variants = [Variant(BASELINE_NAME, self.overrides)]
+        variants += [Variant(each.name, merge_overrides(self.overrides, each.overrides)) for each in playing]
+        confirmation = Confirmation(self.least_s, PROVING, extends=False)
         try:
-            trials = self.measure([Variant(AS_IT_IS), Variant(found.name, found.overrides)], limits)
+            found = select(self.measure, variants, limits, confirmation=confirmation, clock=self.clock)
         except AccelRunError as error:
-            return Tried(PROOF, found, None, why_not=reason_of(error))
-        self.notes += trials.notes
-        return outcome(trials, PROOF, found)
+            outcome = TrialOutcome(why_not=reason_of(error))
+            self.tried |= {each.name: Tried(axis.name, each, outcome) for each in playing}
+            return
+        self.notes += found.trials.notes
+        self.lacks_s = max(self.lacks_s, found.trials.needs_s / axis.weight)
+        for each in playing:
+            tried = tried_in(found.trials, axis.name, each)
+            self.tried[each.name] = tried
+            if each.name == found.leader:
+                self._adopt(axis, dataclasses.replace(tried, outcome=found.outcome))
 
     def _adopt(self, axis: TuneAxis, best: Tried) -> None:
-        if not best.is_advised:
+        self.tried[best.candidate.name] = best
+        if not best.outcome.is_advised:
             return
-        self.words = merge_overrides(self.words, best.candidate.overrides)
+        self.overrides = merge_overrides(self.overrides, best.candidate.overrides)
         self.adopted.append(best)
         self.fills = self.fills or axis.alone
-        self.opening_s += max(0.0, best.later_s or 0.0)
-        self.say(f"{axis.name}: {best.candidate.name} is faster, {best.told}")
+        self.opening_s += max(0.0, best.outcome.later_s or 0.0)
+        self.say(f"{axis.name}: {best.candidate.name} is faster, {best.outcome.summary}")
+
+    def prove(self, seconds: float) -> Tried:
+        """Compare what was adopted with the current settings, in rounds that chose nothing."""
+        self.say(f"compares the result with the current settings, for at most {seconds:.0f} s")
+        found = Candidate(self.overrides)
+        limits = CompareLimits(
+            seconds, PROVING, start_s=max(seconds, self.least_s), together=not self.fills, first_evaluation=True, seed=2
+        )
+        try:
+            trials = self.measure([Variant(BASELINE_NAME), Variant(found.name, found.overrides)], limits)
+        except AccelRunError as error:
+            return Tried(PROOF, found, TrialOutcome(why_not=reason_of(error)))
+        self.notes += trials.notes
+        return tried_in(trials, PROOF, found)
 
 
-def _halves(num: int) -> list[int]:
-    """Return how many candidates take part in each rung, `num` in the first and one in the last."""
-    return [num] if num == 1 else [num, *_halves(max(1, num // 2))]
-
-
-def _share(num: int) -> float:
-    """Return the share of the time of a halving that begins with so many, which is for its first rung."""
-    return (num + 1) / sum(playing + 1 for playing in _halves(num))
-
-
-def _may_be_better(tried: Tried) -> bool:
-    """Tell whether more rounds could show that it is clearly faster."""
-    computes_the_same = tried.numerics is None or not tried.numerics.differ
-    could_be = tried.ratio is not None and tried.ratio.high > 1 + NEGLIGIBLE
-    return could_be and computes_the_same and tried.pays and not tried.why_not
-
-
-# ---------------------------------------------------------------- what can be tried here
-
-
-# ---------------------------------------------------------------- what is told
+# ---------------------------------------------------------------- results
 
 
 def profile_of(tuned: Tuned) -> Profile:
-    """Return what was found as a profile; without settings where nothing is clearly faster."""
+    """Return the result as a profile; without settings if nothing is clearly faster."""
     found = tuned.found
     lines = [f"Task {tuned.task} on {tuned.device_name}: an update took {tuned.update_ms:.4g} ms without it."]
     if found.proof is None:
         lines.append("No setting: nothing that was tried is clearly faster.")
-    elif found.words:
-        lines.append(f"All of it: {found.proof.told}, {_rounds(found.proof)} after everything was chosen.")
-        lines += [f"{each.candidate.name}: {each.told}, {_rounds(each)}" for each in found.adopted]
+    elif found.overrides:
+        lines.append(f"All of it: {found.proof.outcome.summary}, {_rounds(found.proof)} after everything was chosen.")
+        lines += [f"{each.candidate.name}: {each.outcome.summary}, {_rounds(each)}" for each in found.adopted]
     else:
-        lines.append(f"No setting: {found.proof.candidate.name} failed in fresh rounds, {found.proof.reason}")
-    others = [each for each in found.tried if each not in found.adopted]
-    lines += [f"Tried: {each.candidate.name}: {each.reason}" for each in others if not each.is_untried]
-    untried = [each for each in others if each.is_untried]
-    lines += [f"Not tried: {each.candidate.name}: {each.reason.removeprefix('not tried: ')}" for each in untried]
-    return Profile(found.words, f"tuned for {tuned.task}", "tune", tuple(" ".join(line.split()) for line in lines))
+        reason = found.proof.outcome.reason
+        lines.append(f"No setting: {found.proof.candidate.name} failed in new rounds, {reason}")
+    for each in (each for each in found.tried if each not in found.adopted):
+        title = "Not tried" if each.outcome.is_untried else "Tried"
+        lines.append(f"{title}: {each.candidate.name}: {each.outcome.reason.removeprefix('not tried: ')}")
+    lines = [" ".join(line.split()) for line in lines]
+    return Profile(found.overrides, f"tuned for {tuned.task}", "tune", tuple(lines))
 
 
 def _rounds(tried: Tried) -> str:
-    return f"{tried.ratio.num if tried.ratio else 0} blocks in turns"
+    return f"{tried.outcome.ratio.num if tried.outcome.ratio else 0} interleaved blocks"
 
 
 def as_json(tuned: Tuned) -> dict[str, Any]:
-    """Return all of it, JSON-able; what is not known is null."""
+    """Return all of it as JSON-serializable data; unknown values are null."""
     found = tuned.found
     return {
         "task": tuned.task,
         "device": tuned.device_name,
         "phase": tuned.phase,
         "update_ms": tuned.update_ms if math.isfinite(tuned.update_ms) else None,
-        "settings": list(found.words),
-        "proof": tried_as_json(found.proof) if found.proof else None,
-        "adopted": [tried_as_json(each) for each in found.adopted],
-        "tried": [tried_as_json(each) for each in found.tried],
+        "settings": list(found.overrides),
+        "proof": found.proof.as_json() if found.proof else None,
+        "adopted": [each.as_json() for each in found.adopted],
+        "tried": [each.as_json() for each in found.tried],
         "left": dict(found.left),
         "needs_s": found.needs_s or None,
         "notes": list(tuned.notes),
@@ -337,8 +301,9 @@ def as_json(tuned: Tuned) -> dict[str, Any]:
 
 
 PROOF = "proof"
-PROOF_SHARE = 0.25  # of the budget, for measuring what was found against the settings as they are
-MORE = 1.5  # times the budget, at least, is said to be enough where it was not: rounds took long, and not the starts
-MARGIN = 1.1  # of the time that an axis needs: its rungs begin a little later than they could
-SCREENING = 3  # rounds of the first rung; twice as many in each further one
-PROVING = (10, 120)  # rounds, fewest and most, that adopt a setting
+PROOF_SHARE = 0.25  # of the budget, for the proof
+SHARE_OF_ALL = 0.7  # of the time of an axis, for all of its candidates; the rest is for the best one
+MORE = 1.5  # times a budget that was too short, at least, that is said to be enough
+MARGIN = 1.1  # times the estimate that an axis gets: its comparisons begin a little late
+SCREENING = (3, 12)  # rounds, fewest and most, with all candidates of an axis
+PROVING = (10, 120)  # rounds that adopt a setting

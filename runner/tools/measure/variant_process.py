@@ -1,4 +1,4 @@
-"""One cell of a trial, in a process of its own: real training that makes blocks of updates on command.
+"""The process of a variant: real training that runs blocks of updates on command.
 
 `python -m runner.tools.measure.variant_process SOCKET PARENT` imports what variants need and computes nothing; each
 `fork` on the socket creates a variant, which answers each line of JSON on a separate socket with one line: what was
@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch  # noqa: F401 - what a run imports on its way is imported once
+import safetensors.torch  # noqa: F401 - imported once, not by each variant
 import torch
 import torch._dynamo
 from torch import Tensor
@@ -60,21 +60,21 @@ from runner.tools.measure.probe import batch_of, probe
 from runner.tools.measure.run_queue import RunQueueWait
 from runner.tools.measure.weight_sketch import sketch
 
-FOREVER = 10**12  # updates: a cell is asked for more until it is ended
-FIRST_UPDATES = 8  # losses and gradient norms of these are told, to be compared with those of the baseline
-MOVED_UPDATES = 3  # after these it is told where the weights have gone: every cell makes more before it is timed
-TIMED_UPDATES = 200  # of a block, its last ones, are timed one by one: more would say nothing new
+FOREVER = 10**12  # updates: a variant runs until it is ended
+FIRST_UPDATES = 8  # whose losses and gradient norms are compared with those of the baseline
+MOVED_UPDATES = 3  # after which the weights are compared: every variant runs more before it is timed
+TIMED_UPDATES = 200  # the last ones of a block, timed one by one
 
 Answer = dict[str, Any]
 
 
 def main(descriptor: int, parent: int, cores: int = 0) -> int:
-    """Fork cells, and tell how they ended, until nobody asks any more; on so many cores only, 0 for all there are."""
+    """Fork variants and report how they ended, until the socket is closed; on so many cores, 0 for all."""
     die_with_parent(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(affinity())[:cores])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all, and the parent ends this one
-    compose(Request())  # Hydra too is there from now on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent ends this one
+    compose(Request())  # imports Hydra
     gc.freeze()
     with socket.socket(fileno=descriptor) as line:
         line.sendall(b'{"ready": true}\n')
@@ -98,30 +98,30 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
 
 
 def live(descriptor: int, errors: int, parent: int) -> int:
-    """Be a cell: answer orders until there are no more of them."""
+    """Answer orders in a forked process until the socket is closed."""
     os.setsid()
     os.dup2(errors, 2)
     die_with_parent(parent)
     warnings.simplefilter("ignore")
     try:
         with socket.socket(fileno=descriptor) as line, ExitStack() as stack:
-            cell = TrainingVariant(stack)
+            variant = TrainingVariant(stack)
             line.sendall(b'{"ready": true}\n')
             for text in line.makefile("r", encoding="utf-8"):
-                answer = cell.answer(json.loads(text))
+                answer = variant.answer(json.loads(text))
                 line.sendall((json.dumps(answer) + "\n").encode())
                 if "error" in answer:
                     return int(Exit.SOFTWARE)
-    except BaseException:  # the interpreter would go on where it was forked
+    except BaseException:  # the interpreter would continue where it was forked
         traceback.print_exc()
         return int(Exit.SOFTWARE)
     return int(Exit.DONE)
 
 
 class FirstUpdates(Hook):
-    """Remembers what the first updates came to.
+    """Keeps the results of the first updates.
 
-    moved  a sketch of what they did to the weights; None: not known
+    moved  a sketch of how they changed the weights; None: unknown
     draws  they have drawn random numbers, as dropout does
     """
 
@@ -133,16 +133,18 @@ class FirstUpdates(Hook):
 
     def begin(self) -> None:
         self._weights = [weight for weight in self.phase.parts.bare.parameters() if weight.requires_grad]
-        self._lay = sketch(self._weights)
-        self._drew = self._random_state()
+        self._before = sketch(self._weights)
+        self._random_before = self._random_state()
 
     def after_update(self, step: StepInfo) -> None:
         if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
             loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
             self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
         if step.update == MOVED_UPDATES and not self.phase.run_.num_skipped:
-            self.moved = sketch(self._weights) - self._lay
-            self.draws = any(not torch.equal(*pair) for pair in zip(self._drew, self._random_state(), strict=True))
+            self.moved = sketch(self._weights) - self._before
+            self.draws = any(
+                not torch.equal(*pair) for pair in zip(self._random_before, self._random_state(), strict=True)
+            )
 
     def _random_state(self) -> list[Tensor]:
         of_device = accelerator_of(self.phase.parts.world.device).generator_state()
@@ -152,14 +154,14 @@ class FirstUpdates(Hook):
 class MeasuredPhase(Phase):
     """A phase without an end.
 
-    whole  updates that it would have
+    whole  number of updates of the real phase
     """
 
     kinds_of_hooks = (FirstUpdates, *HOOKS)
 
     def __init__(self, run: TrainingRun, planned: PhasePlan, *, evaluates: bool) -> None:
-        patient = dataclasses.replace(planned.early_stopping, patience=None)
-        super().__init__(run, dataclasses.replace(planned, early_stopping=patient), None)
+        unlimited = dataclasses.replace(planned.early_stopping, patience=None)
+        super().__init__(run, dataclasses.replace(planned, early_stopping=unlimited), None)
         evaluation = self.hook(Evaluation)
         self.whole = self.total
         self.period_of_evaluation = evaluation.every if evaluation.held_out is not None else 0
@@ -168,19 +170,19 @@ class MeasuredPhase(Phase):
             evaluation.every = 0
 
     def _tell_progress(self) -> None:
-        update = min(self.position.update, self.whole)  # what the task does may follow from it
+        update = min(self.position.update, self.whole)  # the task may depend on it
         epoch = update / self.order.updates_per_epoch
         self.run_.parts.task.begin_update(Progress(self.name, update, self.whole, epoch))
 
 
 class BlockClock:
-    """Marks the ends of updates: by the host's clock, since a CPU has nothing under way when an update is over."""
+    """Times updates by the host's clock: a CPU has finished its work when an update is over."""
 
     def __init__(self) -> None:
         self.contention = RunQueueWait()
 
     def tick(self) -> Any:
-        """Return a mark; nobody waits."""
+        """Return a mark without waiting."""
         return time.perf_counter()
 
     def between_ms(self, earlier: Any, later: Any) -> float:
@@ -188,21 +190,21 @@ class BlockClock:
         return 1e3 * float(later - earlier)
 
     def joules(self) -> float | None:
-        """Return what the device has taken so far, by its own counter; None where it has none."""
+        """Return the energy counter of the device; None if it has none."""
         return None
 
-    def slowed(self) -> list[str]:
-        """Return what holds the device's clocks down, in words."""
+    def throttled(self) -> list[str]:
+        """Return the reasons for reduced clocks."""
         return []
 
-    def behind_others(self) -> Callable[[], float]:
-        """Return what tells the seconds since now in which this thread stood in line for a core behind others."""
+    def run_queue_wait(self) -> Callable[[], float]:
+        """Return a function for the seconds since now that this thread waited for cores used by other processes."""
         before = self.contention.look(begins=True)
         return lambda: self.contention.behind_others_s(before, self.contention.look(begins=False))
 
 
 class DeviceBlockClock(BlockClock):
-    """The same on the stream of a GPU: the marks are read once the device has passed them."""
+    """Times updates by events on the stream of a GPU, read after the device has passed them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -220,17 +222,17 @@ class DeviceBlockClock(BlockClock):
     def joules(self) -> float | None:
         return self.nvml.read(self.gpu, ["energy_j"])["energy_j"] if self.gpu else None
 
-    def behind_others(self) -> Callable[[], float]:
-        """What the host waits for need not hold the device up."""
+    def run_queue_wait(self) -> Callable[[], float]:
+        """The device continues while the host waits."""
         return lambda: 0.0
 
-    def slowed(self) -> list[str]:
+    def throttled(self) -> list[str]:
         found = self.nvml.read(self.gpu, ["throttle_reasons"])["throttle_reasons"] if self.gpu else None
         return list(slowed_by(found))
 
 
 class TrainingVariant:
-    """A training run that is asked for updates."""
+    """A training run that runs updates on command."""
 
     run: TrainingRun
     phase: MeasuredPhase
@@ -241,15 +243,15 @@ class TrainingVariant:
         self.is_open = False
 
     def answer(self, order: Mapping[str, Any]) -> Answer:
-        """Do what the order says; return what came of it, or the error in words."""
+        """Execute an order; return its result, or the error as problems."""
         orders: Mapping[str, Callable[..., Answer]] = {
-            "begin": self.begin, "make": self.make, "report": self.report, "probe": self.probe, "count": self.count,
+            "begin": self.begin, "run": self.run_block, "report": self.report, "probe": self.probe, "count": self.count,
             "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
         try:
             return orders[order["do"]](**given)
-        except BaseException as error:  # the task may raise what it likes, and torch has no memory left
+        except BaseException as error:  # a task may raise anything, and torch may be out of memory
             shown = self.phase.explained(error) if self.is_open else error
             if isinstance(shown, AccelRunError):
                 problems = [dataclasses.asdict(problem) for problem in shown.problems]
@@ -265,12 +267,12 @@ class TrainingVariant:
         phase: str | None,
         evaluates: bool,
     ) -> Answer:
-        """Build the run and its phase; tell what it is made of.
+        """Build the run and its phase; return what it consists of.
 
-        compiled   folder in which compiled code is kept: what another cell has compiled is not found
-        phase      whose updates are made; None: the first that trains. Fits before it are made, other phases are not:
-                   its updates cost the same whatever the weights are
-        evaluates  whether evaluations on the way are made, as often as in the whole phase
+        compiled   folder for compiled code, so that code compiled by other variants is not found
+        phase      to run; None: the first that trains. Phases without gradients before it run, training phases do not:
+                   the time of an update does not depend on the weights
+        evaluates  whether evaluations run as often as in the real phase
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
@@ -307,35 +309,35 @@ class TrainingVariant:
             "free_gib": None if memory is None else memory.free / 2**30,
         }
 
-    def make(self, updates: int, unpaid: int = 0) -> Answer:
-        """Make so many updates; tell the seconds, what of them was spent on what, and what the last of them took each.
+    def run_block(self, updates: int, untimed: int = 0) -> Answer:
+        """Run a block of updates; return its seconds, the parts of them, and the times of the last updates.
 
-        unpaid  updates before them that are not timed: their batches may have become ready while the cell was stopped
+        untimed  updates before it whose batches may have become ready while the process was stopped
         """
         world, watch = self.run.parts.world, self.phase.watch
-        for _ in range(unpaid):
+        for _ in range(untimed):
             next(self.updates)
         world.synchronize()
-        before, joules, behind = watch.spent(), self.clock.joules(), self.clock.behind_others()
+        before, joules, wait = watch.spent(), self.clock.joules(), self.clock.run_queue_wait()
         began = time.perf_counter()
         ticks = deque([self.clock.tick()], maxlen=TIMED_UPDATES + 1)
         for _ in range(updates):
             next(self.updates)
             ticks.append(self.clock.tick())
         world.synchronize()
-        seconds, behind_s, after = time.perf_counter() - began, behind(), self.clock.joules()
+        seconds, wait_s, after = time.perf_counter() - began, wait(), self.clock.joules()
         return {
             "updates": updates,
             "seconds": seconds,
-            "behind_s": min(behind_s, seconds),
+            "run_queue_wait_s": min(wait_s, seconds),
             "parts_s": between(before, watch.spent()),
             "updates_ms": [round(self.clock.between_ms(*pair), 4) for pair in pairwise(ticks)],
             "joules": None if joules is None or after is None else after - joules,
-            "slowed": self.clock.slowed(),
+            "throttled": self.clock.throttled(),
         }
 
     def report(self) -> Answer:
-        """Tell what was seen and used since the run was opened."""
+        """Return losses, memory and kernels since the run was opened."""
         accelerator = accelerator_of(self.run.parts.world.device)
         peak, total = accelerator.peak(), accelerator.total_bytes()
         first = self.phase.hook(FirstUpdates)
@@ -359,13 +361,13 @@ class TrainingVariant:
         return found
 
     def probe(self) -> Answer:
-        """Tell what only a look at the task's own code shows; updates of this cell count no more after it."""
+        """Inspect the task's code; updates of this process must not be timed after it."""
         return probe(self.run, self.phase, self.updates)
 
     def predict(self, least_s: float) -> Answer:
-        """Predict as inference does, for at least so long or to its end; tell the seconds and the items.
+        """Predict as `accel-run inference` does, for at least so long or to its end; return seconds and items.
 
-        There are no items where the task does not predict.
+        There are no items if the task does not predict.
         """
         parts, items, seconds = self.run.parts, 0, 0.0
         if type(parts.task).predict is not Task.predict:
@@ -382,9 +384,9 @@ class TrainingVariant:
         return {"items": items, "item": parts.task.item, "seconds": seconds}
 
     def fit(self) -> Answer:
-        """Make the phases without gradients before the one that is measured once more; tell name -> seconds.
+        """Repeat the phases without gradients before the measured one; return name -> seconds.
 
-        The model is then as it was after the first time: they depend on the data alone.
+        They depend on the data only, so the model is the same afterwards.
         """
         seconds = {}
         for planned in self.run.plan.phases:
@@ -400,7 +402,7 @@ class TrainingVariant:
         return {"seconds": seconds}
 
     def evaluate(self) -> Answer:
-        """Tell how many seconds longer the first evaluation takes than a later one, for the sizes that batches have."""
+        """Return how many seconds longer the first evaluation takes than a later one, over all batch sizes."""
         phase, parts, took = self.phase, self.run.parts, list[float]()
         evaluation = phase.hook(Evaluation)
         if evaluation.held_out is None:
@@ -414,18 +416,18 @@ class TrainingVariant:
         return {"more_s": max(0.0, took[0] - took[1])}
 
     def batch(self) -> Answer:
-        """Tell the shape of what the model gets, and of how many terms its loss is the sum."""
+        """Return the shape of the model's input and the number of terms of its loss."""
         return batch_of(self.phase)
 
     def count(self) -> Answer:
-        """Tell what the next update is made of: floating-point operations and bytes."""
+        """Count floating-point operations and bytes of the next update."""
         return dataclasses.asdict(counted(lambda: next(self.updates), self.run.parts.world.device))
 
     def _is_on_gpu(self) -> bool:
         return bool(self.run.parts.world.device.type == "cuda")
 
     def _prepared(self, wanted: str | None) -> PhasePlan:
-        """Return the phase that is wanted, once the fits before it are made."""
+        """Return the requested phase, after running the phases without gradients before it."""
         phases = self.run.plan.phases
         names = [phase.name for phase in phases if phase.kind == "train"]
         selected = [phase.name for phase in self.run.plan.selected if phase.kind == "train"]
@@ -436,17 +438,17 @@ class TrainingVariant:
         place = [phase.name for phase in phases].index(name)
         for earlier in phases[:place]:
             if earlier.kind != "train":
-                with Phase(self.run, earlier, None) as fit:
-                    fit.run()
+                with Phase(self.run, earlier, None) as phase:
+                    phase.run()
         return phases[place]
 
     def _ahead(self) -> int:
-        """Return for how many updates the data can be there before they begin."""
+        """Return for how many updates data can be prefetched."""
         batches = self.phase.loader.ahead + (self.run.plan.choices["prefetch"].name != "none")
         return -(-batches // self.phase.planned.batch.accumulation_steps)
 
     def _periods(self) -> dict[str, int | None]:
-        """Return what comes around every so many updates; None: by the clock, or never."""
+        """Return the periods of recurring work in updates; None: by the clock, or never."""
         policy = self.phase.hook(Checkpointing).saver.policy
         of_epochs = None if policy.epochs is None else policy.epochs * self.phase.order.updates_per_epoch
         return {

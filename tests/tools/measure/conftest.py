@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from runner.tools.measure import advisor, compare, fork_server, suite_common, tuner
+from runner.tools.measure import advisor, compare, fork_server, selection, suite, tuner
 from runner.tools.measure.suites import before_after, ladder
 from tests.tools.measure.nursery import Nurseries
 from tests.tools.measure.planted_time import Planted, Select
 
-TIMED = (advisor, before_after, suite_common, ladder, compare, fork_server, tuner)
+TIMED = (advisor, before_after, suite, selection, ladder, compare, fork_server, tuner)
 
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suites make few and short blocks: what tests plant is far above the noise."""
-    monkeypatch.setattr(suite_common, "ROUNDS", (3, 4))
-    monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
+    monkeypatch.setattr(suite, "ROUNDS", (3, 4))
+    monkeypatch.setattr(suite, "BLOCK_S", 0.05)
 
 
 @pytest.fixture(scope="session")

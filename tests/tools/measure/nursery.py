@@ -36,7 +36,7 @@ def live_in_planted_time(*given):
     planted.rule()
     return live(*given)
 variant_process.live = live_in_planted_time
-variant_process.BlockClock.behind_others = lambda self: lambda: 0.0  # no core is waited for in planted time
+variant_process.BlockClock.run_queue_wait = lambda self: lambda: 0.0  # no core is waited for in planted time
 compose(Request())
 gc.collect()
 gc.freeze()

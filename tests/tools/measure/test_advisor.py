@@ -23,18 +23,26 @@ from runner.plan.inventory import Cpu, take_inventory
 from runner.plan.planner import make_plan
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
-from runner.tools.measure.advisor import Advice, AdviceInputs, as_json, checks, profile_of
+from runner.tools.measure.advisor import Advice, AdviceInputs, Trials, as_json, profile_of
+from runner.tools.measure.candidates import Candidate, Tried, tried_in
 from runner.tools.measure.compare import CompareLimits
-from runner.tools.measure.comparison_result import ComparisonResult, Numerics, Variant, VariantResult
-from runner.tools.measure.criteria import criteria, rule_of_thumb
+from runner.tools.measure.comparison_result import (
+    ComparisonResult,
+    Numerics,
+    Startup,
+    TrialOutcome,
+    Variant,
+    VariantResult,
+)
+from runner.tools.measure.criteria import checks, criteria, rule_of_thumb
 from runner.tools.measure.facts import Facts, monitored
 from runner.tools.measure.hardware_profile import write_profile
 from runner.tools.measure.hint import hint, worth_a_line
 from runner.tools.measure.measuring_place import filled
-from runner.tools.measure.rules import Candidate, RuleFinding
+from runner.tools.measure.rules import RuleFinding
 from runner.tools.measure.statistics import Ratio
-from runner.tools.measure.tried import Tried, outcome
 from tests.forkserver import ForkServer
+from tests.tools.measure.suites.asked import blocks
 
 PLANTED = Path(__file__).parent / "planted"
 CPU = Cpu("a processor", 2, 2, 2**33)
@@ -42,16 +50,17 @@ CPU = Cpu("a processor", 2, 2, 2**33)
 
 def tried(rule: str, words: str, gain: float, *, width: float = 0.02, differ: bool = False) -> Tried:
     numerics = Numerics(0.5 if differ else 0.0, 0.0, 0.0, tolerance=0.001)
-    return Tried(rule, Candidate(tuple(words.split())), Ratio(gain, gain - width, gain + width, 12), numerics)
+    outcome = TrialOutcome(Ratio(gain, gain - width, gain + width, 12), numerics)
+    return Tried(rule, Candidate(tuple(words.split())), outcome)
 
 
 def advice(*trials: Tried, together: Tried | None = None, findings: tuple[RuleFinding, ...] = ()) -> Advice:
     facts = Facts(Evidence(), {}, CPU)
     seen = tuple(RuleFinding(each.rule, f"{each.rule}: 40 % of the time") for each in trials)
-    rows = criteria(facts)
+    ordered = tuple(sorted(trials, key=lambda each: -each.outcome.gain))
     return Advice(
-        "gpt", "a processor", 31.2, (*seen, *findings), tuple(sorted(trials, key=lambda each: -each.gain)), together,
-        tuple(rows), rule_of_thumb(rows), "not measured: there is no GPU here", (), facts,
+        "gpt", "a processor", 31.2, (*seen, *findings), Trials(ordered, together), tuple(criteria(facts)),
+        "not measured: there is no GPU here",
     )  # fmt: skip
 
 
@@ -74,14 +83,17 @@ def test_only_what_is_clearly_faster_and_computes_the_same_is_advised() -> None:
 
 
 def test_what_could_not_be_tried_is_not_advised() -> None:
-    assert not replace(WORKERS, ratio=None, why_not="out of memory").is_advised
+    assert not TrialOutcome(why_not="out of memory").is_advised
 
 
 def test_all_together_is_applied_only_where_it_was_tried_and_is_better() -> None:
     both = tried("together", "dataloader.num_workers=2 backend.threads=1", 1.5)
 
     assert advice(WORKERS, THREADS, together=both).to_apply == both
-    assert advice(WORKERS, THREADS, together=replace(both, ratio=Ratio(1.2, 1.1, 1.3, 9))).to_apply == WORKERS
+    assert (
+        advice(WORKERS, THREADS, together=replace(both, outcome=TrialOutcome(Ratio(1.2, 1.1, 1.3, 9)))).to_apply
+        == WORKERS
+    )
     assert advice(NOTHING).to_apply is None
 
 
@@ -163,8 +175,8 @@ def test_a_run_that_failed_does_not_tell_how_long_the_training_is() -> None:
 def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough(
     shown: Callable[..., None],
 ) -> None:
-    short = replace(WORKERS, later_s=4.0, pays_at=900, updates=100)
-    long = replace(short, updates=5000)
+    short = replace(WORKERS, outcome=replace(WORKERS.outcome, later_s=4.0, pays_at=900, updates=100))
+    long = replace(short, outcome=replace(short.outcome, updates=5000))
 
     assert not advice(short).advised
     assert advice(long).advised == [long]
@@ -177,8 +189,8 @@ def measured(
 ) -> VariantResult:
     return VariantResult(
         Variant(name),
-        dict.fromkeys(range(6), block_ms),
-        start_s=start_s,
+        blocks([block_ms] * 6),
+        Startup(start_s),
         updates=updates,
         opened={"periods": {"checkpoint": every, "log": 10}, "updates": 400},
     )
@@ -192,23 +204,23 @@ def test_what_blocks_are_too_short_to_hold_is_not_judged_by_them() -> None:
         [measured("as it is", 30.0, updates=200), measured(saves.name, 20.0, every=None)], "interleaved"
     )
 
-    blind = outcome(found, "checkpoints too often", saves, 1.41)
+    blind = tried_in(found, "checkpoints too often", saves, 1.41)
 
-    assert blind.ratio is None
-    assert "20 updates" in blind.why_not
-    assert "+41 %" in blind.why_not
-    assert outcome(seen, "checkpoints too often", saves, 1.41).is_advised
+    assert blind.outcome.ratio is None
+    assert "20 updates" in blind.outcome.why_not
+    assert "+41 %" in blind.outcome.why_not
+    assert tried_in(seen, "checkpoints too often", saves, 1.41).outcome.is_advised
 
 
 def test_a_later_beginning_is_paid_by_what_updates_gain() -> None:
     cache = Candidate(("dataloader.cache=memory",))
     found = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
 
-    tried = outcome(found, "data wait", cache)
+    outcome = tried_in(found, "data wait", cache).outcome
 
-    assert tried.later_s == pytest.approx(5.0)
-    assert tried.pays_at == 500
-    assert not tried.is_advised, "the training has 400 updates"
+    assert outcome.later_s == pytest.approx(5.0)
+    assert outcome.pays_at == 500
+    assert not outcome.is_advised, "the training has 400 updates"
 
 
 # ---------------------------------------------------------------- the table of criteria
@@ -240,7 +252,7 @@ def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -
     assert rows["pixels of a side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
     assert [found for name, found in rows.items() if "loss" in name] == [(1, "either")]
-    assert rows["parameters"] == (None, "not known")
+    assert rows["parameters"] == (None, "unknown")
     thumb = rule_of_thumb(criteria(small))
     assert thumb.startswith("CPU ")
     assert re.findall(r"\d+", thumb) == ["80", "200", "4", "16"]
@@ -258,11 +270,11 @@ def test_checks_compare_with_the_expected_range_and_leave_open_what_was_not_read
     )
 
     assert {check.name: check.fine for check in checks(given)} == {
-        "GPU utilisation": True, "GPU memory": True, "autocast": False, "waiting for data": False,
+        "GPU utilization": True, "GPU memory": True, "autocast": False, "waiting for data": False,
         "data workers": False,
     }  # fmt: skip
     blind = {check.name: check.fine for check in checks(replace(given, monitor={}))}
-    assert blind["GPU utilisation"] is None
+    assert blind["GPU utilization"] is None
 
 
 def test_what_the_monitor_saw_is_read_back(tmp_path: Path) -> None:
@@ -289,7 +301,7 @@ def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pyte
     assert (composed["precision"], composed["dataloader.num_workers"]) == ("bf16", 2)
     assert (composed["micro_batch_size"], composed["checkpoint.every"]) == (8, "10min")
     text = file.read_text()
-    assert "+50 % [48, 52], 12 blocks in turns" in text
+    assert "+50 % [48, 52], 12 blocks interleaved" in text
     assert "data wait: 40 % " in text
 
 
@@ -346,7 +358,7 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
         ("apply=perhaps", 78, "must be true or false"),
         ("apply", 78, "use apply=true"),
         ("task=gpt apply=true profile=../x", 78, "profile=../x"),
-        ("task=gpt apply=true profile=mine --config-dir /dev/null", 78, "no folder in which you may write"),
+        ("task=gpt apply=true profile=mine --config-dir /dev/null", 78, "is not a folder in which you may write"),
         ("run=nowhere", 66, "there is no run 'nowhere'"),
         ("", 66, "there is no run in outputs yet"),
         ("task=gtp", 78, "gpt"),

@@ -18,17 +18,19 @@ from runner.base.errors import AccelRunError
 from runner.config.request import Request
 from runner.tools.measure import compare, comparison_result
 from runner.tools.measure.advisor import try_candidates
+from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.compare import CompareLimits, Comparison
 from runner.tools.measure.comparison_result import (
     NO_TIME,
     UNTRIED,
     ComparisonResult,
+    Startup,
     Variant,
     VariantResult,
     fuller_report,
 )
 from runner.tools.measure.fork_server import NoAnswer, VariantProcess
-from runner.tools.measure.rules import Candidate, RuleFinding
+from runner.tools.measure.rules import RuleFinding
 from runner.tools.measure.statistics import Ratio
 
 LIMITS = CompareLimits(budget_s=60, rounds=(6, 12))
@@ -57,17 +59,17 @@ class FakeProcess(VariantProcess):
     def of(self, name: str) -> float:
         return float(self.words.get(name, 0.0))
 
-    def hear(self, timeout_s: float) -> dict[str, Any]:
+    def receive(self, timeout_s: float) -> dict[str, Any]:
         seconds, answer = 0.0, dict[str, Any]()
         what = self.order.get("do")
         if what == "begin":
             self.words = dict(word.split("=") for word in self.order["overrides"])
             seconds = self.of("start_s") * (10 if "compile" in self.words else 1)
             answer = {"values": {}, "periods": {}, "readers": 0, "ahead": 0, "updates": 10**6}
-        elif what == "make":
+        elif what == "run":
             seconds = self.order["updates"] * self.of("update_s") * (1 + self.of("noise") * self.random.random())
-            told = {"parts_s": {}, "updates_ms": [], "slowed": [], "joules": None}
-            answer = {"seconds": seconds, "behind_s": 0.0, **told}
+            told = {"parts_s": {}, "updates_ms": [], "throttled": [], "joules": None}
+            answer = {"seconds": seconds, "run_queue_wait_s": 0.0, **told}
         elif what == "report":
             answer = {"peak_host_gib": 0.0, "losses": [1.0] * 8, "grad_norms": [1.0]}
         self.clock.now += min(seconds, timeout_s)
@@ -114,7 +116,11 @@ def measured(arena: Comparison, cells: Sequence[Variant], budget_s: float, **mor
 
 
 def untried(trials: ComparisonResult) -> list[str]:
-    return [each.cell.name for each in trials.cells if each.is_untried]
+    return [each.name for each in trials.variants if each.is_untried]
+
+
+def processes_of(measured: VariantResult) -> list[int]:
+    return [block.process for block in measured.blocks.values()]
 
 
 ALIKE = st.floats(0.5, 20.0).flatmap(lambda s: st.lists(st.floats(0.9 * s, 1.1 * s), min_size=2, max_size=8))
@@ -146,9 +152,9 @@ def test_no_cell_makes_trials_longer_than_their_budget(
 
     trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, together=together)
 
-    last = max(each.turn_s for each in trials.cells) * (1 + noise)
-    assert trials.seconds <= max(budget_s, trials.baseline.taken_s) + last
-    assert all(each.why_not in ("", UNTRIED) or each.why_not.startswith(NO_TIME) for each in trials.cells)
+    last = max(each.turn_s for each in trials.variants) * (1 + noise)
+    assert trials.seconds <= max(budget_s, trials.baseline.startup.taken_s) + last
+    assert all(each.why_not in ("", UNTRIED) or each.why_not.startswith(NO_TIME) for each in trials.variants)
 
 
 @ON_FAKES
@@ -195,7 +201,7 @@ def test_what_compiles_begins_last(fake: Callable[[], Comparison]) -> None:
         trials = arena.compare(cells, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
     assert begun == ["starts a", "starts b", "starts compiles"]
-    assert [each.cell.name for each in trials.cells] == [each.name for each in cells], "told in the order given"
+    assert [each.name for each in trials.variants] == [each.name for each in cells], "told in the order given"
     assert untried(trials) == []
 
 
@@ -217,7 +223,7 @@ def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_
 
     assert trials.of("slow").why_not.startswith(f"{NO_TIME}: not ready after 2")
     assert trials.seconds < 60.0
-    assert len(trials.of("quick").blocks_ms) >= 6
+    assert len(trials.of("quick").blocks) >= 6
     assert trials.needs_more
 
 
@@ -227,7 +233,7 @@ def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Comp
     trials = measured(arena, [cell(name, 2.0, 0.1, noise=0.5) for name in ("base", "other")], 120.0, rounds=(6, 600))
 
     assert 100 < trials.seconds <= 121
-    assert all(4 <= len(set(each.made_by.values())) <= 16 for each in trials.cells)
+    assert all(4 <= len(set(processes_of(each))) <= 16 for each in trials.variants)
     assert 8 <= arena.number <= 60 / 2.0 + 2
 
 
@@ -237,7 +243,7 @@ def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callab
 
     trials = measured(fake(), cells, 120.0, rounds=(6, 600))
 
-    lives = [list(each.made_by.values()) for each in trials.cells]
+    lives = [processes_of(each) for each in trials.variants]
     changes = [[at for at in range(1, len(makers)) if makers[at] != makers[at - 1]] for makers in lives]
     assert changes[0] == changes[1] == changes[2]
     assert len(changes[0]) >= 3
@@ -254,8 +260,8 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
         start = Comparison.start
 
         def fails_later(self: Comparison, measured: VariantResult, until: float, name: str = name) -> Any:
-            begun[measured.cell.name] += 1  # noqa: B023
-            if measured.cell.name == name and begun[name] > 1:  # noqa: B023
+            begun[measured.name] += 1  # noqa: B023
+            if measured.name == name and begun[name] > 1:  # noqa: B023
                 self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
                 return None
             return start(self, measured, until)  # noqa: B023
@@ -265,11 +271,11 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
             cells = [cell(each, 2.0, 0.1, noise=0.5) for each in ("base", "other", "third")]
             trials = measured(fake(), cells, 120.0, rounds=(6, 600))
 
-        assert all(each.why_not == "" and len(each.blocks_ms) >= 6 for each in trials.cells)
+        assert all(each.why_not == "" and len(each.blocks) >= 6 for each in trials.variants)
         assert trials.notes[0].startswith(f"{name} ")
         assert trials.notes[0].endswith(full)
         assert trials.ratio(trials.of("other")) is not None
-        lives = len(set(trials.of("third").made_by.values()))
+        lives = len(set(processes_of(trials.of("third"))))
         assert lives == 1 if name == "base" else lives > 2
 
 
@@ -280,8 +286,8 @@ def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
     start = Comparison.start
 
     def fails_later(self: Comparison, measured: VariantResult, until: float) -> Any:
-        begun[measured.cell.name] += 1
-        if measured.cell.name == "rival" and begun["rival"] > 1:
+        begun[measured.name] += 1
+        if measured.name == "rival" and begun["rival"] > 1:
             self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
             return None
         return start(self, measured, until)
@@ -305,9 +311,9 @@ def test_those_that_made_way_for_others_come_back(fake: Callable[[], Comparison]
     longer = measured(fake(), cells, 400.0, rounds=(6, 60))
 
     assert untried(trials) == []
-    assert all(8 <= len(each.blocks_ms) <= 20 for each in trials.cells), "not 6, and the last one all the others"
-    assert all(len(set(each.made_by.values())) >= 2 for each in longer.cells)
-    assert all(len(each.blocks_ms) <= 60 for each in longer.cells[1:])
+    assert all(8 <= len(each.blocks) <= 20 for each in trials.variants), "not 6, and the last one all the others"
+    assert all(len(set(processes_of(each))) >= 2 for each in longer.variants)
+    assert all(len(each.blocks) <= 60 for each in longer.variants[1:])
 
 
 def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callable[[], Comparison]) -> None:
@@ -317,8 +323,8 @@ def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callab
 
     assert untried(trials) != []
     assert trials.seconds > 120
-    assert all(len(each.blocks_ms) > 12 for each in trials.cells if not each.why_not), "narrow by their blocks alone"
-    assert not any(each.is_short for each in trials.cells)
+    assert all(len(each.blocks) > 12 for each in trials.variants if not each.why_not), "narrow by their blocks alone"
+    assert not any(each.is_short for each in trials.variants)
 
 
 def test_what_a_process_has_told_is_not_lost_with_it() -> None:
@@ -335,10 +341,10 @@ def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable
 
     trials = measured(fake(), cells, 160.0, rounds=(6, 600))
 
-    lives = {each.cell.name: len(set(each.made_by.values())) for each in trials.cells}
+    lives = {each.name: len(set(processes_of(each))) for each in trials.variants}
     assert lives["long"] <= 2
     assert min(lives["base"], lives["quick"]) >= 4
-    assert trials.of("long").taken_s > 40, "that is what its first start took"
+    assert trials.of("long").startup.taken_s > 40, "that is what its first start took"
     assert trials.seconds <= 161
 
 
@@ -352,12 +358,15 @@ def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], 
 
     def tried(budget_s: float) -> list[str]:
         arena = fake()
-        opened = VariantResult(Variant("as it is"), taken_s=11.5, warm_up_s=0.5, warm_up_updates=25, updates=25)
+        opened = VariantResult(
+            Variant("as it is"), startup=Startup(taken_s=11.5, warm_up_s=0.5, warm_up_updates=25), updates=25
+        )
         arena.clock.now = 12.0  # type: ignore[attr-defined]
         with arena:
             arena.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
             limits = CompareLimits(budget_s=budget_s)
-            return [each.why_not for each in try_candidates(arena, limits, found, budget_s, opened, lambda _: None)[1]]
+            trials = try_candidates(arena, limits, found, budget_s, opened, lambda _: None)
+            return [each.outcome.why_not for each in trials.tried]
 
     said = next(why_not for why_not in tried(budget_s) if why_not)
     needed = re.search(r"about budget_s=(\d+) tries all", said)

@@ -22,6 +22,7 @@ from runner.tools.measure.compare import LEAST_ROUNDS, CompareLimits, Comparison
 from runner.tools.measure.comparison_result import (
     NO_TIME,
     UNTRIED,
+    Block,
     ComparisonResult,
     Variant,
     VariantResult,
@@ -31,6 +32,7 @@ from runner.tools.measure.comparison_result import (
 from runner.tools.measure.statistics import USUAL
 from runner.tools.measure.variant_process import TIMED_UPDATES
 from tests.tools.measure.planted_time import Planted
+from tests.tools.measure.suites.asked import blocks
 from tests.waiting import wait_until
 
 TASK = Path(__file__).parent / "task_to_measure.py"
@@ -67,9 +69,9 @@ def test_what_is_faster_is_found(trials: ComparisonResult) -> None:
 
 def test_cells_that_live_take_part_in_every_round(trials: ComparisonResult) -> None:
     assert trials.mode == "interleaved"
-    rounds = set(trials.baseline.blocks_ms)
+    rounds = set(trials.baseline.blocks)
     assert len(rounds) >= 3
-    assert set(trials.of("wrong").blocks_ms) <= rounds
+    assert set(trials.of("wrong").blocks) <= rounds
 
 
 def test_the_same_weights_and_samples_are_measured(trials: ComparisonResult) -> None:
@@ -124,9 +126,9 @@ def test_what_ends_a_cell_is_its_reason_and_ends_nothing_else(trials: Comparison
 def test_start_first_update_and_warm_up_are_told_apart(trials: ComparisonResult) -> None:
     quick = trials.of("quick")
 
-    assert quick.start_s > 0
-    assert 0 < quick.first_update_s < quick.start_s
-    assert quick.warm_up_s >= LIMITS.block_s
+    assert quick.startup.start_s > 0
+    assert 0 < quick.startup.first_update_s < quick.startup.start_s
+    assert quick.startup.warm_up_s >= LIMITS.block_s
 
 
 def test_a_cell_tells_what_it_really_used(trials: ComparisonResult) -> None:
@@ -151,21 +153,21 @@ def test_a_trial_leaves_no_process_and_no_file(trials: ComparisonResult, arena: 
 def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResult) -> None:
     """Each is timed by itself; together they are what the block says."""
     for cell in (trials.baseline, trials.of("quick")):
-        for number, updates_ms in cell.updates_ms.items():
-            assert len(updates_ms) == min(cell.updates, TIMED_UPDATES)
-            if len(updates_ms) == cell.updates:
-                lasted_ms = cell.blocks_ms[number] * cell.updates + 1e3 * cell.behind_s[number]
-                assert sum(updates_ms) == pytest.approx(lasted_ms, rel=0.02)
+        for block in cell.blocks.values():
+            assert len(block.updates_ms) == min(cell.updates, TIMED_UPDATES)
+            if len(block.updates_ms) == cell.updates:
+                lasted_ms = block.ms * cell.updates + 1e3 * block.run_queue_wait_s
+                assert sum(block.updates_ms) == pytest.approx(lasted_ms, rel=0.02)
 
 
 def test_what_disturbs_the_measurement_is_said() -> None:
-    calm = VariantResult(Variant("as it is"), blocks_ms=dict.fromkeys(range(8), 1.0))
-    throttled = VariantResult(Variant("hot"), blocks_ms=dict.fromkeys(range(8), 1.0), slowed=Counter({"heat": 3}))
-    uneven = VariantResult(Variant("as it is"), blocks_ms=dict(enumerate([1.0, 2.0] * 4)))
+    calm = VariantResult(Variant("as it is"), blocks([1.0] * 8))
+    throttled = VariantResult(Variant("hot"), blocks([1.0] * 8), throttled=Counter({"heat": 3}))
+    uneven = VariantResult(Variant("as it is"), blocks([1.0, 2.0] * 4))
 
-    assert list(disturbances(ComparisonResult([calm], "interleaved", others=[0.0, 0.1]))) == []
-    assert "keep 1.0 of" in next(disturbances(ComparisonResult([calm], "interleaved", others=[0.9, 1.1])))
-    behind = dataclasses.replace(calm, updates=1000, behind_s=dict.fromkeys(range(8), 1.0))
+    assert list(disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.0, 0.1]))) == []
+    assert "use 1.0 of" in next(disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.9, 1.1])))
+    behind = dataclasses.replace(calm, updates=1000, blocks={at: Block(1.0, 1.0) for at in range(8)})
     assert next(disturbances(ComparisonResult([behind], "interleaved"))).startswith("50% ")
     assert "heat, in 3 of 16" in next(disturbances(ComparisonResult([calm, throttled], "interleaved")))
     assert "restless" in next(disturbances(ComparisonResult([uneven], "interleaved")))
@@ -181,9 +183,9 @@ def test_every_cell_compiles_anew_and_its_restarts_do_not(arena: Comparison) -> 
 
 
 def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
-    rows = as_json(trials)["cells"]
+    rows = as_json(trials)["variants"]
 
-    assert [row["cell"]["name"] for row in rows][:2] == ["as it is", "quick"]
+    assert [row["variant"]["name"] for row in rows][:2] == ["as it is", "quick"]
     assert rows[1]["ratio"]["verdict"] == "better"
     assert rows[3]["median_ms"] is None
 
@@ -194,7 +196,7 @@ def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Compa
     found = arena.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
 
     assert found.mode == "restarted"
-    assert len(found.of("quick").blocks_ms) == 3
+    assert len(found.of("quick").blocks) == 3
     ratio = found.ratio(found.of("quick"))
     assert ratio is not None
     assert ratio.middle > 1.1
@@ -203,19 +205,18 @@ def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Compa
 def test_cells_begin_anew_between_their_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process does all its life, and another that does the same does not, is seen so."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
-    before, folders = arena.number, set(arena.folder.glob("cell-*"))
+    before, folders = arena.number, set(arena.folder.glob("variant-*"))
 
     limits = dataclasses.replace(LIMITS, rounds=(3, 40), block_s=0.1)
     found = arena.compare([Variant("as it is"), Variant("wrong", ("task.scale=3.0",))], limits, lambda _: None)
 
     assert arena.number - before >= 4
-    for cell in found.cells:
-        order = list(cell.made_by.values())
+    for cell in found.variants:
+        order = [block.process for block in cell.blocks.values()]
         assert order == sorted(order), "a process that has ended makes no more blocks"
         assert len(set(order)) >= 2
         assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
-        assert cell.made_by.keys() == cell.blocks_ms.keys()
-    left = set(arena.folder.glob("cell-*")) - folders
+    left = set(arena.folder.glob("variant-*")) - folders
     assert len(left) <= 2, "what processes have saved that others followed is gone"
     assert found.spread.freedom > USUAL.freedom
     assert arena.known.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
@@ -239,7 +240,7 @@ def test_a_stopped_cell_computes_nothing(arena: Comparison) -> None:
         assert len(family) > 1
         wait_until(lambda: {each.status() for each in family} == {psutil.STATUS_STOPPED}, "all of it is stopped")
         process.resume()
-        assert ask({"do": "make", "updates": 1})["updates"] == 1
+        assert ask({"do": "run", "updates": 1})["updates"] == 1
 
 
 @pytest.mark.usefixtures("real_time")
@@ -299,7 +300,7 @@ def test_batches_read_while_a_cell_waits_for_its_turn_are_no_gain(
     found = arena.compare(cells, CompareLimits(budget_s=600, rounds=(3, 3), block_s=0.03), lambda _: None)
 
     reader, ratio = found.of("a worker"), found.ratio(found.of("a worker"))
-    assert reader.unpaid > reader.opened["ahead"] > 0
+    assert reader.untimed > reader.opened["ahead"] > 0
     assert reader.updates >= 4 * reader.opened["ahead"]
     assert ratio is not None
     assert ratio.middle < 28 / 24 * 1.1, "at most the computing is hidden"
@@ -313,7 +314,7 @@ def test_a_block_holds_what_comes_around_where_there_is_time_for_it(arena: Compa
     found = arena.compare(cells, CompareLimits(budget_s=20, rounds=(3, 3), block_s=0.01), lambda _: None)
 
     assert found.baseline.updates % 100 == 0
-    assert [cell.sees("checkpoint") for cell in found.cells] == [True, False, False]
+    assert [cell.sees("checkpoint") for cell in found.variants] == [True, False, False]
 
 
 def test_slow_updates_that_are_read_far_ahead_of_end_in_time_and_the_reason_is_told(arena: Comparison) -> None:
@@ -337,7 +338,7 @@ def test_no_block_is_begun_that_would_end_after_the_deadline(arena: Comparison) 
     found = arena.compare(cells, limits, lambda _: None)
 
     assert found.seconds < limits.budget_s + 0.2
-    assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks_ms) >= LEAST_ROUNDS
+    assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks) >= LEAST_ROUNDS
 
 
 def test_a_cell_that_does_not_start_in_time_is_ended_and_told(arena: Comparison) -> None:
@@ -347,7 +348,7 @@ def test_a_cell_that_does_not_start_in_time_is_ended_and_told(arena: Comparison)
 
     assert found.seconds <= 5
     assert found.of("slow").why_not.startswith(NO_TIME)
-    assert len(found.baseline.blocks_ms) == 3
+    assert len(found.baseline.blocks) == 3
 
 
 def test_what_may_be_used_is_what_affinity_and_cgroup_leave(
@@ -373,28 +374,28 @@ def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:
             assert [len(each.cpu_affinity()) for each in (process, *process.children())] == [1, 1]
 
 
-def blocks(name: str, ms: Sequence[float], against: str = "") -> VariantResult:
-    return VariantResult(Variant(name, against=against), dict(enumerate(ms)))
+def result(name: str, ms: Sequence[float], against: str = "") -> VariantResult:
+    return VariantResult(Variant(name, against=against), blocks(ms))
 
 
 def test_cells_that_are_compared_with_each_other_play_until_that_is_known() -> None:
     """A size that takes ten times as long as the first one is clearly slower, and says nothing of its own rival."""
     noisy, even = [80.0, 120.0] * 4, [100.0] * 8
     first, rival, second, other = (
-        blocks("small a", [10.0] * 8),
-        blocks("small b", [10.0] * 8, "small a"),
-        blocks("large a", even),
-        blocks("large b", noisy, "large a"),
+        result("small a", [10.0] * 8),
+        result("small b", [10.0] * 8, "small a"),
+        result("large a", even),
+        result("large b", noisy, "large a"),
     )
     trials = ComparisonResult([first, rival, second, other], "interleaved")
 
     leave_out(trials, 60)
-    assert [cell.is_out for cell in trials.cells] == [False, True, False, False]
+    assert [cell.is_out for cell in trials.variants] == [False, True, False, False]
     assert trials.ratio(other) == trials.ratio(other, second)
 
-    other.blocks_ms = dict(enumerate(even))
+    other.blocks = blocks(even)
     leave_out(trials, 60)
-    assert [cell.is_out for cell in trials.cells] == [False, True, True, True]
+    assert [cell.is_out for cell in trials.variants] == [False, True, True, True]
 
     other.is_out, second.why_not = False, "the memory is used up"
     leave_out(trials, 60)
@@ -410,7 +411,7 @@ def test_one_reading_of_nothing_makes_no_block_of_minutes() -> None:
         return 0.0 if len(made) == 1 else 0.003 * updates
 
     measured = VariantResult(Variant("as it is"), opened={"periods": {}, "readers": 0})
-    num = updates_of_a_block(SimpleNamespace(make=make), measured, CompareLimits(block_s=0.4), 1.0)  # type: ignore[arg-type]
+    num = updates_of_a_block(SimpleNamespace(run=make), measured, CompareLimits(block_s=0.4), 1.0)  # type: ignore[arg-type]
 
     assert num == round(0.4 / 0.003)
     assert max(made) <= 2 * num

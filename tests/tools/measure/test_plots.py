@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ from hypothesis import strategies as st
 
 from runner.base.errors import InputMissing
 from runner.tools.measure import results as module
-from runner.tools.measure.plots import BASELINE, HUE, draw, figures, png_of
-from runner.tools.measure.results import PICTURES, Results
+from runner.tools.measure.comparison_result import Numerics, TrialOutcome
+from runner.tools.measure.plots import HUE, draw, figures, png_of
+from runner.tools.measure.results import PICTURES, LadderRow, Results, Usage
+from runner.tools.measure.statistics import Ratio
+from runner.tools.measure.technique import BASELINE
 
 matplotlib = pytest.importorskip("matplotlib")
 FigureCanvasAgg = pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg
@@ -43,14 +47,17 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "hardware", lambda: {"inventory": INVENTORY})
 
 
-def fact(middle: float, low: float, high: float, **more: Any) -> dict[str, Any]:
-    return {"ratio": {"middle": middle, "low": low, "high": high, "num": 10}, "device_name": "a card", **more}
+def row(column: Sequence[float], *ratio: float, is_wrong: bool = False, task: str = "") -> LadderRow:
+    """Return a row with these times and this ratio: middle, low, high."""
+    numerics = Numerics(1.0, 1.0, 1.0, tolerance=0.1) if is_wrong else None
+    outcome = TrialOutcome(Ratio(*ratio, num=10) if ratio else None, numerics)
+    return LadderRow(outcome=outcome, usage=Usage(device_name="a card"), updates_ms=tuple(column), task=task)
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     made = Results(tmp_path, "nmt-")
-    made.put(COLUMNS, {name: fact(*RATIOS.get(name, (1.0, 0.9, 1.1)), task="nmt") for name in COLUMNS})
+    made.put({name: row(column, *RATIOS.get(name, (1.0, 0.9, 1.1)), task="nmt") for name, column in COLUMNS.items()})
     return made
 
 
@@ -60,15 +67,20 @@ def crowd(tmp_path: Path) -> Results:
     made = Results(tmp_path, "crowd-")
     names = [BASELINE, *(f"{LONG} {number}" if number % 2 else f"t{number}" for number in range(19))]
     columns = {name: [1e4, *[100.0 / (1 + number)] * (10 + 7 * number)] for number, name in enumerate(names)}
-    made.put(columns, {name: fact(1.0 + number, 0.9 + number, 1.3 + number) for number, name in enumerate(names)})
+    made.put(
+        {
+            name: row(column, 1.0 + number, 0.9 + number, 1.3 + number)
+            for number, (name, column) in enumerate(columns.items())
+        }
+    )
     return made
 
 
 @pytest.fixture
 def sessions(results: Results) -> Results:
     """A table in which one technique was measured again later, with a baseline of that time."""
-    facts = {"bf16": fact(1.2, 1.1, 1.3, task="nmt"), BASELINE: {"task": "nmt", "mode": BASELINE}}
-    results.put({BASELINE: [60.0] * 4, "bf16": [50.0] * 4}, facts, is_main=False)
+    rows = {BASELINE: row([60.0] * 4, task="nmt"), "bf16": row([50.0] * 4, 1.2, 1.1, 1.3, task="nmt")}
+    results.put(rows, is_main=False)
     return results
 
 
@@ -120,18 +132,20 @@ def test_each_picture_lies_beside_the_results(results: Results) -> None:
         assert 300 < height < 2000
 
 
-def test_a_picture_names_the_task_of_its_data_or_none(results: Results) -> None:
+def test_a_picture_names_the_task_of_its_data_or_none(results: Results, tmp_path: Path) -> None:
     for figure in figures(results).values():
         assert "task nmt" in notes(figure.axes[0])
-    results.json.unlink()
-    for figure in figures(results).values():
+    bare = Results(tmp_path / "bare")
+    bare.put({name: row(column) for name, column in COLUMNS.items()})
+    for figure in figures(bare).values():
         assert "task" not in notes(figure.axes[0])
 
 
 def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> None:
     draw(results)
-    results.json.unlink()
-    results.csv.write_text("step,bf16\n1,2.0\n")  # without a baseline there is no speedup
+    results.clean()
+    results.file("speedup.png").write_bytes(b"an earlier one")
+    results.put({"bf16": row([2.0])})  # without a baseline there is no speedup
     draw(results)
 
     assert not results.file("speedup.png").exists()
@@ -139,7 +153,7 @@ def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> No
 
 def test_without_results_it_is_said_what_makes_them(tmp_path: Path) -> None:
     empty = Results(tmp_path)
-    with pytest.raises(InputMissing, match="run the techniques first"):
+    with pytest.raises(InputMissing, match="there are no results yet"):
         draw(empty)
     empty.init()
     with pytest.raises(InputMissing, match="accel-run benchmark"):
@@ -148,7 +162,7 @@ def test_without_results_it_is_said_what_makes_them(tmp_path: Path) -> None:
 
 def test_one_technique_without_a_baseline_has_no_bars(tmp_path: Path) -> None:
     alone = Results(tmp_path)
-    alone.put({"bf16": [3.0]}, {})
+    alone.put({"bf16": row([3.0])})
 
     assert [path.name for path in draw(alone)] == ["steps.png", "heatmap.png"]
 
@@ -179,12 +193,11 @@ def test_a_step_that_was_compiled_is_beyond_the_scale_and_said(results: Results)
     assert bottom == 0
     assert 111 < top < 200
     assert "compile step 1: 9,000 ms" in notes(axes)
-    assert [list(line.get_xdata()) for line in axes.lines if line.get_marker() == "^"] == [[1]]
 
 
 def test_a_scale_that_shows_all_says_nothing(tmp_path: Path) -> None:
     even = Results(tmp_path)
-    even.put({BASELINE: [10.0, 12.0], "bf16": [5.0, 15.0]}, {})
+    even.put({BASELINE: row([10.0, 12.0]), "bf16": row([5.0, 15.0])})
 
     (axes,) = figures(even)["steps.png"].axes
 
@@ -227,7 +240,7 @@ def test_cells_are_the_steps_and_missing_ones_are_empty(results: Results) -> Non
 def test_many_steps_make_blocks_and_lose_none(tmp_path: Path) -> None:
     long = Results(tmp_path)
     column = [10.0 + step % 7 for step in range(333)]
-    long.put({BASELINE: column}, {})
+    long.put({BASELINE: row(column)})
 
     axes, _ = figures(long)["heatmap.png"].axes
     mesh = axes.collections[0]
@@ -252,7 +265,7 @@ def test_the_colors_are_one_hue_that_gets_darker() -> None:
 
 def test_noise_of_a_percent_is_no_contrast(tmp_path: Path) -> None:
     even = Results(tmp_path)
-    even.put({BASELINE: [100.0, 101.0]}, {})
+    even.put({BASELINE: row([100.0, 101.0])})
 
     low, high = figures(even)["heatmap.png"].axes[0].collections[0].get_clim()
 
@@ -277,10 +290,9 @@ def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> Non
 
 def test_colors_tell_what_can_be_said(results: Results, screen: Callable[..., None]) -> None:
     results.put(
-        {"nothing": [100.0], "wrong": [10.0], "short": [50.0], "bare": [50.0]},
         {
-            "nothing": fact(1.02, 0.98, 1.06), "wrong": fact(9.0, 8.0, 10.0, is_wrong=True),
-            "short": fact(2.0, 0.0, math.inf),
+            "nothing": row([100.0], 1.02, 0.98, 1.06), "wrong": row([10.0], 9.0, 8.0, 10.0, is_wrong=True),
+            "short": row([50.0], 2.0, 0.0, math.inf), "bare": row([50.0]),
         },
         session=1,
     )  # fmt: skip
@@ -295,10 +307,11 @@ def test_colors_tell_what_can_be_said(results: Results, screen: Callable[..., No
     screen("\n".join(legend_of(figure)))
 
 
-def test_without_facts_the_bars_are_ratios_of_medians(results: Results) -> None:
-    results.json.unlink()
+def test_without_measured_ratios_the_bars_are_those_of_medians(tmp_path: Path) -> None:
+    bare = Results(tmp_path)
+    bare.put({name: row(column) for name, column in COLUMNS.items()})
 
-    (axes,) = figures(results)["speedup.png"].axes
+    (axes,) = figures(bare)["speedup.png"].axes
 
     found = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
     assert found == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
@@ -307,7 +320,7 @@ def test_without_facts_the_bars_are_ratios_of_medians(results: Results) -> None:
 
 
 def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
-    results.put({"few": [50.0]}, {"few": fact(2.0, 0.01, 400.0)})
+    results.put({"few": row([50.0], 2.0, 0.01, 400.0)})
 
     (axes,) = figures(results)["speedup.png"].axes
 
@@ -320,7 +333,8 @@ def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
 
 def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp_path: Path) -> None:
     made = Results(tmp_path)
-    made.put({BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}, {})
+    columns = {BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}
+    made.put({name: row(column) for name, column in columns.items()})
 
     drawn = figures(made)
 
@@ -374,7 +388,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(request: pytest.FixtureRe
 def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
     odd = Results(tmp_path)
     names = ["_hidden", "$x$", "a_b^c", "日本", "back\\slash", "%s {0}", "x" * 200]
-    odd.put({BASELINE: [9.0], **{name: [3.0] for name in names}}, {})
+    odd.put({BASELINE: row([9.0]), **{name: row([3.0]) for name in names}})
 
     drawn = figures(odd)
 
@@ -386,25 +400,23 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
-        st.sampled_from([BASELINE, "a", "b", "up to b"]), st.lists(st.floats(1e-6, 1e9), max_size=70), min_size=1
+        st.sampled_from([BASELINE, "a", "b", "up to b"]),
+        st.lists(st.floats(1e-6, 1e9), min_size=1, max_size=70),
+        min_size=1,
     ),
-    st.recursive(
-        st.none() | st.booleans() | st.floats() | st.text(max_size=3),
-        lambda inner: (
-            st.lists(inner, max_size=2)
-            | st.dictionaries(st.sampled_from(["middle", "low", "high", "num", "inventory", "cpu", "devices"]), inner)
-        ),
-    ),
+    st.none() | st.builds(Ratio, st.floats(), st.floats(), st.floats(), st.integers()),
+    st.dictionaries(st.sampled_from(["inventory", "cpu"]), st.none() | st.text(max_size=3)),
 )
-def test_any_times_and_any_facts_can_be_drawn(tmp_path: Path, columns: dict[str, list[float]], odd: Any) -> None:
+def test_any_times_and_any_facts_can_be_drawn(
+    tmp_path: Path, columns: dict[str, list[float]], ratio: Ratio | None, hardware: dict[str, Any]
+) -> None:
     results = Results(tmp_path)
     results.reset()
-    keys = ("ratio", "members", "is_wrong", "device_name")
-    results.put(columns, {name: {"mode": "cumulative", **dict.fromkeys(keys, odd)} for name in columns})
-    if not any(columns.values()):
-        with pytest.raises(InputMissing):
-            figures(results)
-        return
+    results.put({name: LadderRow(outcome=TrialOutcome(ratio), updates_ms=tuple(ms)) for name, ms in columns.items()})
+    content = json.loads(results.json.read_text())
+    for each in content["techniques"].values():
+        each["hardware"] = hardware
+    results.json.write_text(json.dumps(content))
 
     for figure in figures(results).values():
         assert figure.axes

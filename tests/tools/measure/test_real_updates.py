@@ -22,7 +22,7 @@ def test_three_updates_tell_what_libraries_hold_and_how_fast_the_machine_is(
     monkeypatch.setenv("ACCEL_RUN_CACHE", str(tmp_path))
     said: list[str] = []
     lines = probe(Request(WORDS, TASK), said.append)
-    assert said == ["traces the model", "makes 3 updates"]
+    assert said == ["traces the model", "runs 3 updates"]
     assert [line.split()[0] for line in lines][:3] == ["3", "memory", "update"]
     assert lines[-1].endswith(str(tmp_path / FILE))
     ((name, found),) = corrections().items()

@@ -1,4 +1,4 @@
-"""Laws of the files of results: what was measured is never lost, and what is damaged is said and left alone."""
+"""Laws of the files of results: what was measured is never lost, and damaged results are reported and left alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,26 @@ from runner.commands.benchmark import run as benchmark
 from runner.durable import files
 from runner.durable.system import System
 from runner.tools.measure import results as module
-from runner.tools.measure.results import Results
+from runner.tools.measure.comparison_result import Numerics, TrialOutcome
+from runner.tools.measure.results import LadderRow, Results, Usage
+from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.suites import machine
 from runner.tools.measure.technique import is_name
 
 COLUMNS = {"baseline": [12.5, 12.25, 12.0], "bf16": [7.0, 6.125]}
-FACTS = {name: {"median_ms": column[0]} for name, column in COLUMNS.items()}
 HARDWARE = {"python": "3", "inventory": {}}
 
 names = st.text(min_size=1, max_size=12).filter(is_name)
-times = st.lists(st.floats(0, 1e9, exclude_min=True), max_size=6)
+times = st.lists(st.floats(0, 1e9, exclude_min=True), min_size=1, max_size=6)
 tables = st.dictionaries(names, times, max_size=5)
+
+
+def rows(columns: Mapping[str, Sequence[float]], mode: str = "") -> dict[str, LadderRow]:
+    return {name: LadderRow(mode, updates_ms=tuple(column)) for name, column in columns.items()}
+
+
+def columns(results: Results) -> dict[str, list[float]]:
+    return {name: list(row.updates_ms) for name, row in results.rows().items()}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +51,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     made = Results(tmp_path, "nmt-")
-    made.put(COLUMNS, FACTS)
+    made.put(rows(COLUMNS))
     return made
 
 
@@ -60,29 +69,40 @@ def fresh() -> Iterator[Any]:
 def test_what_is_put_is_read_again(fresh: Any) -> None:
     @settings(deadline=None)
     @given(tables)
-    def law(columns: dict[str, list[float]]) -> None:
+    def law(table: dict[str, list[float]]) -> None:
         results = fresh()
-        results.put(columns, {name: {"median_ms": 1.5} for name in columns})
+        results.put(rows(table))
 
-        assert results.columns() == columns
-        assert list(results.columns()) == list(columns)
-        assert results.facts()["techniques"].keys() == columns.keys()
+        assert columns(results) == table
+        assert list(columns(results)) == list(table)
 
     law()
 
 
-def test_a_technique_that_is_measured_again_takes_its_own_place_only(fresh: Any) -> None:
+def test_every_value_of_a_row_is_read_again(results: Results) -> None:
+    row = LadderRow(
+        "cumulative", ("tf32", "bf16"), 2.5,
+        TrialOutcome(Ratio(1.2, 1.1, 1.3, 9), Numerics(0.1, 0.2, 0.3, 0.4, 0.5, 0.6), "", 3.0, 70, 800),
+        Ratio(1.1, 1.0, 1.2, 8), 1.5, 0.5, Usage(0.25, 12.0, "flash", 3.5, "cuda:0", "a card"), (2.5, 2.25), "nmt",
+    )  # fmt: skip
+
+    results.put({"up to bf16": row})
+
+    found = results.rows()["up to bf16"]
+    assert found == LadderRow(**{**vars(row), "session": 2, "date": found.date, "hardware": HARDWARE})
+
+
+def test_a_technique_that_is_measured_again_replaces_only_its_column(fresh: Any) -> None:
     @settings(deadline=None)
     @given(tables, tables)
     def law(first: dict[str, list[float]], second: dict[str, list[float]]) -> None:
         results = fresh()
-        results.put(first, {name: {"by": "first"} for name in first})
-        results.put(second, {name: {"by": "second"} for name in second})
+        results.put(rows(first, "first"))
+        results.put(rows(second, "second"))
 
-        assert results.columns() == first | second
-        assert list(results.columns()) == list(first | second)
-        told = results.facts()["techniques"]
-        assert {name: each["by"] for name, each in told.items()} == {
+        assert columns(results) == first | second
+        assert list(columns(results)) == list(first | second)
+        assert {name: row.mode for name, row in results.rows().items()} == {
             name: "second" if name in second else "first" for name in first | second
         }
 
@@ -100,13 +120,13 @@ def test_each_technique_keeps_the_day_and_the_machine_it_was_measured_on(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "hardware", lambda: {"python": "4"})
-    results.put({"bf16": [5.0]}, {"bf16": {"median_ms": 5.0}})
+    results.put(rows({"bf16": [5.0]}))
 
-    facts = results.facts()
+    found = results.rows()
 
-    assert facts["hardware"] == facts["techniques"]["bf16"]["hardware"] == {"python": "4"}
-    assert facts["techniques"]["baseline"]["hardware"] == HARDWARE
-    assert facts["date"] == facts["techniques"]["bf16"]["date"]
+    assert found["bf16"].hardware == {"python": "4"}
+    assert found["baseline"].hardware == HARDWARE
+    assert found["bf16"].date >= found["baseline"].date > ""
 
 
 def test_hardware_names_machine_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,36 +140,21 @@ def test_hardware_names_machine_and_versions(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_json_is_strict_where_an_interval_has_no_end(results: Results) -> None:
-    results.put({"two": [1.0]}, {"two": {"ratio": {"low": 0.0, "high": float("inf"), "each": (float("nan"),)}}})
+    results.put({"two": LadderRow(outcome=TrialOutcome(Ratio(2.0)), updates_ms=(1.0,))})
 
     def refuse(word: str) -> None:
         raise AssertionError(word)
 
     json.loads(results.json.read_text(encoding="utf-8"), parse_constant=refuse)
-    assert results.facts()["techniques"]["two"]["ratio"] == {"low": 0.0, "high": None, "each": [None]}
+    assert results.rows()["two"].outcome.ratio == Ratio(2.0, 0.0, float("inf"), 0)
 
 
-def test_facts_are_not_told_of_a_column_that_has_changed_since(results: Results) -> None:
-    results.csv.write_text(results.csv.read_text(encoding="utf-8").replace("6.125", "5.125"), encoding="utf-8")
+def test_the_csv_is_written_and_not_read(results: Results) -> None:
+    results.csv.write_bytes(b"\x00")
 
-    assert results.facts()["techniques"].keys() == {"baseline"}
-    results.put({"flash": [1.0]}, {})
-    assert results.columns()["bf16"] == [7.0, 5.125]
-
-
-def test_a_csv_that_a_spreadsheet_has_saved_is_read(results: Results) -> None:
-    text = results.csv.read_text(encoding="utf-8")
-    results.csv.write_bytes(b"\xef\xbb\xbf" + text.replace("12.0,", '"12",').replace("\n", "\r\n").encode())
-
-    assert results.columns() == COLUMNS
-    assert results.facts()["techniques"].keys() == COLUMNS.keys()
-
-
-def test_times_without_the_json_are_results(results: Results) -> None:
-    results.json.unlink()
-
-    assert results.columns() == COLUMNS
-    assert results.facts() == {"techniques": {}}
+    assert columns(results) == COLUMNS
+    results.put(rows({"flash": [1.0]}))
+    assert results.csv.read_text().startswith("step,baseline,bf16,flash\n")
 
 
 # ---------------------------------------------------------------- init, reset, clean
@@ -162,8 +167,7 @@ def test_init_makes_a_csv_with_the_column_step(tmp_path: Path) -> None:
     results.init()  # nothing is lost by a second one
 
     assert results.csv.read_text(encoding="utf-8") == "step\n"
-    assert results.columns() == {}
-    assert results.facts()["techniques"] == {}
+    assert results.rows() == {}
 
 
 def test_init_keeps_results_and_says_what_loses_them(results: Results) -> None:
@@ -175,15 +179,13 @@ def test_init_keeps_results_and_says_what_loses_them(results: Results) -> None:
     assert results.csv.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", [b"step,a\n1,2\n", b"\x00\xff", b""])
-def test_reset_begins_anew_whatever_there_was(results: Results, content: bytes) -> None:
-    results.csv.write_bytes(content)
-    results.json.write_text("{", encoding="utf-8")
+@pytest.mark.parametrize("content", [b"{}", b"\x00\xff", b""])
+def test_reset_empties_the_table_whatever_there_was(results: Results, content: bytes) -> None:
+    results.json.write_bytes(content)
 
     results.reset()
 
-    assert results.columns() == {}
-    assert results.facts()["techniques"] == {}
+    assert results.rows() == {}
 
 
 def test_clean_removes_what_was_written_here_and_nothing_else(results: Results) -> None:
@@ -228,102 +230,61 @@ def test_a_prefix_does_not_leave_the_folder(tmp_path: Path, prefix: str) -> None
 # ---------------------------------------------------------------- what is damaged, or not there
 
 
-def test_no_results_yet_is_said_with_what_makes_them(tmp_path: Path) -> None:
-    for ask in (Results(tmp_path).columns, Results(tmp_path).facts):
-        with pytest.raises(InputMissing, match="run the techniques first: accel-run benchmark") as told:
-            ask()
-        assert told.value.exit_code == Exit.NO_INPUT
+def test_without_results_the_command_that_creates_them_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputMissing, match="accel-run benchmark") as told:
+        Results(tmp_path).rows()
+    assert told.value.exit_code == Exit.NO_INPUT
 
 
-DAMAGED = {
-    b"": ("line 1", "must begin with step"),
-    b"\n1,2\n": ("line 1", "must begin with step"),
-    b"baseline\n1.0\n": ("line 1", "must be step, but is baseline"),
-    b"step;baseline\n1;2\n": ("line 1", "must be step, but is step;baseline"),
-    b"step,a,a\n1,2,3\n": ("line 1, column a", "is there 2 times"),
-    b"step,a,step\n1,2,3\n": ("line 1, column step", "name of a technique"),
-    b"step,a,\n1,2,3\n": ("line 1, column without a name", "name of a technique"),
-    b"step,a\n1,2\n2,fast\n": ("line 3, column a", "must be milliseconds above 0, but is fast"),
-    b"step,a,b\n1,2,nan\n": ("line 2, column b", "but is nan"),
-    b"step,a\n1,inf\n": ("line 2, column a", "but is inf"),
-    b"step,a\n1,1e999\n": ("line 2, column a", "but is 1e999"),
-    b"step,a\n1,-3\n": ("line 2, column a", "but is -3"),
-    b"step,a\n1,0\n": ("line 2, column a", "but is 0"),
-    b'step,a\n1,"2,5"\n': ("line 2, column a", "but is 2,5"),
-    b"step,a,b\n1,2,3\n2,2\n": ("line 3", "must have 3 cells, but has 2"),
-    b"step,a\n1,2,5\n": ("line 2", "must have 2 cells, but has 3"),
-    b"step,a,b\n1,2,3\n2,,3\n3,4,3\n": ("line 4, column a", "must be empty"),
-    b"step,a\n1,2\n3,2\n": ("line 3, column step", "must be 2, but is 3"),
-    b"step,a\n,2\n": ("line 2, column step", "must be 1, but is empty"),
-    b"step,a\n1,\xff\xfe\n": ("line 2", "must be text in UTF-8"),
-    b"\x89PNG\r\n\x1a\n\x00\x00": ("line 1", "must be text in UTF-8"),
-    b'step,a\n1,"2\n': ("line 2", "cannot be read as CSV"),
-    b"step,a\n1,\x00\n": ("line 2, column a", "but is"),
-}
+EARLIER = b'{"techniques": {"bf16": {"mode": "isolated", "sha256": "0"}}}'
+DAMAGED = [
+    b"", b"{", b"[]", b"{}", b'{"techniques": []}', b'{"techniques": {"a": 1}}', b"\xff", b"[" * 100_000, EARLIER,
+    b'{"techniques": {"a": {"updates_ms": []}}}', b'{"techniques": {"a": {"updates_ms": [1, "2"]}}}',
+    b'{"techniques": {"a": {"updates_ms": [0.0]}}}', b'{"techniques": {"a": {"updates_ms": [-3]}}}',
+    b'{"techniques": {"a": {"updates_ms": [1e999]}}}', b'{"techniques": {"step": {"updates_ms": [1]}}}',
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=repr)
-def test_a_damaged_csv_is_refused_with_its_place_and_left_as_it_is(results: Results, content: bytes) -> None:
-    where, what = DAMAGED[content]
-    results.csv.write_bytes(content)
-    told = results.json.read_bytes()
-
-    for ask in (results.columns, results.facts, results.init, lambda: results.put({"flash": [1.0]}, {})):
-        with pytest.raises(DataError) as refused:
-            ask()
-        problem = refused.value.problems[0]
-        assert refused.value.exit_code == Exit.BAD_DATA
-        assert what in problem.what
-        assert problem.where == f"{results.csv}, {where}"
-        assert "editor" in problem.fix
-        assert "reset" in problem.fix
-
-    assert results.csv.read_bytes() == content
-    assert results.json.read_bytes() == told
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"{}", b'{"techniques": []}', b'{"techniques": {"a": 1}}', b"\xff", b"[" * 100_000]
-)
-def test_a_damaged_json_is_refused_and_nothing_is_changed(results: Results, content: bytes) -> None:
+def test_damaged_results_are_refused_and_nothing_is_changed(results: Results, content: bytes) -> None:
     results.json.write_bytes(content)
     before = results.csv.read_bytes()
 
-    for ask in (results.facts, lambda: results.put({"flash": [1.0]}, {})):
-        with pytest.raises(DataError, match="remove it") as refused:
+    for ask in (results.rows, results.init, lambda: results.put(rows({"flash": [1.0]}))):
+        with pytest.raises(DataError, match="reset") as refused:
             ask()
         assert refused.value.problems[0].where == str(results.json)
+        assert refused.value.exit_code == Exit.BAD_DATA
 
-    assert results.columns() == COLUMNS
     assert (results.csv.read_bytes(), results.json.read_bytes()) == (before, content)
 
 
-def test_any_bytes_are_read_or_refused_in_words(fresh: Any) -> None:
-    cells = st.sampled_from(
-        [b"step", b"a", b"1", b"2", b",", b"\n", b"\r", b'"', b"", b"1.5", b"-", b"nan", b"\x00", b"\xff"]
-    )
+def test_any_json_is_read_or_refused(fresh: Any) -> None:
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    keys = st.sampled_from(["techniques", "a", "updates_ms", "ratio", "middle", "numerics", "members", "session"])
+    values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4))
 
     @settings(deadline=None, max_examples=300)
-    @given(st.lists(cells | st.binary(max_size=3), max_size=20).map(b"".join))
-    def law(content: bytes) -> None:
+    @given(values)
+    def law(row: Any) -> None:
         results = fresh()
         results.init()
-        results.csv.write_bytes(content)
+        results.json.write_text(json.dumps({"techniques": {"a": row}}))
         try:
-            columns = results.columns()
+            found = results.rows()
         except DataError:
             return
-        results.put({}, {})
-        assert results.columns() == columns
+        results.put({})
+        assert results.rows() == found
 
     law()
 
 
 def test_what_is_no_file_is_refused_in_words(results: Results) -> None:
-    results.csv.unlink()
-    results.csv.symlink_to(results.folder / "elsewhere")
+    results.json.unlink()
+    results.json.symlink_to(results.folder / "elsewhere")
 
-    for ask in (results.columns, lambda: results.put(COLUMNS, FACTS)):
+    for ask in (results.rows, lambda: results.put(rows(COLUMNS))):
         with pytest.raises(StorageError, match="link"):
             ask()
 
@@ -352,27 +313,26 @@ class Failing:
 def test_a_disk_that_fails_leaves_the_old_column_or_the_new(
     results: Results, monkeypatch: pytest.MonkeyPatch, call: str, at: int
 ) -> None:
-    before = results.columns()
+    before = columns(results)
     with monkeypatch.context() as patched:
         failing, is_full = Failing(patched, call, at), False
         try:
-            results.put({"bf16": [3.0], "flash": [4.0]}, {"bf16": {"median_ms": 3.0}})
+            results.put(rows({"bf16": [3.0], "flash": [4.0]}, "again"))
         except StorageError as error:
             is_full = "full" in str(error)
         assert is_full == failing.has_failed
 
-    columns, told = results.columns(), results.facts()["techniques"]
-    assert columns in (before, before | {"bf16": [3.0], "flash": [4.0]})
-    assert told["baseline"]["median_ms"] == 12.5
-    assert told.get("bf16", {}).get("median_ms", columns["bf16"][0]) == columns["bf16"][0]
-    results.put({"bf16": [3.0]}, {})
-    assert results.columns()["baseline"] == COLUMNS["baseline"]
+    found = columns(results)
+    assert found in (before, before | {"bf16": [3.0], "flash": [4.0]})
+    assert (results.rows()["bf16"].mode == "again") == (found != before)
+    results.put(rows({"bf16": [3.0]}))
+    assert columns(results)["baseline"] == COLUMNS["baseline"]
 
 
 def _put_many(folder: Path, name: str) -> None:
     module.hardware = lambda: HARDWARE  # type: ignore[assignment]
     for number in range(10):
-        Results(folder).put({f"{name}{number}": [1.0 + number]}, {f"{name}{number}": {"of": name}})
+        Results(folder).put(rows({f"{name}{number}": [1.0 + number]}))
 
 
 def test_processes_that_write_at_once_lose_no_column(tmp_path: Path) -> None:
@@ -385,8 +345,7 @@ def test_processes_that_write_at_once_lose_no_column(tmp_path: Path) -> None:
 
     assert [each.exitcode for each in writers] == [0] * 4
     expected = {f"{name}{number}": [1.0 + number] for name in "abcd" for number in range(10)}
-    assert Results(tmp_path).columns() == expected
-    assert Results(tmp_path).facts()["techniques"].keys() == expected.keys()
+    assert columns(Results(tmp_path)) == expected
 
 
 def test_a_lock_that_is_not_given_back_is_said(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,9 +353,9 @@ def test_a_lock_that_is_not_given_back_is_said(results: Results, monkeypatch: py
     lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
     try:
         with pytest.raises(RunInUse, match="process 4711 is changing them"):
-            results.put({"flash": [1.0]}, {})
+            results.put(rows({"flash": [1.0]}))
     finally:
         lock.release()
 
-    results.put({"flash": [1.0]}, {})
-    assert results.columns() == COLUMNS | {"flash": [1.0]}
+    results.put(rows({"flash": [1.0]}))
+    assert columns(results) == COLUMNS | {"flash": [1.0]}

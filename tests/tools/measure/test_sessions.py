@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from runner.tools.measure import results as module
 from runner.tools.measure.plots import figures
-from runner.tools.measure.results import Results, session_baseline
+from runner.tools.measure.results import LadderRow, Results, session_baseline
 from runner.tools.measure.technique import BASELINE
 
 pytest.importorskip("matplotlib")
@@ -41,8 +39,12 @@ def measure(folder: Path, run: int, names: set[str], *, is_main: bool, in_stages
     stages = [[BASELINE, *sorted(names)[:1]], sorted(names)[1:]] if in_stages else [[BASELINE, *sorted(names)]]
     session = None
     for stage in filter(None, stages):
-        columns = {name: times(run, name) for name in stage}
-        session = Results(folder).put(columns, {name: {"run": run} for name in stage}, session=session, is_main=is_main)
+        rows = {name: LadderRow(str(run), updates_ms=tuple(times(run, name))) for name in stage}
+        session = Results(folder).put(rows, session=session, is_main=is_main)
+
+
+def columns_of(rows: dict[str, LadderRow]) -> dict[str, list[float]]:
+    return {name: list(row.updates_ms) for name, row in rows.items()}
 
 
 def run_of(column: list[float]) -> int:
@@ -64,16 +66,15 @@ def test_every_column_has_the_baseline_of_its_own_run_beside_it(given_runs: list
             measure(folder, run, names, is_main=is_main, in_stages=in_stages)
             newest |= dict.fromkeys(names, run)
         results = Results(folder)
-        columns, sessions = results.columns(), results.sessions()
+        rows = results.rows()
+        columns, sessions = columns_of(rows), {name: row.session for name, row in rows.items()}
 
         assert {name: run_of(columns[name]) for name in newest} == newest, "what was measured last is there"
         for name in newest:
             names = [BASELINE, session_baseline(sessions[name])]
             (own,) = [columns[each] for each in names if sessions.get(each) == sessions[name]]
             assert statistics.median(own) / statistics.median(columns[name]) == pytest.approx(2 + NAMES.index(name))
-        told = results.facts()["techniques"]
-        assert all(10.0 ** told[name]["run"] == times(told[name]["run"], BASELINE)[0] for name in columns)
-        assert all(told[name]["run"] == run_of(columns[name]) for name in columns)
+        assert all(row.mode == str(run_of(columns[name])) for name, row in rows.items())
 
 
 @settings(deadline=None, max_examples=8)
@@ -88,7 +89,7 @@ def test_no_axes_show_times_of_two_runs_and_bars_are_against_the_own_baseline(
         for run, (names, is_main, in_stages) in enumerate(given_runs):
             measure(folder, run, names, is_main=is_main, in_stages=in_stages)
         results = Results(folder)
-        drawn, columns = figures(results), results.columns()
+        drawn, columns = figures(results), columns_of(results.rows())
 
         shown = [lines_of(axes) for axes in drawn["steps.png"].axes]
         assert sorted(line for lines in shown for line in lines) == sorted(columns.values())
@@ -103,54 +104,12 @@ def test_no_axes_show_times_of_two_runs_and_bars_are_against_the_own_baseline(
             assert lengths == pytest.approx(of_techniques | {BASELINE: 1.0})
 
 
-def of_version_0_1(folder: Path, dates: dict[str, str]) -> Results:
-    """Return results without sessions: one date per column, as they were kept before there were any."""
-    results = Results(folder)
-    modes = {BASELINE: BASELINE, "up to compile": "cumulative", "best": "best"}
-    results.put({name: [1.0] for name in dates}, {name: {"mode": modes.get(name, "isolated")} for name in dates})
-    content = json.loads(results.json.read_text())
-    for name, each in content["techniques"].items():
-        each["date"] = dates[name]
-        del each["session"]
-    results.json.write_text(json.dumps(content))
-    return results
-
-
-def test_results_without_sessions_are_read_and_a_technique_of_another_day_is_told_apart(tmp_path: Path) -> None:
-    first, stage, later = "2026-01-01 10:00 UTC", "2026-01-01 10:05 UTC", "2026-01-02 10:00 UTC"
-    dates = {BASELINE: first, "compile": first, "bf16": later, "up to compile": stage, "best": stage}
-    results = of_version_0_1(tmp_path, dates)
-
-    assert results.sessions() == {BASELINE: 1, "compile": 1, "bf16": 2, "up to compile": 1, "best": 1}
-    assert len(figures(results)["steps.png"].axes) == 2
-    results.put({BASELINE: [9.0], "fused": [3.0]}, {}, is_main=False)
-    assert results.sessions() == {
-        BASELINE: 1, "compile": 1, "bf16": 2, "up to compile": 1, "best": 1, session_baseline(3): 3, "fused": 3,
-    }  # fmt: skip
-    assert results.columns()[BASELINE] == [1.0]
-
-
-def test_columns_of_which_nothing_is_known_are_drawn_together(tmp_path: Path) -> None:
-    (tmp_path / "results.csv").write_text("step,baseline,bf16\n1,4.0,2.0\n")
-    results = Results(tmp_path)
-
-    assert set(results.sessions().values()) == {1}
-    assert len(figures(results)["steps.png"].axes) == 1
-
-
-def test_a_column_corrected_in_a_spreadsheet_stays_in_its_session(tmp_path: Path) -> None:
-    results = Results(tmp_path)
-    for _ in range(2):
-        results.put({BASELINE: [4.0], "bf16": [2.0]}, {}, is_main=False)
-    results.csv.write_text(results.csv.read_text().replace("2.0", "2.5"))
-
-    assert results.sessions()["bf16"] == 2
-
-
 def test_a_baseline_goes_when_no_column_of_its_session_is_left(tmp_path: Path) -> None:
     results = Results(tmp_path)
     for number in range(3):
-        results.put({BASELINE: [4.0 + number], "bf16": [2.0]}, {}, is_main=False)
+        rows = {BASELINE: LadderRow(updates_ms=(4.0 + number,)), "bf16": LadderRow(updates_ms=(2.0,))}
+        results.put(rows, is_main=False)
 
-    assert list(results.columns()) == [BASELINE, "bf16", session_baseline(3)]
-    assert list(itertools.chain(*(results.columns()[name] for name in (BASELINE, session_baseline(3))))) == [4.0, 6.0]
+    found = columns_of(results.rows())
+    assert list(found) == [BASELINE, "bf16", session_baseline(3)]
+    assert (found[BASELINE], found[session_baseline(3)]) == ([4.0], [6.0])

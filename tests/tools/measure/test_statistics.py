@@ -8,8 +8,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.statistics import CONFIDENCE, ProcessSpread, Ratio, as_many_as, between, paired, student
+from runner.tools.measure.comparison_result import Block, ComparisonResult, Variant, VariantResult
+from runner.tools.measure.statistics import (
+    CONFIDENCE,
+    ProcessSpread,
+    Ratio,
+    between,
+    effective_processes,
+    paired,
+    student,
+)
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
 
@@ -112,8 +120,12 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
     for at in range(num_cells):
         own = np.repeat(rng.normal(0.0, sigma, lives), each)
         blocks = 10 * np.exp(speed + own + noise(rng, each * lives))
-        made_by = {number: 100 * at + number // each for number in range(each * lives)}
-        cells.append(VariantResult(Variant(f"cell {at}"), dict(enumerate(blocks.tolist())), made_by=made_by))
+        cells.append(
+            VariantResult(
+                Variant(f"variant {at}"),
+                {n: Block(ms, process=1 + 100 * at + n // each) for n, ms in enumerate(blocks.tolist())},
+            )
+        )
     return ComparisonResult(cells, "interleaved")
 
 
@@ -128,7 +140,7 @@ def test_the_interval_holds_what_processes_that_do_the_same_differ_by(
     sigma: float, lives: int, each: int, num_cells: int, noise: Draw
 ) -> None:
     found = [
-        trials.ratio(trials.cells[1])
+        trials.ratio(trials.variants[1])
         for trials in (in_processes(seed, num_cells, lives, sigma, noise, each) for seed in range(200))
     ]
 
@@ -139,9 +151,9 @@ def test_the_interval_holds_what_processes_that_do_the_same_differ_by(
 def test_without_the_spread_between_processes_the_interval_would_be_too_narrow() -> None:
     made = [in_processes(seed, 5, 2, 0.014, spiky) for seed in range(200)]
     for trials in made:
-        for cell in trials.cells:
-            cell.made_by.clear()
-    found = [trials.ratio(trials.cells[1]) for trials in made]
+        for cell in trials.variants:
+            cell.blocks = {number: Block(block.ms) for number, block in cell.blocks.items()}
+    found = [trials.ratio(trials.variants[1]) for trials in made]
 
     assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) < 0.8
 
@@ -169,11 +181,10 @@ def test_some_of_the_cells_may_begin_anew() -> None:
     squares = freedom = 0.0
     for seed in range(300):
         trials = in_processes(seed, 3, 2, 0.02, lambda rng, num: rng.normal(0.0, 1e-4, num))
-        kept = trials.cells[2]
+        kept = trials.variants[2]
         rng = np.random.default_rng(seed)
         speed = np.exp(np.cumsum(rng.normal(0.0, 0.05, 16)))
-        kept.blocks_ms = {number: 10 * float(speed[number]) for number in range(16)}
-        kept.made_by = dict.fromkeys(range(16), 7)
+        kept.blocks = {number: Block(10 * float(speed[number]), process=7) for number in range(16)}
         squares += trials.own_spread.squares
         freedom += trials.own_spread.freedom
 
@@ -188,28 +199,28 @@ def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> N
 def test_a_round_that_the_deadline_cut_loses_nothing_of_those_before() -> None:
     trials = in_processes(0, 3, 2, 0.02, quiet)
     whole = trials.own_spread
-    trials.cells[0].blocks_ms[16], trials.cells[0].made_by[16] = 10.0, 1
+    trials.variants[0].blocks[16] = Block(10.0, process=2)
 
     assert trials.own_spread == whole
 
 
 def test_a_cell_that_has_hardly_played_is_left_out_and_the_others_tell() -> None:
     trials = in_processes(0, 4, 2, 0.02, quiet)
-    three = ComparisonResult(trials.cells[:3], "interleaved").own_spread
+    three = ComparisonResult(trials.variants[:3], "interleaved").own_spread
     for number in range(10, 16):
-        del trials.cells[3].blocks_ms[number], trials.cells[3].made_by[number]
+        del trials.variants[3].blocks[number]
 
     assert trials.own_spread == three
 
 
 def test_a_block_of_no_time_poisons_nothing() -> None:
     trials = in_processes(0, 3, 2, 0.01, quiet)
-    trials.cells[1].blocks_ms[3] = 0.0
+    trials.variants[1].blocks[3] = Block(0.0, process=101)
 
     assert trials.spread.sigma < 0.1
 
 
 def test_a_process_of_few_blocks_counts_less() -> None:
-    assert as_many_as([1, 1, 2, 2]) == 2
-    assert as_many_as([1, 1, 1, 1]) == 1
-    assert as_many_as([1, 1, 1, 2]) == pytest.approx(1.6)
+    assert effective_processes([1, 1, 2, 2]) == 2
+    assert effective_processes([1, 1, 1, 1]) == 1
+    assert effective_processes([1, 1, 1, 2]) == pytest.approx(1.6)

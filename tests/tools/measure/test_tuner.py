@@ -24,15 +24,24 @@ from runner.plan.planner import make_plan
 from runner.records.evidence import Evidence
 from runner.tools.measure import tune_axes as tuning_axes
 from runner.tools.measure import tuner as tuning
+from runner.tools.measure.candidates import Candidate, Tried
 from runner.tools.measure.compare import CompareLimits, Comparison
-from runner.tools.measure.comparison_result import NO_TIME, UNTRIED, ComparisonResult, Variant, VariantResult
+from runner.tools.measure.comparison_result import BASELINE_NAME as AS_IT_IS
+from runner.tools.measure.comparison_result import (
+    NO_TIME,
+    UNTRIED,
+    Block,
+    ComparisonResult,
+    Startup,
+    TrialOutcome,
+    Variant,
+    VariantResult,
+)
 from runner.tools.measure.facts import Facts
 from runner.tools.measure.hardware_profile import write_profile
-from runner.tools.measure.rules import Candidate
 from runner.tools.measure.statistics import Ratio
-from runner.tools.measure.tried import Tried
-from runner.tools.measure.tune_axes import AXES, TuneCandidate, TuneTarget, Words, is_mechanics
-from runner.tools.measure.tuner import AS_IT_IS, PROOF, TuneAxis, Tuned, TuneResult, as_json, profile_of, search
+from runner.tools.measure.tune_axes import AXES, Offer, Overrides, TuneTarget, is_mechanics
+from runner.tools.measure.tuner import PROOF, TuneAxis, Tuned, TuneResult, as_json, profile_of, search
 from runner.tools.measure.variant_process import TrainingVariant as Live
 
 PLANTED = Path(__file__).parent / "planted"
@@ -52,7 +61,7 @@ class FakeArena:
     wrong    words whose losses are others
     """
 
-    ms: Callable[[Words], float]
+    ms: Callable[[Overrides], float]
     noise: float = 0.0
     opening_s: float = 1.0
     fails: Mapping[str, str] = field(default_factory=dict)
@@ -73,9 +82,9 @@ class FakeArena:
         deadline, trials = self.now + limits.budget_s, ComparisonResult([], "interleaved")
         for cell in cells:
             opened = {"values": {}, "periods": {}, "updates": self.updates}
-            measured = VariantResult(cell, start_s=self.opening_s, opened=opened)
-            trials.cells.append(measured)
-            if deadline - self.now < limits.budget_s / 2 + self.opening_s and len(trials.cells) > 2:
+            measured = VariantResult(cell, startup=Startup(self.opening_s), opened=opened)
+            trials.variants.append(measured)
+            if deadline - self.now < limits.budget_s / 2 + self.opening_s and len(trials.variants) > 2:
                 measured.why_not, trials.needs_s = UNTRIED, 2 * self.opening_s * len(cells)
                 continue
             self.now += self.opening_s
@@ -86,10 +95,10 @@ class FakeArena:
                 raise AccelRunError(measured.why_not)
         least, most = limits.rounds
         for number in range(most):
-            for measured in trials.cells:
+            for measured in trials.variants:
                 if not measured.why_not:
                     self.now += BLOCK_S
-                    measured.blocks_ms[number] = self.ms(measured.cell.overrides) * self._noisy()
+                    measured.blocks[number] = Block(self.ms(measured.variant.overrides) * self._noisy())
             is_enough = number + 1 >= least and (number + 1 - least) % LOOK_EVERY == 0 and _are_narrow(trials)
             if is_enough or (number + 1 >= 3 and self.now > deadline):
                 break
@@ -100,14 +109,14 @@ class FakeArena:
 
 
 def _are_narrow(trials: ComparisonResult) -> bool:
-    ratios = [trials.ratio(measured) for measured in trials.cells[1:]]
+    ratios = [trials.ratio(measured) for measured in trials.variants[1:]]
     return all(ratio is None or ratio.is_narrow for ratio in ratios)
 
 
-def speeds(**factors: float) -> Callable[[Words], float]:
+def speeds(**factors: float) -> Callable[[Overrides], float]:
     """Return the milliseconds of words, each of which takes so many times as long."""
 
-    def ms(words: Words) -> float:
+    def ms(words: Overrides) -> float:
         found = BASE_MS
         for word in words:
             found *= factors.get(word.replace("=", "_"), 1.0)
@@ -118,7 +127,7 @@ def speeds(**factors: float) -> Callable[[Words], float]:
 
 def axis(name: str, *values: str, alone: bool = False) -> TuneAxis:
     candidates = tuple(Candidate((f"{name}={value}",)) for value in values)
-    return TuneAxis(name, lambda _: TuneCandidate(candidates), alone=alone)
+    return TuneAxis(name, lambda _: Offer(candidates), alone=alone)
 
 
 THREE = [axis("a", "1", "2", "3", "4", "5"), axis("b", "1", "2"), axis("c", "1")]
@@ -133,10 +142,10 @@ def test_the_best_of_every_axis_is_found() -> None:
 
     found = searched(arena, THREE)
 
-    assert found.words == ("a=4", "b=2")
+    assert found.overrides == ("a=4", "b=2")
     assert found.proof is not None
-    assert found.proof.ratio is not None
-    assert found.proof.ratio.middle == pytest.approx(1 / (0.7 * 0.95))
+    assert found.proof.outcome.ratio is not None
+    assert found.proof.outcome.ratio.middle == pytest.approx(1 / (0.7 * 0.95))
     assert [each.candidate.name for each in found.adopted] == ["a=4", "b=2"]
     assert {each.candidate.name for each in found.tried} == {"a=1", "a=2", "a=3", "a=4", "a=5", "b=1", "b=2", "c=1"}
 
@@ -156,8 +165,8 @@ def test_without_noise_what_is_found_is_the_best_to_within_what_matters(
     found = searched(FakeArena(ms), THREE)
 
     best = BASE_MS * min(1.0, *of_a) * min(1.0, *of_b) * min(1.0, of_c)
-    assert ms(found.words) <= best * 1.011**3
-    assert ms(found.words) <= BASE_MS
+    assert ms(found.overrides) <= best * 1.011**3
+    assert ms(found.overrides) <= BASE_MS
 
 
 def test_on_a_noisy_machine_nothing_slower_is_ever_found_and_what_helps_almost_always() -> None:
@@ -165,19 +174,19 @@ def test_on_a_noisy_machine_nothing_slower_is_ever_found_and_what_helps_almost_a
     found_it = 0
     for seed in range(8):
         found = searched(FakeArena(helps, noise=0.08, seed=seed), THREE)
-        assert helps(found.words) <= BASE_MS
-        found_it += "a=3" in found.words
-        assert none(searched(FakeArena(none, noise=0.08, seed=seed), THREE).words) <= BASE_MS
+        assert helps(found.overrides) <= BASE_MS
+        found_it += "a=3" in found.overrides
+        assert none(searched(FakeArena(none, noise=0.08, seed=seed), THREE).overrides) <= BASE_MS
     assert found_it >= 7
 
 
 def test_what_helps_alone_and_harms_beside_the_best_is_not_taken() -> None:
-    def ms(words: Words) -> float:
+    def ms(words: Overrides) -> float:
         alone = {"a=1": 0.7, "b=1": 0.8}
         both = {"a=1", "b=1"} <= set(words)
         return BASE_MS * (1.3 if both else min([1.0, *(alone.get(word, 1.0) for word in words)]))
 
-    assert searched(FakeArena(ms), [axis("a", "1"), axis("b", "1")]).words == ("a=1",)
+    assert searched(FakeArena(ms), [axis("a", "1"), axis("b", "1")]).overrides == ("a=1",)
 
 
 def test_what_looked_better_only_while_it_was_chosen_is_not_in_the_profile() -> None:
@@ -188,8 +197,8 @@ def test_what_looked_better_only_while_it_was_chosen_is_not_in_the_profile() -> 
 
     assert [each.candidate.name for each in found.adopted] == ["a=1"]
     assert found.proof is not None
-    assert found.words == ()
-    assert "no clear change" in found.proof.reason
+    assert found.overrides == ()
+    assert "no clear change" in found.proof.outcome.reason
 
 
 def test_the_proof_is_made_of_rounds_of_its_own_against_the_settings_as_they_are() -> None:
@@ -200,13 +209,14 @@ def test_the_proof_is_made_of_rounds_of_its_own_against_the_settings_as_they_are
     assert [(cell.name, cell.overrides) for cell in arena.calls[-1]] == [(AS_IT_IS, ()), ("a=4 b=2", ("a=4", "b=2"))]
 
 
-def test_each_rung_has_half_of_the_candidates_and_the_best_that_is_known() -> None:
+def test_the_best_of_an_axis_is_compared_once_more_with_the_best_that_is_known() -> None:
+    """Only what new rounds find, too, is adopted. A single candidate was chosen from nothing."""
     arena = FakeArena(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
 
     searched(arena, THREE)
 
-    assert [len(cells) - 1 for cells in arena.calls[:3]] == [5, 2, 1]
-    assert [cells[0].overrides for cells in arena.calls] == [(), (), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
+    assert [len(cells) - 1 for cells in arena.calls] == [5, 1, 2, 1, 1, 1]
+    assert [cells[0].overrides for cells in arena.calls] == [(), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
 
 
 def test_what_fails_or_computes_something_else_is_dropped_with_its_reason() -> None:
@@ -216,8 +226,8 @@ def test_what_fails_or_computes_something_else_is_dropped_with_its_reason() -> N
 
     found = searched(arena, THREE)
 
-    reasons = {each.candidate.name: each.reason for each in found.tried}
-    assert found.words == ("a=3",)
+    reasons = {each.candidate.name: each.outcome.reason for each in found.tried}
+    assert found.overrides == ("a=3",)
     assert (reasons["a=1"], reasons["c=1"]) == tuple(arena.fails.values())
     assert "computes something else" in reasons["a=2"]
 
@@ -229,15 +239,15 @@ def test_what_takes_longer_to_begin_than_it_saves_is_not_taken() -> None:
 
     def slow_to_begin(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
         trials = measure(cells, limits)
-        for cell in trials.cells[1:]:
-            cell.start_s += 30.0
+        for cell in trials.variants[1:]:
+            cell.startup.start_s += 30.0
         return trials
 
     arena.compare = slow_to_begin  # type: ignore[method-assign]
     found = searched(arena, [axis("a", "1")])
 
-    assert found.words == ()
-    assert "100 updates" in found.tried[0].reason
+    assert found.overrides == ()
+    assert "100 updates" in found.tried[0].outcome.reason
 
 
 @pytest.mark.parametrize("opening_s", [0.1, 2.0, 10.0])
@@ -250,11 +260,11 @@ def test_the_budget_is_kept_and_what_would_be_enough_is_said(budget_s: float, op
 
     one_turn_more = 3 * 8 * BLOCK_S  # three rounds are made in any case
     assert arena.now <= budget_s + one_turn_more
-    untried = [each for each in found.tried if each.why_not == UNTRIED]
+    untried = [each for each in found.tried if each.outcome.why_not == UNTRIED]
     assert bool(untried) == (found.needs_s > budget_s)
     if untried and budget_s == 600.0:
         enough = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
-        assert not [each for each in searched(enough, many, found.needs_s).tried if each.why_not == UNTRIED]
+        assert not [each for each in searched(enough, many, found.needs_s).tried if each.outcome.why_not == UNTRIED]
 
 
 def test_time_that_is_left_over_goes_to_what_was_not_tried() -> None:
@@ -264,9 +274,9 @@ def test_time_that_is_left_over_goes_to_what_was_not_tried() -> None:
 
     found = searched(arena, many, budget_s=70.0)
 
-    assert found.words == ("h=0",)
+    assert found.overrides == ("h=0",)
     assert arena.now <= 70.0
-    assert not [each for each in found.tried if each.is_untried]
+    assert not [each for each in found.tried if each.outcome.is_untried]
     assert found.needs_s == 0.0
     assert len({each.candidate.name for each in found.tried}) == len(found.tried) == 14
 
@@ -276,7 +286,7 @@ def test_a_candidate_for_which_there_is_never_time_ends_the_search() -> None:
 
     found = searched(arena, [axis("a", "1"), axis("b", "1")])
 
-    assert [each.candidate.name for each in found.tried if each.is_untried] == ["a=1"]
+    assert [each.candidate.name for each in found.tried if each.outcome.is_untried] == ["a=1"]
     assert len(arena.calls) <= 4
 
 
@@ -293,7 +303,7 @@ def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
     arena.compare = long  # type: ignore[method-assign]
     found = searched(arena, [axis("a", "1", "2", "3")], budget_s=40.0)
 
-    assert found.words == ("a=3",)
+    assert found.overrides == ("a=3",)
 
 
 def test_an_error_of_the_best_known_ends_nothing() -> None:
@@ -308,8 +318,8 @@ def test_an_error_of_the_best_known_ends_nothing() -> None:
     arena.compare = once  # type: ignore[method-assign]
     found = searched(arena, THREE)
 
-    assert found.words == ("a=4",)
-    assert {each.candidate.name: each.why_not for each in found.tried}["b=1"].startswith(killed)
+    assert found.overrides == ("a=4",)
+    assert {each.candidate.name: each.outcome.why_not for each in found.tried}["b=1"].startswith(killed)
 
 
 def test_cells_that_may_fill_the_memory_are_never_alive_together() -> None:
@@ -343,7 +353,7 @@ def place(*words: str, gpu: Device | None = None, task_file: Path | None = None,
     return TuneTarget(request, compose(request), inventory, facts, "train", attends=True)
 
 
-def offered(there: TuneTarget, words: Words = ()) -> dict[str, TuneCandidate]:
+def offered(there: TuneTarget, words: Overrides = ()) -> dict[str, Offer]:
     return {name: there.offers(name)(words) for name in AXES}
 
 
@@ -458,8 +468,8 @@ def test_samples_that_differ_when_read_again_are_not_kept() -> None:
 def test_who_reads_follows_from_what_was_found_before() -> None:
     there = place("task=gpt")
 
-    assert "samples are kept" in there.offers("readers")(("dataloader.cache=memory",)).left["readers"]
-    assert there.offers("read ahead")(()).left == {"read ahead": "nobody reads ahead"} or (
+    assert "samples are cached" in there.offers("readers")(("dataloader.cache=memory",)).left["readers"]
+    assert there.offers("read ahead")(()).left == {"read ahead": "nothing is prefetched"} or (
         "dataloader.depth" not in str(there.offers("read ahead")(()))
     )
     more = there.offers("read ahead")(("dataloader=thread",)).candidates
@@ -482,7 +492,7 @@ def test_a_thread_without_a_cache_is_no_reader_beside_one_worker() -> None:
 
 
 def tried(name: str, words: str, gain: float, width: float = 0.02) -> Tried:
-    return Tried(name, Candidate(tuple(words.split())), Ratio(gain, gain - width, gain + width, 12))
+    return Tried(name, Candidate(tuple(words.split())), TrialOutcome(Ratio(gain, gain - width, gain + width, 12)))
 
 
 WORKERS = tried("readers", "dataloader.num_workers=2", 1.3)
@@ -508,7 +518,12 @@ def test_a_profile_composes_and_holds_exactly_the_winner(tmp_path: Path, monkeyp
     changed = {key: value for key, value in composed.items() if plain.get(key) != value}
     assert changed == {"dataloader.num_workers": 2, "precision": "bf16", "precision.keep_fp32": [], "hardware": "mine"}
     text = file.read_text()
-    for words in ("accel-run tune on 20", "a processor", "+50 % [48, 52], 12 blocks", "compile=default: worse: -50 %"):
+    for words in (
+        "accel-run tune on 20",
+        "a processor",
+        "+50 % [48, 52], 12 interleaved blocks",
+        "compile=default: worse: -50 %",
+    ):
         assert words in text
 
 
@@ -517,7 +532,7 @@ def test_where_the_proof_fails_the_profile_holds_nothing_and_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plain = compose(Request(("task=gpt",))).flat()
-    for proof in (None, replace(BOTH, ratio=Ratio(1.1, 0.9, 1.3, 12))):
+    for proof in (None, replace(BOTH, outcome=TrialOutcome(Ratio(1.1, 0.9, 1.3, 12)))):
         file, _ = write_profile(profile_of(tuned(proof)), Request(("task=gpt",)), "mine")
 
         composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
@@ -547,7 +562,7 @@ def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_sta
     monkeypatch.chdir(tmp_path)
     file, _ = write_profile(profile_of(tuned(BOTH)), Request(), "good")
     before = file.read_bytes()
-    late = Tried("threads", Candidate(("backend.threads=1",)), None, why_not=UNTRIED)
+    late = Tried("threads", Candidate(("backend.threads=1",)), TrialOutcome(why_not=UNTRIED))
     nothing = replace(tuned(None), found=TuneResult((late,), needs_s=60.0))
     monkeypatch.setattr(tuning, "tune", lambda *_: nothing)
 
@@ -652,7 +667,7 @@ def test_time_that_passes_between_two_looks_at_the_clock_takes_no_candidate_away
         lambda _: None, lambda: arena.now + 1e-4 * next(looks),
     )  # fmt: skip
 
-    assert found.words == ("a=1",)
+    assert found.overrides == ("a=1",)
 
 
 # ---------------------------------------------------------------- what it takes to begin
@@ -667,7 +682,7 @@ def test_the_first_evaluation_is_looked_at_in_every_trial() -> None:
 
     found = search([axis("a", "1")], measure, 600.0, arena.opening_s, lambda _: None, arena.clock)
 
-    assert found.words == ("a=1",)
+    assert found.overrides == ("a=1",)
     assert len(seen) == 2
     assert all(limits.first_evaluation for limits in seen)
 
@@ -679,10 +694,10 @@ def test_a_model_that_is_compiled_again_for_evaluations_begins_later_by_that() -
         words = ("compile=default", "compile.backend=eager", "task.first_ms=50")
         found = arena.compare([Variant(AS_IT_IS), Variant("compiled", words)], limits, lambda _: None)
 
-    before, compiled = found.cells
-    assert (before.evaluation_s, compiled.why_not) == (0.0, "")
-    assert compiled.evaluation_s == pytest.approx(0.05)  # of the planted clock
-    assert compiled.opening_s > compiled.start_s + compiled.evaluation_s
+    before, compiled = found.variants
+    assert (before.startup.evaluation_s, compiled.why_not) == (0.0, "")
+    assert compiled.startup.evaluation_s == pytest.approx(0.05)  # of the planted clock
+    assert compiled.opening_s > compiled.startup.start_s + compiled.startup.evaluation_s
 
 
 def test_every_size_of_a_batch_that_is_evaluated_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,9 @@ import pytest
 from runner.base.text import NOT_MEASURED, rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
-from runner.tools.measure.results import Results
+from runner.tools.measure.comparison_result import TrialOutcome
+from runner.tools.measure.results import LadderRow, Results
+from runner.tools.measure.statistics import Ratio
 from runner.tools.report.chart_parts import Drawing, binned, smoothed
 from runner.tools.report.charts import gradient_norm
 from runner.tools.report.page import MOST_BYTES
@@ -124,8 +126,8 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
     (path / "plots" / "broken.png").write_bytes(b"\x89PNG none")
     (path / "predictions").mkdir()
     (path / "predictions" / "sample.txt").write_text("to be & not to be <b>")
-    blocks = {"baseline": [10.0, 11.0, 10.5], "compile": [5.0, 5.5, 5.2]}
-    Results(path / "benchmarks").put(blocks, {"compile": {"ratio": {"middle": 2.0, "low": 1.9, "high": 2.1, "num": 3}}})
+    compiled = LadderRow(outcome=TrialOutcome(Ratio(2.0, 1.9, 2.1, 3)), updates_ms=(5.0, 5.5, 5.2))
+    Results(path / "benchmarks").put({"baseline": LadderRow(updates_ms=(10.0, 11.0, 10.5)), "compile": compiled})
     return report(folder, "full")
 
 

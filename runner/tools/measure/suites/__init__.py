@@ -1,17 +1,65 @@
-"""One file per suite of `accel-run benchmark`, and the table of them.
+"""The suites of `accel-run benchmark`: one declaration each, and one module with the function `run`.
 
-A suite is a module with `OPTIONS`, its own key=value words and what they are when nobody says, and `run`, which takes
-a Wanted and returns a Report. OPTIONS, and WORDS where a suite knows words besides, are literals: the completion of
-shells reads them without importing what measures.
+Reading this table imports nothing that measures: shell completion and help use it, too.
 """
 
-# suite -> (module in runner.tools.measure.suites, what it answers)
-SUITES: dict[str, tuple[str, str]] = {
-    "ladder": ("ladder", "techniques, alone and on top of each other"),
-    "machine": ("machine", "what the machine can do at most, and how near an update comes"),
-    "batch": ("batch", "which micro-batch: samples per second by size"),
-    "loader": ("loader", "which loader: workers, prefetch, pinned memory and cache, with what is waited for data"),
-    "before_after": ("before_after", "plain settings against what the runner chooses: time, memory, inference"),
-    "parallelism": ("parallelism", "one rank, equal shares, measured shares, pipeline; also beside a slow rank"),
-    "devices": ("devices", "CPU against GPU, or threads: by phase and size, with the batch from which which is faster"),
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SuiteDeclaration:
+    """A suite.
+
+    answers  what it compares, for the help
+    options  its key=value arguments with their defaults
+    words    arguments without a value
+    """
+
+    answers: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+
+
+MODES = ("isolated", "cumulative")
+PARTS = ("matmul", "copies", "disk", "roofline")
+SUITES: Mapping[str, SuiteDeclaration] = {
+    "ladder": SuiteDeclaration(
+        "techniques, alone and combined",
+        # modes: all; if techniques are named as arguments, isolated
+        {"techniques": "all", "modes": "", "steps": "50", "batch": "", "rounds": "60"},
+        ("all", "init", "reset", "clean", "plots"),  # besides the names of techniques
+    ),
+    "machine": SuiteDeclaration(
+        "the limits of the machine, and how close an update comes to them",
+        {"rounds": "7", "disk_mib": "64"},  # most rounds; size of the file that is written
+        PARTS,
+    ),
+    "batch": SuiteDeclaration(
+        "micro-batch sizes: samples per second",
+        # micro: sizes, or auto: the global batch halved repeatedly; global: samples per update
+        {"micro": "auto", "global": "same"},
+    ),
+    "loader": SuiteDeclaration(
+        "data loader settings: workers, prefetch, pinned memory, cache",
+        # workers: numbers and thread, or auto: by the cores; pin: auto: both with a GPU
+        {"workers": "auto", "prefetch": "2,4", "pin": "auto", "cache": "none,memory,device"},
+    ),
+    "before_after": SuiteDeclaration(
+        "a plain training loop and the settings that accel-run chooses",
+        {"biggest": "4096"},  # largest batch to try, in samples; 0: none
+    ),
+    "parallelism": SuiteDeclaration(
+        "one rank, equal shares, measured shares, pipeline; also beside a slow rank",
+        # slow: times as long the last rank takes for a sample, 1: as long as others; updates: of a block
+        {"forms": "single,equal,shares,pipeline", "ranks": "2", "slow": "2", "updates": "20"},
+    ),
+    "devices": SuiteDeclaration(
+        "CPU and GPU, or numbers of threads: by phase, batch and sample size",
+        # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all
+        # batches: samples per update; sides: of a cube in pixels; by: what is varied
+        {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128", "by": "batch,size"},
+    ),
 }

@@ -12,82 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
+from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.json_values import finite
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
-from runner.host.subprocesses import in_subprocess
-from runner.plan.inventory import take_inventory
-from runner.plan.planner import make_plan
 from runner.tools.measure import plots
-from runner.tools.measure.compare import LEAST_ROUNDS, Comparison, Interrupted, enough
-from runner.tools.measure.comparison_result import ComparisonResult, Numerics, Variant, VariantResult
-from runner.tools.measure.results import Results
-from runner.tools.measure.statistics import Ratio
-from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
-from runner.tools.measure.suite_common import LEAST_S, ROUNDS, limits_of, peak_gib, place_of, some_of
+from runner.tools.measure.compare import LEAST_ROUNDS, Interrupted, enough
+from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
+from runner.tools.measure.measuring_place import MeasuringPlace
+from runner.tools.measure.results import LadderRow, Results, Usage
+from runner.tools.measure.suite import ROUNDS, SuiteReport, SuiteRequest, SuiteTable, Value, place_of
+from runner.tools.measure.suites import MODES, SUITES
 from runner.tools.measure.technique import BASELINE, Technique, chosen, stacked, techniques
-
-MODES = ("isolated", "cumulative")
-WORDS = ("all", "init", "reset", "clean", "plots")  # besides the names of techniques
-# modes: all of them; where techniques are named by words, isolated
-OPTIONS = {"techniques": "all", "modes": "", "steps": "50", "batch": "", "rounds": "60"}
-
-
-@dataclass(frozen=True)
-class LadderRow:
-    """What is known of one cell of the ladder.
-
-    members    techniques that are on the baseline, those that another one replaced left out
-    ratio      times as fast as the baseline; None where it could not be measured: `why_not` says why
-    own        times as fast as the previous row of the stack
-    start_s    seconds until the run is built; compile_s: what its first updates take longer, and with it compilation
-    pays_at    updates after which a later beginning is made up for; None where it begins no later, or gains nothing
-    peak_gib   of the GPU where there is one, else of the process
-    attention  kernels that really ran; empty where none was seen: a compiled model is not watched
-    updates_ms of the updates in the CSV
-    """
-
-    name: str
-    mode: str
-    members: tuple[str, ...]
-    update_ms: float = math.nan
-    ratio: Ratio | None = None
-    own: Ratio | None = None
-    numerics: Numerics | None = None
-    start_s: float = math.nan
-    compile_s: float = math.nan
-    pays_at: int | None = None
-    peak_gib: float | None = None
-    optimizer_mib: float | None = None
-    attention: str = ""
-    update_j: float | None = None
-    device: str = ""
-    device_name: str = ""
-    why_not: str = ""
-    updates_ms: tuple[float, ...] = ()
-
-    @property
-    def is_wrong(self) -> bool:
-        """True where it computes something else than the baseline, however fast."""
-        return self.numerics is not None and self.numerics.differ
-
-    @property
-    def is_better(self) -> bool:
-        """True where it is clearly faster and computes the same."""
-        return self.ratio is not None and self.ratio.verdict == "better" and not self.is_wrong
-
-    @property
-    def verdict(self) -> str:
-        """Return what can be said of its speed, and whether it counts."""
-        if self.ratio is None:
-            return ""
-        return f"{self.ratio.verdict}, but wrong" if self.is_wrong else self.ratio.verdict
 
 
 @dataclass(frozen=True)
 class LadderRequest:
-    """What is to be measured, checked."""
+    """What is to be measured, validated."""
 
     request: Request
     configuration: Configuration
@@ -97,272 +38,257 @@ class LadderRequest:
     steps: int
     rounds: int
 
-    def cell(self, name: str, members: Iterable[Technique]) -> Variant:
-        """Return the cell of these techniques, one on top of the other."""
+    def variant(self, name: str, members: Iterable[Technique]) -> Variant:
+        """Return the variant with these techniques on top of each other."""
         return Variant(name, stacked(members, self.base, self.configuration))
 
-    def in_it(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
-        """Return those whose settings are all left when they are put on top of each other."""
+    def effective(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+        """Return the techniques whose settings all remain when they are combined."""
         words = set(stacked(members, self.base, self.configuration))
         return tuple(technique for technique in members if words.issuperset(technique.overrides))
 
 
 def run(wanted: SuiteRequest) -> SuiteReport:
-    """Measure the ladder, or do with its results what the word says. Raises AccelRunError."""
+    """Measure the ladder, or perform the action that is named. Raises AccelRunError."""
     results = Results(wanted.folder, wanted.prefix)
     actions = [word for word in wanted.words if word in ACTIONS]
     if actions:
-        if len(wanted.words) > 1:
-            others = list(wanted.words)
-            others.remove(actions[0])
-            what = f"must stand alone, but stands with {' '.join(others)}"
+        others = list(wanted.words)
+        others.remove(actions[0])
+        if others:
+            what = f"must be the only argument, but there is also {' '.join(others)}"
             raise ConfigError(Problem(what, actions[0], "run one after the other"))
         action = ACTIONS[actions[0]]
-        return action(results, wanted)
-    asked, kept = requested(wanted), _columns_of(results)  # both may be wrong, and then nothing is measured
+        return action(results)
+    asked = requested(wanted)
     task = asked.configuration.choices["task"].name
-    _must_be_of(task, results, kept)
+    _refuse_other_task(task, results)
     is_main = not wanted.words or bool({BASELINE, "all"} & set(wanted.words))
     session: int | None = None
 
-    def keep(rows: Sequence[LadderRow]) -> None:
+    def keep(rows: Mapping[str, LadderRow]) -> None:
         nonlocal session
-        columns = {row.name: row.updates_ms for row in rows if row.updates_ms}
-        facts = {row.name: as_json(row) | {"task": task} for row in rows if row.name in columns}
-        if columns:
-            session = results.put(columns, facts, session=session, is_main=is_main)
+        measured = {name: dataclasses.replace(row, task=task) for name, row in rows.items() if row.updates_ms}
+        if measured:
+            session = results.put(measured, session=session, is_main=is_main)
 
-    ladder = Ladder(asked, wanted, keep)
-    try:
-        ladder.climb()
-    except KeyboardInterrupt:
-        if ladder.rows:
-            wanted.say(f"stopped; what was measured until now is in {results.csv}")
-        raise
+    with place_of(dataclasses.replace(wanted, request=asked.request, words=())) as place:
+        ladder = Ladder(asked, wanted, place, keep)
+        try:
+            ladder.measure()
+        except KeyboardInterrupt:
+            if ladder.rows:
+                wanted.say(f"stopped; what was measured so far is in {results.csv}")
+            raise
     drawn = plots.draw(results) if "all" in wanted.words else []
     return dataclasses.replace(ladder.report(), files=(results.csv, results.json, *drawn))
 
 
 class Ladder:
-    """Measures stage by stage: what a stage finds decides what the next one tries.
+    """Measures each technique alone, and then those that helped on top of each other.
 
-    keep  told the new rows at the end of each stage, and where one is interrupted: what was measured is never lost
+    keep  receives the new rows at the end of each stage, also of an interrupted one
     """
 
-    def __init__(self, asked: LadderRequest, wanted: SuiteRequest, keep: Callable[[Sequence[LadderRow]], None]) -> None:
-        self.asked, self.wanted, self.keep = asked, wanted, keep
-        self.arena: Comparison
-        self.is_on_cpu = False
-        self.rows: list[LadderRow] = []
-        self.skipped: dict[str, str] = {}
-        self.notes: list[str] = []
+    def __init__(
+        self,
+        asked: LadderRequest,
+        wanted: SuiteRequest,
+        place: MeasuringPlace,
+        keep: Callable[[Mapping[str, LadderRow]], None],
+    ) -> None:
+        self.asked, self.wanted, self.place, self.keep = asked, wanted, place, keep
+        self.rows: dict[str, LadderRow] = {}
+        self.skipped = {each.name: why for each in asked.members if (why := each.why_not(asked.configuration))}
+        self.notes = [*place.notes]
         self.deadline = time.monotonic() + wanted.budget_s
 
-    def climb(self) -> None:
-        """Make all stages that are asked for."""
-        self.skipped |= _impossible(self.asked)
-        members = tuple(technique for technique in self.asked.members if technique.name not in self.skipped)
-        if not members and self.asked.members:
+    def measure(self) -> None:
+        """Run both stages, as requested."""
+        members = self._left(self.asked.members)
+        self.place.comparison.prepare(Variant(BASELINE))
+        if "isolated" in self.asked.modes or not members:
+            with self._kept():
+                self.measure_isolated(members)
+            members = self._left(members)
+            if "cumulative" in self.asked.modes:
+                members = self._without_rivals(members)
+        if self.asked.members and set(self.skipped) >= {each.name for each in self.asked.members}:
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
-            raise ConfigError(Problem(f"nothing of it can be measured here: {why}", "techniques", "use techniques=all"))
-        wanted = dataclasses.replace(self.wanted, request=self.asked.request, words=())  # its own are understood
-        with place_of(wanted) as place:
-            self.arena, self.is_on_cpu = place.arena, place.plan.device.startswith("cpu")
-            self.arena.prepare(Variant(BASELINE))
-            self.notes += place.notes
-            if "isolated" in self.asked.modes or not members:
-                with self._kept():
-                    self.measure_isolated(members)
-                members = tuple(technique for technique in members if technique.name not in self.skipped)
-                if set(self.asked.modes) != {"isolated"}:
-                    members = self._without_rivals(members)
-            if "cumulative" in self.asked.modes and members and self._has_time("stack"):
-                with self._kept():
-                    self._stack(self.startable(members))
+            raise ConfigError(Problem(f"none can be measured here: {why}", "techniques", "use techniques=all"))
+        if "cumulative" in self.asked.modes and members:
+            if self.rows and self.deadline - time.monotonic() < LEAST_S:
+                self.notes.append("stack: not tried: the time was over; use a larger budget_s=")
+                return
+            with self._kept():
+                self.measure_stack(self.startable(members))
+
+    def _left(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+        return tuple(technique for technique in members if technique.name not in self.skipped)
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """The rows of a stage are kept at its end, however it ends."""
-        before = len(self.rows)
+        """Store the rows of a stage at its end, even if it fails."""
+        before = set(self.rows)
         try:
             yield
         finally:
-            self.keep(self.rows[before:])
-
-    def _has_time(self, stage: str) -> bool:
-        if self.deadline - time.monotonic() >= LEAST_S or not self.rows:
-            return True
-        self.notes.append(f"{stage}: not tried: the time was over; budget_s= gives it more")
-        return False
-
-    def row(self, name: str) -> LadderRow | None:
-        """Return what is known of the cell of that name; None where it was not tried."""
-        return next((row for row in self.rows if row.name == name), None)
-
-    def report(self) -> SuiteReport:
-        """Return the lines to print."""
-        there = [row for row in self.rows if row.update_ms > 0]
-        tables = [_speeds(there), _costs(there)]
-        rows = [{"cell": row.name, **as_json(row)} for row in self.rows]
-        notes = tuple(dict.fromkeys(self.notes))
-        data = {"rows": rows, "skipped": self.skipped, "notes": notes}
-        return SuiteReport(self._headline(), tables, notes, self.skipped, data)
-
-    def _headline(self) -> str:
-        best = max((row for row in self.rows if row.is_better), key=_gain, default=None)
-        if not any(row.ratio for row in self.rows if row.name != BASELINE):
-            return "nothing was compared with the baseline"
-        if best is None:
-            return "nothing is clearly faster than the baseline and computes the same"
-        return f"fastest: {' + '.join(best.members)}, {best.ratio} more updates in the same time than the baseline"
+            rows = {name: row for name, row in self.rows.items() if name not in before}
+            if any(row.updates_ms for name, row in rows.items() if name != BASELINE) or not self.asked.members:
+                self.keep(rows)
 
     def measure_isolated(self, members: Sequence[Technique]) -> None:
-        """Measure each technique alone against the baseline; one that cannot be is skipped."""
+        """Measure each technique alone against the baseline."""
         self.wanted.say(f"measures each alone: {', '.join(_names(members)) or BASELINE}")
         share = SHARE_ALONE if "cumulative" in self.asked.modes else 1.0
-        trials = self._measured("isolated", [self.asked.cell(each.name, [each]) for each in members], share)
+        trials = self._measured("isolated", [self.asked.variant(each.name, [each]) for each in members], share)
         for technique in members:
             self._add(trials, technique.name, "isolated", (technique.name,))
 
-    def _stack(self, members: Sequence[Technique]) -> None:
+    def measure_stack(self, members: Sequence[Technique]) -> None:
         """Measure the techniques on top of each other."""
         steps = {f"up to {last.name}": members[: place + 1] for place, last in enumerate(members)}
-        cells: dict[tuple[str, ...], Variant] = {}
+        variants: dict[tuple[str, ...], Variant] = {}
         names: dict[str, str] = {}  # variants with the same overrides are measured once
         for name, those in steps.items():
-            cell = self.asked.cell(name, those)
-            names[name] = cells.setdefault(cell.overrides, cell).name
+            variant = self.asked.variant(name, those)
+            names[name] = variants.setdefault(variant.overrides, variant).name
         self.wanted.say(f"measures them on top of each other: {', '.join(steps)}")
-        trials = self._measured("stack", list(cells.values()), 1.0)
+        trials = self._measured("stack", list(variants.values()), 1.0)
         before = trials.baseline
         for name, those in steps.items():
-            self._add(trials, name, "cumulative", _names(self.asked.in_it(those)), names[name], against=before)
-            before = trials.of(names[name])
+            measured = trials.of(names[name])
+            row = self._add(trials, name, "cumulative", _names(self.asked.effective(those)), measured)
+            if row.outcome.ratio:
+                self.rows[name] = dataclasses.replace(row, own=trials.ratio(measured, before))
+            before = measured
 
     def _without_rivals(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Return the techniques to stack: the fastest of those that exclude each other, none with other results."""
         kept: list[Technique] = []
         for technique in members:
-            row = self.row(technique.name)
-            if row is None or row.is_wrong:
+            row = self.rows.get(technique.name)
+            if row is None or row.outcome.is_wrong:
                 self.notes.append(f"{technique.name} computes something else, and is not stacked")
                 continue
-            rival = next((each for each in kept if len(self.asked.in_it((each, technique))) < 2), None)
+            rival = next((each for each in kept if len(self.asked.effective((each, technique))) < 2), None)
             if rival is None:
                 kept.append(technique)
                 continue
-            faster = max(rival, technique, key=lambda each: _gain(self.row(each.name)))
+            faster = max(rival, technique, key=lambda each: self.rows[each.name].outcome.gain)
             kept[kept.index(rival)] = faster
             self.notes.append(f"{rival.name} and {technique.name} exclude each other; {faster.name} was faster")
         return tuple(sorted(kept, key=list(members).index))
 
     def startable(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
-        """Return the techniques to stack: without one that gains nothing and whose starts would use most of the time.
+        """Return the techniques to stack, without one that gains nothing and whose starts would use most of the time.
 
         Each variant starts from scratch, so a technique that compiles for a minute does so in every stack.
         """
         left_s = self.deadline - time.monotonic()
         for technique in members:
-            row = self.row(technique.name)
-            if row is None or row.ratio is None or row.is_better or not math.isfinite(row.start_s + row.compile_s):
+            row = self.rows.get(technique.name)
+            if row is None or row.outcome.ratio is None or row.outcome.is_faster:
                 continue
             starts_s = (row.start_s + row.compile_s) * len(members)
             if starts_s > SHARE_OF_STARTS * left_s and len(members) > 1:
-                what = f"{row.verdict} alone, and would take {starts_s:.0f} s to begin on top of others"
-                self.skipped[f"up to {technique.name}"] = f"{what}; budget_s= gives it more"
+                what = f"{row.verdict} alone, and its starts in the stack would take {starts_s:.0f} s"
+                self.skipped[f"up to {technique.name}"] = f"{what}; use a larger budget_s="
                 members = tuple(each for each in members if each != technique)
         return tuple(members)
 
-    def _measured(self, stage: str, cells: Sequence[Variant], share: float) -> ComparisonResult:
-        """Measure cells against the baseline in this share of the time that is left."""
+    def _measured(self, stage: str, variants: Sequence[Variant], share: float) -> ComparisonResult:
+        """Compare variants with the baseline in this share of the remaining time."""
         least = min(ROUNDS[0], self.asked.rounds)
         budget_s = max(LEAST_S, share * (self.deadline - time.monotonic()))
         limits = dataclasses.replace(
-            limits_of(budget_s),
+            self.wanted.limits(),
+            budget_s=budget_s,
             rounds=(least, self.asked.rounds),
-            least=math.ceil(self.asked.steps / least),
+            min_updates=math.ceil(self.asked.steps / least),
             start_s=max(LEAST_START_S, SHARE_OF_START * budget_s),
         )
-        if self.is_on_cpu:
-            cells = sorted(cells, key=_is_half)
+        if self.place.plan.device.startswith("cpu"):  # float16 is ten times slower there: it starts last
+            variants = sorted(variants, key=lambda each: "precision=fp16" in each.overrides)
         try:
-            with _raising_at_a_stop():
-                given = [Variant(BASELINE, self.asked.base.overrides), *cells]
-                trials = self.arena.compare(given, limits, self.wanted.say)
+            with _interruptible():
+                given = [Variant(BASELINE, self.asked.base.overrides), *variants]
+                trials = self.place.comparison.compare(given, limits, self.wanted.say)
         except Interrupted as stopped:
-            self._keep_some(stopped.trials, stage)
+            self._keep_complete(stopped.trials, stage)
             raise
         if trials.needs_s:
-            needed = self.wanted.budget_s * trials.needs_s / limits.budget_s
-            self.notes.append(f"{stage}: there was no time to try every cell; {enough(needed, trials)}")
+            needed = self.wanted.budget_s * trials.needs_s / budget_s
+            self.notes.append(f"{stage}: there was no time to try every variant; {enough(needed, trials)}")
         self.notes += [f"{stage}: {note}" for note in trials.notes]
-        if not trials.baseline.blocks_ms and self.row(BASELINE) is None:
-            what = "must be longer: the time was over before the first block"
-            raise ConfigError(Problem(what, f"budget_s={self.wanted.budget_s:g}", "or name fewer techniques="))
-        if self.row(BASELINE) is None:
-            self.rows.append(_row(trials, BASELINE, BASELINE, (), self.asked.steps))
+        if BASELINE not in self.rows:
+            if not trials.baseline.blocks:
+                what = "must be longer: the time was over before the first block"
+                raise ConfigError(Problem(what, f"budget_s={self.wanted.budget_s:g}", "or name fewer techniques="))
+            self._add(trials, BASELINE, BASELINE, ())
         return trials
 
-    def _keep_some(self, trials: ComparisonResult, stage: str) -> None:
-        """Of a stage that was interrupted there are rows of what can be told of one cell alone."""
-        for measured in trials.cells:
-            name = measured.cell.name
-            if len(measured.blocks_ms) >= LEAST_ROUNDS and self.row(name) is None:
-                is_alone = stage == "isolated" and name != BASELINE
-                members = (name,) if is_alone else ()
-                if is_alone or name == BASELINE:
-                    self.rows.append(_row(trials, name, stage if is_alone else BASELINE, members, self.asked.steps))
+    def _keep_complete(self, trials: ComparisonResult, stage: str) -> None:
+        """Add the rows of an interrupted stage that do not depend on other variants."""
+        for measured in trials.variants:
+            name, is_baseline = measured.name, measured is trials.baseline
+            is_complete = len(measured.blocks) >= LEAST_ROUNDS and name not in self.rows
+            if is_complete and (is_baseline or stage == "isolated"):
+                self._add(trials, name, BASELINE if is_baseline else stage, () if is_baseline else (name,))
 
     def _add(
-        self, trials: ComparisonResult, name: str, mode: str, members: tuple[str, ...], cell: str = "",
-        *, against: VariantResult | None = None,
+        self, trials: ComparisonResult, name: str, mode: str, members: tuple[str, ...],
+        measured: VariantResult | None = None,
     ) -> LadderRow:  # fmt: skip
-        """Keep what was measured of a cell."""
-        row = _row(trials, cell or name, mode, members, self.asked.steps)
-        own = trials.ratio(trials.of(cell or name), against) if against is not None and row.ratio else None
-        row = dataclasses.replace(row, name=name, own=own)
-        self.rows.append(row)
-        if row.why_not:
-            self.skipped[name] = row.why_not
+        """Add the row of a variant."""
+        row = _row(trials, measured or trials.of(name), mode, members, self.asked.steps)
+        self.rows[name] = row
+        if row.outcome.why_not:
+            self.skipped[name] = row.outcome.why_not
         return row
 
+    def report(self) -> SuiteReport:
+        """Return what to print."""
+        there = {name: row for name, row in self.rows.items() if row.update_ms > 0}
+        notes = tuple(dict.fromkeys(self.notes))
+        rows = [finite({"variant": name, **row.as_json()}) for name, row in self.rows.items()]
+        data = {"rows": rows, "skipped": self.skipped, "notes": notes}
+        return SuiteReport(self._headline(), _tables(there), notes, self.skipped, data)
 
-def _is_half(cell: Variant) -> bool:
-    """Tell whether a CPU needs ten times as long for its updates, and would take the time of the others to begin."""
-    return "precision=fp16" in cell.overrides
+    def _headline(self) -> str:
+        faster = [row for row in self.rows.values() if row.outcome.is_faster]
+        if not any(row.outcome.ratio for name, row in self.rows.items() if name != BASELINE):
+            return "nothing was compared with the baseline"
+        if not faster:
+            return "nothing is clearly faster than the baseline and computes the same"
+        best = max(faster, key=lambda row: row.outcome.gain)
+        return f"fastest: {' + '.join(best.members)}, {best.outcome.ratio} more updates in the same time"
 
 
 @contextmanager
-def _raising_at_a_stop() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt here; a second one ends the program as it would have."""
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGINT and SIGTERM, so that what was measured is kept."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    heard = {number for number, handler in before.items() if handler is not signal.SIG_IGN}
-
-    def restore() -> None:
-        for number in heard:
-            signal.signal(number, before[number])
-
-    def stop(*_: object) -> None:
-        restore()
-        raise KeyboardInterrupt
-
-    for number in heard:
-        signal.signal(number, stop)
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        restore()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- request
 
 
 def requested(wanted: SuiteRequest) -> LadderRequest:
-    """Return what is to be measured. Raises ConfigError with all that is wrong with the words."""
+    """Return what is to be measured. Raises ConfigError with all problems of the arguments."""
     options, problems = wanted.options, list[Problem]()
+    defaults = SUITES["ladder"].options
     numbers = {}
     for key in ("steps", "rounds", "batch"):
         text = options[key]
@@ -370,221 +296,165 @@ def requested(wanted: SuiteRequest) -> LadderRequest:
             continue
         numbers[key] = int(text) if text.isdecimal() and len(text) < 10 else 0
         if numbers[key] < 1:
-            fix = f"use {key}={OPTIONS[key] or 64}"
+            fix = f"use {key}={defaults[key] or 64}"
             problems.append(Problem("must be a whole number above 0", f"{key}={text}", fix))
-    words = [word for word in wanted.words if word != "all"]
     if problems:
         raise ConfigError(problems)
+    words = [word for word in wanted.words if word != "all"]
     known = techniques(wanted.request.config_dir)
-    modes = options["modes"] or ("isolated" if words else "all")
-    if words and options["techniques"] != OPTIONS["techniques"]:
-        what = f"stands beside {' '.join(words)}, which name techniques too"
+    if words and options["techniques"] != defaults["techniques"]:
+        what = f"cannot be combined with {' '.join(words)}, which also name techniques"
         raise ConfigError(Problem(what, f"techniques={options['techniques']}", "use one of them"))
-    names = words or (list(known) if options["techniques"] == "all" else _listed(options["techniques"]))
+    listed = [word.strip() for word in options["techniques"].strip("[]").split(",") if word.strip()]
+    names = words or (list(known) if listed == ["all"] else listed)
     members = chosen(names, known)
     if not members and BASELINE not in names:
         raise ConfigError(Problem("must name a technique to be compared with the baseline", "techniques"))
+    wanted = dataclasses.replace(
+        wanted, options={**options, "modes": options["modes"] or ("isolated" if words else "all")}
+    )
     request = wanted.request
     if "batch" in numbers:
-        words_given = merge_overrides(request.overrides, [f"global_batch_size={numbers['batch']}"])
-        request = dataclasses.replace(request, overrides=words_given)
-    configuration = compose(request)
+        overrides = merge_overrides(request.overrides, [f"global_batch_size={numbers['batch']}"])
+        request = dataclasses.replace(request, overrides=overrides)
     return LadderRequest(
         request,
-        configuration,
+        compose(request),
         known[BASELINE],
         tuple(members),
-        MODES if modes == "all" else some_of({"modes": modes}, "modes", MODES),
+        MODES if wanted.options["modes"] == "all" else wanted.some_of("modes", MODES),
         numbers["steps"],
         numbers["rounds"],
     )
 
 
-def _listed(text: str) -> list[str]:
-    """Return the words of `[a,b]` or `a,b`."""
-    return [word.strip() for word in text.strip("[]").split(",") if word.strip()]
+def _refuse_other_task(task: str, results: Results) -> None:
+    """Raise ConfigError if the table has columns of another task, and DataError if it is damaged."""
+    try:
+        others = {row.task for row in results.rows().values() if row.task} - {task}
+    except InputMissing:
+        return
+    if others:
+        what = f"contains measurements of task {', '.join(sorted(others))}, and this is task {task}"
+        fix = f"use prefix={task}-, or another folder=, or clear it first: accel-run benchmark clean"
+        raise ConfigError(Problem(what, str(results.csv), fix))
 
 
-def _impossible(asked: LadderRequest) -> dict[str, str]:
-    """Return technique -> why it cannot be planned here. Raises where the baseline itself cannot."""
-    reasons = {each.name: why for each in asked.members if (why := each.why_not(asked.configuration))}
-    cells = [asked.cell(each.name, [each]) for each in asked.members if each.name not in reasons]
-    cells = [asked.cell(BASELINE, ()), *cells]
-    found = in_subprocess(_refusals, asked.request, [cell.overrides for cell in cells])
-    if found[0] is not None:
-        raise found[0]
-    return reasons | {
-        cell.name: f"{error.problems[0].where}: {error.problems[0].what}"
-        for cell, error in zip(cells, found, strict=True)
-        if error is not None
-    }
+# ---------------------------------------------------------------- results
 
 
-def _refusals(request: Request, cells: Sequence[tuple[str, ...]]) -> list[AccelRunError | None]:
-    """Return for each cell the error of its plan, None where it can be planned."""
-    inventory = take_inventory()
-    found: list[AccelRunError | None] = []
-    for words in cells:
-        try:
-            changed = dataclasses.replace(request, overrides=merge_overrides(request.overrides, words))
-            make_plan(compose(changed), inventory)
-            found.append(None)
-        except AccelRunError as error:
-            found.append(error)
-    return found
-
-
-# ---------------------------------------------------------------- what is found
-
-
-def _row(trials: ComparisonResult, name: str, mode: str, members: tuple[str, ...], steps: int) -> LadderRow:
-    """Return what the trials tell of the cell of that name."""
-    measured, base = trials.of(name), trials.baseline
-    if not measured.blocks_ms:
-        return LadderRow(name, mode, members, why_not=measured.why_not or "it had no turn: the time was over")
-    report, is_base = measured.report, measured is base
-    later_s, gained_ms = trials.more_to_open_s(measured), base.median_ms - measured.median_ms
-    ratio = None if is_base else trials.ratio(measured)
-    is_faster = ratio is not None and ratio.verdict == "better"
-    sizes = report.get("optimizer_bytes")
-    calls = report.get("attention", [])
+def _row(
+    trials: ComparisonResult, measured: VariantResult, mode: str, members: tuple[str, ...], steps: int
+) -> LadderRow:
+    """Return the row of a variant."""
+    if not measured.blocks:
+        return LadderRow(mode, members, outcome=TrialOutcome(why_not=measured.why_not or "the time was over"))
+    report = measured.report
+    joules = [block.joules for block in measured.blocks.values() if block.joules is not None]
+    usage = Usage(
+        measured.peak_gib,
+        report["optimizer_bytes"][1] / 2**20 if report.get("optimizer_bytes") else None,
+        ", ".join(sorted({kernel for _, kernel, _ in report.get("attention", [])})),
+        sum(joules) / len(joules) if joules else None,
+        measured.opened["device"],
+        measured.opened["device_name"],
+    )
     return LadderRow(
-        name,
         mode,
         members,
-        update_ms=measured.median_ms,
-        ratio=ratio,
-        numerics=None if is_base else trials.numerics(measured),
-        start_s=measured.start_s,
-        compile_s=max(0.0, measured.opening_s - measured.start_s),
-        pays_at=math.ceil(1e3 * later_s / gained_ms) if is_faster and later_s and later_s > NOTICED_S else None,
-        peak_gib=peak_gib(measured),
-        optimizer_mib=sizes[1] / 2**20 if sizes else None,
-        attention=", ".join(sorted({kernel for _, kernel, _ in calls})),
-        update_j=sum(measured.block_j.values()) / len(measured.block_j) if measured.block_j else None,
-        device=measured.opened["device"],
-        device_name=measured.opened["device_name"],
-        why_not=measured.why_not,
+        measured.median_ms,
+        TrialOutcome(why_not=measured.why_not) if measured is trials.baseline else trials.outcome(measured),
+        start_s=measured.startup.start_s,
+        compile_s=max(0.0, measured.opening_s - measured.startup.start_s),
+        usage=usage,
         updates_ms=evenly_spaced(
-            [ms for number in sorted(measured.updates_ms) for ms in measured.updates_ms[number]], steps
+            [ms for _, block in sorted(measured.blocks.items()) for ms in block.updates_ms], steps
         ),
     )
 
 
 def evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
-    """Return so many of the values, from beginning to end; all where there are fewer."""
+    """Return so many of the values, from beginning to end."""
     if len(values) <= num:
         return tuple(values)
     return tuple(values[place * len(values) // num] for place in range(num))
 
 
-def _speeds(rows: Sequence[LadderRow]) -> SuiteTable:
-    columns = (
-        "cell", "on the baseline", "update, ms", "against the baseline", "verdict", "by itself", "start, s",
-        "compile, s", "pays after, updates",
-    )  # fmt: skip
-    told: list[list[Value]] = []
-    for row in rows:
-        told.append(
-            [
-                row.name, " + ".join(row.members) or "nothing", _known(row.update_ms),
-                str(row.ratio) if row.ratio else "", row.verdict, str(row.own) if row.own else "",
-                _known(row.start_s), _known(row.compile_s), row.pays_at,
-            ]
-        )  # fmt: skip
-    return SuiteTable("speed", columns, told)
+Columns = Mapping[str, Callable[[str, LadderRow], Value]]
+SPEED: Columns = {
+    "variant": lambda name, _: name,
+    "on the baseline": lambda _, row: " + ".join(row.members) or "nothing",
+    "update, ms": lambda _, row: row.update_ms,
+    "against the baseline": lambda _, row: str(row.outcome.ratio or ""),
+    "verdict": lambda _, row: row.verdict,
+    "by itself": lambda _, row: str(row.own or ""),
+    "start, s": lambda _, row: row.start_s,
+    "compile, s": lambda _, row: row.compile_s,
+    "pays after, updates": lambda _, row: row.outcome.pays_at if row.outcome.is_faster else None,
+}
 
 
-def _costs(rows: Sequence[LadderRow]) -> SuiteTable:
-    columns = (
-        "cell", "peak memory, GiB", "optimizer, MiB", "loss off, %", "gradient off, %", "weights off, %", "computes",
-        "attention", "energy, J",
-    )  # fmt: skip
-    told: list[list[Value]] = []
-    for row in rows:
-        off = row.numerics
-        told.append(
-            [
-                row.name, row.peak_gib, row.optimizer_mib,
-                None if off is None else 100 * max(off.loss, off.later), None if off is None else 100 * off.grad_norm,
-                None if off is None or off.moved is None else 100 * off.moved,
-                "" if off is None else "something else" if off.differ else "the same",
-                row.attention, row.update_j,
-            ]
-        )  # fmt: skip
-    return SuiteTable("an update: memory, numbers against the baseline, kernels", columns, told)
+def _percent(get: Callable[[Any], float | None]) -> Callable[[str, LadderRow], Value]:
+    def value(_: str, row: LadderRow) -> Value:
+        found = None if row.outcome.numerics is None else get(row.outcome.numerics)
+        return None if found is None else 100 * found
+
+    return value
 
 
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _computes(_: str, row: LadderRow) -> str:
+    return "" if row.outcome.numerics is None else "something else" if row.outcome.is_wrong else "the same"
+
+
+COSTS: Columns = {
+    "variant": lambda name, _: name,
+    "peak memory, GiB": lambda _, row: row.usage.peak_gib,
+    "optimizer, MiB": lambda _, row: row.usage.optimizer_mib,
+    "loss off, %": _percent(lambda numerics: max(numerics.loss, numerics.later)),
+    "gradient off, %": _percent(lambda numerics: numerics.grad_norm),
+    "weights off, %": _percent(lambda numerics: numerics.moved),
+    "computes": _computes,
+    "attention": lambda _, row: row.usage.attention,
+    "energy, J": lambda _, row: row.usage.update_j,
+}
+
+
+def _tables(rows: Mapping[str, LadderRow]) -> list[SuiteTable]:
+    tables = {"speed": SPEED, "an update: memory, numbers against the baseline, kernels": COSTS}
+    return [
+        SuiteTable(title, tuple(columns), [[get(name, row) for get in columns.values()] for name, row in rows.items()])
+        for title, columns in tables.items()
+    ]
 
 
 def _names(members: Iterable[Technique]) -> tuple[str, ...]:
     return tuple(technique.name for technique in members)
 
 
-def _gain(row: LadderRow | None) -> float:
-    return row.ratio.middle if row is not None and row.ratio is not None else 0.0
-
-
-def as_json(row: LadderRow) -> dict[str, Any]:
-    """Return what is known of a cell, JSON-able, without the times that the CSV has."""
-    found = dataclasses.asdict(row)
-    del found["updates_ms"], found["name"]
-    found |= {"verdict": row.verdict, "is_wrong": row.is_wrong}
-    result: dict[str, Any] = finite(found)
-    return result
-
-
-# ---------------------------------------------------------------- the words
-
-
-def _must_be_of(task: str, results: Results, kept: Mapping[str, Sequence[float]]) -> None:
-    """Raise ConfigError where columns of another task would stand beside those that are measured now.
-
-    Raises DataError where results.json is damaged, before anything is measured.
-    """
-    told = results.facts()["techniques"] if kept else {}
-    others = {str(each["task"]) for each in told.values() if each.get("task")} - {task}
-    if others:
-        what = f"holds what was measured of task {', '.join(sorted(others))}, and this is task {task}"
-        fix = f"use prefix={task}-, or another folder=, or clear it first: accel-run benchmark clean"
-        raise ConfigError(Problem(what, str(results.csv), fix))
-
-
-def _columns_of(results: Results) -> Mapping[str, Sequence[float]]:
-    try:
-        return results.columns()
-    except InputMissing:
-        return {}
-
-
-def _init(results: Results, _: SuiteRequest) -> SuiteReport:
+def _init(results: Results) -> SuiteReport:
     results.init()
-    return SuiteReport("the table is there, without results", files=(results.csv,))
+    return SuiteReport("created an empty table", files=(results.csv,))
 
 
-def _reset(results: Results, _: SuiteRequest) -> SuiteReport:
+def _reset(results: Results) -> SuiteReport:
     results.reset()
-    return SuiteReport("all results are gone; the table is empty", files=(results.csv,))
+    return SuiteReport("removed all results; the table is empty", files=(results.csv,))
 
 
-def _clean(results: Results, _: SuiteRequest) -> SuiteReport:
+def _clean(results: Results) -> SuiteReport:
     removed = results.clean()
-    return SuiteReport(
-        f"removed: {', '.join(str(path) for path in removed)}" if removed else "there was nothing to remove"
-    )
+    return SuiteReport(f"removed: {', '.join(map(str, removed))}" if removed else "there was nothing to remove")
 
 
-def _plots(results: Results, _: SuiteRequest) -> SuiteReport:
+def _plots(results: Results) -> SuiteReport:
     return SuiteReport("", files=tuple(plots.draw(results)))
 
 
-ACTIONS: Mapping[str, Callable[[Results, SuiteRequest], SuiteReport]] = {
+ACTIONS: Mapping[str, Callable[[Results], SuiteReport]] = {
     "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
 }  # fmt: skip
-SHARE_ALONE = 0.5  # of the time, for each technique alone: what the others try stands on it
-SHARE_OF_STARTS = 0.6  # of the time of a stage, that the starts of one technique may take where it gains nothing
-SHARE_OF_START = 0.3  # of a stage, that one cell may take to begin: compilation must not take the others' time
+SHARE_ALONE = 0.5  # of the time, for each technique alone: the stack depends on it
+SHARE_OF_STARTS = 0.6  # of the time of the stack, for the starts of one technique that gains nothing
+SHARE_OF_START = 0.3  # of a stage, for one start: compilation must not use the time of the others
 LEAST_START_S = 20.0
-NOTICED_S = 0.1  # that a run may begin later without anybody noticing
+LEAST_S = 10.0  # for a stage

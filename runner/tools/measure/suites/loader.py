@@ -1,36 +1,31 @@
-"""Which loader: workers, batches read ahead, page-locked memory and cache, and how much of an update waits for data."""
+"""`suite=loader`: data loaders by workers, prefetch, pinned memory and cache, with the data wait of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
 from runner.base.errors import ConfigError, Problem
-from runner.tools.measure.comparison_result import Variant, VariantResult
+from runner.tools.measure.comparison_result import BASELINE_NAME, ComparisonResult, Variant, VariantResult
 from runner.tools.measure.measuring_place import MeasuringPlace
-from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
-from runner.tools.measure.suite_common import (
-    SuiteComparison,
-    contest,
-    kept,
+from runner.tools.measure.selection import Selection
+from runner.tools.measure.suite import (
+    Columns,
+    SuiteReport,
+    SuiteRequest,
+    data_wait,
+    gain_of,
     place_of,
-    skipped_of,
-    some_of,
+    saved,
+    selected,
+    table_of,
     verdict_of,
-    waits,
-    whole_numbers,
 )
-
-# workers: worker processes, as 0,2,4, and thread for dataloader=thread (without a cache one worker); auto: by the cores
-# prefetch: batches that each of them reads ahead
-# pin: copy batches to page-locked memory or not; auto: both with a GPU
-# cache: where every sample is kept once it is read
-OPTIONS: dict[str, str] = {"workers": "auto", "prefetch": "2,4", "pin": "auto", "cache": "none,memory,device"}
 
 
 class LoaderVariant(NamedTuple):
-    """A loader: workers, or `thread`; batches that each reads ahead, 0 where nobody does; page-locked; cache."""
+    """A loader: worker processes or `thread`; batches that each prefetches, 0: none; pinned memory; cache."""
 
     workers: int | str
     prefetch: int
@@ -44,141 +39,117 @@ class LoaderVariant(NamedTuple):
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The words of the configuration that choose it."""
         rest = (f"dataloader.pin_memory={str(self.pin).lower()}", f"dataloader.cache={self.cache}")
         if self.workers == THREAD:
             return ("dataloader=thread", f"dataloader.depth={self.prefetch}", *rest)
         ahead = (f"dataloader.prefetch_factor={self.prefetch}",) if self.prefetch else ()
         return ("dataloader=default", f"dataloader.num_workers={self.workers}", *ahead, *rest)
 
+    @property
+    def effective(self) -> LoaderVariant:
+        """The equivalent loader: a thread needs a cache, and a loader without workers prefetches nothing."""
+        if self.workers == THREAD and self.cache == "none":
+            return self._replace(workers=1)
+        return self._replace(prefetch=self.prefetch if self.workers else 0)
+
 
 def run(wanted: SuiteRequest) -> SuiteReport:
-    """Return the loaders, the fastest first, and which one to take.
-
-    Raises ConfigError for values that no loader has.
-    """
-    some_of(wanted.options, "cache", CACHES)
-    whole_numbers(wanted.options, "prefetch")
-    for key, reads in (("workers", _workers), ("pin", _pins)):
-        if wanted.options[key] != "auto":
-            reads(wanted.options)
+    """Return the loaders, the fastest first, and which one to use. Raises ConfigError for invalid values."""
+    _requested(wanted, cores=1, has_gpu=False)
     with place_of(wanted) as place:
-        readers, skipped = _readers(wanted.options, place)
-        cells = [Variant(AS_IT_IS), *(Variant(str(reader), reader.overrides) for reader in readers)]
-        found = contest(place, cells, wanted)
-    by_name = {str(reader): reader for reader in readers} | {AS_IT_IS: _reader_of(place)}
-    return kept(wanted, "loader", _report(place, found, by_name, skipped), found.trials)
+        loaders, skipped = _loaders(wanted, place)
+        variants = [Variant(BASELINE_NAME), *(Variant(str(each), each.overrides) for each in loaders)]
+        found = selected(place, variants, wanted)
+    by_name = {str(each): each for each in loaders} | {BASELINE_NAME: _current(place)}
+    return saved(wanted, "loader", _report(place, found, by_name, skipped), found.trials)
 
 
-def _workers(options: Mapping[str, str]) -> tuple[int | str, ...]:
-    """Return the readers of `workers=`: numbers, and `thread`. Raises ConfigError."""
-    words = [word.strip() for word in options["workers"].strip("[]").split(",")]
-    if not all(word == THREAD or (word.isascii() and word.isdigit()) for word in words):
-        what = f"must be whole numbers from 0 on, or {THREAD}, with commas between them"
-        raise ConfigError(Problem(what, f"workers={options['workers']}", f"use workers=0,2,{THREAD}"))
-    return tuple(dict.fromkeys(word if word == THREAD else int(word) for word in words))
+def _requested(wanted: SuiteRequest, cores: int, *, has_gpu: bool) -> Iterator[LoaderVariant]:
+    """Return all combinations of the options. Raises ConfigError."""
+    workers: tuple[int | str, ...] = (0, THREAD, *(number for number in (1, 2, 4, 8) if number <= cores))
+    if wanted.options["workers"] != "auto":
+        words = [word.strip() for word in wanted.options["workers"].strip("[]").split(",")]
+        if not all(word == THREAD or (word.isascii() and word.isdigit()) for word in words):
+            what = f"must be whole numbers from 0 on, or {THREAD}, with commas between them"
+            raise ConfigError(Problem(what, f"workers={wanted.options['workers']}", f"use workers=0,2,{THREAD}"))
+        workers = tuple(dict.fromkeys(word if word == THREAD else int(word) for word in words))
+    pins: tuple[bool, ...] = (False, True) if has_gpu else (False,)
+    if wanted.options["pin"] != "auto":
+        pins = tuple(word == "true" for word in wanted.some_of("pin", ("false", "true")))
+    caches = wanted.some_of("cache", ("none", "memory", "device"))
+    return (LoaderVariant(*each).effective for each in product(workers, wanted.numbers("prefetch"), pins, caches))
 
 
-def _pins(options: Mapping[str, str]) -> tuple[bool, ...]:
-    return tuple(word == "true" for word in some_of(options, "pin", ("false", "true")))
-
-
-def _reader_of(place: MeasuringPlace) -> LoaderVariant:
-    """Return the loader of the settings as they are."""
+def _current(place: MeasuringPlace) -> LoaderVariant:
+    """Return the loader of the current settings."""
     options = place.plan.choices["dataloader"].options
-    workers = options.get("num_workers", THREAD)
     ahead = options.get("depth", options.get("prefetch_factor", 0))
-    return _effective(LoaderVariant(workers, int(ahead), options["pin_memory"] is True, options["cache"]))
+    workers = options.get("num_workers", THREAD)
+    return LoaderVariant(workers, int(ahead), options["pin_memory"] is True, options["cache"]).effective
 
 
-def _effective(reader: LoaderVariant) -> LoaderVariant:
-    """Return the equivalent loader: a thread needs a cache, and a loader without workers prefetches nothing."""
-    if reader.workers == THREAD and reader.cache == "none":
-        return reader._replace(workers=1)
-    return reader._replace(prefetch=reader.prefetch if reader.workers else 0)
-
-
-def _readers(options: Mapping[str, str], place: MeasuringPlace) -> tuple[list[LoaderVariant], dict[str, str]]:
-    """Return the loaders to measure beside the one of the settings, and those that cannot be, with why."""
+def _loaders(wanted: SuiteRequest, place: MeasuringPlace) -> tuple[list[LoaderVariant], dict[str, str]]:
+    """Return the loaders to measure besides the current one, and impossible ones with the reason."""
     has_gpu = str(place.plan.device).startswith("cuda")
-    cores = place.inventory.cpu.logical_cores
-    workers = _some_workers(cores) if options["workers"] == "auto" else _workers(options)
-    pins = ((False, True) if has_gpu else (False,)) if options["pin"] == "auto" else _pins(options)
-    caches = some_of(options, "cache", CACHES)
-    readers: dict[LoaderVariant, None] = {}
+    loaders: dict[LoaderVariant, None] = {}
     skipped: dict[str, str] = {}
-    for each in product(workers, whole_numbers(options, "prefetch"), pins, caches):
-        reader = _effective(LoaderVariant(*each))
-        why = next(why_not(reader, has_gpu=has_gpu), "")
+    for loader in _requested(wanted, place.inventory.cpu.logical_cores, has_gpu=has_gpu):
+        why = next(why_not(loader, has_gpu=has_gpu), "")
         if why:
-            skipped[str(reader)] = why
+            skipped[str(loader)] = why
         else:
-            readers[reader] = None
-    readers.pop(_reader_of(place), None)
-    return list(readers), skipped
+            loaders[loader] = None
+    loaders.pop(_current(place), None)
+    return list(loaders), skipped
 
 
-def why_not(reader: LoaderVariant, *, has_gpu: bool) -> Iterator[str]:
-    """Yield why a loader cannot be, or is another one by another name."""
-    if reader.pin and not has_gpu:
+def why_not(loader: LoaderVariant, *, has_gpu: bool) -> Iterator[str]:
+    """Yield why a loader is impossible, or the same as another."""
+    if loader.pin and not has_gpu:
         yield "there is no GPU to copy to from page-locked memory"
-    if reader.cache == "device" and not has_gpu:
+    if loader.cache == "device" and not has_gpu:
         yield "the device is the CPU: the same as cache=memory"
-    if reader.cache == "device" and reader.workers not in (0, THREAD):
+    if loader.cache == "device" and loader.workers not in (0, THREAD):
         yield "worker processes cannot access a device cache"
-    if reader.cache == "device" and reader.pin:
-        yield "what is on the device is not copied to it"
+    if loader.cache == "device" and loader.pin:
+        yield "batches of a device cache are not copied"
 
 
-def _some_workers(cores: int) -> tuple[int | str, ...]:
-    """Return what is tried when nobody says: none, a thread, and doublings up to the cores."""
-    numbers = [number for number in (1, 2, 4, 8) if number <= cores]
-    return (0, THREAD, *numbers)
+def _columns(trials: ComparisonResult, loaders: Mapping[str, LoaderVariant]) -> Columns:
+    def copies(each: VariantResult) -> float | None:
+        transfer = each.parts_s.get("transfer")
+        return 100 * transfer / sum(each.parts_s.values()) if transfer else None
+
+    return {
+        "loader": lambda each: each.name,
+        "workers": lambda each: str(loaders[each.name].workers),
+        "prefetch, batches": lambda each: loaders[each.name].prefetch or None,
+        "pinned": lambda each: "yes" if loaders[each.name].pin else "no",
+        "cache": lambda each: loaders[each.name].cache,
+        "update, ms": lambda each: each.median_ms,
+        "waits for data, %": data_wait,
+        "copies, %": copies,
+        "starts later, s": trials.later_s,
+        "gain": lambda each: gain_of(trials, each),
+        "sure": lambda each: verdict_of(trials, each),
+    }
 
 
 def _report(
-    place: MeasuringPlace, found: SuiteComparison, readers: Mapping[str, LoaderVariant], skipped: dict[str, str]
+    place: MeasuringPlace, found: Selection, loaders: Mapping[str, LoaderVariant], skipped: dict[str, str]
 ) -> SuiteReport:
     trials, best = found.trials, found.best
-    measured = sorted((cell for cell in trials.cells if cell.blocks_ms), key=lambda cell: cell.median_ms)
-    columns = (
-        "loader", "workers", "prefetch, batches", "pinned", "cache", "update, ms", "waits for data, %", "copies, %",
-        "begins later, s", "gain", "sure",
-    )  # fmt: skip
-    rows = [_row(found, cell, readers[cell.cell.name]) for cell in measured]
-    now = waits(trials.baseline)
-    waited = "" if now is None else f"; {100 * now:.0f} % of an update waits for data"
-    if best is None:
-        headline = f"{found.as_good_as_any('the loader as it is')}{waited}"
-    else:
-        left = waits(best)
-        after = (
-            ""
-            if left is None or now is None
-            else f"; data is waited for {100 * left:.0f} % instead of {100 * now:.0f} %"
-        )
-        headline = f"{' '.join(best.cell.overrides)} makes updates faster: {found.gain}{after}"
-    return SuiteReport(
-        headline,
-        (SuiteTable("loaders, the fastest first", columns, rows),),
-        [*place.notes, *trials.notes],
-        skipped | skipped_of(trials),
-        {"recommended": list(best.cell.overrides) if best else [], "is_clear": best is not None},
-    )
+    rows = sorted((each for each in trials.variants if each.blocks), key=lambda each: each.median_ms)
+    now = data_wait(trials.baseline)
+    waited = "" if now is None else f"; {now:.0f} % of an update waits for data"
+    headline = f"{found.no_better('the current loader')}{waited}"
+    if best is not None:
+        after = data_wait(best)
+        waits = "" if after is None or now is None else f"; {after:.0f} % of it waits for data instead of {now:.0f} %"
+        headline = f"{' '.join(best.variant.overrides)} makes an update faster: {found.outcome.ratio}{waits}"
+    data = {"recommended": list(best.variant.overrides) if best else [], "is_clear": best is not None}
+    table = table_of("loaders, the fastest first", _columns(trials, loaders), rows)
+    return SuiteReport(headline, (table,), [*place.notes, *trials.notes], skipped | trials.skipped, data)
 
 
-def _row(found: SuiteComparison, cell: VariantResult, reader: LoaderVariant) -> Sequence[Value]:
-    ratio = None if cell is found.trials.baseline else found.trials.ratio(cell)
-    share, seconds = waits(cell), sum(cell.parts_s.values())
-    return (
-        cell.cell.name, str(reader.workers), reader.prefetch or None, "yes" if reader.pin else "no", reader.cache,
-        cell.median_ms, None if share is None else 100 * share,
-        100 * cell.parts_s["transfer"] / seconds if cell.parts_s.get("transfer") else None,
-        found.trials.more_to_open_s(cell), "" if ratio is None else str(ratio),
-        verdict_of(found.trials, cell, ratio),
-    )  # fmt: skip
-
-
-AS_IT_IS = "as it is"
 THREAD = "thread"
-CACHES = ("none", "memory", "device")

@@ -1,6 +1,6 @@
-"""What the machine can do: products of matrices, memory, copies and disk, and how far an update is from that.
+"""`suite=machine`: matrix products, memory, copies and disk, and how close an update comes to these limits.
 
-Each part is measured in a process of its own; within a part all cells take turns, in an order drawn anew each round.
+Each part is measured in a separate process; within a part, everything is interleaved in random order.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
+from runner.base.json_converter import encode
 from runner.base.picture import png
 from runner.base.text import first_line
 from runner.config.config_files import facts_of_profiles
@@ -24,7 +25,7 @@ from runner.config.schema import did_you_mean
 from runner.durable import files
 from runner.host.subprocesses import in_subprocess
 from runner.plan.inventory import Device, Inventory, take_inventory
-from runner.tools.measure.compare import CompareLimits, Comparison
+from runner.tools.measure.compare import Ask, CompareLimits, Comparison
 from runner.tools.measure.comparison_result import RESTLESS, Variant, VariantResult
 from runner.tools.measure.machine_rates import (
     LEAST_ROUNDS,
@@ -36,25 +37,21 @@ from runner.tools.measure.machine_rates import (
     copies,
     disk,
     matmul,
-    spread,
 )
-from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
-from runner.tools.measure.suite_common import kept
+from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value, saved
+from runner.tools.measure.suites import PARTS
 
 if TYPE_CHECKING:
     from runner.tools.measure.roofline import RooflinePoint, Roofs
 
-# Its own words, and what they are when nobody says: rounds of each cell at most, and MiB of the file that is written.
-OPTIONS = {"rounds": "7", "disk_mib": "64"}
-
 
 def run(wanted: SuiteRequest) -> SuiteReport:
-    """Measure the parts that are wanted, and draw the roofline; all that was measured is in `machine.json` too.
+    """Measure the requested parts and draw the roofline.
 
-    Raises ConfigError for an unknown part or a number that is none.
+    Raises ConfigError for an unknown part or an invalid number.
     """
     parts = _parts(wanted.words)
-    rounds, disk_mib = (_number(wanted.options, key) for key in OPTIONS)
+    rounds, disk_mib = (_number(wanted.options, key) for key in ("rounds", "disk_mib"))
     configuration = compose(wanted.request)
     inventory = in_subprocess(take_inventory)
     device = str(configuration.settings.device)
@@ -62,43 +59,32 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     found = MachineResults(skipped=skipped_without_gpu(parts, inventory, device))
     for part in (part for part in parts if part in MEASURED):
         wanted.say(f"measures {part}")
-        found.add(part, _apart(part, asked, SHARES[part] * wanted.budget_s))
+        found.add(part, _in_process(part, asked, SHARES[part] * wanted.budget_s))
     peaks = DataSheetPeaks(facts_of_profiles(wanted.request.config_dir))
     tables, sources = _tables(found.rates, inventory, peaks)
     found.notes += sources
     headline, update = _summary(found.rates), dict[str, Any]()
     written: list[Path] = []
-    files.make_directory(wanted.folder)
     if "roofline" in parts:
         wanted.say("measures an update")
         try:
-            judgement, update, written = _roofline(wanted, configuration, found)
-            headline = judgement or headline
-        except AccelRunError as error:  # what was measured of the machine stands without it
+            sentence, update, written = _roofline(wanted, configuration, found)
+            headline = sentence or headline
+        except AccelRunError as error:
             found.skipped["roofline"] = first_line(str(error.problems[0]))
-    data = {
-        "threads": found.threads,
-        "rates": [_as_json(rate) for rate in found.rates],
-        "update": update or None,
-    }
-    return kept(wanted, "machine", SuiteReport(headline, tables, found.notes, found.skipped, data, written))
+    rates = [encode(rate) | dict(zip(("low", "high"), rate.quartiles, strict=True)) for rate in found.rates]
+    for rate, row in zip(found.rates, rates, strict=True):
+        row["median"] = rate.median
+    data = {"threads": found.threads, "rates": rates, "update": update or None}
+    return saved(wanted, "machine", SuiteReport(headline, tables, found.notes, found.skipped, data, written))
 
 
-# ---------------------------------------------------------------- products of matrices
-
-
-# ---------------------------------------------------------------- memory and copies
-
-
-# ---------------------------------------------------------------- disk
-
-
-# ---------------------------------------------------------------- what is published
+# ---------------------------------------------------------------- published peaks
 
 
 @dataclass(frozen=True)
 class DataSheetPeaks:
-    """What data sheets say of devices, as the hardware profiles have it.
+    """Peaks from data sheets, as hardware profiles state them.
 
     profiles  name -> facts
     """
@@ -106,11 +92,11 @@ class DataSheetPeaks:
     profiles: Mapping[str, Mapping[str, Any]]
 
     def of(self, device: Device, rate: Rate) -> tuple[float | None, str]:
-        """Return the peak in what the rate is measured in, and its source; None, and why it is not known."""
+        """Return the peak in the unit of the rate, and its source; None, and why it is unknown."""
         if rate.part == "disk":
-            return None, "not known: no data sheet of this disk is at hand"
+            return None, "unknown: there is no data sheet of this disk"
         if device.kind != "cuda":
-            return None, "not known: it follows from clock, vector units and memory channels, which nobody tells here"
+            return None, "unknown: clock, vector units and memory channels are not reported here"
         fact, unit = _FACTS.get((rate.part, rate.name), ("", 0.0))
         for name, facts in self.profiles.items():
             for known in facts.get("devices") or ():
@@ -119,8 +105,8 @@ class DataSheetPeaks:
                 if fact in known:
                     source = (known.get("source") or {}).get(fact, "no source given")
                     return float(known[fact]) * unit, f"{source} (hardware={name})"
-                return None, f"not known: hardware={name} has no figure for it"
-        return None, f"not known: no hardware profile is of {device.name}"
+                return None, f"unknown: hardware={name} does not state it"
+        return None, f"unknown: no hardware profile is of {device.name}"
 
 
 _FACTS: Mapping[tuple[str, str], tuple[str, float]] = {
@@ -139,78 +125,73 @@ _FACTS: Mapping[tuple[str, str], tuple[str, float]] = {
 def _roofline(
     wanted: SuiteRequest, configuration: Configuration, found: MachineResults
 ) -> tuple[str, dict[str, Any], list[Path]]:
-    """Measure an update, and draw it under the roofs of its device; return the sentence, the data and the picture."""
+    """Measure an update, and draw it under the roofs of its device; return the sentence, the data and the plot."""
     from runner.tools.measure.roofline import drawn, judged
 
     share = SHARES["roofline"] * wanted.budget_s
     point, opened = measured_update(wanted.request, share, found, configuration.choices["task"].name)
-    device = _name_of(str(opened["device"]))
+    device = "cuda:0" if opened["device"] == "cuda" else str(opened["device"])
     roofs = _roofs(found.rates, device, str(opened["device_name"]))
     if roofs is None or point.format not in roofs.compute:
         found.skipped["roofline"] = f"no roof was measured for {point.format} on {device}"
         return "", {}, []
     if device == "cpu" and found.threads != opened["threads"]:
-        what = f"the roofs are of {found.threads} threads, the update of {opened['threads']} (backend.threads)"
-        found.notes.append(what)
+        threads = f"the roofs are of {found.threads} threads, the update of {opened['threads']} (backend.threads)"
+        found.notes.append(threads)
     if configuration.choices["parallelism"].name != "single":
-        found.notes.append("the update on the roofline is made by one process, all samples of it")
+        found.notes.append("the update on the roofline runs in one process, with all its samples")
     has_flops = point.count.flops > 0
-    if not has_flops:
-        found.skipped["the update on the roofline"] = "it computes no product, convolution or attention to be counted"
-    else:
+    if has_flops:
         found.notes.append(_HOW_COUNTED)
+    else:
+        found.skipped["the update on the roofline"] = "it has no product, convolution or attention to count"
     data = {
-        "task": point.name,
-        "device": device,
-        "format": point.format,
-        "seconds": point.seconds,
-        **dataclasses.asdict(point.count),
-        "roofs": dict(roofs.compute),
-        "memory_bytes_per_s": roofs.memory,
-    }
-    picture = wanted.file("roofline.png")
-    files.atomic_write(picture, png(drawn(roofs, point if has_flops else None)))
-    return judged(roofs, point) if has_flops else "", data, [picture]
+        "task": point.name, "device": device, "format": point.format, "seconds": point.seconds, **encode(point.count),
+        "roofs": dict(roofs.compute), "memory_bytes_per_s": roofs.memory,
+    }  # fmt: skip
+    files.make_directory(wanted.folder)
+    plot = wanted.file("roofline.png")
+    files.atomic_write(plot, png(drawn(roofs, point if has_flops else None)))
+    return judged(roofs, point) if has_flops else "", data, [plot]
 
 
 def measured_update(
     request: Request, seconds: float, found: MachineResults, task: str
 ) -> tuple[RooflinePoint, dict[str, Any]]:
-    """Return an update of one process as measured and counted, and what it is made of.
+    """Return the time and the counts of an update of one process, and what it consists of.
 
-    Where the model is compiled, what is counted is the same update without that.
+    Compiled code cannot be counted: for a compiled model, the counts are those of the same update without compilation.
     """
     from runner.tools.measure.counting import Count
     from runner.tools.measure.roofline import RooflinePoint
 
     alone = dataclasses.replace(request, overrides=merge_overrides(request.overrides, ("parallelism=single",)))
     limits = CompareLimits(budget_s=seconds)
-    with Comparison(alone) as arena:
-        with arena.alone(Variant(task), limits) as (ask, measured):
-            took = _blocks(ask, measured, seconds)
+    with Comparison(alone) as comparison:
+        with comparison.alone(Variant(task), limits) as (ask, measured):
+            took = _blocks_s(ask, measured, seconds)
             values = measured.opened["values"]
-            is_compiled = values["compile"] != "off"
-            told = None if is_compiled else ask({"do": "count"})
-        if told is None:
-            with arena.alone(Variant("counted", ("compile=off",)), limits) as (ask, _):
-                told = ask({"do": "count"})
+            count = ask({"do": "count"}) if values["compile"] == "off" else None
+        if count is None:
+            with comparison.alone(Variant("counted", ("compile=off",)), limits) as (ask, _):
+                count = ask({"do": "count"})
     rate = Rate("update", task, "update", 1, tuple(1 / each for each in took))
-    if spread(rate) > RESTLESS:
-        found.notes.append(f"half of the blocks of updates lie {spread(rate):.0%} apart: the machine is restless")
-    return RooflinePoint(task, Count(**told), statistics.median(took), str(values["precision"])), measured.opened
+    if rate.spread > RESTLESS:
+        found.notes.append(f"half of the blocks of updates differ by {rate.spread:.0%}: the machine is restless")
+    return RooflinePoint(task, Count(**count), statistics.median(took), str(values["precision"])), measured.opened
 
 
-def _blocks(ask: Callable[[Mapping[str, Any]], dict[str, Any]], measured: VariantResult, seconds: float) -> list[float]:
+def _blocks_s(ask: Ask, measured: VariantResult, seconds: float) -> list[float]:
     """Return the seconds of an update, block by block."""
     until, took = time.monotonic() + seconds, list[float]()
-    order = {"do": "make", "updates": measured.updates, "unpaid": measured.unpaid}
+    order = {"do": "run", "updates": measured.updates, "untimed": measured.untimed}
     while len(took) < LEAST_ROUNDS or (len(took) < BLOCKS and time.monotonic() < until):
         took.append(ask(order)["seconds"] / measured.updates)
     return took
 
 
 def _roofs(rates: Sequence[Rate], device: str, device_name: str) -> Roofs | None:
-    """Return what was measured of a device as roofs; None where its memory or all formats are missing."""
+    """Return the measured rates of a device as roofs; None without its memory or any format."""
     from runner.tools.measure.roofline import Roofs
 
     mine = [rate for rate in best(rates) if rate.device == device]
@@ -219,15 +200,11 @@ def _roofs(rates: Sequence[Rate], device: str, device_name: str) -> Roofs | None
     return Roofs(device_name, compute, memory) if compute and memory else None
 
 
-def _name_of(device: str) -> str:
-    return "cuda:0" if device == "cuda" else device
-
-
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- tables
 
 
 def _tables(rates: Sequence[Rate], inventory: Inventory, peaks: DataSheetPeaks) -> tuple[list[SuiteTable], list[str]]:
-    """Return the tables, and as notes where their peaks are from."""
+    """Return the tables, and the sources of their peaks as notes."""
     devices = {device.torch_name: device for device in (*inventory.usable, inventory.cpu.device)}
     titles = {
         "matmul": ("products of square matrices, at the fastest size", "format", "TFLOP/s", 1e12),
@@ -240,8 +217,7 @@ def _tables(rates: Sequence[Rate], inventory: Inventory, peaks: DataSheetPeaks) 
         for rate in (rate for rate in best(rates) if rate.part == part):
             peak, source = peaks.of(devices.get(rate.device, inventory.cpu.device), rate)
             sources.setdefault(source, []).append(f"{rate.device} {rate.name}")
-            low, high = rate.quartiles
-            figures = [rate.median / scale, low / scale, high / scale]
+            figures = [each / scale for each in (rate.median, *rate.quartiles)]
             of_peak = None if peak is None else 100 * rate.median / peak
             size = rate.size if part == "matmul" else rate.size // MIB
             rows.append([rate.device, rate.name, size, *figures, len(rate.per_s), peak and peak / scale, of_peak])
@@ -252,7 +228,7 @@ def _tables(rates: Sequence[Rate], inventory: Inventory, peaks: DataSheetPeaks) 
 
 
 def _summary(rates: Sequence[Rate]) -> str:
-    """Return in a sentence what each device does at most."""
+    """Return the highest rates of each device."""
     parts = []
     for device in dict.fromkeys(rate.device for rate in rates if rate.part != "disk"):
         mine = [rate for rate in best(rates) if rate.device == device]
@@ -264,70 +240,62 @@ def _summary(rates: Sequence[Rate]) -> str:
     return "; ".join(parts)
 
 
-def _as_json(rate: Rate) -> dict[str, Any]:
-    low, high = rate.quartiles
-    return {**dataclasses.asdict(rate), "median": rate.median, "low": low, "high": high}
-
-
 def skipped_without_gpu(parts: Sequence[str], inventory: Inventory, device: str) -> dict[str, str]:
-    """Return what needs a GPU and is not measured -> why, where none is looked at."""
-    if any(each.kind == "cuda" for each in inventory.usable) and device in ("auto", "cuda"):
-        return {}
-    if device.startswith("cuda") and any(each.torch_name == device for each in inventory.usable):
+    """Return what needs a GPU -> why it is not measured, if no GPU is."""
+    has_gpu = any(each.kind == "cuda" for each in inventory.usable)
+    is_named = device.startswith("cuda") and any(each.torch_name == device for each in inventory.usable)
+    if is_named or (has_gpu and device in ("auto", "cuda")):
         return {}
     reasons = [f"{each.name}: {each.why_not}" for each in inventory.devices if not each.usable]
-    has_gpu = any(each.kind == "cuda" for each in inventory.usable)
-    why = f"device={device} leaves it out" if has_gpu else "; ".join(reasons) or "there is no GPU"
-    of_gpu = {"matmul": _MATMUL_OF_GPU, "copies": _COPIES_OF_GPU}
-    return {name: why for part, names in of_gpu.items() if part in parts for name in names}
+    why = f"device={device} excludes it" if has_gpu else "; ".join(reasons) or "there is no GPU"
+    return {name: why for part, names in _OF_GPU.items() if part in parts for name in names}
 
 
-# ---------------------------------------------------------------- what was asked
+# ---------------------------------------------------------------- request
 
 
 def _parts(words: Sequence[str]) -> list[str]:
-    """Return the parts to measure: all without words, and what a roofline is made of with it."""
+    """Return the parts to measure; a roofline needs matmul and copies."""
     for word in words:
-        if word not in SHARES:
-            what = f"must be one of {', '.join(SHARES)}"
-            raise ConfigError(Problem(what, f"suite=machine {word}", did_you_mean(word, SHARES)))
-    wanted = set(words or SHARES)
+        if word not in PARTS:
+            what = f"must be one of {', '.join(PARTS)}"
+            raise ConfigError(Problem(what, f"suite=machine {word}", did_you_mean(word, PARTS)))
+    wanted = set(words or PARTS)
     wanted |= {"matmul", "copies"} if "roofline" in wanted else set()
-    return [part for part in SHARES if part in wanted]
+    return [part for part in PARTS if part in wanted]
 
 
 def _number(options: Mapping[str, str], key: str) -> int:
     text = options[key]
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(Problem("must be a whole number above 0", f"{key}={text}", f"use {key}={OPTIONS[key]}"))
+        raise ConfigError(Problem("must be a whole number above 0", f"{key}={text}", f"use {key}=64"))
     return int(text)
 
 
-def _apart(part: str, asked: MachineRequest, seconds: float) -> MachineResults:
-    """Return what a part finds in a process of its own; where that dies or cannot begin, the reason."""
+def _in_process(part: str, asked: MachineRequest, seconds: float) -> MachineResults:
+    """Measure a part in a separate process; if that dies or cannot start, return the reason."""
     try:
         return in_subprocess(MEASURED[part], asked, seconds)
     except BrokenProcessPool:
-        return MachineResults(
-            skipped={part: "its process was killed: accel-run doctor tells which kernel or driver does that"}
-        )
+        why = "its process was killed: accel-run doctor shows which kernel or driver does that"
+        return MachineResults(skipped={part: why})
     except AccelRunError as error:
         return MachineResults(skipped={part: first_line(str(error.problems[0]))})
 
 
 MEASURED: Mapping[str, Callable[[MachineRequest, float], MachineResults]] = {
-    "matmul": matmul,
-    "copies": copies,
-    "disk": disk,
-}
-SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15, "roofline": 0.1}  # of the seconds; the rest is start-up
+    "matmul": matmul, "copies": copies, "disk": disk,
+}  # fmt: skip
+SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15, "roofline": 0.1}  # of the budget; the rest is for start-up
 BLOCKS = 9  # of updates
-_MATMUL_OF_GPU = tuple(f"GPU {name} matmul" for name in ("fp32", "tf32", "bf16", "fp16", "fp64"))
-_COPIES_OF_GPU = (
-    "host to device, pinned", "host to device, not pinned", "device to host, pinned", "device to host, not pinned",
-    "device to device", "GPU memory, triad",
-)  # fmt: skip
+_OF_GPU = {
+    "matmul": tuple(f"GPU {name} matmul" for name in ("fp32", "tf32", "bf16", "fp16", "fp64")),
+    "copies": (
+        "host to device, pinned", "host to device, not pinned", "device to host, pinned", "device to host, not pinned",
+        "device to device", "GPU memory, triad",
+    ),
+}  # fmt: skip
 _HOW_COUNTED = (
-    "the update's FLOP are those of products, convolutions and attention as torch counts them, its bytes what all its"
-    " operations read and write if no cache kept any of it: its true intensity lies further right"
+    "FLOP of an update: products, convolutions and attention, as torch counts them. Bytes: what all operations read and"
+    " write without caches. Its true intensity is higher"
 )

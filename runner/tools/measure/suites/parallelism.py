@@ -24,14 +24,7 @@ from runner.tools.measure.comparison_result import UNTRIED
 from runner.tools.measure.forked_ranks import StandingRanks, ms_per_update, opened
 from runner.tools.measure.measuring_place import planned
 from runner.tools.measure.statistics import ONE_EACH, Ratio, paired
-from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value
-from runner.tools.measure.suite_common import ROUNDS, kept, refuse_words, some_of, whole_numbers
-
-# forms: which are measured
-# ranks: how many there are
-# slow: how many times as long the last rank takes for a sample, for the forms with shares; 1: none is slower
-# updates: of a block
-OPTIONS: dict[str, str] = {"forms": "single,equal,shares,pipeline", "ranks": "2", "slow": "2", "updates": "20"}
+from runner.tools.measure.suite import ROUNDS, SuiteReport, SuiteRequest, SuiteTable, Value, saved
 
 
 def run(wanted: SuiteRequest) -> SuiteReport:
@@ -40,9 +33,9 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     All forms are there at once and take turns in an order that is drawn; every rank has as many threads as the single
     one, as devices would. Raises ConfigError for numbers that are none and fewer than two ranks.
     """
-    refuse_words(wanted)
-    names = some_of(wanted.options, "forms", FORMS)
-    ranks, updates = (whole_numbers(wanted.options, key, least)[0] for key, least in (("ranks", 2), ("updates", 1)))
+    wanted.refuse_words()
+    names = wanted.some_of("forms", FORMS)
+    ranks, updates = (wanted.numbers(key, least)[0] for key, least in (("ranks", 2), ("updates", 1)))
     slow = _factor(wanted.options["slow"])
     configuration = compose(wanted.request)
     plan, inventory = in_subprocess(planned, configuration)
@@ -61,7 +54,7 @@ def run(wanted: SuiteRequest) -> SuiteReport:
         notes.append(f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}: they slow each other down")
     notes += played.notes
     task = plan.choices["task"].name
-    return kept(wanted, "parallelism", _report(task, forms, played.blocks, played.skipped, notes))
+    return saved(wanted, "parallelism", _report(task, forms, played.blocks, played.skipped, notes))
 
 
 # ---------------------------------------------------------------- what is measured

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from runner.config.request import Request
+from runner.tools.measure.comparison_result import Block
 from runner.tools.measure.suite import SuiteRequest
 from runner.tools.measure.suites import SUITES
 
 
 def asked(suite: str, folder: Path, task: Path | None, *settings: str, **options: str) -> SuiteRequest:
     """Return what a suite is asked: its own options where the test says nothing."""
-    own = import_module(f"runner.tools.measure.suites.{SUITES[suite][0]}").OPTIONS
+    own = dict(SUITES[suite].options)
     return SuiteRequest(Request(settings, task), (), own | options, folder, "", 300.0, lambda _: None)
+
+
+def blocks(ms: Iterable[float] | Mapping[int, float], process: int = 0) -> dict[int, Block]:
+    """Return blocks of these milliseconds, by round."""
+    rounds = ms if isinstance(ms, Mapping) else dict(enumerate(ms))
+    return {number: Block(each, process=process) for number, each in rounds.items()}

@@ -26,7 +26,7 @@ def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
 def rows(found: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]]:
     (table,) = found.tables
     named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-    return {(row["of an update"], row["samples of a pass"]): row for row in named}
+    return {(row["of an update"], row["micro-batch"]): row for row in named}
 
 
 @pytest.mark.usefixtures("few_rounds")
@@ -37,11 +37,11 @@ def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
     assert found.data["recommended_micro_batch_size"] == 8
     assert "micro_batch_size=8" in found.headline
     assert "micro 16" in found.skipped
-    assert "no multiple" in found.skipped["micro 3"]
+    assert "not a multiple" in found.skipped["micro 3"]
     assert "more than the 16" in found.skipped["micro 32"]
     assert set(rows(found)) == {(16, 2), (16, 4), (16, 8)}
     eight = rows(found)[16, 8]
-    assert eight["passes"] == 2
+    assert eight["micro-batches"] == 2
     assert eight["samples/s"] == pytest.approx(16e3 / eight["update, ms"])  # type: ignore[operator]
     (file,) = found.files
     assert json.loads(file.read_text())["recommended_micro_batch_size"] == 8
@@ -85,7 +85,7 @@ def test_sizes_are_whole_numbers_above_0(tmp_path: Path, key: str, text: str) ->
 
 
 def test_a_word_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="plots: is no word of this suite"):
+    with pytest.raises(ConfigError, match="plots: is not an argument of this suite"):
         benchmark(["suite=batch", "plots", f"folder={tmp_path}"])
 
 

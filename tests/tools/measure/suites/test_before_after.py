@@ -81,9 +81,9 @@ def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Pat
     ("before", "after", "sure"),
     [
         (Biggest(64, "", True), Biggest(128, "no time"), "better"),
-        (Biggest(64, "no time"), Biggest(128, "no time"), "not known"),
-        (Biggest(64, "no time"), Biggest(128, "", True), "not known"),
-        (Biggest(64, "", True), Biggest(64, "no time"), "not known"),
+        (Biggest(64, "no time"), Biggest(128, "no time"), "unknown"),
+        (Biggest(64, "no time"), Biggest(128, "", True), "unknown"),
+        (Biggest(64, "", True), Biggest(64, "no time"), "unknown"),
         (Biggest(64, "", True), Biggest(64, "", True), "no clear change"),
         (Biggest(128, "no time"), Biggest(64, "", True), "worse"),
         (Biggest(None, "an error"), Biggest(64, "", True), "not measured"),

@@ -1,20 +1,17 @@
-"""Laws of `accel-run benchmark suite=devices`: lines cross where they were planted, and doubt is said."""
+"""Laws of `accel-run benchmark suite=devices`: the faster device is named by size, and doubt is reported."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from runner.base.errors import ConfigError
 from runner.plan.inventory import Cpu, Device, Inventory
-from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.suite_common import limits_of
-from runner.tools.measure.suites.devices import Blocks, blocks_of, crossing, devices_of, run
+from runner.tools.measure.statistics import Ratio
+from runner.tools.measure.suites.devices import crossover, devices_of, run
 from tests.tools.measure.planted_time import READ_S, Planted
 from tests.tools.measure.suites.asked import asked
 
@@ -22,82 +19,26 @@ NAMES = ("cpu", "cuda:0")
 SETTINGS = ("task.num_cubes=32", "task.channels=4")
 
 
-def taken(
-    fixed_s: float, per_sample_s: float, noise: float, seed: int = 0, batches: Sequence[int] = (2, 4, 8, 16, 32)
-) -> Blocks:
-    """Return nine blocks of a device at each of the batches."""
-    rng = np.random.default_rng(seed)
-    return {
-        batch: [(fixed_s + per_sample_s * batch) * float(np.exp(noise * rng.standard_normal())) for _ in range(9)]
-        for batch in batches
-    }
+FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1.0, 0.9, 1.1, 9)
 
 
-def test_lines_cross_where_they_were_planted() -> None:
-    """1 ms per sample without more, against 6 ms and 0.25 ms per sample: the same at 8 samples."""
-    found = crossing(NAMES, taken(0.0, 1e-3, 0.02), taken(6e-3, 0.25e-3, 0.02, 1), "samples")
-
-    assert found is not None
-    assert found.at == pytest.approx(8, rel=0.1)
-    assert found.low is not None
-    assert found.high is not None
-    assert found.low < 8 < found.high
-    assert found.said.startswith("cuda:0 ")
-    assert max(found.residuals) < 0.05
-    assert found.lines[1].fixed_s == pytest.approx(6e-3, rel=0.1)
-
-
-def test_what_is_slower_everywhere_is_said_to_be() -> None:
-    found = crossing(NAMES, taken(1e-3, 1e-4, 0.02), taken(5e-3, 2e-4, 0.02, 1), "samples")
-
-    assert found is not None
-    assert found.at is None
-    assert found.said.startswith("no crossing: cpu ")
-
-
-def test_devices_that_take_the_same_have_no_crossing() -> None:
-    for seed in range(20):
-        found = crossing(NAMES, taken(1e-3, 1e-3, 0.05, 2 * seed), taken(1e-3, 1e-3, 0.05, 2 * seed + 1), "samples")
-        assert found is not None
-        assert found.at is None, seed
-
-
-def test_times_that_are_no_line_are_said_to_be_none() -> None:
-    bent = {batch: [batch**3 / 1e5] * 9 for batch in (2, 4, 8, 16, 32)}
-
-    found = crossing(NAMES, bent, taken(5e-3, 2e-4, 0.0), "samples")
-
-    assert found is not None
-    assert found.at is None
-    assert "does not fit" in found.said
-
-
-def test_one_point_is_no_line() -> None:
-    assert crossing(NAMES, {2: [1.0]}, taken(1.0, 1.0, 0.0), "samples") is None
-
-
-def test_two_points_tell_nothing_of_how_well_a_line_fits() -> None:
-    found = crossing(NAMES, taken(1e-3, 4e-4, 0.0, batches=(2, 16)), taken(5e-3, 2e-4, 0.0, batches=(2, 16)), "samples")
-
-    assert found is not None
-    assert all(map(math.isnan, found.residuals))
-
-
-def test_devices_that_were_not_measured_at_the_same_points_have_no_crossing() -> None:
-    assert (
-        crossing(NAMES, taken(1.0, 1.0, 0.0, batches=(2, 4)), taken(1.0, 1.0, 0.0, batches=(4, 8)), "samples") is None
-    )
-
-
-def test_a_point_of_too_few_blocks_is_none() -> None:
-    """Of one block or two nobody knows the spread, and the bootstrap would be sure of them."""
-    least, _ = limits_of(1.0).rounds
-    cells = [
-        VariantResult(Variant(f"cpu, batch {batch}, side 8"), dict.fromkeys(range(num), 5.0))
-        for batch, num in ((2, least), (4, least - 1))
-    ]
-
-    assert blocks_of(ComparisonResult(cells, "interleaved"), "cpu", [(2, 8), (4, 8)], 0) == {2: [0.005] * least}
+@pytest.mark.parametrize(
+    ("ratios", "told"),
+    [
+        ([SLOWER, SLOWER, FASTER, FASTER], "cuda:0 is faster from 8 samples, cpu up to 4"),
+        ([FASTER, SLOWER, SLOWER, SLOWER], "cpu is faster from 4 samples, cuda:0 up to 2"),
+        ([SLOWER, SAME, FASTER, FASTER], "cuda:0 is faster from 8 samples, unclear below"),
+        ([SLOWER, None, FASTER, FASTER], "cuda:0 is faster from 8 samples, cpu up to 2"),
+        ([FASTER] * 4, "cuda:0 is faster from 2 to 16 samples"),
+        ([SLOWER] * 4, "cpu is faster from 2 to 16 samples"),
+        ([SAME] * 4, "no clear change at 16 samples"),
+        ([FASTER, FASTER, FASTER, SAME], "no clear change at 16 samples"),
+        ([None, None, None, FASTER], "too few sizes were measured"),
+    ],
+)
+def test_the_faster_device_is_named_by_the_sizes_that_were_measured(ratios: list[Ratio | None], told: str) -> None:
+    """Nothing is extrapolated: only clear ratios of measured sizes count."""
+    assert crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == told
 
 
 def test_a_gpu_by_two_names_is_one_device() -> None:
@@ -121,7 +62,7 @@ def slow_clock(planted: Planted) -> Iterator[None]:
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
 
-    table, fits, rules = found.tables
+    table, series, rules = found.tables
     assert [row[:2] for row in table.rows] == [
         ("statistics, small", 8), ("statistics, large", 16), ("gradients, small", 8), ("gradients, large", 16),
     ]  # fmt: skip
@@ -130,29 +71,27 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
         for small, large in zip(times[f"{phase}, small"], times[f"{phase}, large"], strict=True):
             assert small > 0, phase  # type: ignore[operator]
             assert large > 0, phase  # type: ignore[operator]
-    assert [row[:2] for row in fits.rows] == [
-        ("batch", "cpu:1"), ("batch", "cpu:2"), ("size", "cpu:1"), ("size", "cpu:2"),
-    ]  # fmt: skip
+    assert [row[:3] for row in series.rows] == [["batch", 2, 8], ["batch", 8, 8], ["size", 2, 8], ["size", 2, 16]]
     told = {row[0]: row[2:] for row in rules.rows}
     assert told["channels"] == [4, "CPU", 4, "CPU"]
     assert told["pixels of a side"] == [8, "CPU", 16, "CPU"]
     assert told["samples per update"] == [2, "CPU", 2, "CPU"]
     assert found.headline.startswith("cpu:2 against cpu:1: ")
-    assert set(json.loads(found.files[0].read_text())["crossings"]) == {"batch", "size"}
+    assert set(json.loads(found.files[0].read_text())["crossovers"]) == {"batch", "size"}
     assert not found.skipped
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("cpu,tpu", "tpu is no device of this machine"),
-        ("cpu,cuda:99", "cuda:99 is no device of this machine"),
-        ("cpu:0,cpu:1", "cpu:0 is no device"),
+        ("cpu,tpu", "tpu is not a device of this machine"),
+        ("cpu,cuda:99", "cuda:99 is not a device of this machine"),
+        ("cpu:0,cpu:1", "cpu:0 is not a device"),
         ("cpu", "two different devices"),
         ("cpu,cpu", "two different devices"),
-        ("cpu,", "nothing is no device"),
-        ("cpu:1,cpu:99999", "cpu:99999 is no device of this machine"),
-        (f"cpu:1,cpu:{'9' * 5000}", "is no device of this machine"),
+        ("cpu,", "nothing is not a device"),
+        ("cpu:1,cpu:99999", "cpu:99999 is not a device of this machine"),
+        (f"cpu:1,cpu:{'9' * 5000}", "is not a device of this machine"),
     ],
 )
 def test_a_device_that_is_not_here_is_refused(tmp_path: Path, text: str, words: str) -> None:

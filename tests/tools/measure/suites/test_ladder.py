@@ -9,21 +9,24 @@ import signal
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+from runner.base.json_values import finite
 from runner.commands.benchmark import run as benchmark
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.tools.measure import suite_common
+from runner.tools.measure import suite
 from runner.tools.measure.compare import Comparison
-from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.results import Results, session_baseline
+from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
+from runner.tools.measure.measuring_place import MeasuringPlace
+from runner.tools.measure.results import LadderRow, Results, session_baseline
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.suite import SuiteReport, SuiteRequest, screen
 from runner.tools.measure.suites import ladder
-from runner.tools.measure.suites.ladder import LadderRow, run
+from runner.tools.measure.suites.ladder import run
 from runner.tools.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
 from tests.tools.measure.suites.asked import asked
 
@@ -60,13 +63,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tupl
     """The whole ladder of what is planted, measured once."""
     folder = tmp_path_factory.mktemp("benchmarks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suite_common, "BLOCK_S", 0.05)
+        patch.setattr(suite, "BLOCK_S", 0.05)
         return run(wanted_in(folder, config_dir, techniques=f"[{','.join(PLANTED)},tf32]")), folder
 
 
 @pytest.fixture(scope="module")
 def rows(measured: tuple[SuiteReport, Path]) -> dict[str, dict[str, object]]:
-    return {row["cell"]: row for row in measured[0].data["rows"]}
+    return {row["variant"]: row for row in measured[0].data["rows"]}
+
+
+def columns_of(folder: Path) -> dict[str, list[float]]:
+    return {name: list(row.updates_ms) for name, row in Results(folder).rows().items()}
 
 
 # ---------------------------------------------------------------- what is measured
@@ -145,31 +152,31 @@ def test_start_and_compilation_are_told_apart_and_memory_and_kernels_are_told(
 
 def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
-    columns = Results(folder).columns()
+    columns = columns_of(folder)
 
-    assert set(columns) == {row["cell"] for row in report.data["rows"] if row["update_ms"]}
+    assert set(columns) == {row["variant"] for row in report.data["rows"] if row["update_ms"]}
     assert {len(column) for column in columns.values()} == {STEPS}
     assert statistics.median(columns["quick"]) < statistics.median(columns[BASELINE])
 
 
 def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
-    facts = Results(folder).facts()["techniques"]
+    rows = Results(folder).rows()
 
-    assert facts["quick"]["task"] == "task_to_measure"
-    assert facts["quick"]["verdict"] == "better"
-    assert facts["quick_and_wrong"]["is_wrong"]
+    assert rows["quick"].task == "task_to_measure"
+    assert rows["quick"].verdict == "better"
+    assert rows["quick_and_wrong"].outcome.is_wrong
     json.dumps(dict(report.data), allow_nan=False)
 
 
 def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
-    results.put({BASELINE: [1.0, 1.0], "bf16": [2.0]}, {})
+    results.put({BASELINE: LadderRow(updates_ms=(1.0, 1.0)), "bf16": LadderRow(updates_ms=(2.0,))})
 
     report = run(wanted_in(tmp_path, config_dir, BASELINE, steps="4", rounds="3"))
 
-    assert [row["cell"] for row in report.data["rows"]] == [BASELINE]
-    columns = results.columns()
+    assert [row["variant"] for row in report.data["rows"]] == [BASELINE]
+    columns = columns_of(tmp_path)
     assert (columns["bf16"], columns[session_baseline(1)]) == ([2.0], [1.0, 1.0])
     assert len(columns[BASELINE]) == 4
 
@@ -179,16 +186,17 @@ def test_only_the_stack_is_measured_if_only_it_is_asked_for(tmp_path: Path, conf
 
     report = run(wanted)
 
-    assert [row["cell"] for row in report.data["rows"]] == [BASELINE, "up to nothing", "up to quick"]
-    assert set(Results(tmp_path).columns()) == {BASELINE, "up to nothing", "up to quick"}
+    assert [row["variant"] for row in report.data["rows"]] == [BASELINE, "up to nothing", "up to quick"]
+    assert set(columns_of(tmp_path)) == {BASELINE, "up to nothing", "up to quick"}
 
 
-def test_float16_begins_after_the_others_on_a_cpu(
-    tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def place_on(device: str, comparison: object = None) -> MeasuringPlace:
+    return SimpleNamespace(notes=[], plan=SimpleNamespace(device=device), comparison=comparison)  # type: ignore[return-value]
+
+
+def test_float16_begins_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
     """Its updates take ten times as long there, and its start the time of others."""
     asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
-    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
     begun: list[str] = []
 
     class Begun(Exception):
@@ -199,9 +207,8 @@ def test_float16_begins_after_the_others_on_a_cpu(
             begun.extend(cell.name for cell in cells)
             raise Begun
 
-    for is_on_cpu in (True, False):
-        monkeypatch.setattr(climbing, "arena", Told(), raising=False)
-        climbing.is_on_cpu = is_on_cpu
+    for device in ("cpu", "cuda:0"):
+        climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), place_on(device, Told()), lambda _: None)
         with pytest.raises(Begun):
             climbing.measure_isolated(asked.members)
 
@@ -212,7 +219,7 @@ def test_what_is_stopped_leaves_what_it_has_measured(
     tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a signal while blocks are made; the signal then means again what it meant."""
-    monkeypatch.setattr(suite_common, "BLOCK_S", 0.05)
+    monkeypatch.setattr(suite, "BLOCK_S", 0.05)
     turn, made, handler = Comparison.turn, [], signal.getsignal(signal.SIGTERM)
 
     def stopped(arena: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
@@ -227,20 +234,20 @@ def test_what_is_stopped_leaves_what_it_has_measured(
     with pytest.raises(KeyboardInterrupt):
         run(wanted)
 
-    results = Results(tmp_path)
-    assert set(results.columns()) == {BASELINE, "nothing", "quick"}
-    facts = results.facts()["techniques"]["quick"]
-    assert facts["ratio"]["num"] == 3
-    assert facts["peak_gib"] > 0, "the block that was under way is not taken for the report"
+    assert set(columns_of(tmp_path)) == {BASELINE, "nothing", "quick"}
+    quick = Results(tmp_path).rows()["quick"]
+    assert quick.outcome.ratio is not None
+    assert quick.outcome.ratio.num == 3
+    assert (quick.usage.peak_gib or 0) > 0, "the block that was under way is not taken for the report"
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
 def test_what_gains_nothing_and_takes_long_to_begin_is_put_on_top_of_nothing(tmp_path: Path, config_dir: Path) -> None:
     asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
-    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), lambda _: None)
+    climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), place_on("cpu"), lambda _: None)
     better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
     for name, ratio, seconds in (("nothing", worse, 1.0), ("quick", better, 100.0), ("slow", worse, 100.0)):
-        climbing.rows.append(LadderRow(name, "isolated", (name,), ratio=ratio, start_s=0.5, compile_s=seconds))
+        climbing.rows[name] = LadderRow("isolated", (name,), 1.0, TrialOutcome(ratio), start_s=0.5, compile_s=seconds)
 
     assert [each.name for each in climbing.startable(asked.members)] == ["nothing", "quick"]
     assert "302 s" in climbing.skipped["up to slow"]
@@ -250,15 +257,16 @@ def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_col
     tmp_path: Path, config_dir: Path
 ) -> None:
     results = Results(tmp_path)
-    results.put({BASELINE: [1.0, 1.0], "bf16": [2.0], "nothing": [3.0]}, {})
+    times = {BASELINE: (1.0, 1.0), "bf16": (2.0,), "nothing": (3.0,)}
+    results.put({name: LadderRow(updates_ms=ms) for name, ms in times.items()})
 
     run(wanted_in(tmp_path, config_dir, "nothing", steps="4", rounds="3"))
 
-    columns = results.columns()
+    columns = columns_of(tmp_path)
     assert (columns[BASELINE], columns["bf16"]) == ([1.0, 1.0], [2.0])
     assert len(columns["nothing"]) == 4
     assert columns["nothing"] != [3.0]
-    own, sessions = columns[session_baseline(2)], results.sessions()
+    own, sessions = columns[session_baseline(2)], {name: row.session for name, row in results.rows().items()}
     assert len(own) == 4, "and its own baseline is beside it"
     assert sessions == {BASELINE: 1, "bf16": 1, "nothing": 2, session_baseline(2): 2}
 
@@ -277,10 +285,10 @@ def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_col
         ((), {"batch": "0"}, "must be a whole number above 0"),
         ((), {"modes": "alone"}, "alone is none of them"),
         ((), {"techniques": "[]"}, "must name a technique"),
-        (("all", "plots"), {}, "plots: must stand alone, but stands with all"),
-        (("reset", "nothing"), {}, "must stand alone"),
+        (("all", "plots"), {}, "plots: must be the only argument, but there is also all"),
+        (("reset", "nothing"), {}, "must be the only argument"),
         (("impossible",), {}, "nonsense"),
-        (("nothing",), {"techniques": "[slow]"}, "which name techniques too"),
+        (("nothing",), {"techniques": "[slow]"}, "which also name techniques"),
     ],
 )
 def test_what_cannot_be_meant_is_a_clear_error(
@@ -292,17 +300,8 @@ def test_what_cannot_be_meant_is_a_clear_error(
 
 
 def test_a_damaged_table_is_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
-    (tmp_path / "results.csv").write_text("step,nothing\n1,fast\n")
-
-    with pytest.raises(DataError, match="must be milliseconds"):
-        run(wanted_in(tmp_path, config_dir, "nothing"))
-
-    assert (tmp_path / "results.csv").read_text() == "step,nothing\n1,fast\n"
-
-
-def test_damaged_facts_are_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
-    results.put({"nothing": [1.0]}, {})
+    results.put({"nothing": LadderRow(updates_ms=(1.0,))})
     results.json.write_text('{"techniques": {')
 
     with pytest.raises(DataError):
@@ -313,9 +312,9 @@ def test_damaged_facts_are_said_before_anything_is_measured(tmp_path: Path, conf
 
 def test_columns_of_another_task_are_not_put_beside_each_other(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
-    results.put({"nothing": [1.0]}, {"nothing": {"task": "another"}})
+    results.put({"nothing": LadderRow(updates_ms=(1.0,), task="another")})
 
-    with pytest.raises(ConfigError, match="holds what was measured of task another, and this is task task_to_measure"):
+    with pytest.raises(ConfigError, match="contains measurements of task another, and this is task task_to_measure"):
         run(wanted_in(tmp_path, config_dir, "nothing"))
 
 
@@ -323,13 +322,13 @@ def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path
     results = Results(tmp_path)
 
     run(wanted_in(tmp_path, config_dir, "init"))
-    assert results.columns() == {}
-    results.put({"bf16": [2.0]}, {})
+    assert results.rows() == {}
+    results.put({"bf16": LadderRow(updates_ms=(2.0,))})
     run(wanted_in(tmp_path, config_dir, "reset"))
-    assert results.columns() == {}
+    assert results.rows() == {}
     run(wanted_in(tmp_path, config_dir, "clean"))
     with pytest.raises(InputMissing):
-        results.columns()
+        results.rows()
 
 
 def test_results_are_drawn_where_there_are_some(
@@ -463,9 +462,9 @@ def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> N
 
 
 def test_numbers_that_are_not_known_are_null_in_json() -> None:
-    row = LadderRow("bf16", "isolated", ("bf16",), why_not="no room")
+    row = LadderRow("isolated", ("bf16",), outcome=TrialOutcome(why_not="no room"))
 
-    assert ladder.as_json(row)["update_ms"] is None
+    assert finite(row.as_json())["update_ms"] is None
     assert math.isnan(row.update_ms)
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.suite import SuiteReport
-from runner.tools.measure.suite_common import measured_in
+from runner.tools.measure.suite import SuiteReport, compared
 from runner.tools.measure.suites.loader import LoaderVariant, run, why_not
 from tests.tools.measure.suites.asked import asked
 
@@ -42,7 +41,7 @@ def test_where_reading_takes_long_the_loader_that_does_not_read_again_is_first(t
     cached, now = named
     assert 60 < now["waits for data, %"] < 95  # type: ignore[operator]
     assert cached["waits for data, %"] < 30  # type: ignore[operator]
-    assert cached["begins later, s"] > 0.6, "256 samples of 3 ms were read before"  # type: ignore[operator]
+    assert cached["starts later, s"] > 0.6, "256 samples of 3 ms were read before"  # type: ignore[operator]
     assert cached["sure"] == "better"
     assert "dataloader.cache=memory" in found.headline
     assert "dataloader.cache=memory" in found.data["recommended"]
@@ -73,9 +72,9 @@ def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> No
 
 def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path) -> None:
     short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
-    place = SimpleNamespace(arena=SimpleNamespace(compare=lambda *_: short))
+    place = SimpleNamespace(comparison=SimpleNamespace(compare=lambda *_: short))
 
-    found = measured_in(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
+    found = compared(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
 
     (note,) = found.notes
     assert "budget_s=70" in note

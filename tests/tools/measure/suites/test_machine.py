@@ -24,8 +24,7 @@ from runner.config.request import Request, merge_overrides
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.tools.doctor import arithmetic
 from runner.tools.measure import machine_rates
-from runner.tools.measure.compare import Asked as Asking
-from runner.tools.measure.compare import CompareLimits
+from runner.tools.measure.compare import Ask, CompareLimits
 from runner.tools.measure.comparison_result import Variant, VariantResult
 from runner.tools.measure.counting import Count, counted
 from runner.tools.measure.machine_rates import MachineRequest, MachineResults, Rate, Turn, best, in_turns
@@ -257,9 +256,9 @@ def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks
 @pytest.mark.parametrize(
     ("device", "part", "name", "why"),
     [
-        (CPU.device, "matmul", "fp32", "which nobody tells here"),
-        (H100, "matmul", "fp64", "has no figure for it"),
-        (H100, "copies", "host to device, pinned", "has no figure for it"),
+        (CPU.device, "matmul", "fp32", "not reported here"),
+        (H100, "matmul", "fp64", "does not state it"),
+        (H100, "copies", "host to device, pinned", "does not state it"),
         (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile is of"),
     ],
 )
@@ -389,11 +388,7 @@ def test_the_sentence_names_the_roof_that_holds(shown: Callable[..., None]) -> N
 def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
     settings = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")
     request = Request((*settings, f"output_root={folder / 'outputs'}"), TASK)
-    return SuiteRequest(request, words, {**machine.OPTIONS, **options}, folder, "here-", 10.0, lambda _: None)
-
-
-def test_the_suite_is_in_the_table() -> None:
-    assert SUITES["machine"][0] == "machine"
+    return SuiteRequest(request, words, {**SUITES["machine"].options, **options}, folder, "here-", 10.0, lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +431,7 @@ def test_all_of_it_is_measured_drawn_and_kept(tmp_path: Path) -> None:
     assert kept["suite"] == "machine"
     assert kept["date"].endswith("UTC")
     assert kept["hardware"]["inventory"]["torch_version"]
-    assert any(line.startswith("not measured here") for line in screen(report))
+    assert any(line.startswith("not measured") for line in screen(report))
 
 
 class PlantedArena:
@@ -454,7 +449,7 @@ class PlantedArena:
         pass
 
     @contextmanager
-    def alone(self, cell: Variant, limits: CompareLimits) -> Iterator[tuple[Asking, VariantResult]]:
+    def alone(self, cell: Variant, limits: CompareLimits) -> Iterator[tuple[Ask, VariantResult]]:
         words = merge_overrides(self.words, cell.overrides)
         values = {"precision": "fp32", "compile": "default" if "compile=default" in words else "off"}
         opened = {"values": values, "device": "cpu", "device_name": "a CPU", "threads": 1}
@@ -476,7 +471,7 @@ def test_an_update_is_timed_as_it_is_and_counted_as_it_is_written(
     point, _ = machine.measured_update(Request((compiled,)), 0.0, MachineResults(), "a task")
 
     assert (point.seconds, point.throughput, point.intensity) == (2.0, 5e5, 10.0)
-    assert set(PlantedArena.asked) == {("make", timed_as), ("count", "off")}
+    assert set(PlantedArena.asked) == {("run", timed_as), ("count", "off")}
 
 
 def _dies(*_: Any) -> Any:
