@@ -17,7 +17,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from runner.base.errors import AccelRunError, Exit, UsageError, format_error, readable, system_limit_of
+from runner.base.errors import AccelRunError, Exit, UsageError, format_error, system_limit_of
 from runner.base.secret import fit_to_show
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, first_line, for_terminal, help_page, message_of
@@ -139,11 +139,9 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
 
     from runner.config.aliases import fix_of_command
     from runner.config.options import options_of_groups
-    from runner.config.schema import MAX_SHOWN
-    from runner.config.suggestions import suggest_override
 
     word = words[0]
-    known = fix_of_command([readable(each, MAX_SHOWN) for each in words[:6]], suggest_override, options_of_groups())
+    known = fix_of_command(word, options_of_groups())
     close = difflib.get_close_matches(word.lower(), [name for name in COMMANDS if COMMANDS[name][1]], n=1, cutoff=0.6)
     if not known and close:
         known = f"did you mean accel-run {close[0]}?"

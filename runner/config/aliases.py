@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-
-def _names(words: str) -> list[str]:
-    return words.split()
-
+from collections.abc import Collection, Iterator, Mapping
 
 # Accepted aliases of the precision options.
 PRECISION_NAMES = {
@@ -43,7 +38,7 @@ _SAY: Mapping[str, str] = {
     " max_epoch num_epoch total_epochs",
     "updates={}": "max_steps steps num_steps train_steps iterations iters max_iters num_iterations niter n_iters"
     " train_iters total_iters max_train_steps num_train_steps max_update max_updates total_updates num_updates",
-    "updates=2": "debug",
+    "updates=2": "debug fast_dev_run",
     "optimizer.lr={}": "lr learning_rate base_lr init_lr max_lr",
     "optimizer.weight_decay={}": "weight_decay wd",
     "optimizer.eps={}": "eps adam_epsilon adam_eps epsilon opt_eps",
@@ -132,7 +127,8 @@ _SAY: Mapping[str, str] = {
     "early_stopping.patience={}": "patience early_stopping_patience early_stopping early_stop",
     "early_stopping.patience=5": "callbacks",
     _RESUME: "resume_from resume_from_checkpoint ckpt_path load_checkpoint checkpoint_path ckpt load load_dir",
-    "weights={} (safetensors; of a .pt: accel-run import)": "pretrained init_from load_from weights_path load_weights",
+    "weights=FILE (safetensors; of a .pt: accel-run import)": "pretrained init_from load_from weights_path"
+    " load_weights",
     "memory=checkpoint": "gradient_checkpointing activation_checkpointing checkpoint_activations grad_checkpoint"
     " recompute_activations use_gradient_checkpointing",
     "attention=flash": "flash_attention use_flash flash flash_attn use_flash_attention "
@@ -195,12 +191,10 @@ _ABSENT: Mapping[str, str] = {
 }  # fmt: skip
 ABSENT: Mapping[str, str] = {key: why for why, keys in _ABSENT.items() for key in keys.split()}
 # Group names of other trainers that carry no meaning.
-_CONTAINERS = _names(
-    "trainer training train model module args hparams params cfg config opts options data datamodule dataset "
-    "dataloader "
-    "loader optim optimizer scheduler lr_scheduler wandb logger logging checkpoint ckpt evaluate eval "
-    "parallelism memory "
-    "precision hf lightning deepspeed dist distributed"
+_CONTAINERS = (
+    "trainer training train model module args hparams params cfg config opts options data datamodule dataset dataloader"
+    " loader optim optimizer scheduler lr_scheduler wandb logger logging checkpoint ckpt evaluate eval parallelism"
+    " memory precision hf lightning deepspeed dist distributed"
 )
 _RENAMED_GROUPS = {
     "optim": "optimizer",
@@ -288,6 +282,7 @@ _COMMANDS: Mapping[str, str] = {
     "press Ctrl-C where it trains, or kill -TERM its process; accel-run resume continues the run": "stop kill "
     "cancel abort",
     "accel-run --version": "version -v",
+    "accel-run train; several devices: parallelism=ddp": "python python3 torchrun accelerate runner accel-run",
 }
 FOREIGN_COMMANDS: Mapping[str, str] = {word: say for say, words in _COMMANDS.items() for word in words.split()}
 
@@ -296,10 +291,8 @@ def fix_of_key(key: str, value: str = "") -> str:
     """Return a suggestion for a key of another tool and its value; empty if unknown."""
     name = key.lower().replace("-", "_")
     group, _, inner = name.partition(".")
-    names = [name, *([inner] if inner and group in _CONTAINERS else [])]
+    names = [name, *([inner] if inner and group in _CONTAINERS.split() else [])]
     for each in names:
-        if suggestion := _by_value(each, value):
-            return suggestion
         if each in ABSENT:
             return f"there is no such setting: {ABSENT[each]}"
         if each in FOREIGN_KEYS:
@@ -308,34 +301,11 @@ def fix_of_key(key: str, value: str = "") -> str:
 
 
 def _with_value(key: str, suggestion: str, value: str) -> str:
-    is_switch = value.lower() in ("", "true", "yes", "1", "on")
-    if suggestion.startswith("weights=") and is_switch:
-        value = "FILE"
-    elif key in _ENABLING and is_switch:
-        return "leave it out: it is on by default"
-    elif key in _SWITCHES and value.lower() in ("false", "no", "0", "off"):
-        if suggestion.startswith("ACCEL_RUN"):
-            return "leave it out: it is off by default"
-        return (
-            f"leave it out: it is off by default; enable it with {suggestion.partition(' ')[0]}"
-            if "=" in suggestion
-            else _as_fix(suggestion)
-        )
-    elif (
-        suggestion.startswith("--config-dir")
-        and value
-        and not value.endswith((".yaml", ".yml"))
-        and key in ("config_path", "cp")
-    ):
-        suggestion = f"--config-dir {value}"
-    elif suggestion == _RESUME and value.endswith((".ckpt", ".pt", ".pth", ".bin")):
-        suggestion = f"{_RESUME}; to start from these weights: accel-run import FILE.pt, then weights=FILE.safetensors"
-    if "[{}" in suggestion or "{}]" in suggestion:
-        value = value if re.fullmatch(r"[\d.eE+-]+", value) else "0.95" if "0.9," in suggestion else "0.9"
-    if suggestion == _RESUME and value.lower() in ("null", "none", "false"):
-        return "leave it out: a new run does not resume"
-    if key in ("early_stopping", "early_stop") and is_switch:
-        value = "5"
+    """Return the suggestion with the value. A flag that is off, or that is always on here, is left out."""
+    is_off = value.lower() in ("false", "no", "off", "0", "null", "none")
+    is_flag = is_off or value.lower() in ("", "true", "yes", "on", "1")
+    if "{}" not in suggestion and is_flag and is_off != key.startswith("enable_"):
+        return "leave it out"
     return _as_fix(suggestion.replace("{}", value or "..."))
 
 
@@ -345,151 +315,24 @@ def own_names(key: str) -> Iterator[str]:
     yield f"{group}.{inner}" if inner else group
     if inner and group in _RENAMED_GROUPS:
         yield f"{_RENAMED_GROUPS[group]}.{inner}"
-    if inner and group in _CONTAINERS:
+    if inner and group in _CONTAINERS.split():
         yield inner
-
-
-def _by_value(key: str, value: str) -> str:
-    """Return a suggestion for keys whose value matters: a count or list of devices, batches, a debug run."""
-    text = value.strip("[]()'\"").replace(" ", "").lower()
-    if key not in _BY_VALUE:
-        return ""
-    if _BY_VALUE[key] == "trainer" and text in ("ddp", "fsdp", "ddp_sim", "deepspeed"):
-        return f"use parallelism={'ddp' if text.startswith('ddp') else 'fsdp'}"
-    if _BY_VALUE[key] == "weights":  # nanoGPT
-        known = {"resume": f"use {_RESUME}", "scratch": "leave it out: training starts from new weights"}
-        return known.get(text, "")
-    if _BY_VALUE[key] == "batches" and text in ("1.0", "null", "none"):
-        return "leave it out: all samples are used by default"
-    if _BY_VALUE[key] == "batches":
-        samples = int(text) * 32 if text.isdigit() and int(text) else 1000
-        lead = "evaluate.samples" if "val" in key or "eval" in key else "data.train_samples"
-        return f"use {lead}={samples} (samples, not batches)"
-    if _BY_VALUE[key] == "updates" and text in ("false", "no", "off", "0"):
-        return "leave it out: a run is as long as updates or epochs say"
-    if _BY_VALUE[key] == "updates":
-        return f"use updates={text if text.isdigit() and int(text) > 1 else 2}"
-    if re.fullmatch(r"\d+(,\d+)+", text):
-        return _ranks_on(text)
-    if _BY_VALUE[key] == "number" and value.startswith("[") and text.isdigit():
-        return f"use device=cuda:{text}"  # a list with one device
-    if _BY_VALUE[key] == "number":
-        if text in ("auto", "-1", "all", ""):
-            return "use parallelism=ddp, which takes all GPUs"
-        return "use device=cuda" if text == "1" else ""
-    if text in ("tpu", "hpu", "ipu", "xla"):
-        return "there is no such setting: devices are cpu, cuda and mps"
-    index = re.fullmatch(r"(?:cuda|gpu)?:?(\d+)", text)
-    return (
-        f"use device=cuda:{index[1]}" if index else f"use device={text if text in ('cpu', 'mps', 'auto') else 'cuda'}"
-    )
-
-
-def _ranks_on(gpus: str) -> str:
-    """Return how to run one rank on each of these GPUs, with any command."""
-    return f"use parallelism=ddp, with CUDA_VISIBLE_DEVICES={gpus} before accel-run"
-
-
-_BY_VALUE: Mapping[str, str] = {
-    **dict.fromkeys(_names("devices gpus num_gpus ngpus n_gpus gpu_ids device_ids"), "number"),
-    **dict.fromkeys(_names("accelerator gpu gpu_id device_id"), "kind"),
-    "trainer": "trainer",
-    "init_from": "weights",
-    **dict.fromkeys(
-        _names("limit_train_batches overfit_batches limit_val_batches limit_eval_batches eval_iters"), "batches"
-    ),
-    **dict.fromkeys(_names("fast_dev_run debug"), "updates"),
-}
-_ENABLING = _names("enable_checkpointing enable_progress_bar")  # suggested only if false
-# Keys that are used as flags, or with true and false.
-_SWITCHES = _names(
-    "no_save disable_tqdm quiet silent verbose "
-    "use_amp amp autocast use_mixed_precision fp16 half bf16 tf32 allow_tf32 use_cuda cuda use_gpu no_cuda cpu use_cpu "
-    "distributed ddp dp data_parallel multi_gpu use_fsdp gradient_checkpointing activation_checkpointing "
-    "grad_checkpoint "
-    "checkpoint_activations flash_attention use_flash flash flash_attn use_flash_attention deterministic "
-    "use_wandb wandb wandb_log log_wandb native_amp apex fused_adam recompute_activations use_flash_attn no_pin_mem "
-    "cudnn_deterministic cudnn_benchmark cudnn.benchmark torch_compile use_compile torchcompile tensorboard "
-    "use_tensorboard overwrite overwrite_output_dir no_resume sync_batchnorm sync_bn syncbn nesterov fused foreach"
-)
 
 
 def fix_of_option(group: str, option: str) -> str:
     """Return a suggestion for an option under another tool's name; empty if unknown."""
-    if group == "dataloader" and option.isdigit():
-        return f"use dataloader.num_workers={option}"
-    if group == "parallelism" and option.isdigit():
-        return f"use {_RANKS.replace('{}', option)}"
-    if group == "checkpoint" and (re.search(r"[./]", option) or option in ("last", "latest", "best")):
-        if option.endswith((".pt", ".pth", ".ckpt", ".bin")):
-            return (
-                f"use accel-run import {option}, then weights=FILE.safetensors; to resume a run: accel-run resume NAME"
-            )
-        named = f" {option}" if "/" in option else ""
-        return (
-            f"use accel-run resume{named}; a new run that starts from the weights of a file: weights=FILE.safetensors"
-        )
-    if group == "backend" and option in ("nccl", "gloo", "mpi"):
-        return f"there is no such setting: {_OF_RANKS}"
-    if group == "monitor" and "/" in option:
-        return f"use checkpoint.best={option}"
-    if "," in option:
-        return ""
-    for name, others in FOREIGN_OPTIONS.get(group, {}).items():
-        if option.lower() in others.split():
-            return f"use {group}={name}"
-    return ""
+    known = FOREIGN_OPTIONS.get(group, {})
+    return next((f"use {group}={name}" for name, others in known.items() if option.lower() in others.split()), "")
 
 
 def fix_of_value(key: str, value: object) -> str:
-    """Return a suggestion for a value that other tools use for this key; empty if unknown."""
-    text = str(value).lower().replace(" ", "")
-    if key == "device":
-        if re.fullmatch(r"\[?(?:cuda:)?\d+(?:,(?:cuda:)?\d+)+\]?", text):
-            return _ranks_on(",".join(re.findall("[0-9]+", text)))
-        if gpu := re.fullmatch(r"(?:gpu|cuda|nvidia)?:?(\d*)", text):
-            return f"use device=cuda{':' if gpu[1] else ''}{gpu[1]}"
-    if key == "phases" and text in ("all", "every", "both", "*"):
-        return "leave it out: all phases run"
-    if key == "checkpoint.best" and text in ("true", "yes", "on"):
-        return "use checkpoint.best=val/loss"
-    if key == "weights" and text in ("true", "yes", "on"):
-        return "use weights=FILE"
+    """Return a suggestion for a device or a run under another tool's name; empty if unknown."""
+    text = str(value).lower()
+    if key == "device" and (gpu := re.fullmatch(r"(?:gpu|cuda|nvidia)?:?(\d*)", text)):
+        return f"use device=cuda{':' if gpu[1] else ''}{gpu[1]}"
     if key == "resume" and text in ("false", "no", "never", "none", "off"):
         return "use resume=fresh"
     return f"use {_RESUME}" if key == "resume" and text in ("last", "latest", "newest", "true", "yes", "best") else ""
-
-
-def other_ways(key: str, value: object) -> Iterator[str]:
-    """Yield interpretations of a value that does not fit: 1k, 100steps, 3epochs, never, (1,2)."""
-    text = str(value).strip("'\" ").lower()
-    plain = text.replace("_", "").replace(",", "").replace(" ", "")
-    if found := re.fullmatch(r"(\d+\.?\d*(?:e\+?\d+)?)([a-z%]*)", plain):
-        number, unit = float(found[1]), found[2]
-        minutes_of_unit = {"d": 1440, "h": 60, "m": 1, "s": 1 / 60}.get(unit[:1], 0) if _TIME.fullmatch(unit) else 0
-        if re.fullmatch(r"ep(och)?s?", unit):
-            yield f"epochs={found[1]}" if key in ("updates", "epochs") else f"{key}={round(number)}epochs"
-        if minutes_of_unit:
-            yield f"{key}={max(1, round(number * minutes_of_unit))}min"
-        scale = {"k": 10**3, "m": 10**6, "%": 0.01}.get(unit, 1)
-        if unit in _UNITS and number * scale < 10**15 and (number * scale).is_integer():
-            yield f"{key}={round(number * scale)}"
-        if unit in ("", "%"):
-            yield f"{key}={number * scale:g}"
-    if re.fullmatch(r"(every_?)?epochs?", text):
-        yield f"{key}=1epochs"
-    if text in ("never", "none", "null", "off", "no", "false", "0", "0.0"):
-        if key == "checkpoint.every":
-            yield "checkpoint=off"
-        elif not re.search(r"(^|\.)(updates|epochs)$", key):  # a run needs a length
-            yield from (f"{key}=null", f"{key}=0")
-    if text:
-        yield f"{key}={text}"
-        yield f"{key}=[{text.strip('[](){} ')}]"
-
-
-_TIME = re.compile(r"d|days?|h|hrs?|hours?|m|mins?|minutes?|s|secs?|seconds?")
-_UNITS = ("", *_names("k m step steps it its iter iters iterations update updates samples batches"))
 
 
 def fix_of_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str:
@@ -506,80 +349,19 @@ def fix_of_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str
     for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):
         if argument.lower() in groups[group]:
             return f"use {'+' if group == 'hardware' else ''}{group}={argument.lower()}"
-    return fix_of_key(argument) if "{}" not in FOREIGN_KEYS.get(argument, "{}") else ""
+    return ""
 
 
-def fix_of_command(
-    arguments: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
-) -> str:
-    """Return a suggestion for a command line that does not start with a command; empty if unknown.
+def fix_of_command(word: str, groups: Mapping[str, Collection[str]]) -> str:
+    """Return a suggestion for a first argument that is not a command; empty if unknown.
 
-    proper  (key, value) -> "use key=value" for an option with dashes
+    groups  group -> its options
     """
-    first, *rest = arguments
-    if first in FOREIGN_COMMANDS:
-        return _as_fix(FOREIGN_COMMANDS[first])
-    if first in ("python", "python3", "torchrun", "accelerate", "accel-run", "runner") or arguments[:2] == [
-        "-m",
-        "runner",
-    ]:
-        left = [
-            argument
-            for argument in rest
-            if argument not in ("-m", "runner", "runner.cli", "accel-run", "launch", "run")
-        ]
-        return f"use accel-run {' '.join(left[:1]) or 'train'}; several devices: parallelism=ddp"
-    if first in ("-m", "--multirun"):
-        return f"a command comes first: accel-run train -m {' '.join(rest)}".rstrip()
-    line, notes, is_known = _translated(arguments, proper, groups)
-    if not is_known:
-        return ""
-    if line.startswith("accel-run ") and line.count("accel-run") == 1:
-        return f"use {line}"
-    variables, has_command, after = line.rpartition("accel-run train")
-    line = f"{variables}accel-run train {after.strip()}" if has_command else f"accel-run train {line}"
-    return f"a command comes first: {line.strip()}{notes}"
+    if word in FOREIGN_COMMANDS:
+        return _as_fix(FOREIGN_COMMANDS[word])
+    is_setting = word.startswith("-") or "=" in word or fix_of_argument(word, groups)
+    return "a command comes first, such as accel-run train" if is_setting else ""
 
 
-def _translated(
-    arguments: Sequence[str], proper: Callable[[str, str], str], groups: Mapping[str, Collection[str]]
-) -> tuple[str, str, bool]:
-    """Return the translated arguments, a note about the last one, and whether any of them was recognized."""
-    found: list[str] = []
-    note, is_known, rest = "", False, list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if argument in ("--task", "--config-dir"):
-            found += [argument, *rest[:1]]
-            rest, is_known = rest[1:], True
-            continue
-        if argument.startswith(("--task=", "--config-dir=")):
-            found.append(argument)
-            is_known = True
-            continue
-        if argument.startswith("-"):
-            key, has_value, value = argument.lstrip("-").partition("=")
-            takes_next = not has_value and rest and not rest[0].startswith("-") and not rest[0].endswith(".py")
-            if takes_next and "=" not in rest[0]:
-                value = rest.pop(0)
-            suggestion = proper(key, value)
-        elif "=" in argument:
-            suggestion = f"use {argument}"
-        else:
-            suggestion = fix_of_argument(argument, groups)
-        if suggestion.startswith("use "):
-            line, note = _line_of(suggestion.removeprefix("use "))
-            found[:0] = [line] if line.startswith(("--task", "CUDA_", "ACCEL_", "OMP_")) else []
-            found += [] if line in found[:1] else [line]
-            is_known = True
-    return " ".join(found), note if len(arguments) <= 2 else "", is_known
-
-
-def _line_of(suggestion: str) -> tuple[str, str]:
-    """Split a suggestion into the text to type and the comment on it."""
-    end = re.search(r"(?:,(?= )|;| \().*$", suggestion)
-    return (suggestion[: end.start()], suggestion[end.start() :]) if end else (suggestion, "")
-
-
-def _as_fix(arguments: str) -> str:
-    return arguments if arguments.startswith(("leave", "press", "there is")) else f"use {arguments}"
+def _as_fix(text: str) -> str:
+    return text if text.startswith("press") else f"use {text}"

@@ -137,10 +137,6 @@ def all_keys() -> Mapping[str, tuple[Key, ...]]:
     return found
 
 
-def plain_keys() -> list[str]:
-    return list(all_keys())
-
-
 def option_name(group: str, value: Any, known: Iterable[str]) -> str:
     """Return the canonical option name; off, none, false and null are interchangeable."""
     if value is None or value is False or value in ("none", "off"):

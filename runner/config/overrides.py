@@ -7,20 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import Problem, readable
-from runner.config.aliases import (
-    fix_of_argument,
-    fix_of_key,
-    fix_of_option,
-    fix_of_value,
-)
+from runner.config.aliases import fix_of_argument, fix_of_option
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
-from runner.config.options import GROUPS, all_keys, option_name, options_of, options_of_groups, plain_keys
+from runner.config.options import GROUPS, all_keys, option_name, options_of, options_of_groups
 from runner.config.request import Request, key_of, plain_key_of, text_of_value
-from runner.config.schema import (
-    MAX_SHOWN,
-    did_you_mean,
-    nearest,
-)
+from runner.config.schema import MAX_SHOWN, did_you_mean
 from runner.config.suggestions import (
     MAX_HINTS,
     SHOWN_BY,
@@ -62,16 +53,8 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
         try:
             override = parse_override(parser, argument)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
-            if _HALF_A_LIST.search(argument):
-                what = "has an empty value in its list"
-                problems.append(Problem(what, argument, "use key=1,2, or choice(1,2)"))
-                continue
-            near = _nearly(argument, request.own_keys) if len(problems) < MAX_HINTS else ""
-            problems.append(
-                Problem(
-                    f"cannot be parsed: {_why_invalid(argument, error)}", argument, near or _readable_word(argument)
-                )
-            )
+            what = f"cannot be parsed: {_why_invalid(argument, error)}"
+            problems.append(Problem(what, argument, _instead_of(argument)))
             continue
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
@@ -79,80 +62,56 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            if suggestion := _no_sweep(argument, request.own_keys):
-                problems.append(Problem("is not one value", argument, suggestion))
-                continue
-            is_open = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
-            means = "find the best of them with accel-run search" if is_open else "run them all with accel-run train -m"
-            quoting = f", or quote it: '{_quoted(argument)}'" if _may_be_quoted(argument) else ""
-            problems.append(Problem("is a sweep over several values", argument, f"{means}{quoting}"))
+            problems.append(_no_sweep(override, argument, request.own_keys))
             continue
         parsed.append(override)
     return parsed, problems
 
 
-def _no_sweep(argument: str, own_keys: tuple[str, ...]) -> str:
-    """Return a suggestion for values with commas that are meant as one value, such as gpus=0,1 or betas=0.9,0.95."""
+def _no_sweep(override: Override, argument: str, own_keys: tuple[str, ...]) -> Problem:
+    """Return the problem of several values where one is needed, such as gpus=0,1 or betas=0.9,0.95."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
-    if name in own_keys:
-        return ""
-    if name not in GROUPS and name not in all_keys():
-        return translate_key(name, value, own_keys)
-    if re.fullmatch(r"\d{1,3}(,\d{3})+", value) or name == "device":  # 1,000
-        suggestion = fix_of_value(name, value) or f"use {valid_override(name, value)}"
-        return suggestion if "," not in suggestion or name == "device" else ""
-    is_list = name in all_keys() and is_valid_override(f"{name}=[{value}]")
-    return f"use {name}=[{value}]" if is_list else ""
+    suggestion = f"use {name}=[{value}]" if is_valid_override(f"{name}=[{value}]") else ""
+    if name not in (*GROUPS, *own_keys) and name not in all_keys():
+        suggestion = translate_key(name, value, own_keys)
+    if suggestion:
+        return Problem("is not one value", argument, suggestion)
+    is_open = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
+    means = "find the best of them with accel-run search" if is_open else "run them all with accel-run train -m"
+    quoting = f", or quote it: '{_quoted(argument)}'" if _may_be_quoted(argument) else ""
+    return Problem("is a sweep over several values", argument, f"{means}{quoting}")
 
 
 def _why_invalid(argument: str, error: BaseException) -> str:
     """Explain why an argument is invalid, without terms of the grammar."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    key, has_value, value = argument.partition("=")
-    if not has_value or not key.strip("+~"):
-        return "a setting is written key=value"
+    key, _, value = argument.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", key):
-        return "a key has letters, digits, _ and dots"
+        return "a setting is written key=value; a key has letters, digits, _ and dots"
+    if _HALF_A_LIST.search(argument):
+        return "a list has an empty value"
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) != value.count(closing):
             more = opening if value.count(opening) > value.count(closing) else closing
             return f"{more} has no counterpart"
-    for quote in ("'", '"'):
-        if value.count(quote) % 2:
-            return f"{quote} has no counterpart"
-    if value.startswith("("):
-        return "lists are written with [ and ]"
-    if len(value) > 4000 and value.strip("-").isdigit():
-        return "the number has too many digits"
     special = sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= "))
-    return (
-        f"the value has {' '.join(special)}, which must be quoted"
-        if special
-        else "the value is not a text, a number or a list"
-    )
+    quoted = f"the value has {' '.join(special)}, which must be quoted; lists are written with [ and ]"
+    return quoted if special else "the value is not a text, a number or a list"
+
+
+def _instead_of(argument: str) -> str:
+    """Return a suggestion for an argument that cannot be parsed."""
+    key, _, value = argument.partition("=")
+    if _HALF_A_LIST.search(argument):
+        return "use key=1,2, or choice(1,2)"
+    if _may_be_quoted(argument):
+        return f"quote it: '{_quoted(argument)}'"
+    return f"use {valid_override(key_of(key), value.strip(chr(34)))}"
 
 
 _HALF_A_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
-
-
-def _readable_word(argument: str) -> str:
-    """Return a suggestion for an argument that cannot be parsed."""
-    if items := re.fullmatch(r"([\w.]+)=\(([\w.,+-]*)\)", argument):  # a Python tuple
-        return f"use {items[1]}=[{items[2]}]"
-    key, _, value = argument.partition("=")
-    if key in all_keys():
-        listed = f"{key}=[{value.strip('[](){} ')}]"
-        if is_valid_override(listed):
-            return f"use {listed}"
-    if between := re.fullmatch(r"[+]{0,2}([\w.]+)=(\w*log\w*|uniform)\((.*)\)", argument):
-        kind = "interval" if between[2] == "uniform" else "log"
-        return f"accel-run search '{between[1]}={kind}({between[3]})' finds the best between two numbers"
-    if _may_be_quoted(argument):
-        return f"quote it: '{_quoted(argument)}'"
-    text = value.strip("\"'")
-    return f"use {valid_override(key, text)}"
 
 
 def _may_be_quoted(argument: str) -> bool:
@@ -171,7 +130,7 @@ def _depth(argument: str) -> int:
 
 
 def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
-    """Yield arguments of the form key=value; report `--lr 0.1`, `lr = 3` and arguments without value as problems."""
+    """Yield arguments of the form key=value; report `--lr 0.1` and arguments without value as problems."""
 
     def proper(key: str, value: str) -> str:
         return suggest_override(key, value, request.own_keys) if len(problems) < MAX_HINTS else SHOWN_BY
@@ -183,60 +142,17 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             key, has_value, value = argument.lstrip("-").partition("=")
             if not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
                 value = rest.pop(0)
-                while _NUMBER.fullmatch(value.rpartition(",")[2]) and rest and _NUMBER.fullmatch(rest[0]):
-                    value += f",{rest.pop(0)}"  # --betas 0.9 0.95
                 argument = f"{argument} {value}"
-                value = f"[{value}]" if "," in value else value
             what, fix = "unknown option; settings have the form key=value", proper(key, value)
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
             problems.append(Problem(what, argument, fix))
-        elif rest and rest[0] == "=":
-            value = rest[1] if len(rest) > 1 else ""
-            del rest[:2]
-            problems.append(Problem("has spaces around =", f"{argument} = {value}".strip(), proper(argument, value)))
-        elif argument.endswith("=") and rest and "=" not in rest[0]:
-            value = rest.pop(0)
-            problems.append(Problem("has a space after =", f"{argument} {value}", proper(argument[:-1], value)))
-        elif argument.endswith(":") and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-            value = rest.pop(0)
-            problems.append(Problem("has a colon instead of =", f"{argument} {value}", proper(argument[:-1], value)))
-        elif spaced := re.fullmatch(r"([\w.+]+)(?: +=\s*|= +)(.+)", argument):
-            problems.append(Problem("has spaces around =", argument, proper(spaced[1].lstrip("+"), spaced[2])))
-        elif colon := re.fullmatch(r"([\w.]+):([^/].*|$)", argument):
-            fix = proper(colon[1], colon[2]) if _is_key(colon[1], request.own_keys) else SHOWN_BY
-            problems.append(Problem("has a colon instead of =", argument, fix))
-        elif (
-            "=" not in argument
-            and rest
-            and "=" not in rest[0]
-            and _is_key(argument, request.own_keys)
-            and argument not in GROUPS
-        ):
-            value = rest.pop(0)
-            problems.append(Problem("has a space instead of =", f"{argument} {value}", proper(argument, value)))
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
             fix = fix_of_argument(readable(argument, MAX_SHOWN), options_of_groups()) or proper(argument, "")
             problems.append(Problem(what, argument if argument.strip() else f"{argument!r}", fix))
         else:
             yield argument
-
-
-def _is_key(argument: str, own_keys: tuple[str, ...]) -> bool:
-    return argument in own_keys or argument in GROUPS or argument in all_keys() or bool(fix_of_key(argument))
-
-
-_NUMBER = re.compile(r"[+-]?\d+\.?\d*(?:e[+-]?\d+)?")
-
-
-def _nearly(argument: str, own_keys: tuple[str, ...]) -> str:
-    """Return "did you mean X?" if the key is invalid, such as a.,b for a.b."""
-    key = argument.partition("=")[0]
-    if re.fullmatch(r"[+]{0,2}[\w.]*\w", key) and ".." not in key:
-        return ""
-    near = nearest(re.sub(r"\W+", ".", key).strip("."), [*GROUPS, *own_keys, *plain_keys()], cutoff=0.8)
-    return f"did you mean {near}?" if near else ""
 
 
 def _quoted(argument: str) -> str:

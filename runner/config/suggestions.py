@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import readable
-from runner.config.aliases import (
-    fix_of_key,
-    fix_of_option,
-    fix_of_value,
-    other_ways,
-    own_names,
-)
+from runner.config.aliases import fix_of_key, fix_of_option, fix_of_value, own_names
 from runner.config.config_files import shipped_options
-from runner.config.options import AXES, GROUPS, all_keys, function_of, option_name, option_with, options_of, plain_keys
+from runner.config.options import AXES, GROUPS, all_keys, function_of, option_name, option_with, options_of
 from runner.config.request import override_of, text_of_value
 from runner.config.schema import (
     MAX_SHOWN,
@@ -24,6 +17,7 @@ from runner.config.schema import (
     fault,
     nearest,
 )
+from runner.config.settings import MAIN_KEYS
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -53,11 +47,9 @@ def suggest_override(key: str, value: str, own_keys: tuple[str, ...] = ()) -> st
         return fix_of_key("resume_from", value) if "." in value else f"use accel-run resume {value}".rstrip()
     if suggestion := translate_key(name, value, own_keys):
         return suggestion
-    if name == "checkpoint" and value:  # a folder or a file, like --checkpoint of other tools
-        return fix_of_option("checkpoint", value) or with_valid_values(f"use checkpoint={value}")
-    if name in GROUPS and value.lower() in ("", "true"):  # a flag in other tools
-        return fix_of_option(name, "true") or f"use {name}=NAME, one of {', '.join(options_of(name))}"
-    near = name if name in GROUPS else nearest(name, [*GROUPS, *own_keys, *plain_keys()], cutoff=0.7)
+    if name in MAIN_KEYS:
+        return f"use {name}={value or '...'}"
+    near = name if name in GROUPS else nearest(name, [*GROUPS, *own_keys, *all_keys()], cutoff=0.7)
     is_meant = near == name or near in GROUPS or near in own_keys or is_valid_override(f"{near}={value or 'true'}")
     if near is None or not (is_meant or near.rpartition(".")[2] == name.rpartition(".")[2]):
         return SHOWN_BY  # an invalid value shows that another key was meant
@@ -68,11 +60,8 @@ def translate_key(name: str, value: str, own_keys: tuple[str, ...]) -> str:
     """Return a suggestion for a key of another tool, or for one of ours in a group of another tool."""
     if name.lower() in own_keys:
         return f"use {name.lower()}={value or '...'}" if name not in own_keys else ""
-    is_batch, of_prediction = _NAMES_A_BATCH.search(name), [own for own in own_keys if own.startswith("inference.")]
-    if (own := f"inference.{'batch_size' if is_batch else name.lower()}") in of_prediction:
+    if (own := f"inference.{name.lower()}") in own_keys:
         return f"use {own}={value or '...'}"
-    if is_batch and of_prediction:
-        return f"the task's prediction has no batch size; it has {', '.join(of_prediction)}"
     if suggestion := fix_of_key(name, value):
         parts = name.lower().split("_")
         if len(parts) == 2 and (own := next((each for each in own_keys if each in parts), "")):
@@ -82,9 +71,6 @@ def translate_key(name: str, value: str, own_keys: tuple[str, ...]) -> str:
         if own != name and (own in GROUPS or own in all_keys()):
             return with_valid_values(f"use {own}={value or '...'}", own_keys)
     return ""
-
-
-_NAMES_A_BATCH = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")
 
 
 def with_valid_values(suggestion: str, own_keys: tuple[str, ...] = ()) -> str:
@@ -125,7 +111,7 @@ def valid_override(key: str, value: str) -> str:
         suggestion = fix_of_option(key, value).removeprefix("use ")
         near = nearest(value, known) if not suggestion else None
         return suggestion or (f"{key}={near}" if near else f"{key}=NAME, one of {', '.join(known)}")
-    for argument in (f"{key}={value}", *other_ways(key, value)):
+    for argument in (f"{key}={value}", fix_of_value(key, value).removeprefix("use ")):
         if is_valid_override(argument):
             return argument
     group, _, name = key.partition(".")
@@ -179,30 +165,7 @@ def suggest_value(name: str, key: Key, value: Any) -> str:
         return suggestion
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not fault(key.type, str(value)):
         return f"use '{name}=\"{value}\"', for a text"
-    written = f"[{','.join(map(text_of_value, value))}]" if isinstance(value, list) else text_of_value(value)
-    if argument := next(
-        (
-            argument
-            for argument in other_ways(name, written)
-            if argument != f"{name}={written}" and _fits_key(argument, name, key)
-        ),
-        "",
-    ):
-        return f"use {argument}"
+    if not fault(key.type, [value]):
+        return f"use {name}=[{text_of_value(value)}]"
     known = () if key.default in (None, REQUIRED) or fault(key.type, key.default) else (key.default,)
     return next((f"use {name}={text_of_value(default)}, the default" for default in known), "")
-
-
-def _fits_key(argument: str, name: str, key: Key) -> bool:
-    """Return whether the argument is valid: for the key itself by its type, which a task may have declared."""
-    if not argument.startswith(f"{name}=") or name in all_keys():
-        return is_valid_override(argument)
-    return fault(key.type, _plain_value(argument.partition("=")[2])) is None
-
-
-def _plain_value(text: str) -> Any:
-    """Return the value of a text: a number, a list or the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

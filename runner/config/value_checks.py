@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +14,7 @@ from runner.config.known_keys import Schema
 from runner.config.layers import Setting, values_of
 from runner.config.phases import INFERENCE
 from runner.config.request import text_of_value
-from runner.config.schema import (
-    MAX_SHOWN,
-    Expression,
-    did_you_mean,
-    fault,
-    nearest,
-)
+from runner.config.schema import MAX_SHOWN, Expression, did_you_mean, fault, nearest
 from runner.config.suggestions import suggest_value
 
 
@@ -40,20 +33,14 @@ def check(merged: Mapping[str, Setting], schema: Schema, already: set[str]) -> l
         literal = tree[name] if isinstance(tree[name], str) else ""
         near = did_you_mean(literal, _literals(key.type)) if wrong and literal else ""
         if name == "phases" and literal:
-            near = fix_of_value(name, literal) or _phases_meant(literal, schema)
+            known = [phase.declared.name for phase in schema.phases] or ["train"]
+            near = f"use phases=[{nearest(literal, known) or known[0]}]"
         near = near or (suggest_value(name, key, tree[name]) if wrong else "")
         file = f"{merged[name].file}: " if merged[name].file else ""
         problem = Problem(wrong or "", f"{file}{name}={text_of_value(tree[name])}", near)
         if wrong and problem.where not in already:
             problems.append(problem)
     return problems
-
-
-def _phases_meant(text: str, schema: Schema) -> str:
-    """Return a suggestion for phases=NAME with phases of the task."""
-    known = [*(phase.declared.name for phase in schema.phases), INFERENCE] if schema.phases else ["train", INFERENCE]
-    names = [name if name in known else nearest(name, known) for name in re.split(r"[\s,+]+", text.strip("()[] "))]
-    return f"use phases=[{','.join(name for name in names if name)}]" if all(names) else f"use phases=[{known[0]}]"
 
 
 def contradictions(tree: Mapping[str, Any], schema: Schema, *, is_alone: bool) -> list[Problem]:

@@ -16,7 +16,6 @@ from runner.cli import main
 from runner.commands import COMMANDS
 from runner.config.options import options_of
 from runner.tools.measure.technique import ORDER, files_of
-from tests.suggestions import suggested
 
 # words -> exactly what is printed on stderr
 SLIPS: dict[str, str] = {
@@ -28,33 +27,9 @@ accel-run: trian: unknown command
 accel-run: frobnicate: unknown command
            commands: {", ".join(name for name, (_, summary) in COMMANDS.items() if summary)}
 """,
-    "--lr 0.1": """\
-accel-run: --lr: unknown command
-           a command comes first: accel-run train optimizer.lr=0.1
-""",
-    "--gpus 2": """\
-accel-run: --gpus: unknown command
-           a command comes first: accel-run train parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
-""",
     "t4": """\
 accel-run: t4: unknown command
-           a command comes first: accel-run train +hardware=t4
-""",
-    "gpt": """\
-accel-run: gpt: unknown command
-           a command comes first: accel-run train task=gpt
-""",
-    "my_task.py --epochs 3": """\
-accel-run: my_task.py: unknown command
-           a command comes first: accel-run train --task my_task.py epochs=3
-""",
-    "--task ./my_task.py epochs=3": """\
-accel-run: --task: unknown command
-           a command comes first: accel-run train --task ./my_task.py epochs=3
-""",
-    "python -m runner plan": """\
-accel-run: python: unknown command
-           use accel-run plan; several devices: parallelism=ddp
+           a command comes first, such as accel-run train
 """,
     "TRAIN": """\
 accel-run: TRAIN: unknown command
@@ -94,7 +69,7 @@ accel-run: my.yaml: is not a setting; settings have the form key=value
 """,
     "train model=resnet50": """\
 accel-run: model=resnet50: unknown key
-           use task=NAME for one of ours; a file of yours holds the model: accel-run new my_task.py, then --task ./my_task.py
+           use task=NAME for one of ours; define your model in a task file: accel-run new my_task.py, then --task ./my_task.py
 """,
     "train task=./my_task.py": """\
 accel-run: task=./my_task.py: unknown task; must be one of cape, dynamo, gpt, hyperspectral, nmt, tractodiff
@@ -111,10 +86,6 @@ accel-run: 2 problems
 accel-run: --epochs=3: unknown option; settings have the form key=value
            use epochs=3
 """,
-    "train lr: 0.1": """\
-accel-run: lr: 0.1: has a colon instead of =
-           use optimizer.lr=0.1
-""",
     "train amp=true": """\
 accel-run: amp=true: unknown key
            use precision=bf16, or precision=fp16 where the GPU has no bfloat16
@@ -125,10 +96,6 @@ accel-run: fp16=true: unknown key
 """,
     "train num_workers=4": """\
 accel-run: num_workers=4: unknown key
-           use dataloader.num_workers=4
-""",
-    "train dataloader=4": """\
-accel-run: dataloader=4: unknown dataloader; must be one of default, thread
            use dataloader.num_workers=4
 """,
     "train accelerator=gpu devices=2": """\
@@ -143,7 +110,7 @@ accel-run: device=gpu:0: must be auto, cpu, cuda, cuda:N or mps, but is "gpu:0"
            use device=cuda:0
 """,
     "train resume=last": """\
-accel-run: resume=last: names no run to start from
+accel-run: resume=last: does not name a run to start from
            use accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
 """,
     "train resume=true": """\
@@ -171,12 +138,8 @@ accel-run: +hardware=rtx4090: unknown hardware; must be one of a100, auto, cpu, 
            use hardware=rtx_high
 """,
     "train optimizer.betas=(0.9,0.95)": """\
-accel-run: optimizer.betas=(0.9,0.95): cannot be read: lists are written with [ and ]
+accel-run: optimizer.betas=(0.9,0.95): cannot be parsed: the value has ( ) ,, which must be quoted; lists are written with [ and ]
            use optimizer.betas=[0.9,0.95]
-""",
-    "optimizer.lr=3": """\
-accel-run: optimizer.lr=3: unknown command
-           a command comes first: accel-run train optimizer.lr=3
 """,
     "train lrr=3": """\
 accel-run: lrr=3: unknown key
@@ -197,14 +160,6 @@ accel-run: --lr 0.1: unknown option; settings have the form key=value
     "train --global-batch-size=64": """\
 accel-run: --global-batch-size=64: unknown option; settings have the form key=value
            use global_batch_size=64
-""",
-    "train lr = 3": """\
-accel-run: lr = 3: has spaces around =
-           use optimizer.lr=3
-""",
-    "train seed= 3": """\
-accel-run: seed= 3: has a space after =
-           use seed=3
 """,
     "train fast": """\
 accel-run: fast: is not a setting; settings have the form key=value
@@ -332,7 +287,7 @@ accel-run: clip_max_norm=0.1: unknown key
 """,
     "train checkpoint.every=5days": """\
 accel-run: checkpoint.every=5days: must be a whole number of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
-           use checkpoint.every=7200min
+           use checkpoint.every=auto, the default
 """,
     "train device=gpu": """\
 accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"
@@ -347,7 +302,7 @@ accel-run: optimizer.lr=0.1,0.2: is a sweep over several values
            run them all with accel-run train -m
 """,
     "train ~tracker": """\
-accel-run: ~tracker: nothing is deleted here
+accel-run: ~tracker: settings cannot be deleted
            use tracker=none
 """,
     "train hydra.run.dir=x": """\
@@ -371,7 +326,7 @@ accel-run: optimizer.lrr: unknown key
            did you mean optimizer.lr?
 """,
     "explain": """\
-accel-run: explain: which key?
+accel-run: explain: needs a key
            use accel-run explain optimizer.lr
 """,
     "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32": """\
@@ -442,9 +397,9 @@ def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tup
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 
-def test_a_word_of_the_line_may_have_spaces_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "optimizer.lr = 0.1", "seed= 3"]) == 78
-    assert suggested(capsys.readouterr().err) == ["optimizer.lr=0.1", "seed=3"]
+def test_spaces_around_the_sign_are_refused_and_the_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "optimizer.lr = 0.1"]) == 78
+    assert "optimizer.lr" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--help plan", "help plan"])
