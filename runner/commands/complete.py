@@ -456,7 +456,6 @@ _PATH_FLAGS = {"--task": ".py", "--config-dir": "/"}
 # key of a command -> its values; the other values follow from the types of the settings
 _OWN_VALUES: Mapping[str, Callable[[TypedLine], Iterable[str]]] = {
     "apply": lambda line: ("true", "false"),
-    "benchmarks": lambda line: _paths(line.value, "/"),
     "checks": _checks,
     "folder": lambda line: _paths(line.value, "/"),
     "format": lambda line: ("safetensors", "program", "onnx"),
@@ -486,7 +485,7 @@ _COMMANDS: Mapping[str, Accepts] = {
     "resume": Accepts(_run_names, settings="listed"),
     "runs": Accepts(flags=("--json",)),
     "status": Accepts(_run_or_sweep, _keys("output_root")),
-    "report": Accepts(_runs_and_sweeps, _keys("out", "benchmarks", "output_root")),
+    "report": Accepts(_runs_and_sweeps, _keys("out", "output_root")),
     "evaluate": Accepts(_run_names, _keys("split", *_USUAL_KEYS, "weights"), ("--json",), "values"),
     "export": Accepts(_run_names, _keys("format", *_USUAL_KEYS), settings="values"),
     "monitor": Accepts(flags=("--once", "--json")),

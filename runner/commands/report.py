@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.commands.arguments import own_arguments, teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
 
-HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [benchmarks=DIR] [output_root=outputs]
+HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [output_root=outputs]
 
 Writes a self-contained HTML page: task and machine, key figures, the bottleneck, training curves, time and memory by
 part, machine metrics over time, predictions, settings, and how to reproduce the run. Missing data is listed with the
@@ -24,15 +24,14 @@ or not.
                     search: the table of its trials and a comparison of the best ones
   out=FILE.html     output file (default: report.html in the run's folder; for several runs comparison.html beside the
                     first one)
-  benchmarks=DIR    include the results of accel-run benchmark in that folder (default: those in the run's folder)
 
 examples
   accel-run report
   accel-run report first second
-  accel-run report outputs/first benchmarks=benchmarks out=first.html
+  accel-run report outputs/first out=first.html
 """
 
-OWN = {"out": "", "benchmarks": "", "output_root": "outputs", "run": ""}
+OWN = {"out": "", "output_root": "outputs", "run": ""}
 
 
 def run(words: list[str]) -> int:
@@ -49,12 +48,6 @@ def run(words: list[str]) -> int:
     for directory in directories:
         say_skipped(directory, teller("report"))
     _refuse_twice(directories, rest)
-    benchmarks = as_path(own["benchmarks"]) if own["benchmarks"] else None
-    if benchmarks is not None and not benchmarks.is_dir():
-        raise InputMissing("folder not found", where=f"benchmarks={own['benchmarks']}", fix="leave it out")
-    if benchmarks is not None and not (benchmarks / "results.csv").is_file():
-        what = "has no results.csv, which accel-run benchmark writes"
-        raise InputMissing(what, where=f"benchmarks={own['benchmarks']}", fix="give the folder that contains it")
     out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
     from runner.tools.report.comparison import comparison_of
@@ -63,7 +56,7 @@ def run(words: list[str]) -> int:
     from runner.tools.report.run_page import page_of
 
     stories = [read_story(directory) for directory in directories]
-    html = html_of(page_of(stories[0], benchmarks) if len(stories) == 1 else comparison_of(stories))
+    html = html_of(page_of(stories[0]) if len(stories) == 1 else comparison_of(stories))
     shown = _written(html, out, directories[0])
     print(fit_to_show(f"written to {shown} ({len(html.encode()) / 1000:.0f} KB)"))
     for story in stories:
@@ -103,10 +96,6 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
             problems.append(Problem("unknown key", word, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
     if own["run"] and rest:
         problems.append(Problem(f"names a second run in addition to {rest[0]}", f"run={own['run']}", "leave out run="))
-    if own["benchmarks"] and len(rest) > 1:
-        problems.append(
-            Problem("applies only to the page of a single run", f"benchmarks={own['benchmarks']}", "leave it out")
-        )
     if own["out"] and not own["out"].endswith(".html"):
         problems.append(Problem("must end with .html", f"out={own['out']}", f"use out={own['out'] or 'report'}.html"))
     if problems:

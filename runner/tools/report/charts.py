@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
-from runner.base.errors import AccelRunError
 from runner.base.json_values import is_number
 from runner.base.picture import COLORS, new_figure
 from runner.base.stopwatch import BETWEEN, PARTS
 from runner.base.text import error_line
 from runner.console import bottleneck
 from runner.monitor.machine_plots import PlotLine
-from runner.tools.measure import plots
-from runner.tools.measure.results import Results
 from runner.tools.report.chart_parts import (
     MARKED,
     PART_COLORS,
@@ -209,39 +205,10 @@ def where_time_went(story: RunData) -> Drawing | str:
     return Drawing(figure, f"{total:.1f} s: {said}")
 
 
-def benchmark(story: RunData, folder: Path | None, which: str) -> Drawing | str:
-    """A picture of `accel-run benchmark`, of results that lie in the folder of the run or in the one that is named."""
-    places = [folder] if folder is not None else [story.path / "benchmarks", story.path]
-    found = next((place for place in places if Results(place).csv.is_file()), None)
-    if found is None:
-        named = f"{folder} has no results.csv" if folder is not None else "its folder has no results"
-        return f"{named}; accel-run benchmark task={story.task} creates them; benchmarks=DIR shows them"
-    try:
-        results = Results(found)
-        drawn = plots.figures(results)
-    except AccelRunError as error:
-        return fit(str(error.problems[0]))
-    figure = drawn.get(which)
-    if figure is None:
-        return "the results contain nothing to compare"
-    return Drawing(figure, _BENCHMARKS[which], fit(f"from {found}"))
-
-
-def kinds_of(benchmarks: Path | None) -> tuple[Kind, ...]:
-    """Return CHARTS, and those of the results of a benchmark in that folder, or in the run's own."""
-    bars = Kind("ladder", "Techniques measured", lambda story: benchmark(story, benchmarks, "speedup.png"), wide=True)
-    heat = Kind("heat", "Where steps were slow", lambda story: benchmark(story, benchmarks, "heatmap.png"), wide=True)
-    return (*CHARTS, bars, heat)
-
-
 _IN_SIGHT = 2.0  # as many times as high as the curve may a limit be that is drawn beside it
 _STACK_POINTS = 160
 _MOST_METRICS = 6
 _LEAST_SHARE = 0.01
-_BENCHMARKS = {
-    "speedup.png": "speedup of each technique over the baseline, with the confidence interval",
-    "heatmap.png": "step times of each technique; darker is longer",
-}
 TIME = Kind("time", "Where the time went", where_time_went)
 CHARTS: tuple[Kind, ...] = (
     Kind("loss", "Loss", loss),

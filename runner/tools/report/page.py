@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from runner.monitor.health_rules import HealthVerdict
 from runner.tools.report.chart_parts import Chart, Missing
@@ -15,6 +15,7 @@ from runner.version import __version__
 
 MARK = '<meta name="generator" content="accel-run '  # of a page of any version
 MOST_BYTES = 500_000
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,6 @@ class Limits:
     time: Sequence[Chart] = ()
     parts: Sequence[str] = ()
     verdicts: Sequence[HealthVerdict] = ()
-    rules: Sequence[PageTable] = ()
     advice: str = ""
 
 
@@ -122,48 +122,39 @@ def html_of(page: Page) -> str:
 
 
 def _smaller(page: Page) -> Page:
-    """Return the page with less on it: huge tables first, then pictures, charts, tables and at last the lists."""
-    what = "the page would exceed 500 KB"
-    if shorter := _with_a_shorter_table(page, _HUGE_TABLE):
-        return shorter
-    if pictures := page.predicted.pictures:
-        largest = max(pictures, key=lambda picture: len(picture.source))
-        kept = replace(page.predicted, pictures=[picture for picture in pictures if picture is not largest])
-        return replace(page, predicted=kept, missing=[*page.missing, Missing(largest.name, what)])
-    if page.charts:
-        chart = max(page.charts[1:] or page.charts, key=lambda each: len(each.svg))  # the first one is looked at first
-        charts = [each for each in page.charts if each is not chart]
-        return replace(page, charts=charts, missing=[*page.missing, Missing(chart.title, what)])
-    if shorter := _with_a_shorter_table(page, 2 * _MOST_COLUMNS * _MOST_OF_A_CELL):
-        return shorter
-    lists: dict[str, Sequence[Any]] = {
-        "problems": page.problems,
-        "repeat": page.repeat,
-        "missing": page.missing,
-        "verdicts": page.limits.verdicts,
-    }
-    name, longest = max(lists.items(), key=lambda each: len(each[1]))
-    assert longest, "a page without content is small enough"
-    half = longest[: len(longest) // 2]
-    if name == "verdicts":
-        return replace(page, limits=replace(page.limits, verdicts=half))
-    cut_down: dict[str, Any] = {name: half}
-    return replace(page, **cut_down)
+    """Return the page without its largest table, picture or chart, or with half of that table, or of every list."""
+    parts: list[tuple[int, PageTable | Picture | Chart]] = [
+        (_letters(each), each) for each in (*page.first, *page.tables)
+    ]
+    parts += [(len(picture.source), picture) for picture in page.predicted.pictures]
+    parts += [(len(chart.svg), chart) for chart in page.charts[1:]]  # the first one is the most important
+    size, largest = max(parts, key=lambda part: part[0], default=(0, None))
+    if largest is None or size < _SMALL:
+        return replace(
+            page,
+            problems=_half(page.problems),
+            repeat=_half(page.repeat),
+            missing=_half(page.missing),
+            limits=replace(page.limits, verdicts=_half(page.limits.verdicts)),
+        )
+    if isinstance(largest, PageTable):
+        rows = [[cut(cell, _MAX_CELL) for cell in row[:_MAX_COLUMNS]] for row in _half(largest.rows)]
+        head = [cut(cell, _MAX_CELL) for cell in largest.head[:_MAX_COLUMNS]]
+        shorter = replace(largest, head=head, rows=rows, note="the rest is omitted")
+        first, tables = ([shorter if each is largest else each for each in kind] for kind in (page.first, page.tables))
+        return replace(page, first=first, tables=tables)
+    name = largest.name if isinstance(largest, Picture) else largest.title
+    pictures = [picture for picture in page.predicted.pictures if picture is not largest]
+    return replace(
+        page,
+        charts=[chart for chart in page.charts if chart is not largest],
+        predicted=replace(page.predicted, pictures=pictures),
+        missing=[*page.missing, Missing(name, "the page would exceed 500 KB")],
+    )
 
 
-def _with_a_shorter_table(page: Page, most: int) -> Page | None:
-    """Return the page with half the rows of its longest table; None where that has at most so many letters.
-
-    most  at least those of a head and a row of so many cells as are kept
-    """
-    longest = max((*page.first, *page.tables), key=_letters, default=None)
-    if longest is None or _letters(longest) <= most:
-        return None
-    half = [longest.head, *longest.rows[: max(1, len(longest.rows) // 2)]]
-    head, *rows = ([cut(cell, _MOST_OF_A_CELL) for cell in row[:_MOST_COLUMNS]] for row in half)
-    shorter = replace(longest, head=head, rows=rows, note="the rest is omitted")
-    first, tables = ([shorter if each is longest else each for each in kind] for kind in (page.first, page.tables))
-    return replace(page, first=first, tables=tables)
+def _half(items: Sequence[Item]) -> Sequence[Item]:
+    return items[: len(items) // 2]
 
 
 def _letters(table: PageTable) -> int:
@@ -186,4 +177,5 @@ def _rendered(page: Page) -> str:
     return template.render(page=page, style=style, version=__version__, made=made)
 
 
-_HUGE_TABLE, _MOST_OF_A_CELL, _MOST_COLUMNS = 60_000, 240, 16  # letters, letters, cells
+_SMALL = 1000  # letters of a part, below which dropping it gains little
+_MAX_CELL, _MAX_COLUMNS = 240, 16  # letters, cells; of a table that is shortened

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
 
 from runner.base.json_values import listed, mapped
 from runner.console import bottleneck
@@ -12,25 +11,19 @@ from runner.durable import files
 from runner.durable.directory import is_name
 from runner.monitor.health_rules import HealthVerdict, verdicts
 from runner.monitor.samples import Summary
-from runner.plan.inventory import Cpu
-from runner.tools.measure.criteria import criteria, rule_of_thumb
-from runner.tools.measure.facts import Facts
 from runner.tools.report.chart_parts import Missing
-from runner.tools.report.charts import TIME, charts_of, kinds_of
-from runner.tools.report.page import Limits, Page, PageHead, PageTable, Step, Tile
+from runner.tools.report.charts import CHARTS, TIME, charts_of
+from runner.tools.report.page import Limits, Page, PageHead, Step, Tile
 from runner.tools.report.page_tables import checkpoints, configuration, environment, events, moment, phases
 from runner.tools.report.page_tiles import TILES
 from runner.tools.report.predictions import predictions
 from runner.tools.report.run_data import RunData, fit
 
 
-def page_of(story: RunData, benchmarks: Path | None = None) -> Page:
-    """Return the page about a run.
-
-    benchmarks  folder with results of `accel-run benchmark` to be shown; None: those in the folder of the run, if any
-    """
+def page_of(story: RunData) -> Page:
+    """Return the page about a run."""
     time, no_time = charts_of(story, (TIME,))
-    charts, no_charts = charts_of(story, kinds_of(benchmarks))
+    charts, no_charts = charts_of(story, CHARTS)
     predicted = predictions(story)
     tables = [phases(story), *configuration(story), environment(story), checkpoints(story), events(story)]
     missing = [*no_time, *no_charts, *(Missing(_SUBJECTS.get(name, name), why) for name, why in _others(story).items())]
@@ -56,7 +49,6 @@ def page_of(story: RunData, benchmarks: Path | None = None) -> Page:
                 story.parts_s, story.total_s, (story.evidence.updates if story.evidence else None) or 0
             ),
             verdicts=_verdicts(story),
-            rules=_rules(story),
             advice=f"accel-run advise run={story.said} finds settings that make it faster",
         ),
         charts=charts,
@@ -130,22 +122,6 @@ def _verdicts(story: RunData) -> list[HealthVerdict]:
         return []
     on_gpu = not str(story.plan.get("device", "cpu")).startswith("cpu")
     return verdicts(Summary.of(story.samples), on_gpu=on_gpu)
-
-
-def _rules(story: RunData) -> list[PageTable]:
-    """Return the rules of thumb for GPU or CPU with the values of this run."""
-    if story.evidence is None:
-        return []
-    rows = criteria(Facts(story.evidence, {}, Cpu("", 1, 1, 0)))
-    cells = [
-        (row.name, f"{row.value:,.6g}", row.rule or "-", row.verdict if row.rule else "-")
-        for row in rows
-        if row.value is not None
-    ]
-    if not cells:
-        return []
-    note = f"rule of thumb: {rule_of_thumb(rows) or 'unknown'}; accel-run benchmark suite=devices measures it"
-    return [PageTable("rules", "GPU or CPU? The rules of thumb", ("", "here", "rule of thumb", "result"), cells, note)]
 
 
 def _repeat(story: RunData) -> list[Step]:

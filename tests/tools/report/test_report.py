@@ -23,9 +23,6 @@ import pytest
 from runner.base.text import NOT_MEASURED, rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
-from runner.tools.measure.comparison_result import TrialOutcome
-from runner.tools.measure.results import LadderRow, Results
-from runner.tools.measure.statistics import Ratio
 from runner.tools.report.chart_parts import Drawing, binned, smoothed
 from runner.tools.report.charts import gradient_norm
 from runner.tools.report.page import MOST_BYTES
@@ -35,7 +32,7 @@ from tests.tools.report.runs import full_run, make_run, plan, record, rows, watc
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("PIL.Image")
 
-CHARTS = {"time", "loss", "metrics", "throughput", "steps", "lr", "norm", "memory", "ranks", "pipeline", "machine", "gpus", "ladder", "heat"}  # fmt: skip
+CHARTS = {"time", "loss", "metrics", "throughput", "steps", "lr", "norm", "memory", "ranks", "pipeline", "machine", "gpus"}  # fmt: skip
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "div", "span", "p", "h1", "h2", "pre", "code",
     "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "b", "dl", "dt", "dd", "details", "summary", "img",
@@ -126,8 +123,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
     (path / "plots" / "broken.png").write_bytes(b"\x89PNG none")
     (path / "predictions").mkdir()
     (path / "predictions" / "sample.txt").write_text("to be & not to be <b>")
-    compiled = LadderRow(outcome=TrialOutcome(Ratio(2.0, 1.9, 2.1, 3)), updates_ms=(5.0, 5.5, 5.2))
-    Results(path / "benchmarks").put({"baseline": LadderRow(updates_ms=(10.0, 11.0, 10.5)), "compile": compiled})
     return report(folder, "full")
 
 
@@ -191,7 +186,7 @@ def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
     assert not page.all("svg")
     missing = page.text[page.text.index('id="missing"') :]
     for words in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
-                  "no checkpoints", f"accel-run inference run={tmp_path / 'bare'}", "accel-run benchmark task=gpt"):  # fmt: skip
+                  "no checkpoints", f"accel-run inference run={tmp_path / 'bare'}"):  # fmt: skip
         assert words in missing, words
     assert "(exit 70)" in page.words
     assert "mine.py:3" in page.words
@@ -230,7 +225,7 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
         "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
     )
     told = labelled(report(tmp_path, "full"))
-    assert CHARTS - told.keys() == {"ladder", "heat", "pipeline"}
+    assert CHARTS - told.keys() == {"pipeline"}
     parts = re.findall(r"(\w+): ([\d.]+ [KG]iB)", told["memory"])
     assert {name: size for name, size in parts if name in ("weights", "gradients", "optimizer")} == {
         "weights": "3.91 KiB", "gradients": "3.12 KiB", "optimizer": "7.81 KiB",
@@ -383,7 +378,7 @@ def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
         file.truncate(1 << 30)
     ways = {
         f"out={tmp_path}/work.html": 78, "out=page.txt": 78, f"out={tmp_path}/no/page.html": 73, "nowhere": 66, "--fast": 78, "outt=x": 78,
-        "run=other": 78, str(tmp_path): 66, f"benchmarks={tmp_path}/none": 66,
+        "run=other": 78, str(tmp_path): 66,
         "mine": 78, str(path): 78, f"out={tmp_path}/large.html": 78, "out=/proc/page.html": 74,
     }  # fmt: skip
     for word, code in ways.items():
