@@ -7,7 +7,7 @@
     python scripts/mutants.py page FILE            # the table for docs/results
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
-Messages and checks of programming errors (assert, zip(strict=True)) are not changed. Tests that execute the changed
+Messages and asserts are not changed, and `strict=True` of zip is not removed. Tests that execute the changed
 statement run in a fork of a process that has imported torch and pytest: those in the file or folder that mirrors the
 module first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that fails for
 the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
@@ -84,14 +84,17 @@ BY_HAND = (
         "{newest.update}",
     ),
     ("runner/durable/rewind.py", "None if is_last else _copy_metrics(directory)", "None"),
+    ("runner/engine/run.py", 'int(state["updates_before"]), records', "0, records"),
+    ("runner/engine/run.py", 'nan_for_none(state["metrics"]), kept)', "{}, kept)"),
+    ("runner/engine/run.py", '(state["metrics"]), kept)', '(state["metrics"]), [])'),
     ("runner/durable/weight_source.py", "index)", "None)"),
     ("runner/durable/weight_source.py", "average=average", "average=None"),
     ("runner/engine/objective_phase.py", 'mine, saved["optimizer"])', '{}, saved["optimizer"])'),
 )  # fmt: skip
-# What a new run has for the fields of a checkpoint, in the dict `state` of `Checkpointing.snapshot`.
+# What a new run has for the fields of a checkpoint, in the dicts of SAVING.
+SAVING = "Checkpointing.snapshot"
 FRESH = {
-    "skipped_before": "0", "closed": "False", "bests": "[]", "kept": "[]", "metrics": "{}", "changes": "[]",
-    "code": "{}",
+    "skipped_before": "0", "closed": "False", "bests": "[]", "changes": "[]", "code": "{}",
 }  # fmt: skip
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
 RESUME_LAWS = (  # tests that see most of what is not restored
@@ -276,8 +279,8 @@ def changes(node: Any, statement: Any, function: str, *, restores: bool) -> Iter
             new.args = [second, first, *rest]
             yield "swapped arguments", new, node
     match node:
-        case ast.Assign(targets=[ast.Name(id="state")], value=ast.Dict(keys=keys, values=values)):
-            for key, value in zip(keys, values, strict=True) if function.endswith(".snapshot") else ():
+        case ast.Dict(keys=keys, values=values) if function == SAVING:
+            for key, value in zip(keys, values, strict=True):
                 if isinstance(key, ast.Constant) and key.value in FRESH:
                     yield "not restored", str(FRESH[key.value]), value
     match node:

@@ -17,6 +17,7 @@ from scripts.mutants import (
     RESTORING,
     RESUME_LAWS,
     ROOT,
+    SAVING,
     SIGNATURES,
     TARGETS,
     Mutant,
@@ -26,6 +27,7 @@ from scripts.mutants import (
     map_of,
     mirror_of,
     mutants_of,
+    places,
     shown,
     target_files,
 )
@@ -63,11 +65,9 @@ def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: 
 
 
 def test_fields_with_fresh_values_are_saved_in_checkpoints() -> None:
-    source = (ROOT / "runner/engine/hooks/checkpointing.py").read_text()
     saved = {
-        key.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign) and "state" in
-        {ast.unparse(target) for target in node.targets} and isinstance(node.value, ast.Dict)
-        for key in node.value.keys if isinstance(key, ast.Constant)
+        key.value for path in target_files(ROOT) for node, _, function in places(ast.parse((ROOT / path).read_text()))
+        if function == SAVING and isinstance(node, ast.Dict) for key in node.keys if isinstance(key, ast.Constant)
     }  # fmt: skip
     assert set(FRESH) <= saved
 

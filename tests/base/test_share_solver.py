@@ -112,6 +112,12 @@ def test_ties_go_to_the_rank_with_fewer_samples_then_to_the_lower() -> None:
     assert fastest(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)], (20, None)) == (20, 12)
 
 
+def test_of_equal_ranks_one_is_full_before_another_takes_more_than_it_may() -> None:
+    free, slow = RankTiming(0.0, 0.0), RankTiming(0.0, 1.0)
+    assert fastest(26, [free, slow, free], (12, None, None)) == (12, 1, 13)
+    assert fastest(37, [slow, *[free] * 4], (None, 4, 1, None, None)) == (1, 4, 1, 16, 15)
+
+
 def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
     lines = [RankTiming(0.0, 1.0), RankTiming(1000.0, 1.0)]
     assert fastest(8, lines) == (7, 1)
@@ -140,6 +146,13 @@ def test_each_rank_is_seen_with_two_counts_within_6_updates(size: int, more: int
     balance = ShareSolution(2 * size + more, size, warm_up=0)
     seen = [balance.ahead(num) for num in range(6)]
     assert all(len({split[rank] for split in seen}) >= 2 for rank in range(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_each_of_a_few_ranks_is_seen_with_two_counts_even_where_there_is_one_more_sample_than_ranks(size: int) -> None:
+    for total in range(size + 1, 3 * size):
+        splits = probe_splits(total, proportional(total, [1] * size))
+        assert all(len({split[rank] for split in splits}) >= 2 for rank in range(size)), (total, splits)
 
 
 def test_what_lies_ahead_is_what_will_be_dealt() -> None:

@@ -650,3 +650,22 @@ def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:
 
     for said in run_ranks(partial(refusal, learn), 2):
         assert "outside of model(...)" in said
+
+
+def test_given_tensors_are_loaded_whichever_are_missing() -> None:
+    def loaded(world: World) -> list[Any]:
+        found = []
+        for missing in ("temperature", "embed.weight", "head.bias"):
+            run, other = Run(world), Model().double()
+            before = dict(make_model(torch.float64).state_dict())
+            given = {name: tensor for name, tensor in other.state_dict().items() if name != missing}
+            run.parallel.load(run.model, given)
+            after = {
+                name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                for name, tensor in run.model.state_dict().items()
+            }
+            found.append([name for name in after if not torch.equal(after[name], ({**before, **given})[name])])
+        return found
+
+    torch.manual_seed(4)
+    assert run_ranks(loaded, 2) == [[[], [], []]] * 2

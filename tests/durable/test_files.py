@@ -440,3 +440,21 @@ def test_where_file_systems_cannot_be_synced_each_file_is(tmp_path: Path, reason
         files.atomic_write_all(dict.fromkeys(paths, b"new"))
     assert {path.read_bytes() for path in paths} == {b"new"}
     assert len({name for name in synced if name != str(tmp_path)}) == len(paths)
+
+
+WITHOUT_INPUT = """
+import os, sys
+from pathlib import Path
+from runner.durable import files
+os.close(0)
+log = files.AppendLog(Path(sys.argv[1]))
+log.write("a row")
+log.close()
+"""
+
+
+def test_rows_are_written_at_the_end_also_where_the_log_took_the_place_of_standard_input(tmp_path: Path) -> None:
+    """A program that was started with its standard input closed has files of number 0."""
+    path = tmp_path / "metrics.jsonl"
+    subprocess.run([sys.executable, "-c", WITHOUT_INPUT, path], cwd=ROOT, check=True)
+    assert path.read_text() == "a row\n"

@@ -158,6 +158,32 @@ def test_a_thousand_small_predictions_wait_for_the_disk_a_few_times(
     assert batches <= syncs(faults) <= (8 * batches if refusal is None else 2000 + 8 * batches)
 
 
+class NeverDue:
+    """A timer that does not fire."""
+
+    daemon = False
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def start(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
+@pytest.mark.parametrize(("count", "size"), [(OUTBOX_FILES, 1), (2, module.OUTBOX_BYTES // 2)])
+def test_many_or_large_predictions_do_not_wait_for_the_timer(
+    count: int, size: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "Timer", NeverDue)
+    content = bytes(size)
+    with files.through(Quick()), Outbox(run, print) as outbox:
+        for number in range(count - 1):
+            outbox.put({f"predictions/{number}.bin": content})
+        assert list(run.predictions.glob("*")) == []
+        outbox.put({f"predictions/{count - 1}.bin": content})
+        assert len(list(run.predictions.glob("*"))) == count
+
+
 def _refused(*_: Any) -> None:
     raise OSError(38, "Function not implemented")
 

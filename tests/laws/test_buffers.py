@@ -136,6 +136,33 @@ def test_buffers_of_all_ranks_are_those_of_rank_0_after_every_update() -> None:
         assert found["constant"] == [[0, 1, 2]] * 2
 
 
+def test_a_buffer_that_is_made_in_a_forward_pass_is_that_of_rank_0() -> None:
+    def rank(world: World) -> Any:
+        model = Kept()
+        model.register_buffer("late", None)
+        sync = BufferSync(model, world)
+        for update in range(3):
+            with sync.update():
+                model.late = (torch.zeros(2) if model.late is None else model.late) + world.rank + update
+        return model.late.tolist()
+
+    assert run_ranks(rank, 2) == [[3.0, 3.0]] * 2
+
+
+def test_a_saved_buffer_that_is_made_on_one_rank_alone_is_refused_on_all_of_them() -> None:
+    def rank(world: World) -> Any:
+        model = Kept()
+        model.register_buffer("late", None)
+        sync = BufferSync(model, world)
+        try:
+            with sync.update():
+                model.late = torch.zeros(2) if world.is_first else None
+        except TaskFault as fault:
+            return "late" in str(fault)
+
+    assert run_ranks(rank, 2) == [True, True]
+
+
 def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         if rank < 2:  # the third one has no samples
