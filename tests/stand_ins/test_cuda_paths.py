@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import tallies
+from tests.gpu.runs import TASK
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.environment import ROOT
 from tests.stand_ins.forked import StandIn
@@ -16,11 +18,12 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be 
 
 NEEDS = """
 import torch
+from pathlib import Path
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.launch.traced_demand import needs_in_subprocess
 from runner.plan.inventory import take_inventory
-configuration = compose(Request(("task=gpt", "task.size=tiny", "device=cuda:0")))
+configuration = compose(Request(("device=cuda:0",), Path({task!r})))
 inventory = take_inventory()
 assert [device.kind for device in inventory.usable] == ["cuda"], inventory
 assert not torch.cuda.is_initialized()
@@ -32,7 +35,7 @@ assert take_inventory().devices == inventory.devices
 
 
 def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_run(stand_in: StandIn) -> None:
-    stand_in.program("t4", NEEDS)
+    stand_in.program("t4", NEEDS.format(task=str(TASK)))
 
 
 ROOM = """
@@ -136,9 +139,9 @@ LEFT_OUT = 10  # tests of kernels that the stand-in does not have: flash, effici
 
 @pytest.mark.timeout(900)
 def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
-    """So that they do not rot where nobody has a GPU."""
+    """So that they do not rot where nobody has a GPU. Of each matrix one case runs, with --all every one."""
     words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
     out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=words))
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}
-    assert counts.get("passed", 0) >= 90
+    assert counts.get("passed", 0) >= (90 if tallies.IS_LONG else 35)
     assert counts.get("skipped", 0) <= LEFT_OUT
