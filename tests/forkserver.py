@@ -115,6 +115,7 @@ class ForkServer:
 
     def __init__(self, requests: TextIO, answers: TextIO) -> None:
         self.requests, self.answers = requests, answers
+        self._files: tuple[Path, ...] = ()
         self._running: int | None = None
         self.used_s = 0.0
 
@@ -164,6 +165,10 @@ class ForkServer:
         """
         return self._start({"words": words, "env": dict(env or {}), "before": before}, folder)
 
+    def start_program(self, program: str, folder: Path, env: Mapping[str, str], streams: tuple[str, str]) -> int:
+        """Start a program and return its pid; its output and errors go to these paths, such as those of pipes."""
+        return self._start({"words": [], "env": dict(env), "before": program}, folder, streams)
+
     def wait(self) -> Ended:
         """Wait for the command that was started."""
         ended = self._answer()
@@ -171,7 +176,7 @@ class ForkServer:
         ForkServer.cpu_s += ended["cpu_s"]
         self.used_s += ended["cpu_s"]
         self._running = None
-        out, err = (path.read_text(errors="replace") for path in self._files)
+        out, err = (path.read_text(errors="replace") for path in self._files) if self._files else ("", "")
         return Ended(code, out, err)
 
     def run(
@@ -207,10 +212,11 @@ class ForkServer:
                 self._answer()
         self._running = None
 
-    def _start(self, request: dict[str, Any], folder: Path) -> int:
+    def _start(self, request: dict[str, Any], folder: Path, streams: tuple[str, str] | None = None) -> int:
         self.clear()
-        self._files = (folder / ".out", folder / ".err")
-        self._send(request | {"cwd": str(folder), "out": str(self._files[0]), "err": str(self._files[1])})
+        self._files = () if streams else (folder / ".out", folder / ".err")
+        out, err = streams or map(str, self._files)
+        self._send(request | {"cwd": str(folder), "out": out, "err": err})
         self._running = int(self._answer()["pid"])
         return self._running
 

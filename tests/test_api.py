@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import runner
 from runner import Run, evaluate, open_run, train
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, TaskFault
 from runner.durable.checkpoint import load, path_of
+from tests.forked_commands import forked_commands
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 
@@ -35,7 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
+    """A run in an interpreter of its own, as users have it; the other tests fork theirs."""
     return train(*WORDS, run="first", output_root=folder, **SETTINGS)
+
+
+@pytest.fixture(autouse=True)
+def _forked_commands(server: ForkServer) -> Iterator[None]:
+    with forked_commands(server):
+        yield
 
 
 def handlers() -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked_commands import forked_commands
 from tests.forkserver import ForkServer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -42,7 +43,8 @@ def test_the_blocks_of_the_page_run_one_after_another(
         for line in re.findall(r"^!accel-run (.*)$", block, re.MULTILINE):
             ended = server.run(shlex.split(line), tmp_path)
             assert ended.code == 0, (line, ended.err)
-        exec(re.sub(r"^!.*$", "", block, flags=re.MULTILINE), names)  # noqa: S102 - the page is ours
+        with forked_commands(server):
+            exec(re.sub(r"^!.*$", "", block, flags=re.MULTILINE), names)  # noqa: S102 - the page is ours
     assert len(BLOCKS) == 7
     assert all(loss > 0 for loss in names["losses"])
     assert names["summary"]

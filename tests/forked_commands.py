@@ -1,0 +1,88 @@
+"""Commands that `runner.train` and `runner.evaluate` start, as forks of the fork server instead of new interpreters.
+
+A command still is a process with a pid, signals, pipes and an exit code of its own; what is left out is the start of
+Python and the import of torch, which tests/test_api.py has once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import pytest
+
+from runner.host import command_process
+from tests.forkserver import ForkServer
+from tests.waiting import wait_until
+
+BECOME = """
+import os, sys
+from pathlib import Path
+os.dup2(os.open({report!r}, os.O_WRONLY), {number})
+sys.argv = ["-c", str(os.getppid()), *{words!r}]
+Path({ready!r}).touch()
+code = 70
+try:
+    exec({program!r}, {{"__name__": "__main__"}})
+except SystemExit as ended:
+    code = ended.code or 0
+finally:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+"""
+
+
+class ForkedCommand:
+    """What runner.host.command_process uses of subprocess.Popen, for `python -P -c PROGRAM PARENT REPORT ARGUMENT...`."""
+
+    def __init__(self, server: ForkServer, line: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
+        assert list(line[1:3]) == ["-P", "-c"], line
+        self._server = server
+        self._code: int | None = None
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        self.stdout: IO[bytes] = os.fdopen(out, "rb")
+        self.stderr: IO[bytes] = os.fdopen(err, "rb")
+
+        def mine(number: int) -> str:
+            return f"/proc/{os.getpid()}/fd/{number}"
+
+        with tempfile.TemporaryDirectory() as name:
+            ready = Path(name) / "ready"
+            begin = BECOME.format(
+                report=mine(pass_fds[0]), number=pass_fds[0], words=list(line[5:]), ready=str(ready), program=line[3]
+            )
+            self.pid = server.start_program(begin, Path.cwd(), os.environ, (mine(to_out), mine(to_err)))
+            wait_until(ready.exists, "the command")
+        os.close(to_out)
+        os.close(to_err)
+
+    def poll(self) -> None:
+        """Return None: a command that ends closes its pipes."""
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = self._server.wait().code
+        return self._code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+@contextmanager
+def forked_commands(server: ForkServer) -> Iterator[None]:
+    """Start no interpreter inside."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = SimpleNamespace(
+            Popen=lambda line, **options: ForkedCommand(server, line, **options),
+            PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL,
+        )  # fmt: skip
+        patch.setattr(command_process, "subprocess", made)
+        yield
