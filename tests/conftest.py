@@ -85,9 +85,25 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
         if marker := item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     for (name, count), each in cases.items():
-        kept = random.Random(f"{tallies.SEED} {name}").sample(each, min(count, len(each)))
+        kept = _chosen(each, count, random.Random(f"{tallies.SEED} {name}"))
         found.update(item for item in each if item not in kept)
     return found
+
+
+def _chosen(cases: list[pytest.Item], count: int, rng: random.Random) -> list[pytest.Item]:
+    """Return a random choice, in which as many values of each parameter appear as so many cases can have."""
+    left, kept = rng.sample(cases, len(cases)), []
+    seen: set[tuple[str, int]] = set()
+    while left and len(kept) < count:
+        best = max(left, key=lambda item: len(_values(item) - seen))
+        left.remove(best)
+        kept.append(best)
+        seen |= _values(best)
+    return kept
+
+
+def _values(item: Any) -> set[tuple[str, int]]:
+    return {(name, id(value)) for name, value in item.callspec.params.items()}
 
 
 def pytest_report_header() -> str:

@@ -41,7 +41,7 @@ finally:
 
 
 class ForkedCommand:
-    """What runner.host.command_process uses of subprocess.Popen, for `python -P -c PROGRAM PARENT REPORT ARGUMENT...`."""
+    """What command_process uses of subprocess.Popen, for `python -P -c PROGRAM PARENT REPORT ARGUMENT...`."""
 
     def __init__(self, server: ForkServer, line: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
         assert list(line[1:3]) == ["-P", "-c"], line

@@ -20,6 +20,11 @@ def test_matrix(number): ...
 @pytest.mark.parametrize("number", range(2))
 def test_small(number): ...
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("one", range(3))
+@pytest.mark.parametrize("other", range(2))
+def test_product(one, other): ...
+
 @pytest.mark.long
 def test_long(): ...
 
@@ -66,7 +71,7 @@ def test_so_many_cases_of_a_sampled_test_run(file: Path) -> None:
     assert found.of("test_small") == ["test_small[0]", "test_small[1]"]
     assert found.of("test_other") == ["test_other"]
     assert found.of("test_long") == []
-    assert found.num_left_out == 7 + 1
+    assert found.num_left_out == 7 + 3 + 1
 
 
 def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,10 +87,18 @@ def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch
 def test_all_cases_run_when_all_are_wanted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "IS_LONG", True)
     found = collected(file)
-    assert len(found.names) == 10 + 2 + 1 + 1
+    assert len(found.names) == 10 + 2 + 6 + 1 + 1
     assert found.num_left_out == 0
 
 
 @pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])
 def test_a_case_that_is_named_runs(case: str, file: Path) -> None:
     assert collected(file, f"::{case}").names == [case]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_value_of_a_parameter_is_in_the_choice(seed: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tallies, "SEED", seed)
+    chosen = [name[len("test_product[") : -1].split("-") for name in collected(file).of("test_product")]
+    assert {other for other, _ in chosen} == {"0", "1"}
+    assert {one for _, one in chosen} == {"0", "1", "2"}

@@ -40,6 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, An
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", ["default", "regional"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
 def test_compiling_changes_no_name_and_no_number(option: str) -> None:

@@ -121,6 +121,7 @@ def test_checkpointing_works_under_autocast(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["checkpoint", "selective matmul"])
 def test_a_checkpointed_block_compiles_to_one_graph(how: str) -> None:
     plain, model = stack().eval(), stack().eval()  # no dropout: compiled code draws it in another way

@@ -183,6 +183,7 @@ def test_draws_computed_again_for_the_backward_pass_are_the_same(reentrant: bool
     torch.testing.assert_close(gradient(True), gradient(False), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_draws_in_a_compiled_model_are_those_of_the_plain_one(fullgraph: bool) -> None:
     class Model(nn.Module):

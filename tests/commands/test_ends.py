@@ -96,6 +96,7 @@ def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the memory of a process can be read on Linux only")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("moment", "number"),
     [

@@ -95,6 +95,7 @@ def test_a_pipe_gets_a_line_per_sample_then_figures_meanings_and_files(monitor: 
     assert summary["devices"]["gpu0"]["name"] == "Tesla T4"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [700, 1_500])
 def test_files_that_lack_something_are_named_and_the_watch_ends_with_an_error(
     nvml_stub: NvmlStub, tmp_path: Path, room: int
@@ -214,6 +215,7 @@ def test_a_reader_that_has_enough_still_leaves_the_files(nvml_stub: NvmlStub, tm
     assert (the_folder(tmp_path) / "monitor.json").is_file()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_watch_with_its_summary_and_files(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
     environment = nvml_stub.environment(T4)

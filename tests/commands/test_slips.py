@@ -389,7 +389,7 @@ def with_all_options(answer: str) -> str:
     return answer.replace(ours, ", ".join(files_of(None)))
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("words", SLIPS)
 def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
     code, out, err, torch_is_loaded = answers[words]

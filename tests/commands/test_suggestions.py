@@ -91,7 +91,7 @@ def refusals(suggestion: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("line", TABLE)
 def test_a_habit_from_elsewhere_is_answered_with_what_to_type(line: str) -> None:
     wanted, problems = TABLE[line], problems_of(line)

@@ -204,7 +204,7 @@ def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[Ended, dic
     return ended, json.loads((folder / "outputs" / "mine" / "error.json").read_text())
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_task_is_told_in_words(name: str, server: ForkServer, tmp_path: Path) -> None:
     fault = FAULTS[name]

@@ -85,6 +85,7 @@ def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Pa
     assert f" {rate(known)} items/s" in server.run("status", folder).out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", ["report one", "report one two out=both.html"])
 def test_pages_show_the_throughput_of_the_run(words: str, known: float, folder: Path, server: ForkServer) -> None:
     import shutil

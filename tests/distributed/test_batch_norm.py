@@ -61,7 +61,7 @@ def learned(
     }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("shares", [(5, 3), (1, 7), (2, 5, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])

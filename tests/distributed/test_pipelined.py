@@ -241,7 +241,7 @@ def name_of(case: dict[str, Any]) -> str:
     return f"{options['schedule']}-{case['world_size']}-{options['split']}-{case['num_layers']}-{case['sizes']}"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", random_cases(24), ids=name_of)
 def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> None:
     def update(world: World) -> list[dict[str, Any]]:
@@ -264,7 +264,7 @@ def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> Non
             assert ranks[0][number]["split"] == case["options"]["split"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "interleaved"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_tied_weights_have_the_gradient_of_both_ends(options: dict[str, Any], world_size: int) -> None:
@@ -280,6 +280,7 @@ def test_tied_weights_have_the_gradient_of_both_ends(options: dict[str, Any], wo
     assert holders[0] == holders[1]  # bit for bit, or their copies would part
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
 def test_tuples_go_between_layers_and_anything_comes_out(schedule: str) -> None:
     def update(world: World) -> dict[str, Any]:
@@ -328,6 +329,7 @@ def test_the_random_state_of_rank_0_is_that_of_the_pipeline() -> None:
     assert one == again != other
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (3, 4, 5), (1, 4)], ids=str)
 def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) -> None:
     def make() -> nn.Sequential:
@@ -460,7 +462,7 @@ def assert_same_run(one: dict[str, Any], other: dict[str, Any], tolerance: float
             np.testing.assert_allclose(other[key][name], one[key][name], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 3), ("gpipe", 2), ("interleaved", 2)])
 def test_clipped_updates_and_their_state_are_those_of_one_process(schedule: str, world_size: int) -> None:
     def run(world: World) -> dict[str, Any]:
@@ -562,6 +564,7 @@ def token_stream() -> Iterator[MicroBatch]:
 # ---------------------------------------------------------------- evaluation
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
     def run(world: World) -> list[Any]:
@@ -814,6 +817,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
     assert found == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
     clock = Clock()
@@ -837,6 +841,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
         assert seconds["backward"] < 0.02, "looks at the clock"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("first", "last", "expected"),
     [
@@ -885,6 +890,7 @@ def test_the_layers_of_gpt_are_its_model_bit_for_bit() -> None:
     assert named == {id(weight) for weight in model.parameters()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_gpt_in_a_pipeline_is_trained_as_in_one_process(schedule: str) -> None:
     def text(seed: int) -> list[MicroBatch]:

@@ -189,7 +189,7 @@ def trained(world: World, *, updates: int = 6, **options: Any) -> dict[str, Any]
 SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
@@ -237,7 +237,7 @@ def test_the_gradient_of_random_splits_is_that_of_one_process(world_size: int, d
             assert abs(result[number]["norm"] / alone["norm"] - 1) <= tolerance
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": True}], ids=str)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_is_kept_or_computed_again_does_not_change_the_updates(
@@ -323,6 +323,7 @@ def test_ranks_may_use_different_parameters() -> None:
     assert alone == first
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", [sharded, partial(sharded, communicate="bfloat16")], ids=["float32", "bfloat16"])
 def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(strategy: Any) -> None:
     def walk(world: World) -> dict[str, Any]:
@@ -394,6 +395,7 @@ def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
     assert run_ranks(learn, 2) == [[[1.0, 1.0, 0.0], 3, 8192.0]] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [bf16, fp16])
 def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
     alone = trained(ALONE, dtype=torch.float32, precision=precision)
@@ -403,7 +405,7 @@ def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
     assert distance(alone["losses"], results[0]["losses"]) < 0.01
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
 def test_parameters_may_travel_in_half(communicate: str, precision: Any) -> None:
     """Weights of 8 bits (bfloat16) or 11 bits (float16); sums of gradients and the weights kept are float32."""
@@ -436,7 +438,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
     """Two ranks, then one, then two: the checkpoint never tells who made it."""

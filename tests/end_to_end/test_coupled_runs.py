@@ -56,6 +56,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
     plain = by_hand()

@@ -61,6 +61,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path) -> None:
     plain, losses = by_hand()
@@ -72,6 +73,7 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
         assert distance(expected, found) <= PROMISED[torch.float32] * UPDATES
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words", [f"{TWO} micro_batch_size=8 averaging=ema", "micro_batch_size=16 precision=fp16 precision.init_scale=256"]
 )

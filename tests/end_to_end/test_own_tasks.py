@@ -35,6 +35,7 @@ def test_every_example_of_an_own_task_is_tried_and_listed() -> None:
     assert all(f"(examples/{name})" in page for name in EXAMPLES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
     needs = [

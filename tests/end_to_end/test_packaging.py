@@ -110,6 +110,7 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
     assert str(ROOT) not in search_path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("argv", [["--help"], ["plan"], ["explain", "precision", "+hardware=t4"]])
 def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: Path, argv: list[str]) -> None:
     assert run(installed / "bin" / "accel-run", *argv, cwd=tmp_path).strip()

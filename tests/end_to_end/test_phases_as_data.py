@@ -130,7 +130,7 @@ def test_the_ends_of_phases_are_kept(whole: tuple[Path, Ended]) -> None:
     assert {f"update-{number:010d}" for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)} <= names
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("stop_at", "wait_for"),
     [
@@ -300,7 +300,7 @@ def finished(folder: Path) -> dict[str, bool]:
 STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop_at", STOPS)
 def test_a_run_asked_to_stop_in_any_phase_goes_on_bit_for_bit(
     stop_at: str, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path

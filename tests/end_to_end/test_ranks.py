@@ -130,7 +130,7 @@ def expected(one_process: Path) -> dict[int, float]:
 PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -162,7 +162,7 @@ def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -419,7 +419,7 @@ def test_buffers_of_any_type_and_layout_start_alike(
     assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:

@@ -61,7 +61,7 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
     return of
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("workers", [0, 2])

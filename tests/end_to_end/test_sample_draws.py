@@ -64,7 +64,7 @@ def predictions(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "outputs" / "mine" / "predictions").glob("*.npy")}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", CUTS)
 def test_no_reader_cut_or_rank_changes_a_run_whose_samples_draw(
     cut: str, base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path

@@ -344,6 +344,7 @@ def _flipped(uid: str) -> str:
     return uid[:3] + ("0" if uid[3] != "0" else "1") + uid[4:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "damage", [lambda uid: None, lambda uid: 7, lambda uid: [uid], lambda uid: {}, lambda uid: "", _flipped, str.upper]
 )

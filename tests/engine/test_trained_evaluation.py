@@ -52,6 +52,7 @@ def by_hand(folder: Path, update: int, split: str) -> float:
     return float(total) / float(items)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
 def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
     words: tuple[str, ...], server: ForkServer, tmp_path: Path

@@ -58,6 +58,7 @@ def workers(fetcher: Fetcher, start_method: str) -> WorkerLoader:
     return WorkerLoader(fetcher, num_workers=2, pin_memory=False, prefetch_factor=2, start_method=start_method)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_hashing_leaves_nothing_open_that_workers_would_share(tmp_path: Path, start_method: str) -> None:
     (tmp_path / "data").write_bytes(bytes(range(9)))

@@ -159,7 +159,7 @@ def family(word: str) -> set[int]:
     return found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "words", "said", "at"),
     [

@@ -294,6 +294,7 @@ def refused(*words: str) -> None:
         compose(Request(words))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
 def test_a_word_of_any_length_and_depth_is_answered_in_bounded_steps(
     key: str, seed: int, amount: Callable[[int, int], int], tally: Tally

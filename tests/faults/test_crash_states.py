@@ -12,7 +12,7 @@ from tests.faults.histories import HISTORIES, History, check
 from tests.faults.tallies import Tally
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
 def test_whatever_a_crash_leaves_keeps_what_was_promised(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally

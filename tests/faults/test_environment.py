@@ -171,7 +171,7 @@ DISKS = {
 
 
 @needs_root
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DISKS)
 def test_a_full_disk_costs_updates_and_nothing_that_was_saved(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
@@ -419,7 +419,7 @@ WORKERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", WORKERS)
 def test_a_data_worker_that_dies_is_told(
     act: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally

@@ -397,7 +397,7 @@ RAISED = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RAISED)
 def test_what_a_task_raises_is_told_in_its_own_lines(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally

@@ -89,7 +89,7 @@ def test_every_call_of_the_system_can_be_recorded_and_can_fail() -> None:
     assert calls - set(vars(Recording)) == {"begin_write_back"}, "a call that changes what a crash leaves is recorded"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
 def test_every_operation_fails_once(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally

@@ -39,7 +39,7 @@ def files() -> Iterator[tuple[str, str, int, str]]:
     yield "a line end of Unicode", f"{HEAD}#\u2028# @package hydra\n", 89, "the package hydra is not for configurations"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "content", "code", "told"), list(files()), ids=[name for name, *_ in files()])
 def test_nothing_grows(tmp_path: Path, name: str, content: str, code: int, told: str, tally: Tally) -> None:
     (tmp_path / "hardware").mkdir()

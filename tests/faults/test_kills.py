@@ -38,6 +38,7 @@ def test_torch_save_does_not_survive_a_kill(
     assert len(campaign.bad) == campaign.kills, f"only {campaign.bad}"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "share"),
     [((), 0.7), (("dataloader.num_workers=2", "dataloader.start_method=fork"), 0.3)],

@@ -21,6 +21,7 @@ raise SystemExit(main())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "value"), [("RLIMIT_NOFILE", 14), ("RLIMIT_AS", 400 << 20)], ids=["open files", "address space"]
 )

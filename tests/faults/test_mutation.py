@@ -217,7 +217,7 @@ class Names:
         return False
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
 def test_every_sync_left_out_and_every_two_steps_in_the_other_order_are_caught(
     history: History, memory: Path, tally: Tally
@@ -273,7 +273,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
     return [*rest[:at], *mine, *rest[at:]]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "change", "equivalent"),
     [

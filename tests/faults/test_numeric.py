@@ -103,7 +103,7 @@ def checked(ended: Ended, run_dir: Path, fault: Fault) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_ends_with_the_first_update_that_is_not_finite(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally

@@ -109,7 +109,7 @@ def processes(word: str) -> list[int]:
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks(
     fault: str,

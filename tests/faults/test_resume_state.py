@@ -53,7 +53,7 @@ HELD: dict[str, tuple[Cell, list[dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("held", HELD)
 def test_a_resumed_run_equals_an_uninterrupted_one(held: str, server: ForkServer, memory: Path, tally: Tally) -> None:
     cell, ends = HELD[held]

@@ -57,7 +57,7 @@ def updates(run: Path) -> list[int]:
     return [int(json.loads(line)["update"]) for line in lines if line.endswith("}") and "train/loss" in line]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("num_ranks", "loader"),

@@ -411,7 +411,7 @@ def most_of_rank(plan, world) -> int:
         return count.most
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("strategy", "micro", "steps", "blocks", "above"),
     [
@@ -441,7 +441,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     assert thought.total <= above * most, (most, thought)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("micro", "steps", "words"),
     [

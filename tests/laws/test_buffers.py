@@ -67,7 +67,7 @@ def references(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
     return reference
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fails", ENDS)
 def test_evaluations_saves_and_failures_change_neither_weights_nor_buffers(

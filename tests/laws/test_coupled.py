@@ -161,6 +161,7 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [Clip, Triplets])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 @pytest.mark.parametrize(

@@ -119,6 +119,7 @@ def measured(world: World, task: Task, size: int, coupled: int = 16, number: int
     return found.known()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [37, 8, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) -> None:

@@ -78,6 +78,7 @@ def check_same(runs: Runs, name: str, tolerance: float = 1e-9) -> None:
         assert other == pytest.approx(one, rel=1e-9)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_draws_is_the_same_in_any_way(way: str, runs: Runs) -> None:
     name = way.replace(" ", "-").replace(",", "")
@@ -86,6 +87,7 @@ def test_a_run_that_draws_is_the_same_in_any_way(way: str, runs: Runs) -> None:
         assert json.loads((runs.folder / name / "outputs" / "mine" / "passes.json").read_text())["smaller"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize(
     "more", [["micro_batch_size=8"], ["parallelism=ddp", RANKS, "parallelism.shares=[9,7]"]], ids=str

@@ -89,6 +89,7 @@ def reference() -> Draws:
     return draws_of(read(reader("0", Drawing()), Order(SIZE, 8, 8, seed=4)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*READERS, "thread"])
 def test_no_reader_changes_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
     assert len({tuple(numbers) for numbers in reference.values()}) == len(reference) > 2 * SIZE
@@ -234,6 +235,7 @@ def mixed(samples: list[Tensor]) -> Tensor:
     return torch.cat([torch.stack(samples), torch.tensor([drawn()] * len(samples), dtype=torch.float64)], dim=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["1", "3", "spawn", "thread"])
 def test_what_collate_draws_follows_from_the_samples_of_its_batch(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)

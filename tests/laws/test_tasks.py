@@ -333,6 +333,7 @@ class Updated:
             assert float((self.moved - other.moved).abs().max()) < 1e-9 * scale
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_and_ranks_do_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
     whole = updated(World(CPU), fresh(case), (16,))
@@ -341,12 +342,14 @@ def test_micro_batches_and_ranks_do_not_change_the_update(case: str, fresh: Call
     run_ranks(lambda world: updated(world, fresh(case), shares=(9, 7)).check_is(whole), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["tractodiff", "dynamo joint"])
 def test_sharding_the_model_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
     whole = updated(World(CPU), fresh(case), (16,))
     run_ranks(lambda world: updated(world, fresh(case), strategy=fsdp, shares=(9, 7)).check_is(whole), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["gpt", "gpt, dropout", "gpt 350m, dropout", "tractodiff", "tractodiff unet"])
 def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
     whole = updated(World(CPU), fresh(case), (16,))
@@ -365,6 +368,7 @@ def test_what_a_task_draws_changes_the_loss(case: str, fresh: Callable[[str], Ta
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_do_not_depend_on_batches(case: str, fresh: Callable[[str], Task]) -> None:
     task = fresh(case)

@@ -59,6 +59,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("gpus", "names"),
     [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
@@ -142,6 +143,7 @@ def test_a_thousand_changes_of_phase_are_few_things_to_draw(monkeypatch: pytest.
     assert all(len(axes.collections) <= 4 for axes in figure.axes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("gpus", "is_mixed"), [(1, False), (2, True), (8, False), (8, True)])
 def test_legend_and_panels_lie_in_the_picture_and_not_on_each_other(
     gpus: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 # words -> kernels that accel-run launches beyond a plain loop
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "kernels"),
     [

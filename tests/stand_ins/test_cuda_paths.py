@@ -89,6 +89,7 @@ def test_page_locked_memory_is_unregistered_when_it_is_freed(stand_in: StandIn) 
 FAILING = Path(__file__).with_name("task_that_fails.py")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("words", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
 def test_a_rank_that_fails_over_nccl_is_named_and_nobody_is_left(
     words: str, rank: int, stand_in: StandIn, tmp_path: Path

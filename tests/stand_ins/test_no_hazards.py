@@ -53,7 +53,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(
     number: int, stand_in: StandIn, tmp_path: Path

@@ -332,6 +332,7 @@ def test_the_published_size_has_a_resnet_50(kind: str) -> None:
     assert [tuple(level.shape) for level in maps] == [(1, 512, 32, 32), (1, 1024, 16, 16), (1, 2048, 8, 8)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_an_episode_by_heart(kind: str) -> None:
     torch.manual_seed(0)

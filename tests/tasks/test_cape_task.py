@@ -45,6 +45,7 @@ def predictions(task: CategoryAgnosticPose, seed: int = 0, **options: Any) -> li
         return list(task.predict(task.model.eval(), torch.Generator().manual_seed(seed), **options))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("attention", ["dense", "deformable"])
 def test_loss_and_metrics_are_sums_with_counts(folder: Path, attention: str) -> None:
     task = make_task(folder, attention=attention)

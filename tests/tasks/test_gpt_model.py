@@ -166,6 +166,7 @@ def test_blocks_computed_again_drop_the_same(rates: dict[str, float]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compiled", [default, regional])
 def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., None]) -> None:
     rates = {"dropout": 0.2, "attention_dropout": 0.2}

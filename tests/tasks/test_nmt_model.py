@@ -223,6 +223,7 @@ def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("compiled", "graphs"), [(default, 1), (regional, 2)])
 def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., None], graphs: int) -> None:
     """With compile=regional one graph for all layers of the encoder, and one for those of the decoder."""

@@ -40,7 +40,7 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in json.loads(line).items() if not key.startswith("perf/")} for line in lines]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("task", WORDS)
 def test_a_task_goes_on_as_if_it_had_not_stopped(task: str, server: ForkServer, tmp_path: Path) -> None:
     name, *options = task.split()

@@ -134,6 +134,7 @@ def test_a_step_of_ddim_keeps_the_noise() -> None:
 # The model
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
 def test_every_parameter_gets_a_gradient(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_task(cache, monkeypatch, denoiser=denoiser)

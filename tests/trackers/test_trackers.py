@@ -299,6 +299,7 @@ def test_start_and_log_return_before_the_server_has_answered(tmp_path: Path, mon
         assert server.updates == list(range(100))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("does", [{"status": 500}, {"delay_s": 1.0}, {"lives_for": 0}, {"lives_for": 6}], ids=str)
 def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: dict[str, Any]

@@ -81,6 +81,7 @@ def test_averaging_does_not_change_training(tmp_path: Path) -> None:
     assert_close(saved(tmp_path / "with", "optimizer"), saved(tmp_path / "without", "optimizer"), 0.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
 def test_resuming_does_not_change_the_average_by_a_bit(strategy: str, tmp_path: Path) -> None:
     words = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
@@ -103,6 +104,7 @@ def test_resuming_does_not_change_the_average_by_a_bit(strategy: str, tmp_path: 
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
 def test_neither_accumulation_nor_ranks_change_the_average(words: str, world_size: int, tmp_path: Path) -> None:
     expected = trained(tmp_path / "straight", *EMA, "micro_batch_size=8")

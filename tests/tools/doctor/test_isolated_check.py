@@ -105,6 +105,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
 def test_what_ends_before_its_time_is_a_finding_and_the_rest_is_tried(name: str, tmp_path: Path) -> None:
     end, words = ENDS[name]

@@ -366,6 +366,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
             yield text.get_text(), text.get_window_extent(renderer)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
 def test_no_text_lies_on_another_or_leaves_the_picture(request: pytest.FixtureRequest, which: str, name: str) -> None:

@@ -39,7 +39,7 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
     return paired((10 * gain * slow).tolist(), (10 * fast).tolist(), seed)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [6, 10, 20])
 def test_the_interval_holds_the_true_ratio_as_often_as_it_says(num: int, noise: Draw) -> None:
@@ -129,7 +129,7 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
     return ComparisonResult(cells, "interleaved")
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num_cells", [2, 5])
 @pytest.mark.parametrize(

@@ -357,6 +357,7 @@ def offered(there: TuneTarget, words: Overrides = ()) -> dict[str, Offer]:
     return {name: there.offers(name)(words) for name in AXES}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpu", [None, A100])
 def test_no_candidate_changes_the_mathematics(gpu: Device | None) -> None:
     there = place("task=gpt", gpu=gpu)

@@ -123,6 +123,7 @@ KEYS = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("typed", [*OPTIONS, *KEYS])
 def test_what_is_set_on_the_command_line_holds_before_and_after(typed: str) -> None:
     request = Request(("device=cpu", *typed.replace("+", "").split()), TASK)
