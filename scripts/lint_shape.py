@@ -36,7 +36,7 @@ SETTINGS = "runner/config/settings.py"  # its dataclasses have a field per key, 
 # A package imports only packages with a smaller number.
 FLOORS = {
     "base": 0, "version": 0,
-    "config": 1, "console": 1, "host": 1, "trackers": 1,
+    "adapters": 1, "config": 1, "console": 1, "host": 1, "trackers": 1,
     "distributed": 2, "monitor": 2, "profiling": 2, "records": 2,
     "durable": 3,
     "axes": 4, "interface": 4,

@@ -28,6 +28,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/tools/doctor/software.py", "import_error", "import_module"): "packages that accel-run's own metadata name as needed",
     ("runner/plan/run_plan.py", "to_json", "getattr"): "properties that the file spells out",
     ("runner/base/json_converter.py", "encode", "getattr"): "the fields of a dataclass",
+    ("runner/adapters/lightning.py", "*", "getattr"): "methods of a LightningModule that the file spells out",
     ("runner/base/packages.py", "require", "import_module"): "names that tasks and axes spell out",
     ("runner/launch/on_ranks.py", "import_before_fork", "import_module"): "one of three names of a table in the line above",
     ("runner/axes/optimizer.py", "_import_quietly", "import_module"): "names that the file spells out",

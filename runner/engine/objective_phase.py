@@ -10,15 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import OPTIMIZERS
+from runner.axes.optimizer import optimizer_of
 from runner.axes.precision import Precision
-from runner.axes.scheduler import SCHEDULERS
+from runner.axes.scheduler import schedule_of
 from runner.base.errors import TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
 from runner.base.task import Task
 from runner.base.text import shortened
-from runner.config.option_table import make
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
@@ -72,7 +71,7 @@ class ObjectivesPhase(GradientPhase):
     ) -> Training:  # fmt: skip
         parts, own, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
-        optimizer = make(OPTIMIZERS, spec.optimizer.function, [*weights.items()], **spec.optimizer.options)
+        optimizer = optimizer_of(spec.optimizer.function, [*weights.items()], spec.optimizer.options)
         around = Around()
         if guide is not None:
             alone = parts.world.world_size == 1
@@ -84,7 +83,7 @@ class ObjectivesPhase(GradientPhase):
             loss=loss,
             parameters=own,
             optimizer=optimizer,
-            schedule=make(SCHEDULERS, spec.scheduler.function, total, **spec.scheduler.options),
+            schedule=schedule_of(spec.scheduler.function, total, spec.scheduler.options),
             precision=precision,
             parallel=parts.parallel,
             per_item=per_item,

@@ -25,21 +25,34 @@ FAULT_POINT = """
 
 def build(name: str, seed: int) -> Any:
     """Return the task of an example."""
+    return module_of(name).build(Context(seed, None, Path("unused")))
+
+
+def module_of(name: str) -> Any:
+    """Return the module of an example."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None  # noqa: PT018 - for mypy
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.build(Context(seed, None, Path("unused")))
+    return module
 
 
 def train(
-    server: ForkServer, folder: Path, name: str, words: str, faults: tuple[dict[str, Any] | None, ...] = (None,)
+    server: ForkServer,
+    folder: Path,
+    name: str,
+    words: str,
+    faults: tuple[dict[str, Any] | None, ...] = (None,),
+    *,
+    point: str = FAULT_POINT,
 ) -> tuple[dict[str, Tensor], Path]:
     """Train an example on the CPU, once per fault and last without; return its weights and its run directory.
 
     The example's last class is its task; it gets a place in each update where `faults` can strike.
+
+    point  code to append to the example, with this place
     """
-    (folder / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") + FAULT_POINT)
+    (folder / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") + point)
     for fault in faults:
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
         ended = server.run(f"train --task {name}.py {ON_CPU} {words}", folder, env)

@@ -72,10 +72,13 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (FIRST, f"def on_train_batch_end(self): ...\n\n    {FIRST}", "does not call on_train_batch_end"),
+        (FIRST, f"def on_train_batch_end(self): ...\n\n    {FIRST}", "on_train_batch_end"),
         (FIRST, f"automatic_optimization = False\n    {FIRST}", "automatic_optimization=False"),
-        ("self.parameters(), lr=0.01", "self.parameters(), lr=0.5", '"optimizer.lr": 0.5 into SETTINGS'),
-        ("return torch.optim.Adam(self.parameters(), lr=0.01)", "return [], []", "must return one optimizer"),
+        ("return [optimizer], [", "return [optimizer, optimizer], [", "OBJECTIVES"),
+        ("StepLR(optimizer, step_size=2, gamma=0.5)", "ReduceLROnPlateau(optimizer)", "plateau"),
+        ("def training_step", "def train_step", "training_step"),
+        ("(self(x).argmax(1) == y).float().mean()", "nn.Identity()", "metrics(split)"),
+        ("lr=0.01", "lr=0.01 * self.trainer.unknown", "unknown"),
     ],
 )  # fmt: skip
 def test_a_module_that_needs_a_trainer_is_refused(

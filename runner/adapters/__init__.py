@@ -1,0 +1,1 @@
+"""Train models that were written for other frameworks. Import these modules in a task file."""

@@ -1,0 +1,290 @@
+"""Train a LightningModule: its steps, its data loaders' data sets, its optimizer and its schedule.
+
+A task file of a few lines, see docs/examples/own_lightning.py. Lightning need not be installed: any nn.Module with
+these methods works. What has no counterpart is refused by name when the task is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from runner.base.errors import TaskFault
+from runner.base.task import Dataset, Progress, Sum, Task
+
+# method of the module -> what to use instead
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("backward", "manual_backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+        "remove it, or write a task with OBJECTIVES",
+    ),
+    **dict.fromkeys(("configure_gradient_clipping", "clip_gradients"), "use max_grad_norm=X"),
+    **dict.fromkeys(("configure_model", "configure_sharded_model"), "use parallelism=fsdp"),
+    **dict.fromkeys(
+        ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_before_backward", "on_after_backward",
+         "on_before_optimizer_step", "on_before_zero_grad", "on_validation_epoch_start", "on_validation_start",
+         "on_validation_end", "on_fit_end", "configure_callbacks"),
+        "write a hook: HOOKS = [MyHook]",
+    ),
+    **dict.fromkeys(
+        ("on_validation_epoch_end", "validation_epoch_end", "training_epoch_end"),
+        "define metrics(split) in a subclass of LightningTask",
+    ),
+    **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "keep the state in a buffer"),
+    **dict.fromkeys(
+        ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
+        "do it in the data set, or in training_step",
+    ),
+}  # fmt: skip
+_LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
+_modules: WeakSet[nn.Module] = WeakSet()  # of the tasks of this process
+_configured: list[nn.Module] = []  # the one whose optimizer was configured last
+
+
+class LightningTask(Task):
+    """A task from a LightningModule.
+
+    The loss of `training_step` is a mean over the samples of the batch: it becomes a sum and a count, so the update
+    does not depend on micro-batches, ranks and shares.
+
+    Args:
+        module: the LightningModule.
+        items: batch -> number of items that the loss is a mean over, such as tokens; default: the samples.
+
+    Raises TaskFault for methods that would never be called, and without training_step or train_dataloader.
+    """
+
+    def __init__(self, module: nn.Module, *, items: Callable[[Any], int] | None = None) -> None:
+        _check(module)
+        self.module, self.items = module, items or samples_in
+        self.facts = TrainerFacts()
+        self.model = LightningSteps(module, self.facts)
+        self._loaders: dict[str, Any] = {}
+        _modules.add(module)
+        self._call("prepare_data")
+        self._call("setup", "fit")
+        collate = getattr(self._loader("train"), "collate_fn", None)
+        if collate is not None and collate is not torch.utils.data.default_collate:
+            self.collate = collate  # type: ignore[method-assign]
+
+    def dataset(self, split: str) -> Dataset:
+        loader = self._loader(split)
+        if loader is None:
+            raise NotImplementedError(f"the module has no {split}_dataloader")
+        found: Dataset = loader.dataset
+        return found
+
+    def loss(self, model: nn.Module, batch: Any) -> Sum:
+        mean, logged = model("training_step", batch)
+        count = self.items(batch)
+        named = {name: pair for name, pair in self._sums(logged, batch, "train").items() if name != "loss"}
+        return (mean * count, count, named) if named else (mean * count, count)  # type: ignore[return-value]
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Sum]:
+        step = "test_step" if self.split == "test" and _has(self.module, "test_step") else "validation_step"
+        if not _has(self.module, step):
+            return {"loss": self.loss(model, batch)[:2]}
+        mean, logged = model(step, batch)
+        count = self.items(batch)
+        found = {} if mean is None else {"loss": (mean * count, count)}
+        return {**found, **self._sums(logged, batch, "val")}
+
+    def begin_phase(self, phase: str) -> None:
+        super().begin_phase(phase)
+        self._call("on_fit_start")
+        self._call("on_train_start")
+
+    def begin_update(self, progress: Progress) -> None:
+        trainer, epoch = self.facts, int(progress.epoch)
+        is_new, trainer.current_epoch, trainer.global_step = epoch != trainer.current_epoch, epoch, progress.update
+        if is_new or not progress.update:
+            self._call("on_train_epoch_start")
+
+    @property
+    def split(self) -> str:
+        """The split whose data set was requested last."""
+        return next(reversed(self._loaders), "train")
+
+    def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, lead: str) -> dict[str, Sum]:
+        """Return logged means as sums and counts, without the prefix of their split."""
+        found: dict[str, Sum] = {}
+        for name, (value, size) in logged.items():
+            count = self.items(batch) if size is None else size
+            found[name.removeprefix(f"{lead}_").removeprefix(f"{lead}/")] = value * count, count
+        return found
+
+    def _loader(self, split: str) -> Any:
+        found = self._loaders.pop(split, None)
+        if found is None:
+            name = f"{split}_dataloader"
+            found = getattr(self.module, name)() if _has(self.module, name) else None
+            if isinstance(found, (list, tuple)):
+                what = f"{split}_dataloader returns {len(found)} loaders"
+                raise TaskFault(what, fix="return one, of a torch.utils.data.ConcatDataset")
+        self._loaders[split] = found
+        return found
+
+    def _call(self, name: str, *given: Any) -> None:
+        if _has(self.module, name):
+            getattr(self.module, name)(*given)
+
+
+class LightningSteps(nn.Module):
+    """Call a step of the module through `forward`, to which wrappers of the model and compilation apply."""
+
+    def __init__(self, module: nn.Module, trainer: TrainerFacts) -> None:
+        super().__init__()
+        self.module = module
+        self._logged: dict[str, tuple[Tensor, int | None]] = {}
+        module.log = self._log  # type: ignore[assignment]
+        module.log_dict = self._log_dict  # type: ignore[assignment]
+        attach(module, trainer)
+
+    def forward(self, step: str, batch: Any) -> tuple[Tensor | None, dict[str, tuple[Tensor, int | None]]]:
+        self._logged.clear()
+        method = getattr(self.module, step)
+        given = (batch, 0)[: len(inspect.signature(method).parameters)]
+        found = method(*given)
+        if isinstance(found, Mapping):
+            found = found["loss"]
+        return found, dict(self._logged)
+
+    def _log(self, name: str, value: Any, *given: Any, batch_size: int | None = None, **options: Any) -> None:
+        if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
+            what = f"self.log({name!r}) gets {type(value).__name__}, and only numbers can be added over batches"
+            raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
+        self._logged[name] = torch.as_tensor(value).detach(), batch_size
+
+    def _log_dict(self, values: Mapping[str, Any], *given: Any, **options: Any) -> None:
+        for name, value in values.items():
+            self._log(name, value, **{key: each for key, each in options.items() if key == "batch_size"})
+
+
+class TrainerFacts:
+    """What a module may ask its trainer. Anything else raises AttributeError with the name."""
+
+    def __init__(self) -> None:
+        self.estimated_stepping_batches = self.max_steps = 1  # until the length of the run is known
+        self.max_epochs: float | None = None
+        self.current_epoch = self.global_step = 0
+        self.training, self.sanity_checking, self.logger = True, False, None
+
+
+def attach(module: nn.Module, trainer: TrainerFacts) -> None:
+    """Set `trainer` of the module, and of a LightningModule what its own properties read."""
+    if _is_of_lightning(module):
+        module._trainer = trainer  # type: ignore[assignment]  # lightning 2.0 to 2.6: the setter wants a Trainer
+    else:
+        module.trainer = trainer  # type: ignore[assignment]
+
+
+def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Return the optimizer of the module's configure_optimizers, of these parameters."""
+    given = {id(parameter) for _, parameter in parameters}
+    owner = next((each for each in _modules if any(id(one) in given for one in each.parameters())), None)
+    if owner is None:
+        raise TaskFault("no LightningTask of this process has these parameters", fix="return LightningTask from build")
+    _configured[:] = [owner]
+    optimizer, _ = configured(owner)
+    for group in optimizer.param_groups:
+        group["lr"] = group.pop("initial_lr", group["lr"])  # a schedule has set the first rate
+        group["params"] = [each for each in group["params"] if id(each) in given]
+    vars(optimizer).pop("step", None)  # a schedule counts calls
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+    return optimizer
+
+
+def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[int], float]:
+    """Return the learning rate schedule of the module's configure_optimizers, as factors on the rates.
+
+    updates  of the run
+    epochs   of the run; needed for a schedule that steps once per epoch, as Lightning's do by default
+    """
+    module: Any = _configured[0]
+    module.trainer.estimated_stepping_batches = module.trainer.max_steps = updates
+    module.trainer.max_epochs = epochs
+    optimizer, config = configured(module)
+    if config is None:
+        return lambda update: 1.0
+    scheduler, per_update = config["scheduler"], config.get("interval", "epoch") == "step"
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise TaskFault("configure_optimizers returns ReduceLROnPlateau", fix="use scheduler=plateau")
+    if not per_update and epochs is None:
+        what = "the schedule of configure_optimizers steps once per epoch, whose number is not known"
+        raise TaskFault(what, fix="call configured_schedule(updates, epochs)")
+    every = int(config.get("frequency", 1)) * (1 if per_update else max(1, round(updates / (epochs or 1))))
+    return _factors(optimizer, scheduler, updates // every + 1, every)
+
+
+def _factors(optimizer: Optimizer, scheduler: Any, steps: int, every: int) -> Callable[[int], float]:
+    """Return update -> factor, by stepping the schedule `steps` times."""
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the optimizer was not stepped
+        for _ in range(steps):
+            ratios = {round(group["lr"] / group["initial_lr"], 12) for group in optimizer.param_groups}
+            if len(ratios) > 1:
+                what = "the schedule gives parameter groups different factors"
+                raise TaskFault(what, fix="use optimizer.lr_scales and scheduler=NAME")
+            group = optimizer.param_groups[0]
+            found.append(group["lr"] / group["initial_lr"])
+            scheduler.step()
+    return lambda update: found[min(update // every, steps - 1)]
+
+
+def configured(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
+    """Return the one optimizer of configure_optimizers, and the configuration of its schedule. Raises TaskFault."""
+    answer: Any = module.configure_optimizers()  # type: ignore[operator]
+    config: Any = None
+    if isinstance(answer, Mapping):
+        answer, config = answer.get("optimizer"), answer.get("lr_scheduler")
+    elif isinstance(answer, (list, tuple)) and answer and isinstance(answer[0], (list, tuple)):
+        optimizers, schedules = answer
+        if len(optimizers) != 1 or len(schedules) > 1:
+            answer = optimizers
+        else:
+            answer, config = optimizers[0], next(iter(schedules), None)
+    elif isinstance(answer, (list, tuple)) and len(answer) == 1:
+        (answer,) = answer
+    if not isinstance(answer, Optimizer):
+        what = "configure_optimizers must return one optimizer, alone or with one schedule"
+        raise TaskFault(what, fix="for several optimizers, write a task with OBJECTIVES")
+    return answer, config if config is None or isinstance(config, Mapping) else {"scheduler": config}  # type: ignore[return-value]
+
+
+def samples_in(batch: Any) -> int:
+    """Return the length of the first tensor in the batch."""
+    if isinstance(batch, Tensor):
+        return len(batch)
+    return samples_in(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
+
+
+def _check(module: nn.Module) -> None:
+    needed = ("training_step", "train_dataloader", "configure_optimizers")
+    missing = [name for name in needed if not _has(module, name)]
+    if missing:
+        fix = "a LightningDataModule has the loaders: set module.train_dataloader = data.train_dataloader"
+        raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
+    if not getattr(module, "automatic_optimization", True):
+        what = "automatic_optimization=False: the module steps its optimizers itself"
+        raise TaskFault(what, fix="write a task with OBJECTIVES")
+    for name, fix in REFUSED.items():
+        if _has(module, name):
+            raise TaskFault(f"{type(module).__name__}.{name} would never be called", fix=fix)
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Return whether the module or a class of the user defines the method; LightningModule defines all of them."""
+    kinds = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith(_LIBRARIES)]
+    return name in vars(module) or any(name in vars(kind) for kind in kinds)
+
+
+def _is_of_lightning(module: nn.Module) -> bool:
+    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)

@@ -1,0 +1,97 @@
+"""A LightningModule trains as in a plain loop over its own steps, optimizer and schedule, in whatever way it runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.adapters.lightning import configured
+from runner.base.global_rng import seed_everything
+from runner.base.order import permutation
+from tests.end_to_end.examples import EXAMPLES, ON_CPU, module_of, train
+from tests.forkserver import ForkServer
+from tests.rounding import PROMISED, distance
+
+EXAMPLE = EXAMPLES / "own_lightning.py"
+SEED, SIZE, EPOCHS = 3, 32, 5
+WORDS = f"seed={SEED} max_grad_norm=null {ON_CPU}"
+
+
+@cache
+def by_hand() -> dict[str, Tensor]:
+    """Train as Lightning does: an optimizer step per batch, a step of the schedule per epoch."""
+    seed_everything(SEED)
+    model = module_of("own_lightning").LitModel()
+    model.log = lambda *given: None
+    optimizer, config = configured(model)
+    assert config is not None
+    data = model.train_dataloader().dataset
+    for epoch in range(EPOCHS):
+        order = permutation(SEED, epoch, len(data)).tolist()
+        for start in range(0, len(data), SIZE):
+            loss = model.training_step(data[order[start : start + SIZE]], start // SIZE)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        config["scheduler"].step()
+    return {f"module.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def trained(server: ForkServer, folder: Path, words: str = "", text: str = "") -> dict[str, Tensor]:
+    from runner.durable.checkpoint import load, newest_valid
+
+    (folder / "lit_task.py").write_text(text or EXAMPLE.read_text(encoding="utf-8"))
+    ended = server.run(f"train --task lit_task.py {WORDS} {words}", folder)
+    assert ended.code == 0, ended.err
+    path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    return load(path).tensors("model")
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert distance(tensor.tolist(), found[name].tolist()) <= PROMISED[torch.float32] * EPOCHS * 16, name
+
+
+TWO = "parallelism=ddp parallelism.world_size=2"
+
+
+@pytest.mark.parametrize("words", ["", "micro_batch_size=8", f"{TWO} parallelism.shares=[19,13]"])
+def test_a_module_trains_as_in_a_plain_loop(words: str, server: ForkServer, tmp_path: Path) -> None:
+    assert_equal(trained(server, tmp_path, words), by_hand())
+
+
+def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
+    faults = ({"at": "update", "number": 40, "by": "raise"}, None)
+    (tmp_path / "cut").mkdir()
+    whole = trained(server, tmp_path)
+    words = WORDS.replace(ON_CPU, "checkpoint.every=15")
+    cut, _ = train(server, tmp_path / "cut", "own_lightning", words, faults, point=POINT)
+    assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
+
+
+POINT = """
+
+class Failing(LightningTask):
+    def begin_update(self, progress):
+        from tests.faults.ending import reached
+
+        super().begin_update(progress)
+        reached('update', progress.update + 1)
+
+
+def build(*, hidden: int = 32) -> Task:
+    return Failing(LitModel(hidden))
+"""
+
+
+def test_a_module_of_lightning_itself_trains_alike(server: ForkServer, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="the package lightning is not installed")
+    text = EXAMPLE.read_text(encoding="utf-8").replace("(nn.Module)", "(L.LightningModule)")
+    text = text.replace("import torch\n", "import lightning as L\nimport torch\n", 1)
+    assert_equal(trained(server, tmp_path, text=text), by_hand())
