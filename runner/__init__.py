@@ -1,6 +1,6 @@
 """accel-run: the user fixes the mathematics, the program derives the mechanics.
 
-Importing this package is cheap: torch is loaded when the first name that needs it is asked for.
+Importing this package is cheap: torch is loaded when the first name that needs it is accessed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from runner.interface import PipelineParallel, auto_parallelize
     from runner.monitor.gpu_stats import GPUStats
 
-# A wheel carries conf/ and tasks/ inside this package; in a checkout they lie beside it. Either way they are
-# runner.conf and runner.tasks, so a person's own folder named `tasks` can never be taken for ours.
+# A wheel contains conf/ and tasks/ inside this package; in a checkout they are next to it. Either way they are
+# runner.conf and runner.tasks, so a user's own folder named `tasks` is never confused with ours.
 if not (Path(__file__).parent / "conf").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 

@@ -4,6 +4,6 @@ try:
     from runner.cli import main
 
     code = main()
-except KeyboardInterrupt:  # before `main` could take the signal over
+except KeyboardInterrupt:  # before `main` installs its signal handlers
     code = 130
 raise SystemExit(code)

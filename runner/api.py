@@ -92,9 +92,9 @@ class Run:
     def state(self) -> str:
         """State of the run: running, finished, preempted, interrupted, failed, killed or unknown."""
         from runner.durable.record_files import read_record
-        from runner.durable.run_state import standing
+        from runner.durable.run_state import state_of
 
-        return standing(read_record(self.path)).word
+        return state_of(read_record(self.path)).word
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
         open_closed_streams()
     trains = bool(words) and words[0] in TRAINING
     ended: list[int] = []
-    with _leaving_when_asked(ended, for_good=argv is None), nonblocking_streams() if trains else nullcontext():
+    with _exit_on_signals(ended, for_good=argv is None), nonblocking_streams() if trains else nullcontext():
         try:
             code = _dispatch(words)
         except AccelRunError as error:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
         except BrokenPipeError:  # the reader closed the pipe, as in `accel-run plan | head`
             code = int(Exit.DONE)
         except OSError as error:
-            code = _told_where(error)
+            code = _report_os_error(error)
         except KeyboardInterrupt:
             _say("accel-run: interrupted")
             code = int(Exit.INTERRUPTED)
@@ -129,7 +129,7 @@ def _options(words: Sequence[str]) -> Collection[str]:
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, has_value, value = word.partition("=")
         if flag in ("--task", "--config-dir"):
-            with suppress(RuntimeError):  # ~nobody
+            with suppress(RuntimeError):  # ~ of an unknown user
                 given[flag] = Path(value if has_value else following).expanduser()
     return names_of_options(given.get("--task"), given.get("--config-dir"))
 
@@ -155,7 +155,7 @@ def _unknown(words: Sequence[str]) -> AccelRunError:
 
 
 @contextmanager
-def _leaving_when_asked(ended: list[int], *, for_good: bool) -> Iterator[None]:
+def _exit_on_signals(ended: list[int], *, for_good: bool) -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130.
 
     This includes imports, where a KeyboardInterrupt may be lost. A run that has something to save installs its own
@@ -204,7 +204,7 @@ def _fault(error: Exception) -> int:
     return int(Exit.SOFTWARE)
 
 
-def _told_where(error: OSError) -> int:
+def _report_os_error(error: OSError) -> int:
     """Print a system error; a write error without a file name comes from standard output."""
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         _say(f"accel-run: standard output cannot be written: {error.strerror}")
@@ -251,7 +251,7 @@ def _flushed(code: int) -> int:
         _drop_output()
     except OSError as error:
         _drop_output()
-        return code or _told_where(error)
+        return code or _report_os_error(error)
     return code
 
 

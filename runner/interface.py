@@ -64,9 +64,9 @@ def auto_parallelize(
     for the model, or unequal; its layers are split over them.
 
     devices              None: all GPUs, or the CPU; where torch.distributed is initialized, this process's
-                         own GPU: the one its group is bound to, torch's current one, or LOCAL_RANK's
+                         GPU: the one its group is bound to, torch's current one, or LOCAL_RANK's
     layers               modules whose composition is the model; None: the children of an nn.Sequential
-    example              inputs of one call: by it activations are counted too
+    example              inputs of one call, to include activations
     capacities           memory of each device in bytes; None: all of it
     bytes_per_parameter  a parameter with gradient and optimizer state; 16: float32 with AdamW
     headroom             fraction of each device's memory that is left free
@@ -105,17 +105,18 @@ def auto_parallelize(
 class PipelineParallel(nn.Module):
     """Split the layers of a model over the devices of one process; the output equals that of the unsplit model.
 
-    A batch goes through in exactly `num_microbatches` parts along its first dimension, so that a device computes on one
-    while the next device has the one before. Autograd goes back the same way, and optimizers take `parameters()`.
-    Layers that look at the whole batch, such as batch norms, see a part of it.
+    A batch is split into exactly `num_microbatches` parts along its first dimension, so that devices compute on
+    different parts at the same time. Autograd runs through them in reverse; optimizers use `parameters()`. Layers that
+    depend on the whole batch, such as batch norms, see one part at a time.
 
     devices    None: all GPUs, or the CPU; a device may be named more than once
     capacities memory of each device in bytes; None: all of it
     layers     modules whose composition is the model; None: the children of an nn.Sequential
     split      number of layers on each device; None: by `balance`
-    balance    memory: even shares of the devices' memory; time: the slowest device is fast, which needs an example
-    example    inputs of one call with a whole batch: by it layers are measured
-    Raises ConfigError where there are fewer layers than devices, where they do not fit, or for time without an example.
+    balance    memory: equal fraction of each device's memory; time: minimize the time of the slowest device, which
+               requires an example
+    example    inputs of one call with a whole batch, to measure the layers
+    Raises ConfigError if there are fewer layers than devices, if they do not fit, or for time without an example.
     Source: Huang et al., GPipe, NeurIPS 2019.
     """
 
@@ -158,14 +159,14 @@ class PipelineParallel(nn.Module):
         self._clock = _Clock(self.devices)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return what the model would.
+        """Return the output of the unsplit model.
 
-        Raises ConfigError where the batch has fewer samples than parts, or a tensor of the output has no dimension.
+        Raises ConfigError if the batch has fewer samples than parts, or a tensor of the output has no dimension.
         """
         calls = self._parts(inputs, named)
         values: list[Any] = [None] * len(calls)
         self._clock.start()
-        # In the order of time: at each tick every device has another part. GPUs compute while the next are told.
+        # In order of time: at each tick every device has another part. GPUs compute while the next ones are launched.
         for tick in range(len(calls) + len(self._stages) - 1):
             for number in reversed(range(len(self._stages))):
                 part = tick - number
@@ -183,7 +184,7 @@ class PipelineParallel(nn.Module):
         return self
 
     def table(self) -> str:
-        """Return the split layer by layer: device, bytes of parameters with their state, share of the time."""
+        """Return the split by layer: device, bytes of parameters with their state, fraction of the time."""
         limits = [partition.mebibytes(size) for size in self.split.memory_bytes]
         return partition.table(
             self.split,
@@ -194,9 +195,9 @@ class PipelineParallel(nn.Module):
         )
 
     def bubble(self) -> partition.Bubble:
-        """Return the share of the last forward pass in which devices stood idle, beside the theory; NaN before it.
+        """Return the idle fraction of the devices in the last forward pass, with the ideal; NaN before the first pass.
 
-        Devices of type cpu compute one after the other: there 1 - 1 / devices is to be expected.
+        Devices of type cpu compute sequentially, so expect 1 - 1 / devices.
         """
         count = len(self._stages)
         ideal = partition.ideal_bubble(count, self.num_microbatches)

@@ -138,10 +138,10 @@ class Fetcher:
         if isinstance(error, AccelRunError):
             return error
         which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {shortened(indices)}"
-        told = raised(error)
+        description = raised(error)
         named = DataError(
-            f"{which} cannot be read: {told}",
-            where=traceback_line(told),
+            f"{which} cannot be read: {description}",
+            where=traceback_line(description),
             fix="fix it, or skip bad samples with dataloader.bad_samples=skip",
         )
         named.place = {"samples": indices}
@@ -382,11 +382,11 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
         # A data set may seed the generators itself and draw the same each time. Samples that do not may be rare.
         for key, part in zip(keys, parts, strict=True):
             if not are_equal(part.batch, fetcher[key._replace(epoch=1)].batch):
-                raise _changing("they are made with random numbers", where)
+                raise _changing("they use random numbers", where)
     if any(part.bad for part in parts):
         bad = [index for part in parts for index, _ in part.bad]
-        fix = "use dataloader.cache=none, or take them out of the data set"
-        raise DataError(f"bad samples cannot be kept: {bad}", where=f"dataloader.cache={where}", fix=fix)
+        fix = "use dataloader.cache=none, or remove them from the data set"
+        raise DataError(f"bad samples cannot be cached: {bad}", where=f"dataloader.cache={where}", fix=fix)
     try:
         whole = _join([part.batch for part in parts])
     except (RuntimeError, TypeError) as error:
@@ -403,7 +403,7 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
 
 def _changing(why: str, where: str) -> DataError:
     return DataError(
-        f"the samples change from epoch to epoch ({why}), so they cannot be kept",
+        f"the samples change from epoch to epoch ({why}), so they cannot be cached",
         where=f"dataloader.cache={where}",
         fix="use dataloader.cache=none",
     )

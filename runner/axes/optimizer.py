@@ -447,7 +447,7 @@ def _groups(
     problems = _unmatched(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
         problems.append(
-            Problem("there must be a parameter to train, but all are frozen", "optimizer", "let one want a gradient")
+            Problem("has no parameter to train: all are frozen", "optimizer", "set requires_grad=True for at least one")
         )
     if problems:
         raise ConfigError(problems)

@@ -87,7 +87,7 @@ class RankShare:
 
     percent           percentage of the samples of an update
     micro_batch_size  largest micro-batch; 0 if the rank has no samples
-    passes            sizes of the micro-batches, in order
+    passes            sizes of its micro-batches, in order
     """
 
     rank: int
@@ -149,7 +149,7 @@ def summed(shares: Sequence[int]) -> str:
 
 def lines(rows: Sequence[RankShare]) -> list[str]:
     """Format the table as plain text with aligned columns: a header, then one line per rank."""
-    heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "passes")
+    heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "micro-batches")
     return aligned([heading, *(_cells(row) for row in rows)], "><>>>><")
 
 

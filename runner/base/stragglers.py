@@ -26,7 +26,7 @@ class Straggler:
     lost          the same as a fraction of the update, 0 to 1
     own_s         seconds of the straggler in that part
     others_s      median seconds of the other ranks in that part
-    num_samples   samples of the rank and of all, if it is find_straggler only because it has more of them, else None
+    num_samples   samples of the rank and of all, if it is a straggler only because it has more of them, else None
     """
 
     rank: int
@@ -86,7 +86,7 @@ def find_straggler(
 class StragglerDetector:
     """Monitor the latest updates, and report a straggler and its part once per change.
 
-    It must be found in two consecutive windows: on a shared machine any rank is find_straggler for a while.
+    It must be found in two consecutive windows: on a shared machine any rank is a straggler at times.
 
     window    updates per decision; fewer are noisier
     warm_up   first updates to ignore: they include start-up work

@@ -92,12 +92,12 @@ def row_of(path: Path) -> RunRow:
     from runner.durable.directory import last_written
     from runner.durable.files import read_last_row, read_object
     from runner.durable.record_files import read_record
-    from runner.durable.run_state import standing
+    from runner.durable.run_state import state_of
     from runner.records.evidence import throughput
 
     record, plan = read_record(path), read_object(path / "plan.json")
     last = read_last_row(path / "metrics.jsonl")
-    stands = standing(record)
+    stands = state_of(record)
     phase, update = last.get("phase"), last.get("update")
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
     phases = plan.get("phases")

@@ -34,7 +34,7 @@ def run(words: list[str]) -> int:
     from runner.config.configuration import compose
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import say_skipped
-    from runner.durable.run_state import standing
+    from runner.durable.run_state import state_of
 
     settings = compose(read_of_a_run(words)).settings
     if folder := find_sweep(settings.root, settings.run or LAST):
@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
     say_skipped(directory, teller("status"))
     record = read_record(directory.path)
     origin = record.origin
-    _print(f"{directory.name}: {standing(record).sentence}   ({directory.shown})")
+    _print(f"{directory.name}: {state_of(record).sentence}   ({directory.shown})")
     _print(f"  task        {origin.task or 'unknown'}" + (f" ({origin.task_file})" if origin.task_file else ""))
     _print(f"  command     {origin.command or 'unknown'}")
     if record.problem:

@@ -69,26 +69,28 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class TimeSpent:
-    """Where the time of a run went.
+    """Where the time of the last process of a run went.
 
     total_s       seconds from start to end
     parts_s       part -> seconds
     updates       number of updates whose time is in parts_s
     busy_percent  GPU -> percent of the time in which it computed
+    num_updates   updates of all phases that this process ran; None: all updates of the run
     """
 
     total_s: float
     parts_s: Mapping[str, float] = field(default_factory=dict)
     updates: int = 0
     busy_percent: Mapping[str, float] = field(default_factory=dict)
+    num_updates: int | None = None
 
 
 @dataclass(frozen=True)
 class LearnedMetrics:
-    """What the model has learned.
+    """Training loss and validation metrics at the end.
 
-    loss       of training
-    metrics    of the last validation
+    loss       training loss of the last row
+    metrics    metrics of the last evaluation
     baselines  metric -> value of a trivial model
     """
 
@@ -144,8 +146,9 @@ def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
     speed = "" if end.items_per_s is None else f", {rate(end.items_per_s)} {end.item}s/s"
     time, learned = end.time, end.learned
+    here = "" if time.num_updates in (None, end.update) else f"; this process: {time.num_updates} updates"
     rows = [
-        (end.outcome, f"{end.update} of {end.total_updates} updates in {duration(time.total_s)}{speed}"),
+        (end.outcome, f"{end.update} of {end.total_updates} updates{here} in {duration(time.total_s)}{speed}"),
         *_repeat("phase", end.phases),
         *_repeat("loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
         *_repeat("validation", (_metric(name, value, learned.baselines) for name, value in learned.metrics.items())),

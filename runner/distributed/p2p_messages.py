@@ -89,7 +89,7 @@ def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     raise TaskFault(
-        "the model's output must be tensors in tuples, lists and dicts to go from rank to rank,"
+        "to be sent between ranks, the model's output must be tensors in tuples, lists and dicts,"
         f" but there is a {type(value).__name__}",
         where="parallelism=pipeline",
     )

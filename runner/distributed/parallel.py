@@ -34,7 +34,7 @@ def dense_gradient(weight: nn.Parameter, name: str = "") -> Tensor:
         raise TaskFault(
             "a gradient is sparse, but must be dense",
             where=f"parameter {name}" if name else f"a parameter of shape {tuple(weight.shape)}",
-            fix="use sparse=False where the nn.Embedding is made",
+            fix="construct the nn.Embedding with sparse=False",
         )
     return weight.grad
 

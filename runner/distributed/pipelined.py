@@ -372,7 +372,7 @@ class Pipelined(Parallel):
         """Return the model's output on all ranks; collective."""
         if torch.is_grad_enabled():
             raise TaskFault(
-                "a model in a pipeline can be called with gradients by a loss only, once for each batch",
+                "a pipelined model can be called with gradients only by a loss, once per batch",
                 where=WHERE,
                 fix="call it under torch.no_grad()",
             )
@@ -440,7 +440,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 def model_not_called() -> TaskFault:
     return TaskFault(
-        "a loss must call the model in a pipeline, model(...), but does not",
+        "in a pipeline, a loss must call model(...), but does not",
         where=WHERE,
-        fix="use the model that the loss is given, not its parts",
+        fix="call the model that is passed to the loss, not its parts",
     )

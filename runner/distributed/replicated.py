@@ -252,9 +252,9 @@ class Reducer:
 
 def _too_late(weight: Tensor) -> TaskFault:
     return TaskFault(
-        "a gradient came in several parts, after the first of them had left for the other ranks",
+        "a gradient was accumulated in several parts, but the first part had already been all-reduced",
         where=f"a parameter of shape {tuple(weight.shape)}",
-        fix="use use_reentrant=False where torch.utils.checkpoint is called, and call no backward inside of loss",
+        fix="pass use_reentrant=False to torch.utils.checkpoint, and do not call backward inside loss",
     )
 
 

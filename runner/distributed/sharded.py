@@ -396,7 +396,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
         if len(formats) > 1:
             problems.append(
                 Problem(
-                    f"parameters that travel together must have one format, but those of {where} have "
+                    f"parameters that are communicated together must have one dtype, but those of {where} have "
                     + " and ".join(sorted(formats)),
                     "parallelism=fsdp",
                     "give them one dtype in the task, or use parallelism=ddp",

@@ -151,7 +151,7 @@ class Stage(nn.Module):
             helper.training = self._of_model[0].training
         for number, layer in enumerate(self.layers):
             if number == 0 and self.number == 0:
-                assert call is not None, "the first stage is given what the model is called with"
+                assert call is not None, "the first stage receives the arguments of the model"
                 value = layer(*call.inputs, **call.named)
             else:
                 value = layer(value)
@@ -195,7 +195,7 @@ class ReplayedCall:
     def __call__(self, *_: Any, **__: Any) -> Any:
         if not self.output:
             raise TaskFault(
-                "a loss must call the model once for each batch in a pipeline, but does so again",
+                "in a pipeline, a loss must call the model once per batch, but calls it again",
                 where="parallelism=pipeline",
                 fix="call it once with a larger batch, or use parallelism=ddp",
             )
@@ -270,10 +270,10 @@ def check_between(value: Any, stage: int) -> None:
     tensors = value if type(value) is tuple else (value,)
     if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
         raise TaskFault(
-            "between layers there must go a floating-point tensor or a tuple of such, but there goes"
+            "the output of a stage must be a floating-point tensor or a tuple of such, but is"
             f" {_kind_of(value)} after stage {stage}",
             where="parallelism=pipeline",
-            fix="let layers() cut the model where this holds",
+            fix="split the model at other points in layers()",
         )
 
 

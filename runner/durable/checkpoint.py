@@ -77,7 +77,7 @@ class Loaded:
         content = files.read(self.path / name)
         if hashlib.sha256(content).hexdigest() != recorded[name]["sha256"]:
             raise DataError(
-                f"{name} changed since it was checked", where=str(self.path), fix="do not write into checkpoints"
+                f"{name} has changed since it was verified", where=str(self.path), fix="do not modify checkpoints"
             )
         try:
             return load_tensors(content)
@@ -208,7 +208,7 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
         _settle_replaced(directory)
     except StorageError as error:
         unswept.append((_REPLACED, (error.problems[0].what,)))
-    passed_over: list[tuple[str, tuple[str, ...]]] = []
+    skipped: list[tuple[str, tuple[str, ...]]] = []
     unread: list[Path] = []
     for path in newest_first(directory):
         try:
@@ -218,20 +218,20 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
             raise _of_a_namesake(found, run) from None
         except StorageError as error:
             unread.append(path)
-            passed_over.append((path.name, (error.problems[0].what,)))
+            skipped.append((path.name, (error.problems[0].what,)))
         except _Damaged as damage:
-            passed_over.append((path.name, damage.reasons))
+            skipped.append((path.name, damage.reasons))
             try:
                 _move_aside(path, "foreign" if isinstance(damage, _Foreign) else "damaged")
             except StorageError as error:
-                passed_over.append((path.name, (error.problems[0].what,)))
+                skipped.append((path.name, (error.problems[0].what,)))
         else:
             for newer in unread:
                 _move_aside(newer, "unreadable")
-            return Recovery(found, (*passed_over, *unswept))
+            return Recovery(found, (*skipped, *unswept))
     damaged = [name for name in files.names(directory) if name.startswith(_ASIDE)]
-    if passed_over or damaged:
-        raise _none_valid(directory, passed_over, damaged)
+    if skipped or damaged:
+        raise _none_valid(directory, skipped, damaged)
     return Recovery(None, tuple(unswept))
 
 
@@ -282,7 +282,7 @@ def set_aside_newer(directory: Path, number: int) -> list[tuple[Path, Path]]:
     return [(path, _move_aside(path, "earlier")) for path in newer]
 
 
-def put_back(moved: Iterable[tuple[Path, Path]]) -> None:
+def restore_moved(moved: Iterable[tuple[Path, Path]]) -> None:
     """Undo `set_aside_newer`, except for names that were taken since."""
     for path, aside in moved:
         if not files.exists(path):
@@ -406,16 +406,18 @@ def _must_be_of(found: Loaded, run: RunIdentity, *, allows_others: bool = False)
         return
     if run.has_other_name(found.manifest):
         name = found.manifest["run_id"]
-        raise _Foreign(f"it is of another run, {name}; to begin with it: resume=FOLDER in a new run")
+        raise _Foreign(f"it belongs to another run, {name}; to start from it: resume=FOLDER in a new run")
     if has_other_uid:
-        raise _Namesake(f"it is of another run with the same name, {uid_of(found.manifest)}; this one is {run.uid}")
+        raise _Namesake(
+            f"it belongs to another run with the same name, {uid_of(found.manifest)}; this one is {run.uid}"
+        )
 
 
 def _of_a_namesake(found: Loaded, run: RunIdentity) -> IncompatibleResume:
     return IncompatibleResume(
-        f"{found.path.name} is of another run with the same name: {uid_of(found.manifest)}, and this run is {run.uid}",
+        f"{found.path.name} belongs to another run with the same name: {uid_of(found.manifest)}; this run is {run.uid}",
         where=str(found.path.parent),
-        fix="move it out of this folder, or continue from it with resume_allow=[run]; to begin a new run with it: "
+        fix="move it out of this folder, or continue from it with resume_allow=[run]; to start a new run from it: "
         f"run=NAME resume={found.path}",
     )
 
@@ -427,14 +429,14 @@ def _must(holds: bool, otherwise: str) -> None:
 
 def _examine(path: Path) -> Loaded:
     """Return the checkpoint at `path`. Raises _Damaged, and StorageError if it cannot be read."""
-    _must(files.is_plain_directory(path), "it must be a folder, but is a link, a file or not there")
+    _must(files.is_plain_directory(path), "it must be a folder, but is a link, a file or missing")
     present = files.names(path)
     for name in present:
         _must(files.is_plain_file(path / name), f"{name} must be a plain file")
     _must(MANIFEST in present, f"{MANIFEST} is missing")
     manifest = _read_manifest(path / MANIFEST)
     named = _NAME.fullmatch(path.name)
-    _must(not named or int(named[1]) == manifest["update"], f"{MANIFEST} is that of update {manifest['update']}")
+    _must(not named or int(named[1]) == manifest["update"], f"{MANIFEST} belongs to update {manifest['update']}")
     problems = tuple(_file_problems(path, manifest["files"], set(present)))
     if problems:
         raise _Damaged(*problems)
@@ -459,7 +461,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = _parse(text)
     if not isinstance(manifest, dict):
         raise _Damaged(f"{MANIFEST} does not hold a JSON object")
-    _must(_is_sealed(manifest, text), f"{MANIFEST} does not agree with its own hash")
+    _must(_is_sealed(manifest, text), f"{MANIFEST} does not match its own hash")
     version, update, entries = (manifest.get(key) for key in ("format_version", "update", "files"))
     _must(version == FORMAT_VERSION, f"format_version must be {FORMAT_VERSION}, but is {version!r}")
     _must(
@@ -498,7 +500,7 @@ def _is_entry(entry: Any) -> bool:
 def _file_problems(path: Path, entries: list[dict[str, Any]], present: set[str]) -> Iterator[str]:
     listed = {entry["name"] for entry in entries}
     for name in sorted(present - listed - {MANIFEST}):
-        yield f"{name} is there but not in {MANIFEST}"
+        yield f"{name} is not in {MANIFEST}"
     for entry in entries:
         name = entry["name"]
         if name not in present:
@@ -506,7 +508,7 @@ def _file_problems(path: Path, entries: list[dict[str, Any]], present: set[str])
         elif (size := files.size_of(path / name)) != entry["size"]:
             yield f"{name} must have {entry['size']} bytes, but has {size}"
         elif files.digest_of(path / name) != entry["sha256"]:
-            yield f"{name} does not agree with its hash"
+            yield f"{name} does not match its hash"
 
 
 def _parse(text: bytes) -> Any:
@@ -547,12 +549,12 @@ def _move_aside(path: Path, word: str) -> Path:
     return aside
 
 
-def _none_valid(directory: Path, passed_over: list[tuple[str, tuple[str, ...]]], damaged: list[str]) -> DataError:
-    found = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in passed_over) or ", ".join(damaged)
+def _none_valid(directory: Path, skipped: list[tuple[str, tuple[str, ...]]], damaged: list[str]) -> DataError:
+    found = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in skipped) or ", ".join(damaged)
     return DataError(
         f"there are checkpoints, but none is valid ({found})",
         where=str(directory),
-        fix="put a good copy back, or start again at update 0 with resume=fresh, which keeps these folders",
+        fix="restore a good copy, or restart at update 0 with resume=fresh, which keeps these folders",
     )
 
 

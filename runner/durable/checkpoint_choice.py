@@ -43,7 +43,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class ChosenCheckpoint:
-    """A checkpoint of a run, and what it is called: best or last, and its metric where it was evaluated."""
+    """A checkpoint of a run with its labels: best or last, and its metric if it was evaluated."""
 
     checkpoint: Loaded
     marks: tuple[str, ...] = ()
@@ -59,9 +59,9 @@ def choose(
 ) -> ChosenCheckpoint:
     """Return the checkpoint of a run that `wanted` names (see `is_choice`).
 
-    None: the best one if the run has watched a metric, else the last one; one that is damaged is passed over.
+    None: the best one if the run tracks a metric, else the last one; damaged ones are skipped.
 
-    warn  called with a message about each checkpoint that was passed over
+    warn  called with a message about each skipped checkpoint
     Raises InputMissing if there is no such checkpoint, DataError if it is damaged, both with those that exist.
     """
     newest = load_newest(directory.checkpoints, directory.owner)
@@ -79,7 +79,7 @@ def choose(
                 return ChosenCheckpoint(found, marks_of(found, newest))
         if wanted == BEST:
             metric = ranking_of(newest.state).metric
-            why = f"none was saved for its {metric}" if metric else "checkpoint.best=null: no metric is watched"
+            why = f"none was saved for its {metric}" if metric else "checkpoint.best=null: the run tracks no metric"
             raise InputMissing(
                 f"there is no best checkpoint: {why}", where=f"run={directory.name}", fix=_offer(directory)
             )
@@ -87,12 +87,12 @@ def choose(
         return ChosenCheckpoint(newest, marks_of(newest, newest))
     number = int(wanted.removeprefix(_PREFIX))
     found = _valid(directory, number, None)
-    assert found is not None, "else it raises"
+    assert found is not None, "without `warn` it raises"
     return ChosenCheckpoint(found, marks_of(found, newest))
 
 
 def marks(valid: Collection[Path]) -> Mapping[str, tuple[str, ...]]:
-    """Return name -> what a checkpoint is called: best or last, and the watched metric where it was evaluated.
+    """Return name -> labels of a checkpoint: best or last, and the tracked metric if it was evaluated.
 
     valid  the valid checkpoints of a run; they are not verified again
     """
@@ -112,7 +112,7 @@ def number_in(path: Path) -> int:
 
 
 def marks_of(checkpoint: Loaded | int, newest: Loaded) -> tuple[str, ...]:
-    """Return what a checkpoint is called in a run whose last one is `newest`.
+    """Return the labels of a checkpoint in a run whose last one is `newest`.
 
     checkpoint  the checkpoint, or the number of a best one
     """
@@ -127,7 +127,7 @@ def marks_of(checkpoint: Loaded | int, newest: Loaded) -> tuple[str, ...]:
 
 
 def ranking_of(state: Mapping[str, Any]) -> Ranking:
-    """Return by what the run of a checkpoint's state ranks its checkpoints."""
+    """Return how the run of a checkpoint's state ranks its checkpoints."""
     values = mapped(state.get("values"))
     metric, keep = values.get("checkpoint.best"), values.get("checkpoint.keep_best")
     return Ranking(
@@ -140,8 +140,8 @@ def ranking_of(state: Mapping[str, Any]) -> Ranking:
 def bests_beside(start: Loaded, ranking: Ranking | None = None) -> list[tuple[float, int]]:
     """Return (value, number) of the best checkpoints up to `start`, best first, for the phase of `start`.
 
-    A best checkpoint that was held in memory may have been written after `start` was saved, which then does not know
-    it. So every older checkpoint of the phase is asked whether it was a best one. Values of another metric are ignored.
+    A best checkpoint that was held in memory may have been written after `start` was saved, which then does not list
+    it. So every older checkpoint of the phase is checked. Values of another metric are ignored.
 
     ranking  None: that of the run itself
     """
@@ -159,7 +159,7 @@ def bests_beside(start: Loaded, ranking: Ranking | None = None) -> list[tuple[fl
 
 
 def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], ranking: Ranking) -> dict[int, float]:
-    """Return number -> value of the best checkpoints that a state names; none where they are of something else."""
+    """Return number -> value of the best checkpoints in a state; none if they belong to another phase or metric."""
     values = mapped(state.get("values"))
     wanted = {"checkpoint.best": ranking.metric, "checkpoint.best_is": ranking.better}
     if state.get("phase") != start.get("phase") or any(values.get(key, is_) != is_ for key, is_ in wanted.items()):
@@ -172,7 +172,7 @@ def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], ranking: Rank
 
 
 def _evaluated(state: Mapping[str, Any], metric: str | None) -> float | None:
-    """Return the metric of this very checkpoint, None where the last evaluation is that of an earlier update."""
+    """Return the metric of exactly this checkpoint, None if the last evaluation is that of an earlier update."""
     value = mapped(state.get("metrics")).get(metric or "")
     is_own = state.get("evaluated_at") == state.get("phase_update")
     return value if is_own and isinstance(value, float) else None

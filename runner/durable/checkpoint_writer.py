@@ -114,7 +114,7 @@ class Writer:
             lasting = StorageError(
                 f"{self._in_a_row} saves in a row failed, the last one: {last.what}",
                 where=last.where,
-                fix=last.fix or "see that the disk can be written, then run the same command again",
+                fix=last.fix or "check that the disk is writable, then run the same command again",
             )
             lasting.exit_code = self.failures[-1].exit_code
             raise lasting

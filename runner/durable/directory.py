@@ -71,14 +71,14 @@ class RunDirectory:
         check_name(name)
         path = (root / name).absolute()
         if is_run(path) if of_a_sweep else is_sweep(path):
-            what = "is the name of a run" if of_a_sweep else "is the name of a sweep, which goes on with train -m"
-            raise ConfigError(Problem(what, f"run={name}", "take another name"))
+            what = "is the name of a run" if of_a_sweep else "is the name of a sweep, which train -m resumes"
+            raise ConfigError(Problem(what, f"run={name}", "use another run=NAME"))
         try:
             with storage("look at", path):
                 leads_to = path.resolve() if path.is_symlink() else None
             if leads_to is not None:
                 raise SecurityRefusal(
-                    f"the run directory must lie in {root}, but is a link to {leads_to}",
+                    f"the run directory must be in {root}, but is a link to {leads_to}",
                     where=f"run={name}",
                     fix="remove the link, or set output_root to the folder it leads to",
                 )
@@ -138,11 +138,11 @@ class RunDirectory:
         if sweep := find_sweep(root, run):
             inner = [path.name for path in runs(sweep)]
             fix = f"name one of its runs, newest first: {shortened(inner, _NUM_OFFERED)}; " if inner else ""
-            fix += "the command that began it goes on with all of it"
+            fix += "the command that started the sweep resumes it"
             runs_of_it = f"{len(inner)} run{'s' * (len(inner) != 1)} so far"
             raise InputMissing(f"{run} is a sweep, of {runs_of_it}", where=f"run={run}", fix=fix)
         if _is_folder(Path(run).expanduser()):
-            what = f"the folder {run} is no run: it has none of {', '.join(_SIGNS_OF_A_RUN)}"
+            what = f"the folder {run} is not a run: it has none of {', '.join(_FILES_OF_A_RUN)}"
         raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))
 
     @property
@@ -204,7 +204,7 @@ class RunDirectory:
             what = "the run directory was deleted while the run was writing to it: nothing can be saved any more"
             raise StorageError(what, where=str(self.shown), fix="start it again with the same command")
         if place != self.path:
-            warn(f"the run directory was moved to {place}: the run goes on writing there")
+            warn(f"the run directory was moved to {place}: the run continues to write there")
         if not self._lock.holds(self.path / _LOCK):
             try:
                 lock = files.Lock(self.path / _LOCK, json.dumps(_note()))
@@ -212,11 +212,11 @@ class RunDirectory:
                 raise _in_use(self.name, held.note) from None
             self._lock.release()
             self._lock = lock
-            warn(f"{_LOCK} of the run directory was removed and is created again: without it two processes could write")
+            warn(f"{_LOCK} of the run directory was removed and is recreated: without it, two processes could write")
 
     def discard(self) -> None:
         """Remove the folder of a new run that failed to start, with all its content. Raises StorageError."""
-        assert self.is_new, f"{self.path} was there before"
+        assert self.is_new, f"{self.path} existed before"
         for name in files.names(self.path):
             files.remove(self.path / name)
         unpin(self.path)  # a folder cannot be removed as "."
@@ -354,7 +354,7 @@ def _is_folder(path: Path) -> bool:
 def is_run(path: Path) -> bool:
     """Return whether the folder is a run directory."""
     try:
-        return _is_folder(path) and any((path / name).exists() for name in _SIGNS_OF_A_RUN)
+        return _is_folder(path) and any((path / name).exists() for name in _FILES_OF_A_RUN)
     except OSError:
         return False
 
@@ -424,13 +424,13 @@ def _in_use(name: str, note: str) -> RunInUse:
     return RunInUse(
         f"the run directory is in use by {who}",
         where=f"run={name}",
-        fix="wait for it or stop it, or take another name",
+        fix="wait for it or stop it, or use another run=NAME",
     )
 
 
 def _cannot_create(error: StorageError) -> AccelRunError:
     problem = error.problems[0]
-    what = f"the run directory cannot be made: {problem.what}"
+    what = f"the run directory cannot be created: {problem.what}"
     number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
     if number in (errno.EACCES, errno.EPERM):
         denied = AccelRunError(what, where=problem.where, fix="set output_root to a folder that you may write to")
@@ -449,12 +449,12 @@ def _offer(run: str, known: list[Path]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shortened(names, _NUM_OFFERED)}"
 
 
-# Names in predictions/ that inference uses itself; a task's predictions must have others.
+# Names in predictions/ that inference uses itself; predictions of a task must have other names.
 INFERENCE_FILES = re.compile(r"summary\.json|(gpu|monitor|stacks)(-rank\d+)?\.(csv|json|txt)")
 _LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME_LETTERS = 200  # systems allow 255, and the runs of a sweep are named NAME-1, NAME-2, ...
-_SIGNS_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
+_FILES_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
 _MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export", "evaluations"})
 _START_ONE = "start one with: accel-run train"
 _NUM_OFFERED = 10

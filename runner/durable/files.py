@@ -231,7 +231,7 @@ def is_plain_directory(path: Path) -> bool:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Tell whether `path` is a regular file: no link, pipe or device."""
+    """Return whether `path` is a regular file: no link, pipe or device."""
     return stat.S_ISREG(_mode(path))
 
 
@@ -353,14 +353,14 @@ class AppendLog:
         """
         with self._guard, storage("append to", self.path):
             if self._rows:
-                self._mend()
+                self._repair()
                 data = b"".join(self._rows)
                 self._is_torn = True
                 try:
                     _write_all(self._descriptor, memoryview(data))
                 except OSError:
                     with suppress(OSError):  # retried before the next write
-                        self._mend()
+                        self._repair()
                     raise
                 self._is_torn = False
                 self._length += len(data)
@@ -403,7 +403,7 @@ class AppendLog:
             with storage("close", self.path):
                 _system.close(descriptor)
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         if self._is_torn:
             _system.truncate(self._descriptor, self._length)
             self._is_torn = False

@@ -44,7 +44,7 @@ class HashThread:
             self._work()
         else:
             self._thread.join()
-        assert self._is_done, "the thread that hashes died"
+        assert self._is_done, "the hash thread failed"
         return self._digest.hexdigest()
 
     def close(self) -> None:

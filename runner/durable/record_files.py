@@ -27,7 +27,7 @@ def read_error(folder: Path, clean: Callable[[Any], Any] | None = None) -> Error
 
 
 def _content(path: Path) -> bytes | None:
-    """Return the content of the file, None if there is none, and nothing if it cannot be read."""
+    """Return the content of the file: None if it does not exist, empty if it cannot be read."""
     try:
         return files.read(path, at_most=_MOST_BYTES) if files.exists(path) else None
     except StorageError:

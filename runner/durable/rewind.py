@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runner.base.errors import AccelRunError
 from runner.durable import files
-from runner.durable.checkpoint import Loaded, newest, put_back, set_aside_newer
+from runner.durable.checkpoint import Loaded, newest, restore_moved, set_aside_newer
 from runner.durable.checkpoint_choice import choose
 from runner.durable.directory import RunDirectory
 
@@ -33,14 +33,16 @@ def rewound(run: RunDirectory, wanted: str, say: Callable[[str], None]) -> Itera
     later = (
         f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} set aside in checkpoints/earlier-*" if moved else ""
     )
-    say(f"goes back to {start.path.name}{marks}{later}")
+    say(f"returning to {start.path.name}{marks}{later}")
     try:
         yield
     except AccelRunError:
         if moved:
-            with suppress(AccelRunError):  # the cause must come through; what was set aside stays there
+            with suppress(
+                AccelRunError
+            ):  # must not hide the cause; checkpoints that are not restored keep their new names
                 if _undo(run, start, moved, copy):
-                    say(f"the run remains at {moved[0][0].name}")
+                    say(f"the later checkpoints were restored; the newest one is {moved[0][0].name}")
         raise
 
 
@@ -51,11 +53,11 @@ def _undo(run: RunDirectory, start: Loaded, moved: Sequence[tuple[Path, Path]], 
             return False
         if copy is not None:
             size = files.size_of(directory.metrics)
-            if size != files.size_of(copy) and size > start.manifest["metrics_bytes"]:  # neither untouched nor cut
+            if size != files.size_of(copy) and size > start.manifest["metrics_bytes"]:  # metrics were written since
                 return False
             files.rename(copy, directory.metrics)
             files.fsync_directory(directory.path)
-        put_back(moved)
+        restore_moved(moved)
         return True
 
 

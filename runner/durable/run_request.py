@@ -83,8 +83,8 @@ def _read(directory: RunDirectory) -> RunRequest:
         named = [planned.get(key) for key in ("task_file", "config_dir", "folder")]
         if words is None or "task_file" not in planned or not _are_paths(named):
             raise DataError(
-                f"run {directory.name} does not tell how it was made: run.json is damaged, and overrides.yaml or "
-                "plan.json too",
+                f"the settings of run {directory.name} are unknown: run.json is damaged, and overrides.yaml or "
+                "plan.json, too",
                 where=str(directory.shown),
                 fix="repeat its settings: accel-run train run=NAME ..., or accel-run advise task=NAME",
             )
@@ -95,7 +95,7 @@ def _read(directory: RunDirectory) -> RunRequest:
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
     """Raise SecurityRefusal if an untrusted run specifies a Python file to execute."""
     inside, folder = root.resolve(), directory.path.resolve().parent
-    # A link may lead out of an unpacked folder.
+    # A link may lead out of a downloaded folder.
     ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
     if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
         way.is_relative_to(place) for way in ways for place in (inside, root.absolute())

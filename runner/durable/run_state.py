@@ -29,7 +29,7 @@ class RunState:
 
 
 def process_state_name(process: ProcessRecord) -> Word:
-    """Return the state of what this process ran; a process that vanished was killed."""
+    """Return the state of this process; one that vanished was killed."""
     if process.state == "running":
         return "running" if _is_elsewhere(process) or _is_alive(process) else "killed"
     known: dict[str | None, Word] = {
@@ -42,7 +42,7 @@ def process_state_name(process: ProcessRecord) -> Word:
     return known.get(process.state, "unknown")
 
 
-def standing(record: RunRecord) -> RunState:
+def state_of(record: RunRecord) -> RunState:
     """Return the state of a run."""
     process, word = record.process, process_state_name(record.process)
     if word == "running" and _is_elsewhere(process):

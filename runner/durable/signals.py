@@ -72,7 +72,7 @@ class StopRequest:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the signal may have interrupted a print
                 stream.flush()
-        write_at_once("\nStopped at once, without saving; earlier checkpoints are whole.\n")
+        write_at_once("\nStopped at once, without saving; earlier checkpoints are intact.\n")
         os._exit(Exit.INTERRUPTED)
 
     @staticmethod

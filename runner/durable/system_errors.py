@@ -74,12 +74,12 @@ _NO_INODES = "the file system has free space but no free inodes (ENOSPC)"
 _REMOVE_FILES = "remove files there (df -i shows how many it may hold), then run the same command again: it resumes"
 
 
-_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not errors of a disk
+_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not disk errors
 
 
 _WORDS = {
     errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
+    errno.EDQUOT: "the disk quota is exceeded",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "not permitted",

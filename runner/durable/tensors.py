@@ -163,7 +163,7 @@ DTYPES: Mapping[str, str] = {
     "int8": "I8",
     "uint8": "U8",
     "bool": "BOOL",
-}  # what safetensors both writes and reads back, in the order in which it lays it down: torch's word -> the format's
+}  # dtypes that safetensors writes and reads, in its order in the file: torch's name -> the format's name
 _RANK = {word: rank for rank, word in enumerate(DTYPES)}
 _ALIGNMENT = 64  # cache line
 _HUGE_PAGE = 2 << 20

@@ -21,9 +21,9 @@ from runner.durable.directory import LAST, RunDirectory, is_name, is_run
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where tensors are read from.
+    """Source of tensors.
 
-    shown    what to call it in messages
+    shown    its name in messages
     files    safetensors files; several for shards
     index    tensor name -> file name, for shards with an index
     average  file of averaged weights that replace those of the same name, as evaluation does; None: none
@@ -41,7 +41,7 @@ def find_weights(value: str, root: Path, warn: Callable[[str], None] = lambda _:
     root  folder in which a run is found by name
     warn  called with a message about each damaged checkpoint of a run that was skipped
     Raises InputMissing if nothing has this name, ConfigError for a folder without weights, DataError for shards that
-    are missing or a damaged checkpoint, SecurityRefusal for a folder with pickles alone.
+    are missing or a damaged checkpoint, SecurityRefusal for a folder with pickles only.
     """
     where, path = f"weights={value}", Path(value).expanduser()
     if path.is_file():
@@ -120,11 +120,11 @@ def _of_folder(path: Path, where: str) -> WeightSource:
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         raise SecurityRefusal(
-            f"has pickles alone, which may run code when they are read: {shortened(pickles, 5)}",
+            f"has only pickles, which may run code when they are loaded: {shortened(pickles, 5)}",
             where=where,
             fix=f"convert one without executing it: accel-run import {path / pickles[0]}",
         )
-    what = "is a folder without weights: it is no run, no checkpoint, and has no .safetensors file"
+    what = "has no weights: it is not a run or a checkpoint, and has no .safetensors file"
     fix = "name a folder with model.safetensors, or with model.safetensors.index.json and its shards"
     raise ConfigError(Problem(what, where, fix))
 
@@ -151,7 +151,7 @@ def _of_index(path: Path, where: str) -> WeightSource:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         what = f"{len(missing)} of {len(names)} shards are missing: {shortened(missing, 5)}"
-        raise DataError(what, where=where, fix="fetch the folder again, with all its files")
+        raise DataError(what, where=where, fix="download the folder again, with all its files")
     shown = f"{path.parent} ({len(names)} shards)"
     return WeightSource(shown, tuple((path.parent / name).resolve() for name in names), index)
 
@@ -166,7 +166,7 @@ def _must_be_complete(shards: list[re.Match[str]], where: str) -> None:
     lacking = sorted(set(range(1, total + 1)) - {int(found["number"]) for found in shards})
     if lacking:
         what = f"{len(lacking)} of {total} shards are missing: number {shortened(list(map(str, lacking)), 5)}"
-        raise DataError(what, where=where, fix="fetch the folder again, with all its files")
+        raise DataError(what, where=where, fix="download the folder again, with all its files")
 
 
 _INDEX = ".safetensors.index.json"

@@ -2,7 +2,7 @@
 
 With a mean instead of the sum, gradients and the loss shown are too small by the number of items, but nothing fails.
 The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
-other. What is called here leaves no trace in the model, the generators or the order of the data.
+other. The calls leave the model, the generators and the order of the data unchanged.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ def check_sum(
             verdict = verdicts["loss"]
             fault = _fault(verdict, loss, parts) if verdict.is_fault else None
             why = verdict.why
-    told = parts.world.gather([fault, why, first.counts])
-    faults = [there[0] for there in told]
+    gathered = parts.world.gather([fault, why, first.counts])
+    faults = [there[0] for there in gathered]
     # rank 0 drew the samples of this batch
     _raise(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
-    reasons = [why for _, why, counts in told if counts]
+    reasons = [why for _, why, counts in gathered if counts]
     return reasons[0] if reasons and all(reasons) else ""
 
 

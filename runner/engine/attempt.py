@@ -1,4 +1,4 @@
-"""What an attempt to run leaves in the run directory: its record, the files to reproduce it, and why it failed."""
+"""Record an attempt to run in the run directory: its state, the files to reproduce it, and its error."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 class RunAttempt:
-    """One attempt to run, as rank 0 records it.
+    """One attempt to run, recorded by rank 0.
 
     record   content of run.json, written once nothing prevents the run from starting: a refused attempt must not
-             change what the run is
-    began    seconds since 1970
+             change the record
+    began    start in seconds since 1970
     reached  completed updates of all phases, saved or not; 0: unknown
     """
 
@@ -53,13 +53,13 @@ class RunAttempt:
 
     @classmethod
     def of(cls, job: Job, directory: RunDirectory) -> RunAttempt:
-        """Return an attempt at a job; what must outlive a restart is taken from the run's previous record."""
+        """Return an attempt at a job; persistent values are taken from the previous record of the run."""
         previous, plan, request = read_record(directory.path), job.plan, job.request
-        # The arguments of `resume run=first` do not describe the run; the settings that it resumes with do.
+        # Not the arguments of `resume run=first`, but the settings that it resumes with.
         arguments = repro_script.arguments_of(request) if sys.argv[1:2] == ["resume"] else sys.argv[1:]
         record = RunRecord(
             name=job.name,
-            names=tuple(sorted({directory.name, *directory.owner.names})),  # a folder may have been renamed
+            names=tuple(sorted({directory.name, *directory.owner.names})),  # the folder may have been renamed
             origin=RunOrigin(
                 task=plan.choices["task"].name,
                 task_file=plan.task_file,
@@ -77,7 +77,7 @@ class RunAttempt:
                 started=now(),
             ),
             tracker_id=previous.tracker_id,
-            evidence=previous.evidence,  # until there is more, and if this process runs no update
+            evidence=previous.evidence,  # until measurements exist, or if this process runs no update
             changes=previous.changes,
             adopted=previous.adopted,
         )
@@ -120,7 +120,7 @@ class RunAttempt:
             files.remove(self.directory.error)
 
     def fail(self, error: BaseException) -> bool:
-        """Write error.json and the run state if possible, and return whether it was; never mask the original error."""
+        """Write error.json and the run state if possible; return whether it worked. Never masks the original error."""
         expected = error if isinstance(error, AccelRunError) else None
         interrupted = Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE
         code = int(expected.exit_code if expected else interrupted)
@@ -129,12 +129,12 @@ class RunAttempt:
         try:
             last = _last_checkpoint(error, self.directory)
             known, before = read_record(self.directory.path), read_error(self.directory.path)
-            if before is None or before.attempt != started:  # else a rank has recorded this failure already
+            if before is None or before.attempt != started:  # otherwise a rank has already recorded this failure
                 before = ErrorRecord()
             has_begun = known.process.started == started
             reached = self.reached or before.reached or update_of(last)
             self.reached = 0
-            if has_begun and (last or reached) and not getattr(error, "__notes__", ()):  # a hang has it already
+            if has_begun and (last or reached) and not getattr(error, "__notes__", ()):  # already written for a hang
                 error.add_note(resume_note(last, reached))
             content = ErrorRecord(
                 cause=problems[0].what if problems else error_line(error),
@@ -152,11 +152,11 @@ class RunAttempt:
                 seconds=time.time() - self.began,
             )
             self.directory.write(ERROR, fit_to_show(to_json(content.to_json())))
-            if has_begun or not known.is_known:  # a refused attempt leaves the run as it was
+            if has_begun or not known.is_known:  # a refused attempt does not change the run
                 process = replace(self.record.process, state="failed", exit_code=code, ended=now())
                 self.directory.write(RUN, to_json(replace(self.record, process=process).to_json()))
             return True
-        except Exception:  # the disk is full, or there is no memory: the error itself must come through
+        except Exception:  # full disk or no memory: must not hide the original error
             return False
 
 
@@ -198,7 +198,7 @@ def only_writer(directory: RunDirectory) -> Iterator[None]:
         raise RunInUse(
             f"process {process.pid} still writes this run, though its lock file was removed",
             where=f"run={directory.name}",
-            fix="wait for it or stop it, or take another name",
+            fix="wait for it or stop it, or use another run=NAME",
         )
     yield
 
@@ -227,11 +227,11 @@ def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | Non
     """Return the name of the newest valid checkpoint; of the newest one if it cannot be checked now."""
     from runner.durable.checkpoint import newest, newest_valid
 
-    if isinstance(error, Hang):  # no time to read it; a checkpoint gets its name only once it is complete
+    if isinstance(error, Hang):  # not verified: a checkpoint gets its name only once it is complete
         return newest(directory.checkpoints)
     try:
         valid = newest_valid(directory.checkpoints, directory.owner)
-    except Exception:  # no memory for it, or no thread
+    except Exception:  # no memory or no thread available
         return newest(directory.checkpoints)
     is_out = isinstance(error.__cause__, OSError) or getattr(error, "exit_code", 0) in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
     return valid.name if valid else newest(directory.checkpoints) if is_out else None

@@ -105,5 +105,5 @@ _KEPT = 64  # number of updates by which a device may lag behind
 
 
 def shares_by(wanted: Any, order: Order) -> FixedShares:
-    """Return how updates are divided: `speed` selects measured shares, anything else fixed ones."""
+    """Return measured shares for `speed`, else fixed ones."""
     return MeasuredShares(order) if wanted == "speed" and len(order.shares) > 1 else FixedShares(order)

@@ -20,11 +20,11 @@ from runner.engine.save_policy import AT_RISK_S, SaveCost, SavePolicy
 
 @dataclass(frozen=True)
 class HeldBest:
-    """The best checkpoint so far, in host memory: writing it now would cost more than saving may.
+    """The best checkpoint so far, in host memory, because writing it now would exceed the cost limit.
 
-    number  of the checkpoint, and value of its metric
-    copy_s  seconds for which training waited for the copy
-    since   when it was taken, by `time.monotonic`
+    number  number of the checkpoint; value: its metric
+    copy_s  seconds for which the copy blocked training
+    since   time of the copy, by `time.monotonic`
     """
 
     number: int
@@ -40,14 +40,13 @@ class Saver:
     """Pass snapshots to the writer, which writes them to disk during training.
 
     toll     cost of saving, over all phases of the run
-    rooms    memory for two copies: the one that is being written, and the best one that is not written yet
-    on_disk  number of the newest checkpoint that is there already, None where there is none
-    bests    (metric, number) of the best checkpoints of the phase, best first; that of one that is not saved is not
-             among them
+    rooms    buffers for two copies: the one being written, and the best one not written yet
+    on_disk  number of the newest existing checkpoint, None if there is none
+    bests    (metric, number) of the best saved checkpoints of the phase, best first
 
-    With `checkpoint.every=auto` a best checkpoint is written at once only where that fits the share of the time that
-    saves may take. Else it is held in memory, where a better one replaces it, until it fits, AT_RISK_S have passed, or
-    the phase ends.
+    With `checkpoint.every=auto` a best checkpoint is written at once only if that does not exceed the cost limit of
+    saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows it, AT_RISK_S have
+    passed, or the phase ends.
     """
 
     def __init__(
@@ -67,10 +66,10 @@ class Saver:
         self._room_of_writer = rooms[1]
         self._on_disk = on_disk
         self.bests = list(bests)
-        self._bests_before = self.bests  # without the checkpoint that is being written
-        self._number: int | None = None  # of that checkpoint
-        self._is_writing = False  # a checkpoint, when the last update ended
-        self._told: set[str] = set()  # what is said once
+        self._bests_before = self.bests  # without the checkpoint being written
+        self._number: int | None = None  # number of that checkpoint
+        self._is_writing = False  # a checkpoint was being written at the end of the last update
+        self._told: set[str] = set()  # messages that were printed; each is printed once
         self.adapt()
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
@@ -100,12 +99,12 @@ class Saver:
         self, number: int, take: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]
     ) -> None:
         """Keep the snapshot returned by `take`, of one of the best checkpoints, in memory until it is written."""
-        if self.policy.keep_best > 1:  # else the new one takes its place
+        if self.policy.keep_best > 1:  # otherwise the new one replaces it
             self.write_held()
         began = time.perf_counter()
         self._clear_room()
         before = self.bests
-        self.join(value, number)  # the snapshot must know of itself; others, until it is written, must not
+        self.join(value, number)  # the snapshot must include itself among the best; others must not until it is written
         try:
             snapshot = take()
         finally:
@@ -142,7 +141,7 @@ class Saver:
     def _clear_room(self) -> None:
         """Choose a buffer that neither the writer nor the held checkpoint uses.
 
-        Where both are taken, it is that of the held one, which this copy then replaces.
+        If both are in use, that of the held one is reused, and this copy replaces it.
         """
         free = [room for room in self.rooms if self.writer.busy_s is None or room is not self._room_of_writer]
         if self.held is not None:
@@ -164,9 +163,9 @@ class Saver:
     ) -> float:
         """Start writing the snapshot returned by `take`; return the seconds that training was blocked.
 
-        value          of the metric, where it is saved for being among the best; if it fails, it is not among them
-        kept           checkpoints that are kept whatever their age; asked when it is known which are the best
-        is_waited_for  another update is to follow: what this took is part of what saves cost
+        value          metric, if it is saved as one of the best; a failed save is not among them
+        kept           returns the checkpoints to keep regardless of age; called once the best ones are known
+        is_waited_for  another update follows, so the time counts as a cost of saving
         overwrite      replace an existing checkpoint of the same update
         Raises StorageError if the last three saves failed, and what `take` raises.
         """
@@ -174,7 +173,7 @@ class Saver:
         self.writer.wait()  # the buffer is in use until then
         self.count_written()
         waited = time.perf_counter() - began
-        if self.held is not None and self.held.number == number:  # this save is its own
+        if self.held is not None and self.held.number == number:  # this save writes the held checkpoint
             value, self.held = self.held.value, None
         self._clear_room()
         self._number, self._bests_before = number, self.bests
@@ -203,17 +202,22 @@ class Saver:
         return held
 
     def is_late(self) -> bool:
-        """Return True if a save is due and the disk is ready: waiting for it would block training."""
+        """Return True if a save is due and the disk is ready; waiting for the disk would block training.
+
+        A message reports a write that has lasted longer than the interval between saves.
+        """
         if not self.policy.is_late():
             return False
         busy_s = self.writer.busy_s
         if busy_s is None:
             return True
-        self._warn_once(
-            "disk",
-            "checkpoints are requested faster than the disk can write them: the previous one has been written for"
-            f" {busy_s:.1f} s, and the next waits for it; {self.policy.advice}",
-        )
+        interval_s = self.policy.seconds or _WAIT_S
+        if busy_s > interval_s:
+            self._warn_once(
+                "disk",
+                f"checkpoints are requested faster than the disk can write them: one is due every {interval_s:.0f} s,"
+                f" but the previous one has been written for {busy_s:.1f} s; {self.policy.advice}",
+            )
         return False
 
     def updated(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ def check_state(start: Loaded) -> Loaded:
         elif not _is_count(start.manifest.get("metrics_bytes")):
             wrong = "the manifest's metrics_bytes must be a size"
     if wrong is not None:
-        raise _not_ours(start, wrong)
+        raise _invalid_state(start, wrong)
     return start
 
 
@@ -47,14 +47,14 @@ def understood(start: Loaded) -> Iterator[None]:
         if is_of_a_lost_rank(error):
             raise
         first = (str(error) or "no reason given").splitlines()[0][:200]
-        raise _not_ours(start, f"{type(error).__name__}: {first}") from error
+        raise _invalid_state(start, f"{type(error).__name__}: {first}") from error
 
 
-def _not_ours(start: Loaded, reason: str) -> DataError:
+def _invalid_state(start: Loaded, reason: str) -> DataError:
     return DataError(
-        f"its state cannot be put back: {reason}",
+        f"its state cannot be restored: {reason}",
         where=str(start.path),
-        fix="it is whole but not what this program writes; take another checkpoint, or use resume=fresh",
+        fix="the files are intact, but accel-run did not write this state; use another checkpoint, or resume=fresh",
     )
 
 
@@ -64,7 +64,7 @@ def _wrong(state: Mapping[str, Any], fields: Mapping[str, Holds], *, may_lack: b
             if not may_lack:
                 yield f"{name} is missing"
         elif not holds(state[name]):
-            yield f"{name} is {type(state[name]).__name__} of a kind that it cannot be"
+            yield f"{name} has an invalid value of type {type(state[name]).__name__}"
 
 
 def _is_count(value: Any) -> bool:
@@ -120,7 +120,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_random(value: Any) -> bool:
-    """Return whether these are the states of NumPy's and Python's generators; NumPy believes any position."""
+    """Return whether these are valid states of NumPy's and Python's generators; NumPy does not check the position."""
     if not isinstance(value, dict) or not all(isinstance(value.get(name), list) for name in ("numpy", "python")):
         return False
     numpy, python = value["numpy"], value["python"]

@@ -30,7 +30,7 @@ from runner.engine.contract_checks import Number, checked_loss, described
 from runner.engine.error_diagnosis import place_of
 from runner.engine.gradient_source import Around, GradientSource
 
-_Place = tuple[nn.Module, str]  # of a buffer
+_Place = tuple[nn.Module, str]  # place of a buffer
 _Buffers = dict[_Place, Tensor]
 EMBED_FIX = "return a tensor with one row per sample, or a tuple or dictionary of such tensors"
 
@@ -193,7 +193,7 @@ class _CoupledUpdate:
         except Exception as error:
             if self.world.world_size == 1:
                 raise
-            self.passes.failed(error)  # raises it if the update cannot be discarded
+            self.passes.failed(error)  # raises the error if the update cannot be discarded
             failed = True
         if failed:  # outside of `except`, whose exception keeps activations alive
             self.passed, self._kept = [], None
@@ -260,7 +260,7 @@ class _CoupledUpdate:
         self._kept = self.passed[-1] if self.passed[-1].micro.counts else None
 
     def _places(self) -> Iterable[_Place]:
-        """Return the buffers that forward passes may change: all of the model until the first update has shown it."""
+        """Return the buffers that forward passes may change: all buffers, until the first update shows which change."""
         if self.source.changing is not None:
             return self.source.changing
         return [(module, key) for module in self.passes.model.modules() for key in module._buffers]
@@ -277,15 +277,15 @@ class _CoupledUpdate:
         there = [each for each in self.passed if each.tensors]
         mine = [torch.cat([each.tensors[k].detach() for each in there]) for k in range(len(self.has_gradient))]
         specs = [RowSpec.of(rows, flag) for rows, flag in zip(mine, self.has_gradient, strict=True)] if there else None
-        told = self.world.gather([failed, self.kind, specs])
+        gathered = self.world.gather([failed, self.kind, specs])
         self.parallel.watch.lap("wait")
-        if any(failed_there for failed_there, _, _ in told):
+        if any(failed_there for failed_there, _, _ in gathered):
             raise Discarded
-        of_ranks = [None if there is None else [RowSpec(*each) for each in there] for _, _, there in told]
+        of_ranks = [None if there is None else [RowSpec(*each) for each in there] for _, _, there in gathered]
         known = next((each for each in of_ranks if each is not None), None)
         if known is None:  # the update has no items, and the loop refuses it
             return
-        kind = next(kind for _, kind, there in told if there is not None)
+        kind = next(kind for _, kind, there in gathered if there is not None)
         leaves, starts = [], []
         for k, spec in enumerate(known):
             of_tensor = [None if specs is None else specs[k] for specs in of_ranks]

@@ -262,9 +262,9 @@ _OF_THE_DISK = {
     errno.ENOSPC: "free some space there, then run the same command again: it resumes",
     errno.EDQUOT: "free some space there, then run the same command again: it resumes",
     errno.EROFS: "mount it so that it can be written, then run the same command again: it resumes",
-    errno.EACCES: "see who may read and write it; run the same command again",
-    errno.EPERM: "see who may read and write it; run the same command again",
+    errno.EACCES: "check its permissions; run the same command again",
+    errno.EPERM: "check its permissions; run the same command again",
     errno.EIO: "see dmesg; run the same command again",
-    errno.ESTALE: "see that the network disk is there; run the same command again",
+    errno.ESTALE: "check that the network disk is mounted; run the same command again",
     errno.EFBIG: "raise the limit with ulimit -f, then run the same command again: it resumes",
 }

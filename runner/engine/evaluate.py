@@ -98,7 +98,7 @@ def evaluate(
         with as_in_use(parts.model, world.device), parallel.gathered(parts.model), torch.no_grad(), noise.no_pass():
             seed_everything(seed_of_rank(seed, world.rank))
             for micro in parts.prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
-                if stopped() and not parallel.in_step:  # otherwise the other ranks would wait for this one
+                if stopped() and not parallel.in_step:  # otherwise the other ranks would block
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
@@ -118,11 +118,11 @@ def evaluate(
         release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive
     all_measured()
     found = {name: _added(of_batches, world) for name, of_batches in pairs.items()}
-    told = world.gather([is_stopped, found, [before, sizes.now]])
-    sizes.of_ranks = [(old, new) for _, _, (old, new) in told]
-    if any(stopped_there for stopped_there, _, _ in told):
+    gathered = world.gather([is_stopped, found, [before, sizes.now]])
+    sizes.of_ranks = [(old, new) for _, _, (old, new) in gathered]
+    if any(stopped_there for stopped_there, _, _ in gathered):
         return None
-    of_ranks = [there for _, there, _ in told]
+    of_ranks = [there for _, there, _ in gathered]
     divided: dict[str, float] = {}
     lost: set[str] = set()  # metrics whose sum is not finite: their summary counts as measured
     for name in dict.fromkeys(name for there in of_ranks for name in there):

@@ -97,9 +97,9 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
                         raise
                     if exists(file):
                         remove(file)
-                    what = f"cannot be made: {str(error).splitlines()[0]}"
+                    what = f"cannot be exported: {str(error).splitlines()[0]}"
                     refused.append(
-                        Problem(what, f"format={name}", "use format=safetensors, which holds the weights alone")
+                        Problem(what, f"format={name}", "use format=safetensors, which contains only the weights")
                     )
     for problem in refused:
         console.warning(str(problem))
@@ -115,8 +115,12 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         )
     wrong = [name for name, parity in made.items() if not parity.holds]
     if wrong:
-        fix = "export those that agree: format=NAME; a model whose eval mode draws random numbers cannot be compared"
-        raise AccelRunError(f"the exported model gives other outputs: {', '.join(wrong)}", where=str(folder), fix=fix)
+        fix = "export the formats that agree: format=NAME; models that draw at random in eval mode cannot be compared"
+        raise AccelRunError(
+            f"outputs of the exported model differ from those of the model: {', '.join(wrong)}",
+            where=str(folder),
+            fix=fix,
+        )
     return Exit.DONE
 
 

@@ -16,7 +16,7 @@ Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 
 
 class ExtraMetrics:
-    """Sums and counts of the update under way.
+    """Sums and counts of the current update.
 
     Ranks agree on the names after the first update, so that later ones need a single all-reduce of known size.
     """

@@ -47,7 +47,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     """Run predictions and write predictions/ and plots/ in the run directory; return the exit code and the summary.
 
     plan   for the device of this process alone
-    world  ranks that each make a share of the predictions: shard `rank` of `num_shards`; rank 0 prints and sums up
+    world  ranks, each of which computes one shard of the predictions; rank 0 prints the summary
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
     console = Console(speaks=world.is_first)  # does not fail on a broken pipe, as in `| head`
@@ -105,7 +105,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                 outbox.write()
             return PredictionSummary(num, items, time.perf_counter() - began, calls)
 
-        world.gather(None)  # the clock starts when every rank has its model
+        world.gather(None)  # timing starts when every rank has its model
         while True:
             try:
                 made = predicted(plan)
@@ -342,8 +342,8 @@ def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> P
     if less is None or plan.settings.on_oom == "stop":
         raise error
     console.warning(
-        f"{error.problems[0].what.rstrip('.')}. The predictions are made again with batch_size={less} instead of"
-        f" {size}; use inference.batch_size={less} to begin so"
+        f"{error.problems[0].what.rstrip('.')}. The predictions are recomputed with batch_size={less} instead of"
+        f" {size}; use inference.batch_size={less} to start with it"
     )
     return dataclasses.replace(plan, inference={**plan.inference, "batch_size": less})
 
@@ -353,7 +353,7 @@ def _refuse_taken(names: Iterable[str], where: str) -> None:
     taken = [name for name in names if INFERENCE_FILES.fullmatch(name)]
     if taken:
         raise TaskFault(
-            f"a prediction must not be named {taken[0]}, which is the runner's", where=where, fix="rename it"
+            f"a prediction must not be named {taken[0]}, which the runner uses itself", where=where, fix="rename it"
         )
 
 
@@ -395,7 +395,11 @@ def summary_of(made: PredictionSummary, item: str, update: int) -> dict[str, Any
 def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     """Return mean and percentile latencies; a percentile is None if there are too few values for it."""
     ms = 1e3 * np.array(seconds)
-    percentiles = {"median": (50, 1), "p95": (95, 20), "p99": (99, 100)}  # with the minimum number of values
+    percentiles = {
+        "median": (50, 1),
+        "p95": (95, 20),
+        "p99": (99, 100),
+    }  # percentile, and the minimum number of values for it
     return {
         "mean": float(ms.mean()) if len(ms) else None,
         **{

@@ -40,7 +40,7 @@ class SessionEnd:
     """Result of a rank's part of a run; identical on all ranks.
 
     asked_to_stop  a stop was requested, perhaps only during the last update
-    dropped        ranks without which the run is faster: it was saved, to be restarted without them
+    dropped        ranks without which the run is faster: it was saved and restarts without them
     """
 
     code: Exit

@@ -29,14 +29,16 @@ class UpdateClock:
 
     All time is attributed: time before a phase is `starting`, time after the last phase `closing`.
 
-    started  start of the run, by `time.perf_counter`
-    parts_s  part -> seconds, of the finished phases
-    updates  number of timed updates; the first update of a process counts as start-up
+    started      start of the run, by `time.perf_counter`
+    parts_s      part -> seconds, of the finished phases
+    updates      number of timed updates; the first update of a process counts as start-up
+    num_updates  number of all updates
     """
 
     started: float = field(default_factory=lambda: time.perf_counter())  # noqa: PLW0108 - tests replace the clock
     parts_s: dict[str, float] = field(default_factory=dict)
     updates: int = 0
+    num_updates: int = 0
 
     def __post_init__(self) -> None:
         self._since = self.started
@@ -46,9 +48,10 @@ class UpdateClock:
         self.parts_s = added(self.parts_s, {"starting": time.perf_counter() - self._since})
 
     def end(self, parts_s: Seconds, updates: int) -> None:
-        """End a phase, and add its times."""
+        """End a phase: add its times and the number of its updates, timed or not."""
         self.parts_s = added(self.parts_s, parts_s)
-        self.updates += updates
+        self.updates += updates - ("first_update" in parts_s)
+        self.num_updates += updates
         self._since = time.perf_counter()
 
     def all(self) -> dict[str, float]:
@@ -101,7 +104,7 @@ class _Window:
 class _Pending:
     """Row whose numbers are being copied from the device.
 
-    numbers   loss sums, items, grad norm; None: one of those that are arriving
+    numbers   loss sums, items, grad norm; None: being copied
     """
 
     row: Row
@@ -272,7 +275,7 @@ class Meter:
             return {"perf/items_per_s": None, "perf/step_time_ms": None, "perf/data_wait": None}
         self.timed += TimedUpdate(sum(items), sum(parts_s.get(part, 0.0) for part in (*PARTS, *BETWEEN)), len(items))
         row: Row = {
-            "perf/items_per_s": self.timed.throughput,  # the name that trackers know; one figure under both
+            "perf/items_per_s": self.timed.throughput,  # the name in trackers; both names have the same value
             THROUGHPUT: self.timed.throughput,
             "perf/step_time_ms": 1e3 * seconds / len(items),
             "perf/data_wait": _data_wait(parts_s),
@@ -309,4 +312,4 @@ def as_line(row: Row) -> str:
     return json.dumps(finite(row))
 
 
-_KEPT = 1000  # number of rows whose speed is kept
+_KEPT = 1000  # number of rows whose step times are stored

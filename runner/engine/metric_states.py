@@ -45,7 +45,7 @@ class MetricStates:
         self.samples_per_loss = samples_per_loss
         self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
         self.states: dict[str, MetricState] = {}
-        self.lost: set[str] = set()  # metrics of the last results whose sum is not finite
+        self.lost: set[str] = set()  # names of metrics in the last results whose sum is not finite
 
     def begin(self) -> None:
         """Start from empty states."""
@@ -126,16 +126,16 @@ class _Rows:
         mine = [torch.cat(column) for column in columns]
         kind = self.blocks[0][1].kind if self.blocks else None
         sizes = [[first, [len(each) for each in block.tensors]] for first, block in self.blocks]
-        told = world.gather([kind, [RowSpec.of(rows) for rows in mine], sizes])
-        specs = [[RowSpec(*each) for each in there] if kind else None for kind, there, _ in told]
+        of_all = world.gather([kind, [RowSpec.of(rows) for rows in mine], sizes])
+        specs = [[RowSpec(*each) for each in there] if kind else None for kind, there, _ in of_all]
         known = next((each for each in specs if each), [])
         parts: list[Iterator[Tensor]] = []
         for k in range(len(known)):
             of_ranks = [None if each is None else each[k] for each in specs]
             rows = gather_rows(mine[k] if mine else None, of_ranks, world)
-            parts.append(iter(torch.split(rows, [counts[k] for _, _, there in told for _, counts in there])))
-        kinds = [kind for kind, _, there in told for _ in there]
-        firsts = [first for _, _, there in told for first, _ in there]
+            parts.append(iter(torch.split(rows, [counts[k] for _, _, there in of_all for _, counts in there])))
+        kinds = [kind for kind, _, there in of_all for _ in there]
+        firsts = [first for _, _, there in of_all for first, _ in there]
         blocks = [
             (first, Embedding(tuple(next(part) for part in parts), kind if isinstance(kind, str) else tuple(kind)))
             for first, kind in zip(firsts, kinds, strict=True)
@@ -199,7 +199,9 @@ class _TorchMetricState:
         # Wrappers and collections keep their states in submodules.
         self.parts = [each for each in metric.modules() if hasattr(each, "_reductions")]
         for part in self.parts:
-            part.distributed_available_fn = _never  # it would gather on its own, with ranks that have no samples
+            part.distributed_available_fn = (
+                _never  # otherwise it would synchronize itself, including ranks without samples
+            )
         self.is_updated = False
 
     def add(self, contribution: Any, first: int) -> None:
@@ -224,7 +226,7 @@ class _TorchMetricState:
         if world.world_size > 1:
             self._merge(world)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that a merged metric was never updated
+            warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns if a merged metric was never updated
             return _figures(self.name, self.metric.compute(), self.metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
@@ -234,7 +236,7 @@ class _TorchMetricState:
         one blocks where ranks have lists of different lengths.
         """
         if isinstance(self.metric, nn.ModuleDict):
-            list(self.metric.items())  # gives the members of a collection, which share states, copies of them
+            list(self.metric.items())  # gives the members of a collection, which share states, separate copies
         places = [(part, name, state) for part in self.parts for name, state in part.metric_state.items()]
         tensors: list[Tensor] = []
         for _, name, state in places:
@@ -247,10 +249,12 @@ class _TorchMetricState:
                     fix="use runner.Gather, or parallelism=single",
                 )
             tensors += elements
-        told = world.gather([self.is_updated, [len(state) if isinstance(state, list) else -1 for *_, state in places]])
+        of_all = world.gather(
+            [self.is_updated, [len(state) if isinstance(state, list) else -1 for *_, state in places]]
+        )
         of_ranks = [
             [_taken(parts, length) for length in lengths]
-            for (is_updated, lengths), parts in zip(told, map(iter, gather_tensors(tensors, world)), strict=True)
+            for (is_updated, lengths), parts in zip(of_all, map(iter, gather_tensors(tensors, world)), strict=True)
             if is_updated
         ]
         for (part, name, _), states in zip(places, zip(*of_ranks, strict=True), strict=True):

@@ -24,18 +24,20 @@ from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import place_of
 from runner.engine.loop import Training
 
-UNREACHED = "what the loss does not reach keeps the values it was made with: initialize it, or do not train it"
-GATHERED = "these buffers were finite when the phase began: what is gathered in them, as by batch normalization, is not"
+UNREACHED = "values that the loss does not depend on keep their initial values: initialize them, or do not train them"
+GATHERED = (
+    "these buffers were finite at the start of the phase; accumulated statistics, as of batch norms, are not finite"
+)
 
 
 class NonFiniteOrigin(NamedTuple):
     """Result of the search on one rank.
 
     sort     a key of _FIXES
-    what     in words; empty where all was finite this time
-    items    what its losses counted; None where that is not known
-    samples  those that are not finite themselves
-    passed   the samples among which it was found
+    what     description; empty if everything was finite in the repetition
+    items    number of items of its losses; None if unknown
+    samples  samples that are not finite themselves
+    passed   samples of the micro-batch in which it was found
     """
 
     sort: str
@@ -49,10 +51,10 @@ class NonFiniteOrigin(NamedTuple):
 class ReplayedUpdate:
     """Update that can be run again.
 
-    number      from 1, in its phase
-    micros      what this rank has of it
-    is_applied  it has changed the parameters, for its numbers were known only afterwards
-    passed      the last micro-batch that was passed in it, None where that is not known
+    number      number in its phase, from 1
+    micros      its micro-batches on this rank
+    is_applied  it has changed the parameters, because its values were checked later
+    passed      its last micro-batch, None if unknown
     """
 
     phase: str
@@ -69,14 +71,14 @@ class ReplayedUpdate:
 
 
 def named(found: NotFinite, update: ReplayedUpdate, parts: Parts) -> AccelRunError:
-    """Return the error that says where the numbers stopped being finite; all ranks must ask, and get the same.
+    """Return the error with the module in which the numbers became non-finite; a collective, equal on all ranks.
 
-    It is a TaskFault where the losses of the update count no items: then the division was by zero.
+    It is a TaskFault if the losses of the update count no items: then the division was by zero.
     """
     try:
-        mine = _searched(update, parts)
-    except Exception as error:  # whatever it is, the first error is the one that counts
-        mine = NonFiniteOrigin("unknown", f"the module could not be searched for: {error_line(error)}", None)
+        mine = _search(update, parts)
+    except Exception as error:  # must not hide the original error
+        mine = NonFiniteOrigin("unknown", f"the search for the module failed: {error_line(error)}", None)
     of_ranks = [NonFiniteOrigin(*there) for there in parts.world.gather([*mine])]
     counts = [there.items for there in of_ranks]
     if None not in counts and not sum(filter(None, counts)):
@@ -89,16 +91,16 @@ def named(found: NotFinite, update: ReplayedUpdate, parts: Parts) -> AccelRunErr
     lead = f"rank {rank}: " if len(of_ranks) > 1 and worst.what else ""
     where = (
         worst.what
-        or "made once more, its passes are finite: it comes and goes, as with dropout or random augmentation, or only"
-        " the sum is not"
+        or "a repetition was finite: the cause is random, such as dropout or augmentation, or only the sum over"
+        " micro-batches is not finite"
     )
     beside = f"; samples that are not finite: {shortened(samples)}" if samples and worst.sort != "samples" else ""
     what = f"{found.problems[0].what} at update {update.number}: {lead}{where}{beside}"
-    told = NumericError(what, where=f"phase {update.phase}", fix=found.problems[0].fix or _FIXES[worst.sort])
-    told.place = {"update": update.number}
+    explained = NumericError(what, where=f"phase {update.phase}", fix=found.problems[0].fix or _FIXES[worst.sort])
+    explained.place = {"update": update.number}
     if samples or worst.passed:
-        told.place = {**told.place, "samples": samples or list(worst.passed)}
-    return told
+        explained.place = {**explained.place, "samples": samples or list(worst.passed)}
+    return explained
 
 
 def must_be_finite(tensors: Iterable[tuple[str, Tensor]], where: str, fix: str = UNREACHED) -> None:
@@ -130,9 +132,9 @@ def is_finite(value: Any) -> bool:
     found: list[bool] = []
 
     def look(tensor: Tensor) -> Tensor:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a tensor in shards those that are here
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a sharded tensor, the local shard
         if tensor.is_floating_point() or tensor.is_complex():
-            # A sum is one pass at the speed of memory; the exact look costs ten, and is taken where it overflows.
+            # A sum needs one pass at memory speed. The exact check needs ten, and is used only if the sum overflows.
             total = tensor.detach().sum()
             found.append(bool(torch.isfinite(total)) or bool(torch.isfinite(tensor.detach()).all()))
         return tensor
@@ -144,23 +146,25 @@ def is_finite(value: Any) -> bool:
 # ---------------------------------------------------------------- the search of one rank
 
 
-def _searched(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
+def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
     training, parallel = update.training, parts.parallel
-    held = [(name, weight) for name, weight in parts.bare.named_parameters() if not weight.is_meta]  # by this stage
+    held = [
+        (name, weight) for name, weight in parts.bare.named_parameters() if not weight.is_meta
+    ]  # parameters of this stage
     broken = [name for name, weight in held if not is_finite(weight)]
     if broken:
         sort, what = "parameters", f"the parameters were not finite before it: {shortened(broken)}"
         if update.is_applied:
-            sort, what = "applied", f"it had changed {shortened(broken)} before its numbers were known"
-        return _in_vain(update, parts, NonFiniteOrigin(sort, what, samples=_bad_samples(update)))
+            sort, what = "applied", f"the update had changed {shortened(broken)} before its values were checked"
+        return _join_collectives(update, parts, NonFiniteOrigin(sort, what, samples=_bad_samples(update)))
     if not parallel.splits_batch:
-        return _among_samples(update, parts, "the stages of a pipeline are not searched; its samples are finite")
-    goes_back = not parallel.in_step  # else there are collectives in a backward pass
+        return _search_samples(update, parts, "the stages of a pipeline are not searched; its samples are finite")
+    runs_backward = not parallel.in_step  # otherwise backward passes contain collectives
     items = 0.0
     first: NonFiniteOrigin | None = None
     with ExitStack() as stack:
         stack.enter_context(_as_written())
-        if not goes_back:
+        if not runs_backward:
             stack.enter_context(parallel.gathered(parts.model))
             stack.enter_context(torch.no_grad())
         calls = stack.enter_context(watched(parts.bare))
@@ -172,13 +176,13 @@ def _searched(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
                 items += float(count)
                 first = first or _forward(calls, loss, batch, micro, update, parts)
             calls.end()
-            if goes_back and first is None:
+            if runs_backward and first is None:
                 for weight in training.parameters:
                     weight.grad = None
                 parts.precision.backward(loss * training.per_item)
                 first = _backward(calls, micro, update)
-            if first and goes_back:
-                break  # otherwise the other ranks continue, and this one with them
+            if first and runs_backward:
+                break  # otherwise the other ranks continue, and this one must join their collectives
     if first is None and not is_finite(update.passed):
         micro = update.micros[-1]
         first = NonFiniteOrigin(
@@ -186,11 +190,11 @@ def _searched(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
             f"the batch was not finite, and is when read once more; {_samples(update, micro)}",
             passed=update.indices(micro),
         )
-    otherwise = "" if goes_back else "its forward passes are finite, and backward is not searched"
+    otherwise = "" if runs_backward else "its forward passes are finite; backward passes are not searched"
     return first or NonFiniteOrigin("unknown", otherwise, items)
 
 
-def _in_vain(update: ReplayedUpdate, parts: Parts, found: NonFiniteOrigin) -> NonFiniteOrigin:
+def _join_collectives(update: ReplayedUpdate, parts: Parts, found: NonFiniteOrigin) -> NonFiniteOrigin:
     """Join the collectives of other ranks' passes, and return the finding so far."""
     if parts.parallel.in_step and parts.parallel.splits_batch:
         with parts.parallel.gathered(parts.model), torch.no_grad():
@@ -200,7 +204,7 @@ def _in_vain(update: ReplayedUpdate, parts: Parts, found: NonFiniteOrigin) -> No
     return found
 
 
-def _among_samples(update: ReplayedUpdate, parts: Parts, otherwise: str) -> NonFiniteOrigin:
+def _search_samples(update: ReplayedUpdate, parts: Parts, otherwise: str) -> NonFiniteOrigin:
     for micro, batch in _read(update, parts):
         if not is_finite(batch):
             return _blamed(update, micro)
@@ -220,7 +224,7 @@ def _read(update: ReplayedUpdate, parts: Parts) -> Iterator[tuple[Micro, Any]]:
 def _forward(
     calls: ModuleCalls, loss: Tensor, batch: Any, micro: Micro, update: ReplayedUpdate, parts: Parts
 ) -> NonFiniteOrigin | None:
-    """Return what the forward pass shows, None where its loss is finite: what is not finite then does no harm."""
+    """Return the finding of the forward pass; None if its loss is finite, since other values then do no harm."""
     if is_finite(loss):
         return None
     culprit, has_bad_samples = calls.culprit(), not is_finite(batch)
@@ -237,7 +241,7 @@ def _forward(
 
 
 def _backward(calls: ModuleCalls, micro: Micro, update: ReplayedUpdate) -> NonFiniteOrigin | None:
-    """Return what the backward pass shows, None where all gradients are finite."""
+    """Return the finding of the backward pass, None if all gradients are finite."""
     culprit, names = calls.nearest_to_the_loss(), _samples(update, micro)
     if culprit is not None:
         what = f"first in the backward pass of {culprit}, whose forward pass is finite; {names}"
@@ -253,7 +257,7 @@ def _backward(calls: ModuleCalls, micro: Micro, update: ReplayedUpdate) -> NonFi
 
 
 def _blamed(update: ReplayedUpdate, micro: Micro) -> NonFiniteOrigin:
-    """Return the finding where no module is to blame, and there are samples that are not finite."""
+    """Return the finding that samples, and no module, are the cause."""
     bad = _bad_samples(update, micro)
     what = (
         f"samples that are not finite: {shortened(bad)}"
@@ -264,11 +268,11 @@ def _blamed(update: ReplayedUpdate, micro: Micro) -> NonFiniteOrigin:
 
 
 def _bad_samples(update: ReplayedUpdate, *micros: Micro) -> list[int]:
-    """Return the samples that are not finite, each read alone, of these micro-batches or of all."""
+    """Return the non-finite samples of these micro-batches, or of all; each is read separately."""
     bad = []
     for micro in micros or update.micros:
         for index in micro.indices:
-            with suppress(Exception):  # a collate that wants more than one
+            with suppress(Exception):  # collate needs more than one sample
                 if not is_finite(update.fetcher[micro._replace(indices=[index])].batch):
                     bad += update.fetcher.real([index])
     return bad
@@ -280,7 +284,7 @@ def _samples(update: ReplayedUpdate, micro: Micro) -> str:
 
 @contextmanager
 def _as_written() -> Iterator[None]:
-    """Compiled modules run as they are written: compiled code does not call hooks."""
+    """Run compiled modules eagerly inside the context, because compiled code does not call hooks."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -293,10 +297,10 @@ def _as_written() -> Iterator[None]:
 
 @dataclass
 class _Call:
-    """One call of a module: what went in and came out, and whether the gradients that came back were not finite.
+    """One call of a module: non-finite values of its inputs, output and gradients.
 
-    given_nan, given_inf   an input holds NaN; infinities that are not those of a mask
-    made_nan, made_inf     its output holds some, though no input does
+    given_nan, given_inf   an input has NaN; infinities other than those of a mask
+    made_nan, made_inf     the output has them although no input does
     """
 
     name: str
@@ -331,15 +335,15 @@ class ModuleCalls:
 
     @property
     def first(self) -> str | None:
-        """The module to blame for what the pass ends with, as "name (Kind)"."""
+        """The first module that caused the result of the pass, as "name (Kind)"."""
         culprit = self.culprit()
         return _described(culprit) if culprit else None
 
     def culprit(self) -> _Call | None:
-        """Return the first call that made NaN, or that made the infinities which became NaN in another one.
+        """Return the first call that produced NaN, or the infinities that became NaN in another call.
 
-        Where there is no NaN: the one that made the infinities the model ends with. Masks hold -inf and logits may: who
-        makes those is not to blame for NaN elsewhere.
+        Without NaN: the call that produced the infinities in the model's output. Masks contain -inf and logits may;
+        modules that produce those are not the cause of NaN elsewhere.
         """
         makers: list[_Call] = []
         for call in self.ended:
@@ -355,7 +359,7 @@ class ModuleCalls:
         return any(call.bad_outside or call.bad_inside for call in self.ended)
 
     def nearest_to_the_loss(self) -> str | None:
-        """Return the innermost module that turned finite gradients into others, the one nearest to the loss."""
+        """Return the module that turned finite gradients into non-finite ones: innermost, and nearest to the loss."""
         found = [call for call in self.ended if not call.bad_outside and (call.bad_inside or _has_bad_gradient(call))]
         for call in reversed(found):
             inner = [other for other in found if _is_inside(other.name, call.name)]
@@ -418,9 +422,9 @@ def _watch(value: Any, note: Callable[[Tensor], None]) -> None:
 
 
 def _kinds(value: Any) -> tuple[bool, bool, bool]:
-    """Return whether there is NaN in it, infinities, and tensors whose only ones are those of a mask.
+    """Return whether the value has NaN, has infinities, and has tensors whose only infinities are those of a mask.
 
-    A mask is a constant, or, where no gradients are noted, a tensor whose only infinities are negative.
+    A mask is a constant or, without gradients, a tensor whose only infinities are negative.
     """
     nan = inf = masks = False
 
@@ -468,13 +472,13 @@ def _described(call: _Call) -> str:
     return f"{call.name} ({kind})" if call.name else f"the model itself ({kind})"
 
 
-_FIXES = {  # the most telling first
+_FIXES = {  # most informative first
     "samples": "fix these samples, or let the dataset raise an error for them and use dataloader.bad_samples=skip",
     "drawn": "fix the random draws of the dataset, such as augmentation: they sometimes give non-finite values",
     "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or fix it",
     "loss": "fix the loss, or lower optimizer.lr, as resume_allow permits",
     "parameters": "lower optimizer.lr, as resume_allow permits",
-    "applied": "use optimizer.kernel=fused: it sees the overflow before the step, and the run names the module",
-    "overflow": "make the loss smaller: gradients of this size leave no room for their squares",
+    "applied": "use optimizer.kernel=fused: it detects the overflow before the step, and the run names the module",
+    "overflow": "scale the loss down: the squares of gradients of this size overflow",
     "unknown": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits",
 }

@@ -95,7 +95,7 @@ class ObjectivesPhase(GradientPhase):
 
     @property
     def training(self) -> Training:  # type: ignore[override]
-        """The objective under way, for reports of errors."""
+        """The current objective, for error reports."""
         return self.objectives.under_way
 
     @property
@@ -117,7 +117,7 @@ class ObjectivesPhase(GradientPhase):
         for spec, training in self.objectives.parts:
             found, numbers = export_state(training.optimizer)
             tensors |= {f"{spec.name}/{name}": tensor for name, tensor in found.items()}
-            # Of the first one, the run keeps the precision.
+            # The precision of the first objective is saved by the run.
             precision = {} if training.precision is self.parts.precision else training.precision.state()
             state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
         return {"optimizer": self.parts.parallel.whole(tensors, copy)}, {"objectives": state}

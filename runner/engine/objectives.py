@@ -109,7 +109,7 @@ def _choice(
 ) -> Choice:
     """Return the option of a group: what the objective names, else that of the phase, with its keys.
 
-    file  the task's, which may bring options
+    file  of the task, which may define options
     """
     name = content.get(group, of_phase.name)
     function = of_phase.function if name == of_phase.name else reference_of(group, str(name), file)
@@ -183,7 +183,7 @@ class SharedSamples:
         self._kept: list[MicroBatch] = []
 
     def read(self, *, again: bool, keep: bool) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the update under way.
+        """Yield the micro-batches of the current update.
 
         again  read them again, in other sizes, after out of memory
         keep   another objective follows
@@ -212,7 +212,7 @@ class Objectives:
     """Inputs of the training loop for several objectives.
 
     parts   specification, training and parameters of each, in order
-    around  wraps the whole update; each objective is retried on its own
+    around  wraps the whole update; each objective is retried separately
     """
 
     position: Position
@@ -220,7 +220,7 @@ class Objectives:
     parallel: Parallel
     parts: Sequence[tuple[ObjectiveSpec, Training]]
     around: Around = field(default_factory=Around)
-    current: int = 0  # the objective under way, or the last one
+    current: int = 0  # the current objective, or the last one
 
     @property
     def under_way(self) -> Training:

@@ -1,7 +1,7 @@
 """Remember micro-batch sizes that were reduced after out of memory, so that a resumed run starts with them.
 
-`passes.json` of the run directory has a row per reduction. A row applies to the settings under which memory ran out:
-with another micro_batch_size or number of ranks, a run starts with the requested size.
+`passes.json` of the run directory has a row per reduction. A row applies only to the micro_batch_size and number of
+ranks with which it was recorded: with others, a run starts with the requested size.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
 from runner.engine.loop import Around, StepInfo
 
-Place = tuple[nn.Module, str]  # of a buffer: its module, and its name there
+Place = tuple[nn.Module, str]  # place of a buffer: its module, and its name in it
 
 
 class RetryPolicy(Protocol):
@@ -125,7 +125,7 @@ class OomRetry(Around):
         if self._is_applying and not self._is_as_before:
             obstacle = "weights, which the optimizer step had started to change"
         if self._shortage is not None and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # compiled code for larger micro-batches, and the memory of its CUDA graphs
+            torch.compiler.reset()  # frees compiled code for larger micro-batches and the memory of its CUDA graphs
         release(self.device)
         self.guide.reduce(self._shortage, obstacle)
 

@@ -60,7 +60,7 @@ def open_recorded(
     start = resume_point(plan, directory, screen, metrics)
     resumes = start is not None and start.path.parent == directory.checkpoints
     attempt.identify(directory.owner, start if resumes else None, is_new=plan.settings.resume == "fresh")
-    if not resumes:  # what was measured and recorded before is of another run
+    if not resumes:  # earlier measurements and records belong to another run
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
     known = attempt.record.tracker_id
     tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
@@ -122,7 +122,7 @@ def open_run(request: Request) -> Iterator[TrainingRun]:
 
 
 def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
-    # Cost does not depend on weights, and the run or file that they came from may be gone.
+    # Cost does not depend on weights, and their source may no longer exist.
     plain = tuple(word for word in request.overrides if key_of(word).partition(".")[0] != "weights")
     request = replace(request, overrides=plain)
     configuration, inventory = compose(request), take_inventory()
@@ -154,5 +154,5 @@ def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, 
     if summary.whole.samples:
         try:
             directory.write(name, to_json(summary.to_json()))
-        except AccelRunError as error:  # a full disk, a link: the run ends as it would without a monitor
+        except AccelRunError as error:  # a full disk or a link must not change how the run ends
             screen.warn(f"{name} was not written: {error.problems[0]}")

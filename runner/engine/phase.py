@@ -91,7 +91,7 @@ class Phase(PhaseView):
             )
 
     def _restore(self, start: Loaded) -> None:
-        """Load the state of a checkpoint. Updates beyond those requested are kept: they end the phase."""
+        """Load the state of a checkpoint. If it has more updates than requested, the phase is over."""
         parts, state = self.parts, start.state
         load_weights(parts, start)
         self.work.load(start)
@@ -101,7 +101,7 @@ class Phase(PhaseView):
         for hook in self.hooks:
             if hook.name:
                 hook.load_state_dict(state_of(hook.name, start))
-        # Last, for building the parts drew from the generators too.
+        # Last, because constructing the parts also draws from the generators.
         restore_random_state_of(parts.world, start, self.run_.plan.settings.seed)
         made = self.position.update
         if made > self.total:
@@ -110,7 +110,7 @@ class Phase(PhaseView):
                 " no update is trained"
             )
             self.total = self.record.total = made
-        self.closed = bool(state["closed"]) and self.is_over  # more updates may be wanted than were
+        self.closed = bool(state["closed"]) and self.is_over  # more updates may be requested than before
 
     def __enter__(self) -> Phase:
         return self
@@ -118,7 +118,7 @@ class Phase(PhaseView):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         noise.start_pass(None)
         quietly = suppress(Exception) if error else nullcontext()  # the first error is the cause
-        with ExitStack() as stack:  # whatever one of them raises, the others are closed
+        with ExitStack() as stack:  # an error of one hook must not prevent closing the others
             stack.callback(self.work.release)
             for hook in self.hooks:
                 stack.callback(hook.close, error)
@@ -127,11 +127,11 @@ class Phase(PhaseView):
 
     @property
     def place(self) -> dict[str, Any]:
-        """Where the run is, for the report of an error."""
+        """Position of the run, for error reports."""
         return {"rank": self.parts.world.rank, "phase": self.name, "update": self.position.update}
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return the error to show for one that ended this phase: itself where nothing more is known."""
+        """Return the error to report for one that ended this phase: itself if its cause is unknown."""
         for hook in self.hooks:
             shown = hook.on_error(error)
             if shown is not None:
@@ -146,9 +146,9 @@ class Phase(PhaseView):
         return explain(error, self.parts.source, where, self.planned.batch.micro_batch_size)
 
     def run(self) -> str | None:
-        """Run the updates that are missing; return the signal that stopped them, or None.
+        """Run the remaining updates; return the signal that stopped them, or None.
 
-        Raises NumericError with the module where the numbers of an update stopped being finite; it is not saved.
+        Raises NumericError with the module in which an update became non-finite; that update is not saved.
         """
         try:
             for _ in self.updates():
@@ -162,16 +162,16 @@ class Phase(PhaseView):
         if self.run_.dropped:
             return "to continue with fewer ranks"
         name = self.run_.stop.requested
-        # Under a launcher the signal's name would be that of the launcher, not of what the user sent.
+        # The launcher forwards another signal than the one that the user sent.
         return "as asked" if name is None or self.parts.world.is_supervised else name
 
     def close(self) -> None:
-        """End the phase: evaluate and save what is still to be, and wait until it is on disk."""
+        """End the phase: evaluate and save if due, and wait until everything is on disk."""
         for hook in self.hooks:
             hook.end()
 
     def updates(self) -> Iterator[int]:
-        """Run one update after the other, and the hooks between them; yield their numbers."""
+        """Run the updates with the hooks between them; yield their numbers."""
         run, parts, done = self.run_, self.parts, self.position.update
         if done >= self.total:
             run.observers.screen.say(
@@ -188,7 +188,7 @@ class Phase(PhaseView):
         for hook in self.hooks:
             hook.begin()
         self._after_update = self.hooks_with("after_update")
-        since: float | None = None  # the first update is not like the others
+        since: float | None = None  # the first update is not representative
         for step in () if self.is_over else self.work.updates(self.batches):
             self.update_s = None if since is None else time.perf_counter() - since
             self._between(step)

@@ -45,13 +45,13 @@ class Imported:
 
 
 def convert(source: Path, target: Path, key: str | None) -> Imported:
-    """`target` is a new safetensors file with the tensors of a file of torch.save.
+    """Write the tensors of a torch.save file to the new safetensors file `target`.
 
-    To be called in a process of its own, for it gives up the network, other programs and most memory before it reads.
-    Only tensors and plain data are built, never what the file names. Raises SecurityRefusal where it asks for more,
-    DataError, ConfigError, CannotCreate where the target is there, HostMemoryError.
+    Call it in a separate process, because it drops network access, starting of programs and most memory first. Only
+    tensors and plain data are constructed, never objects that the file names. Raises SecurityRefusal if the file
+    requests other objects, CannotCreate if the target exists, DataError, ConfigError and HostMemoryError.
     """
-    warnings.simplefilter("ignore")  # torch's advice is for those who trust the file
+    warnings.simplefilter("ignore")  # torch's warnings assume a trusted file
     size = source.stat().st_size
     had_network = not confine(size)
     content = _unpickled(source)
@@ -59,14 +59,16 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
     given = [(str(name), value.detach()) for name, value in state.items() if isinstance(value, Tensor)]
     tensors = dict(given)
     problems = [f"{readable(name, 80)}: {why}" for name, tensor in given if (why := _why_not(name, tensor))]
-    problems += [f"{readable(name, 80)}: it is there twice" for name, tensor in given if tensors[name] is not tensor]
+    problems += [
+        f"{readable(name, 80)}: the name occurs twice" for name, tensor in given if tensors[name] is not tensor
+    ]
     if not problems and (written := sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())) > 4 * (
         size + _SMALL
     ):
         problems = [f"its tensors would take {written / 2**30:,.1f} GiB, which the file's size does not explain"]
     if problems:
-        what = f"cannot be kept as safetensors: {'; '.join(problems[:_NUM_SHOWN])}"
-        fix = "save it as plain tensors where it was made"
+        what = f"cannot be stored as safetensors: {'; '.join(problems[:_NUM_SHOWN])}"
+        fix = "save plain tensors in the program that created the file"
         raise DataError(what, where=str(source), fix=fix)
     try:
         size, _ = files.write_new(target, pieces(tensors))
@@ -80,13 +82,13 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
 def _why_not(name: str, tensor: Tensor) -> str | None:
     """Return why a file cannot store this tensor under this name, or None if it can."""
     if tensor.is_nested or tensor.device.type != "cpu":
-        return "it is nested" if tensor.is_nested else f"it has no values, for it is on {tensor.device}"
+        return "it is nested" if tensor.is_nested else f"it is on {tensor.device} and has no values"
     if name == "__metadata__":
-        return "the format has another use for this name"
+        return "the name is reserved by the format"
     try:
         name.encode()
     except UnicodeEncodeError:
-        return "its name is no text that can be written"
+        return "its name is not valid text"
     return fault(tensor)
 
 
@@ -102,14 +104,14 @@ def settle(temporary: Path, target: Path) -> None:
         os.link(temporary, target, follow_symlinks=False)
     except FileExistsError:
         raise _taken(target) from None
-    except OSError:  # a file system without links, on which nobody else is likely to take the name meanwhile
+    except OSError:  # a file system without hard links: check and rename are not atomic
         refuse_taken(target)
         files.rename(temporary, target)
     files.fsync_directory(target.parent)
 
 
 def _taken(target: Path) -> AccelRunError:
-    return CannotCreate("exists already, and is left as it is", where=str(target), fix="give another name after FILE")
+    return CannotCreate("exists already and is not overwritten", where=str(target), fix="give another name after FILE")
 
 
 def confine(size: int) -> bool:
@@ -127,7 +129,7 @@ def confine(size: int) -> bool:
 
 def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
     if event in _REFUSED:
-        raise PermissionError(f"{event} is not for a file that is imported")
+        raise PermissionError(f"{event} is not allowed during an import")
 
 
 def _unpickled(source: Path) -> Any:
@@ -140,23 +142,23 @@ def _unpickled(source: Path) -> Any:
                 raise
             return torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251 - the older format
     except MemoryError as error:
-        fix = "it is damaged, or made to harm: fetch it again from where you trust it"
-        raise HostMemoryError("asks for more memory than its size explains", where=str(source), fix=fix) from error
+        fix = "it is damaged or malicious: download it again from a trusted source"
+        raise HostMemoryError("requests more memory than its size explains", where=str(source), fix=fix) from error
     except OSError as error:
-        raise DataError(f"cannot be read: {error}", where=str(source), fix="see who may read it") from error
-    except Exception as error:  # of any class: the file decides where the reader fails
+        raise DataError(f"cannot be read: {error}", where=str(source), fix="check its permissions") from error
+    except Exception as error:  # any exception type: the content of the file decides where the reader fails
         asked = _ASKED.search(str(error))
         if asked:
             raise SecurityRefusal(
-                f"asks for {fit_to_show(asked[1])}, which is code and not a weight",
+                f"requests {fit_to_show(asked[1])}, which is code and not a weight",
                 where=str(source),
-                fix="have it saved as a plain mapping of names to tensors: torch.save(model.state_dict(), file)",
+                fix="ask for a file with a plain mapping of names to tensors: torch.save(model.state_dict(), file)",
             ) from None
         operand = _OPERAND.search(str(error))
         first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
         what, fix = (
             f"is not a file of torch.save, or damaged: {fit_to_show(first)}",
-            "fetch it again, or name another file",
+            "download it again, or use another file",
         )
         raise DataError(what, where=str(source), fix=fix) from None
 
@@ -172,14 +174,14 @@ def _descended(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any
     while isinstance(content, Mapping):
         inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
         if not inner and any(isinstance(value, Tensor) for value in content.values()):
-            break  # not sooner: a checkpoint has tensors, such as its step, beside the weights
+            break  # checked last: a checkpoint has other tensors, such as its step, next to the weights
         if not inner or len(way) > _NUM_WRAPPERS:
-            raise ConfigError(Problem("holds no tensors by name", str(source), _offer(content, "")))
+            raise ConfigError(Problem("contains no named tensors", str(source), _offer(content, "")))
         content = content[inner[0]]
         way.append(inner[0])
     if not isinstance(content, Mapping):
-        what = f"must hold a mapping of names to tensors, but holds {type(content).__name__}"
-        raise DataError(what, where=str(source), fix="have it saved as torch.save(model.state_dict(), file)")
+        what = f"must contain a mapping of names to tensors, but contains {type(content).__name__}"
+        raise DataError(what, where=str(source), fix="ask for a file saved with torch.save(model.state_dict(), file)")
     return content, ".".join(way)
 
 
@@ -190,7 +192,7 @@ def _offer(content: Any, wanted: str) -> str:
 
 
 _NUM_SHOWN = 5
-_SMALL = 16 << 20  # bytes that no file needs to explain
+_SMALL = 16 << 20  # bytes that are allowed for any file
 _NUM_WRAPPERS = 4
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 _ASKED = re.compile(r"GLOBAL\s+([\w.]+)")

@@ -27,10 +27,14 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     )
     lines = [
         "#!/bin/sh",
-        f"# Trains with the settings of the run {name} again, as a new run. Words after it are settings too:",
+        f"# Trains with the settings of the run {name} again, as a new run. Further arguments are settings:",
         "#   sh command.sh run=second seed=1",
-        f"# To go on with {name} itself where it stopped: sh command.sh run={name}",
-        *(["# Its ranks were started by torchrun or srun: start this line with it too."] if started_elsewhere else []),
+        f"# To resume {name} itself: sh command.sh run={name}",
+        *(
+            ["# Its ranks were started by torchrun or srun: start this script in the same way."]
+            if started_elsewhere
+            else []
+        ),
         f"cd -- {shlex.quote(str(folder))} || exit",
         f'set -- {shlex.join(words)} "$@"',
         f'[ ! -x {shlex.quote(python)} ] || exec {shlex.quote(python)} -P -m runner "$@"',

@@ -20,16 +20,16 @@ def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: A
     """Return the checkpoint to resume from, or None; metrics.jsonl is truncated to its length."""
     wanted = plan.settings.resume
     if wanted == "fresh":
-        phases_to_walk(plan, None, directory)  # raises before anything is put aside
+        phases_to_walk(plan, None, directory)  # raises before anything is renamed
         if set_aside(directory.checkpoints):
-            screen.say("resume=fresh: the earlier checkpoints were put aside, in checkpoints/earlier-*")
+            screen.say("resume=fresh: earlier checkpoints were renamed to checkpoints/earlier-*")
         _put_aside(directory, metrics)
         oom_history.forget(directory)
         return None
     run, allows_others = directory.owner, _ANOTHER_RUN in plan.settings.resume_allow
     found = recover(directory.checkpoints, run, allows_others=allows_others)
     for name, reasons in found.skipped:
-        screen.warn(f"checkpoint {name} was passed over: {'; '.join(reasons)}")
+        screen.warn(f"checkpoint {name} was skipped: {'; '.join(reasons)}")
     start = found.checkpoint
     if start is None and wanted != "auto":
         start = check_state(_checkpoint_of(wanted, plan))
@@ -43,14 +43,14 @@ def resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: A
         metrics.cut(0)
         return None
     if wanted != "auto":
-        screen.say(f"resume={wanted} was for the beginning: this run has checkpoints of its own")
+        screen.say(f"resume={wanted} has no effect: this run already has checkpoints")
     check_resume(plan, check_state(start), screen.say)
     phases_to_walk(plan, start, directory)
     if run.has_other_uid(start.manifest):
-        screen.warn(f"{start.path.name} is of another run, {uid_of(start.manifest)}; this run continues from it")
+        screen.warn(f"{start.path.name} belongs to another run, {uid_of(start.manifest)}; this run continues from it")
     known = int(start.manifest["metrics_bytes"])
-    if metrics.length < known:  # the weights are whole: rows that a power cut took are no reason to stop
-        screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {known} bytes are there")
+    if metrics.length < known:  # the weights are valid: rows lost in a power failure do not prevent resuming
+        screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {known} bytes remain")
     repeated = _updates_in(directory.metrics) - int(start.state["phase_update"])
     metrics.cut(known)
     lost = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
@@ -66,7 +66,7 @@ def _checkpoint_of(wanted: str, plan: Plan) -> Loaded:
     other = RunDirectory.find(plan.settings.root, wanted)
     found = load_newest(other.checkpoints, other.owner)
     if found is None:
-        fix = f"accel-run status {other.name} shows what it has; accel-run runs lists the others"
+        fix = f"accel-run status {other.name} shows its checkpoints; accel-run runs lists other runs"
         raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={wanted}", fix=fix)
     return found
 
@@ -87,4 +87,4 @@ def _updates_in(metrics: Path) -> int:
     return max((update for update in updates if isinstance(update, int)), default=0)
 
 
-_ANOTHER_RUN = "run"  # in resume_allow: a checkpoint of another run is accepted
+_ANOTHER_RUN = "run"  # in resume_allow: accept a checkpoint of another run

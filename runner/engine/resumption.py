@@ -13,12 +13,12 @@ from runner.base.text import shortened
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Loaded
 
-# Keys that are the mathematics of the run: another value makes it another run.
+# Keys that define the mathematics of the run; they must not change.
 FIXED = (
     "task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "sampler", "trains",
     "adapter",
 )  # fmt: skip
-# Keys that change the mathematics from here on: they may, if the user says so by name.
+# Keys that change the mathematics from the resume on; they may change if resume_allow names them.
 BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
     "sharpness", "hook",
@@ -31,7 +31,7 @@ ADDED = {
     "weights.strict": True,
     "weights.only": [],
     "weights.rename": {},
-}  # keys that older checkpoints lack, with what was done then
+}  # keys that older checkpoints lack, with the behavior of that time
 MECHANICS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
 
 
@@ -70,7 +70,7 @@ def compare(
                 fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
             problems.append(Problem(what, key, fix))
         else:
-            fix = "take the old value, or start a new run with another run=NAME"
+            fix = "restore the old value, or start a new run with another run=NAME"
             problems.append(Problem(f"{what}; this makes it another run", key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
@@ -95,7 +95,7 @@ def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel, left_ou
     ]
     if wrong:
         raise IncompatibleResume(
-            f"the checkpoint is of another model: {shortened(wrong, 3, '; ')}",
+            f"the checkpoint does not match the model: {shortened(wrong, 3, '; ')}",
             where=str(checkpoint.path),
             fix="use the task options the run was trained with, or start a new run with another run=NAME",
         )
@@ -111,7 +111,7 @@ def _sort_of(key: str) -> str:
     key = _of_run(key)
     if _under(key, MECHANICS):
         return "mechanics"
-    if key == "optimizer" or _under(key, FIXED):  # its keys may differ by name, itself it may not
+    if key == "optimizer" or _under(key, FIXED):  # keys of the option may change if named, the option itself may not
         return "fixed"
     return "by name" if _under(key, BY_NAME) else "mechanics"
 

@@ -64,9 +64,9 @@ class Observers:
     screen: Screen
 
     def write(self, row: Row) -> None:
-        """Append a row to metrics.jsonl and hand it to the tracker, which gets what the file has: no NaN.
+        """Append a row to metrics.jsonl and queue it for the tracker, which receives the values of the file: no NaN.
 
-        Where the disk has no room the row waits for it in memory; until then no checkpoint is saved either.
+        If the disk is full, the row is kept in memory; until it is written, no checkpoint is saved either.
         """
         self.metrics.write(as_line(row))
         try:
@@ -98,7 +98,7 @@ def silent(screen: Screen, profiler: Profiler) -> Observers:
 
 @dataclass
 class RunProgress:
-    """What the run has reached, as its checkpoints record it.
+    """Progress of the run, as in its checkpoints.
 
     updates_before  updates of the phases before the current one
     records         phase -> its record
@@ -112,13 +112,13 @@ class RunProgress:
     kept: list[int] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
-        """Return the keys of a checkpoint that hold it; None for what is not finite."""
+        """Return it as keys of a checkpoint; non-finite numbers become None."""
         found: dict[str, Any] = finite(encode(self))
         return found
 
     @staticmethod
     def of(state: Mapping[str, Any], *, is_own: bool) -> RunProgress:
-        """Return what a checkpoint records. `is_own`: it is of this run; checkpoints of another run are not kept."""
+        """Restore the progress in a checkpoint. `is_own`: of this run; checkpoints of another run are not kept."""
         records = {name: decode_valid(PhaseRecord, record) for name, record in state["records"].items()}
         for name, record in records.items():
             record.name, record.metrics = name, dict(nan_for_none(record.metrics))
@@ -128,14 +128,14 @@ class RunProgress:
 
 @dataclass
 class Provenance:
-    """Which run this is, and with which code and data it trains.
+    """Identity of the run, and the code and data of its training.
 
-    uid          of the run, as its checkpoints record it
-    tracker_id   of its rows in the tracker if the run was resumed
-    is_compared  code and data are recorded and compared, which measurements need not
-    code         hashes of the task's files, as they were when the run began
-    edited       files of the task that changed since the checkpoint, not recorded yet
-    changes      of code and data, found when the run was resumed; on_change is called after one was added
+    uid          identifier of the run, as in its checkpoints
+    tracker_id   identifier of its rows in the tracker, if the run was resumed
+    is_compared  whether code and data are recorded and compared; not for measurements
+    code         hashes of the task's files at the start of the run
+    edited       task files that changed since the checkpoint, not recorded yet
+    changes      changes of code and data, found on resume; on_change is called after one was added
     """
 
     uid: str | None = None
@@ -156,7 +156,7 @@ class Tally:
     batch_shapes   of the first tensor of each batch
     ranks_s        part of updates -> seconds, for each rank
     last_row       newest row of metrics.jsonl
-    state_bytes    of the last optimizer: expected, real
+    state_bytes    bytes of the last optimizer's state: expected, actual
     """
 
     clock: UpdateClock = field(default_factory=UpdateClock)
@@ -176,8 +176,8 @@ class Tally:
 class ForwardNames:
     """Names of the state changed by forward passes so far.
 
-    frozen   parameters of the model that require no gradient, and are buffers now
-    buffers  non-persistent ones, which checkpoints hold all the same
+    frozen   parameters that require no gradient and were converted to buffers
+    buffers  non-persistent buffers that checkpoints include
     """
 
     frozen: set[str] = field(default_factory=set)

@@ -67,7 +67,7 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
 
 def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
     """Print how the run ended, its bottleneck and the possible next steps."""
-    if run.observers.profiler.only:  # there is nothing to resume
+    if run.observers.profiler.only:  # a profile cannot be resumed
         screen.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
@@ -101,7 +101,9 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             else "done",
             update=outcome.update,
             total_updates=last.total,
-            time=TimeSpent(total, evidence.parts_s, evidence.updates or 0, _busy_percent(run)),
+            time=TimeSpent(
+                total, evidence.parts_s, evidence.updates or 0, _busy_percent(run), run.tally.clock.num_updates
+            ),
             learned=LearnedMetrics(run.tally.last_row.get("train/loss"), outcome.metrics, baselines),
             items_per_s=evidence.items_per_s,
             item=run.parts.task.item,
@@ -149,7 +151,7 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:
     """Return GPU -> utilization percent, for the monitored GPUs that the run uses."""
-    if run.parts.world.device.type != "cuda":  # what GPUs did meanwhile is the work of others
+    if run.parts.world.device.type != "cuda":  # other processes used the GPUs
         return {}
     metrics = run.observers.monitor.summary().whole.metrics
     return {name.partition("/")[0]: stat.mean for name, stat in metrics.items() if name.endswith("/util")}
@@ -193,7 +195,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# group -> the options that mean nothing is gained
+# group -> options that do not speed up or shrink anything
 _OFF: Mapping[str, tuple[str, ...]] = {
     "precision": ("fp32",),
     "optimizer": (),

@@ -39,7 +39,7 @@ class Screen:
         self._of_machine = Console(level="warning") if machine and not speaks else self.console
         self.progress = ProgressDisplay()
         self.first_update_is_due = True
-        self.has_several = False  # phases, of which each is named where its bar is drawn
+        self.has_several = False  # number of phases; with several, the progress bar shows the name
         self._due = self.progress.due
         self.ascii_only = prints_only_ascii(sys.stdout)
 

@@ -14,22 +14,22 @@ from runner.base.values import Every, Positive, PositiveInt
 from runner.durable.checkpoint_choice import Ranking
 from runner.durable.checkpoint_writer import Saved
 
-AT_RISK_S = 600.0  # work that is lost at most under `every: auto`
-COST = 0.01  # share of the time that saving costs at most under `every: auto`, where AT_RISK_S lets it
-SHORTEST_S = 60.0  # between saves under `every: auto`
-AGAIN_S = 60.0  # after a save that failed the next one is due
+AT_RISK_S = 600.0  # maximum seconds of work at risk with `every: auto`
+COST = 0.01  # maximum overhead of saving with `every: auto`, as a fraction of the time, unless AT_RISK_S requires more
+SHORTEST_S = 60.0  # minimum seconds between saves with `every: auto`
+AGAIN_S = 60.0  # seconds until the next save after a failed one
 
 
 @dataclass
 class SavePolicy:
     """Decide after each update whether to save.
 
-    seconds  between saves; under `is_auto` it follows from what saves cost
-    keep     newest checkpoints kept (never fewer than two)
-    best     metric whose best checkpoints are kept besides, or None
-    keep_best  how many of them
-    better   "min" or "max": what is better
-    grace_s  seconds from the request to stop to the end by force, None where they are not known
+    seconds  between saves; with `is_auto` derived from the cost of saves
+    keep     number of newest checkpoints to keep (at least two)
+    best     metric whose best checkpoints are also kept, or None
+    keep_best  number of best checkpoints to keep
+    better   "min" or "max": whether lower or higher values are better
+    grace_s  seconds from a stop request to the kill, None if unknown
     """
 
     updates: int | None = None
@@ -47,7 +47,7 @@ class SavePolicy:
 
     @property
     def ranking(self) -> Ranking:
-        """By what the best checkpoints are chosen."""
+        """The metric that ranks the best checkpoints."""
         return Ranking(self.best, self.better, self.keep_best)
 
     @property
@@ -138,13 +138,13 @@ class SaveCost:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self.num_saves = 0
-        self.held_s = self.slowed_s = 0.0  # in all
+        self.held_s = self.slowed_s = 0.0  # in total
         self.last: SaveTimes | None = None
-        self._plain: deque[float] = deque(maxlen=100)  # seconds of updates beside which nothing was written
+        self._plain: deque[float] = deque(maxlen=100)  # seconds of updates without a concurrent write
         self._during: list[float] = []
         self._recent: deque[SaveTimes] = deque(maxlen=3)
-        self._held = 0.0  # by the save under way
-        self._saved: Saved | None = None  # the last one that was noted
+        self._held = 0.0  # by the current save
+        self._saved: Saved | None = None  # the last one that was recorded
 
     def updated(self, seconds: float, *, writing: bool) -> None:
         """Record an update, and whether a checkpoint was being written during it."""
@@ -163,7 +163,7 @@ class SaveCost:
     def has_budget(self) -> bool:
         """Return True if one more save keeps the total cost within its limit.
 
-        What the first save costs is not known: it waits as long as the first one by the clock does.
+        The cost of the first save is unknown, so it is delayed as long as the first scheduled one.
         """
         elapsed = time.monotonic() - self._began
         if not self._recent:

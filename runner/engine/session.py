@@ -35,7 +35,10 @@ def take_part(job: Job, world: World) -> SessionEnd:
 
 def _lead(job: Job, world: World) -> SessionEnd:
     """Train as rank 0, which writes files and prints."""
-    from runner.engine.run_screen import Screen, warnings_on  # needs torch, which wrong settings must not wait for
+    from runner.engine.run_screen import (
+        Screen,
+        warnings_on,
+    )  # needs torch, whose import must not delay reports of invalid settings
 
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     with directory, only_writer(directory), Screen(directory) as screen, warnings_on(screen), _spare() as spare:
@@ -48,15 +51,15 @@ def _lead(job: Job, world: World) -> SessionEnd:
             spare.close()
             if isinstance(error, MissingPackage) and directory.is_new and not attempt.reached:
                 with suppress(AccelRunError):
-                    directory.discard()  # there is nothing to resume, and `last` is the run before it
+                    directory.discard()  # nothing to resume: `last` still refers to the previous run
                 raise
             if isinstance(error, IncompatibleResume) and before and not attempt.reached:
-                with suppress(AccelRunError):  # the difference was found only once the task and its data were built
+                with suppress(AccelRunError):  # the difference is found only after the task and its data are built
                     for name, content in before.items():
                         directory.write(name, content)
             limit = system_limit_of(error)
             if limit is not None:
-                limit.__cause__ = error  # its traceback is for error.json
+                limit.__cause__ = error  # its traceback is written to error.json
                 attempt.fail(limit)
                 raise limit from error
             is_written = attempt.fail(error)
@@ -88,7 +91,7 @@ def _follow(job: Job, world: World) -> SessionEnd:
 
 @contextmanager
 def _spare() -> Iterator[ExitStack]:
-    """Hold descriptors that can be closed for the end: with no file left to open, error.json could not be written."""
+    """Reserve descriptors that are closed at the end: error.json must be writable even at the limit on open files."""
     with ExitStack() as held:
         with suppress(OSError):
             for _ in range(_NUM_SPARE):
@@ -131,7 +134,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             outcome = train(run, start, before.phases if before else ())
             exit_code = int(outcome.exit_code)
         except BaseException:
-            with suppress(Exception):  # the error itself must come through
+            with suppress(Exception):  # must not hide the original error
                 made = replace(evidence_of(run, job.inventory), unfinished=True)
                 evidence = better_known(before, made) if made.updates else before or made
                 attempt.record = replace(attempt.record, evidence=evidence)
@@ -159,7 +162,7 @@ def _expected_errors(plan: Plan) -> Iterator[None]:
     """Convert every exception inside into an AccelRunError, except internal errors."""
     try:
         yield
-    except BaseException as error:  # a task may raise what it likes
+    except BaseException as error:  # a task may raise any exception
         from runner.engine.error_diagnosis import explain
 
         source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
@@ -173,7 +176,7 @@ def _expected_errors(plan: Plan) -> Iterator[None]:
 
 def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunError:
     """Return an internal error as one line; the traceback is in error.json."""
-    fix = f"this is a fault of accel-run, not yours; please report it with {directory.shown / 'error.json'}"
+    fix = f"this is a bug in accel-run; please report it with {directory.shown / 'error.json'}"
     fault = AccelRunError(error_line(error), fix=fix)
     for note in getattr(error, "__notes__", ()):
         fault.add_note(note)
@@ -185,8 +188,8 @@ def _left(error: SystemExit, source: Path) -> AccelRunError:
     from runner.engine.error_diagnosis import fault_of
 
     return fault_of(error, source, "the task") or AccelRunError(
-        f"the program was left by sys.exit({error.code})", fix="let the task return, or raise what is wrong"
+        f"the task called sys.exit({error.code})", fix="return from the task, or raise an exception"
     )
 
 
-_NUM_SPARE = 4  # a folder that is listed, a checkpoint that is read, a file that is written
+_NUM_SPARE = 4  # to list a folder, read a checkpoint and write a file

@@ -52,7 +52,7 @@ def load_task(plan: Plan) -> Task:
 
 
 def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
-    """Raise MissingPackage where a package that these phases, or "infer", import later is not installed."""
+    """Raise MissingPackage if a package that these phases, or "infer", import later is not installed."""
     with explained(source, "packages"):
         needed = {module: extra for use in uses for module, extra in task.packages.get(use, {}).items()}
     for module, extra in needed.items():
@@ -60,10 +60,10 @@ def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
 
 
 def _before_the_star(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
-    """Return what the runner gives to build: nothing, or the context. Raises TaskFault for settings before the star."""
+    """Return the runner's arguments for build: none, or the context. Raises TaskFault for settings before the star."""
     given = [one for one in inspect.signature(build).parameters.values() if one.kind is not one.KEYWORD_ONLY]
     if len(given) > 1 or any(one.default is not one.empty for one in given):
-        what = f"the settings of build must stand after *, but {', '.join(one.name for one in given)} stand before it"
+        what = f"the settings of build must come after *, but {', '.join(one.name for one in given)} come before it"
         raise TaskFault(what, where=place_of(build, source), fix="def build(*, size: int = 64) -> Task:")
     return (context,) if given else ()
 
@@ -71,7 +71,7 @@ def _before_the_star(build: Callable[..., Any], context: Context, source: Path) 
 class explained:  # noqa: N801 - used as a statement: with explained(file, "loss"):
     """Turn an exception from the task's code into a TaskFault that names the line in the task's file.
 
-    letting  exceptions that are an answer, and go on as they are
+    letting  exceptions that are part of the contract, and are not converted
     """
 
     def __init__(self, source: Path, what: str, letting: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
@@ -89,10 +89,10 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
 
 
 class CheckedLoss:
-    """The task's loss or embedding, whose answers are checked against the contract, and whose first call is observed.
+    """The task's loss or embedding; checks its return values, and observes its first call.
 
     check         (answer, method, source, look=) -> checked answer
-    attention     kind of call -> kernel -> how often, in the first forward pass; empty where nothing was seen
+    attention     kind of call -> kernel -> number of calls in the first forward pass; empty if none was observed
     around_first  context for the first call
     observe       receives the further metrics that a loss returns
     """
@@ -117,7 +117,7 @@ class CheckedLoss:
             else:
                 answers.append(self.loss(model, batch))
         answer = self._checked(answers[0], look=True)
-        self.checked = True  # not before: a first call that runs out of memory is repeated
+        self.checked = True  # only after success: a first call that runs out of memory is repeated
         return answer
 
     def _checked(self, answer: Any, *, look: bool = False) -> Any:
@@ -131,11 +131,11 @@ class CheckedLoss:
         return self.check(answer, self.loss, self.source, look=look)
 
 
-_RESERVED = {"loss", "grad_norm", "lr"}  # of an update, or of an objective
+_RESERVED = {"loss", "grad_norm", "lr"}  # names that are reserved for the update, or for an objective
 
 
 def _ignored(found: Mapping[str, tuple[Number, Number]]) -> None:
-    """Drop further metrics, where none are reported."""
+    """Discard further metrics, for callers that report none."""
 
 
 def _import(name: str, file: Path | None) -> ModuleType:

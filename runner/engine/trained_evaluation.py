@@ -88,7 +88,7 @@ def _fetcher(parts: Parts, split: str) -> Fetcher:
         return parts.fetcher(split)
     except NotImplementedError as error:
         raise ConfigError(lacking) from error
-    except InputMissing as error:  # for the usual splits the task knows better what is missing
+    except InputMissing as error:  # for the standard splits, the message of the task is more specific
         if split in SPLITS:
             raise
         raise ConfigError(lacking) from error
@@ -100,7 +100,7 @@ def _fetcher(parts: Parts, split: str) -> Fetcher:
 
 
 def _sizes(trained: Trained, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
-    """Return the batch size: that of the run, with the reductions after out of memory that it remembers."""
+    """Return the batch size of the run, with its recorded reductions after out of memory."""
     plan, world, asked = trained.plan, trained.parts.world, phase.batch.micro_batch_size
 
     def failed(error: Exception, size: int) -> int:

@@ -39,7 +39,7 @@ class ModelSource:
     name        of the run, or of the new run directory for the results of given weights
     run         its directory, opened for reading; None: given weights
     checkpoint  its path; None: given weights
-    marks       what it is called: best or last, and its metric
+    marks       its labels: best or last, and its metric
     """
 
     configuration: Configuration
@@ -51,10 +51,10 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model in use: where results go, its plan on this machine, its parts, and what it has learned.
+    """A trained model with its plan on this machine, its parts, and the directory for results.
 
-    phase   phase of the task whose model it is
-    update  updates of all phases; 0 for given weights
+    phase   phase that trained the model
+    update  completed updates of all phases; 0 for given weights
     """
 
     directory: RunDirectory
@@ -95,7 +95,7 @@ def open_source(
     world  the ranks that use the model together; None: this process alone
     """
     parts = assemble(plan, stack, world)
-    gc.enable()  # off while everything was imported and built, see cli.py
+    gc.enable()  # disabled during imports and construction, see cli.py
     if source.run is None or source.checkpoint is None:
         return _open_weights(source, plan, parts, console, stack)
     checkpoint = check_state(load(source.checkpoint))
@@ -134,7 +134,7 @@ def load_trained_model(directory: RunDirectory, request: Request, wanted: str | 
 
 
 def named(source: ModelSource, world: World) -> ModelSource:
-    """Return the source with the run name of rank 0: a name that is made up has a random part."""
+    """Return the source with the run name of rank 0: a generated name has a random part."""
     return replace(source, name=world.broadcast(source.name))
 
 

@@ -35,7 +35,7 @@ def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] 
     phases = phases_to_walk(run.plan, start, run.directory)
     check_parameters(phases, run.parts.bare)
     _check_names(run)
-    if run.parts.world.is_first:  # before training: later edits are not what it trains with
+    if run.parts.world.is_first:  # before training: edits made later do not affect the run
         origin.code = code_of(run.parts.source)
         origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
     if start is not None:
@@ -46,14 +46,14 @@ def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] 
             start = None
     progress = run.progress
     for planned in phases:
-        if start is None:  # else the record of the resumed phase is kept
+        if start is None:  # otherwise the record of the resumed phase is kept
             progress.records[planned.name] = PhaseRecord(planned.kind, planned.name)
         phase = _begun(run, planned, start)
         start = None
         try:
             with phase:
                 stopped_by = phase.run()
-        except BaseException as error:  # here and not deeper: torch reports a dead worker wherever we happen to be
+        except BaseException as error:  # at this level, because torch reports a dead worker at any point of the code
             shown = phase.explained(error)
             if isinstance(shown, AccelRunError):
                 shown.place = {**phase.place, **shown.place}
@@ -77,7 +77,7 @@ def _begun(run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> Phase:
     try:
         return Phase(run, planned, start)
     except Exception as error:
-        where = f"the beginning of phase {planned.name}"
+        where = f"the start of phase {planned.name}"
         shown = explain(error, run.parts.source, where, planned.batch.micro_batch_size)
         if shown is None or shown is error:
             raise
@@ -101,8 +101,10 @@ def _check_names(run: TrainingRun) -> None:
 
 
 def _take_over(run: TrainingRun, start: Loaded, before: Iterable[PhaseRecord]) -> None:
-    """Restore from a checkpoint the state that belongs to the whole run."""
-    is_own = start.path.parent == run.directory.checkpoints  # else it is another run's, and this one has none yet
+    """Restore the state of the whole run from a checkpoint."""
+    is_own = (
+        start.path.parent == run.directory.checkpoints
+    )  # otherwise it belongs to another run, and this one has none yet
     run.progress = RunProgress.of(start.state, is_own=is_own)
     if not is_own:
         return
@@ -125,11 +127,11 @@ def _begin_after(run: TrainingRun, start: Loaded) -> None:
 
 
 def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:
-    """Return the phases to run: that of the checkpoint where it is selected, then the selected ones not yet finished.
+    """Return the phases to run: that of the checkpoint if it is selected, then the selected unfinished ones.
 
     Phases that another run finished satisfy `needs`; phases that the user names run again in this run.
-    Raises IncompatibleResume where the phase of the checkpoint is neither selected nor finished, or nothing is left;
-    InputMissing where a phase needs another that is neither finished nor comes before it.
+    Raises IncompatibleResume if the phase of the checkpoint is neither selected nor finished, or nothing is left;
+    InputMissing if a phase needs another that is neither finished nor comes before it.
     """
     selected, names = list(plan.selected), [phase.name for phase in plan.phases]
     finished: set[str] = set()
@@ -137,9 +139,9 @@ def phases_to_walk(plan: Plan, start: Loaded | None, directory: RunDirectory) ->
         current = start.state["phase"]
         if current not in names:
             raise IncompatibleResume(
-                f"the checkpoint is of phase {current}, which the task does not have",
+                f"the checkpoint belongs to phase {current}, which the task does not have",
                 where="phases",
-                fix="take the task the run was trained with, or start a new run with another run=NAME",
+                fix="use the task that the run was trained with, or start a new run with another run=NAME",
             )
         finished = {name for name, record in start.state["records"].items() if record["finished"]}
         is_selected = current in [phase.name for phase in selected]

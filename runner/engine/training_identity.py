@@ -30,7 +30,7 @@ from runner.base.paths import PACKAGE, shipped
 from runner.base.sample_rng import seeded_generators
 from runner.base.text import shortened
 
-Hashes = dict[str, str]  # of samples by index, or of files by path
+Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
 def data_of(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def _hashes(
 ) -> Mapping[str, Hashes]:
     """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
 
-    Read by a worker where training reads in workers. A data set may open a file at its first sample: workers that are
-    forked afterwards would share its position, and an open file cannot be sent to those that are spawned.
+    Read by a worker if training uses workers. A data set may open a file at its first sample: workers forked afterwards
+    would share its file position, and an open file cannot be sent to spawned workers.
     """
     reader = loader.alike(_Hashing(fetchers, wanted))
     try:
@@ -153,9 +153,9 @@ def changed_files(before: Hashes, now: Hashes) -> list[str]:
 def code_of(source: Path) -> Hashes:
     """Return the hash of the task's file and of all local modules that it imports, by path relative to its folder.
 
-    Local is what is neither installed (site-packages), nor of Python itself, nor of accel-run. Modules are found by the
-    import statements in the files, which may run later. Those imported in other ways, such as by importlib, are found
-    below the task's folder if they are loaded by now.
+    Local modules are neither installed (site-packages) nor part of Python or accel-run. They are found by the import
+    statements in the files, which may run later. Modules imported in other ways, such as by importlib, are found if
+    they are below the task's folder and already loaded.
     """
     found: Hashes = {}
     left = [(source, _package_of(source)), *_loaded_below(source.parent)]
@@ -288,6 +288,6 @@ def _add_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
 
 
 _LONG_S = 0.25  # time limit for reading samples before the first update
-_MOST_FILES = 200  # a library developed beside the task, such as a checkout of torch, has thousands
+_MOST_FILES = 200  # a library developed next to the task, such as a checkout of torch, has thousands of files
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
 _OF_PYTHON = tuple({Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

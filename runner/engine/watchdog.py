@@ -1,11 +1,11 @@
 """Detect hangs in a thread, report them with the stacks of all threads, and end the process.
 
-The run says what it does by setting one attribute (`ProgressMark.now`); it never calls anything here. The thread looks
-from time to time and counts its own looks, not the clock: a process that was stopped, a machine that slept, or a
-debugger make one long pause between two looks, which counts as one.
+The training thread reports its current operation by setting one attribute (`ProgressMark.now`), and never calls this
+module. The watchdog thread checks the attribute periodically and counts its checks instead of the clock: a stopped
+process, a suspended machine or a debugger cause one long pause between two checks, which counts as one check.
 
-A process on its own ends itself. A rank that our launcher watches only shows how it stands (runner.host.heartbeat): the
-launcher sees all ranks, so it knows who waits for whom.
+A single process ends itself. A rank of our launcher only publishes heartbeats (runner.host.heartbeat): the launcher
+receives those of all ranks, so it can tell the blocking rank from those that wait for it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CHECKPOINT, FINISH, PREDICTION, SEARCH, END = "checkpoint", "finish", "predictio
 
 WORKER = "data worker"
 TICK_S = 0.25
-LEAST_S = 50.0  # an update that hangs is named within a minute, stacks and all
+LEAST_S = 50.0  # a hanging update is reported within a minute, with its stacks
 TIMES = 10
-RECENT = 100  # pieces of work that lasted longer than a tick
-SETTLED = 3  # known later durations after which the first, which may include compilation, is ignored
-COMPILED_AGAIN = 1.5  # times the first: for another shape, on a busier machine
+RECENT = 100  # number of operations longer than a tick
+SETTLED = 3  # number of later durations after which the first one, which may include compilation, is ignored
+COMPILED_AGAIN = 1.5  # factor on the first duration: another shape, or a busier machine, may take longer
 TELL_S = 3.0  # to record the hang on a disk that may itself hang
 
 
@@ -54,11 +54,11 @@ def _nowhere(_: Hang) -> None:
 class ProgressMark:
     """Current activity of the run, read by the watchdog; the training thread only sets `now`.
 
-    now      (kind, update): a new tuple at each change, also where it is equal to the one before
-    done     kinds of which one piece is done in this phase: nothing is compiled or started for the next
-    made     updates of all phases that are made in this start or were before, set by value; 0 before the first one
-    ending   training is over and seconds are left, set by value; a stop then changes nothing any more
-    writing  returns, while a checkpoint is written beside training, its update and what changes as the disk moves
+    now      (kind, update): a new tuple for each operation, even if equal to the previous one
+    done     kinds with one completed operation in this phase: the next one needs no compilation or start-up
+    made     completed updates of all phases, including earlier processes; a shared value, 0 before the first one
+    ending   whether training is over and only seconds remain, so that a stop has no effect; a shared value
+    writing  returns the update of the checkpoint that a thread writes, and a counter of disk progress; else None
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,10 @@ class ProgressMark:
 
     def begin(self, phase: str) -> None:
         """Start a phase and discard the times learned in the previous one."""
-        self.now: tuple[str, int] = (START, 0)  # before the rest: what ends here was a piece of the phase before
+        self.now: tuple[str, int] = (
+            START,
+            0,
+        )  # first, because the operation that ends here belongs to the previous phase
         self.phase, self.done = phase, set[str]()
 
 
@@ -96,7 +99,7 @@ class WatchdogLimits:
 class HangTraces:
     """Where a hang is recorded.
 
-    keep         writes the stacks; it may block, and is then abandoned, as `record` is
+    keep         writes the stacks; abandoned if it blocks, like `record`
     record       writes the error
     checkpoints  folder of the checkpoints; None: the run cannot be resumed
     file         name of the file with the stacks, in the run directory
@@ -114,21 +117,23 @@ def watched(
     world: World,
     traces: HangTraces,
 ) -> Iterator[ProgressMark]:
-    """Yield a progress mark that is watched while the context is open, as the plan says."""
+    """Yield a progress mark, which is watched inside the context if the plan enables the watchdog."""
     pulse, choice = ProgressMark(), plan.choices["watchdog"]
     limits = make(WATCHDOGS, choice.function, **choice.options)
     board = HeartbeatTable(world.heartbeat_folder, world.rank) if world.heartbeat_folder is not None else None
-    if board is not None:  # also without a watchdog: the launcher reads them to answer signals and to report a loss
+    if (
+        board is not None
+    ):  # also without a watchdog: the launcher needs them to handle signals and to report a lost rank
         pulse.made, pulse.ending = board.num_updates(), board.is_ending()
     if limits is None:
         yield pulse
         return
     compiles = plan.choices["compile"].name != "off"
-    alone = _Alone(world, pulse, limits.checkpoint_s, traces)
+    alone = _ExitOnHang(world, pulse, limits.checkpoint_s, traces)
     show: Callable[[Heartbeat], None] = board.publish if board is not None else alone
-    looking = _Looking(pulse, limits, show, compiles=compiles, is_one_of_many=world.world_size > 1)
-    thread = threading.Thread(target=looking.look_on, name="watchdog", daemon=True)
-    # At once: a rank may be stopped, or keep the interpreter to itself, before the first look.
+    watchdog = _WatchdogThread(pulse, limits, show, compiles=compiles, is_one_of_many=world.world_size > 1)
+    thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
+    # At once: a rank may be stopped, or hold the GIL, before the first check.
     show(Heartbeat(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
     try:
         thread.start()
@@ -140,7 +145,7 @@ def watched(
     try:
         yield pulse
     finally:
-        looking.stop.set()
+        watchdog.stop.set()
         thread.join()  # blocks if it is already ending the process
         show(Heartbeat())
 
@@ -149,8 +154,8 @@ def watched(
 class _Known:
     """Durations of one kind of work: the first, and later ones of measurable length.
 
-    update     that of the last piece
-    num_later  pieces that are as good a measure as the first: of later updates, or of an evaluation
+    update     number of the update of the last operation
+    num_later  operations as representative as the first one: those of later updates, or of an evaluation
     """
 
     first_s: float
@@ -162,9 +167,9 @@ class _Known:
 class Waited:
     """Durations of each kind of work in this phase, from which timeouts are derived.
 
-    The first is the measure until some later ones are known: it may have compiled, or be like all others.
+    The first duration, which may include compilation, is the reference until some later ones are known.
 
-    compiles  models are compiled: for another shape, such as the last, smaller batch, this is done again
+    compiles  whether models are compiled: another shape, such as a smaller last batch, is compiled again
     """
 
     def __init__(self, limits: WatchdogLimits, done: Set[str], *, compiles: bool) -> None:
@@ -177,7 +182,7 @@ class Waited:
         if known is None:
             self._known[kind] = _Known(seconds, update)
             return
-        # Of one update there are several pieces, most of them over at once: what follows a save, an evaluation.
+        # An update may have several operations, for example around an evaluation or a save; most of them are short.
         known.num_later += kind == EVALUATION or update > known.update
         known.update = update
         if seconds > TICK_S:
@@ -195,7 +200,7 @@ class Waited:
         )
 
 
-class _Looking:
+class _WatchdogThread:
     """Watchdog thread: compare the pulse with its previous value at each tick."""
 
     def __init__(
@@ -212,28 +217,28 @@ class _Looking:
         self.stop = threading.Event()
         self._main = threading.main_thread().ident or 0
 
-    def look_on(self) -> None:
+    def run(self) -> None:
         """Run until `stop` is set."""
-        ticks, same = 1, 0  # that it is watched has been shown
+        ticks, same = 1, 0  # the first heartbeat was published before the thread started
         before, phase = self.pulse.now, self.pulse.phase
         waited = Waited(self.limits, self.pulse.done, compiles=self.compiles)
-        is_first = True  # as it was when the piece began: the piece that makes it known is a first one to its end
-        written: tuple[int, object] | None = None  # beside training
-        still = 0  # ticks for which the disk has not moved
+        is_first = True  # as of the start of the operation: a first operation remains one until its end
+        written: tuple[int, object] | None = None  # by the writer thread
+        still = 0  # ticks without disk progress
         while not self.stop.wait(TICK_S):
             ticks += 1
             now, same = self.pulse.now, same + 1
             write = self.pulse.writing()
             still, written = (still + 1 if write and write == written else 0), write
             if write and now[0] == CHECKPOINT:
-                same = min(same, still)  # it waits for the disk, and as long as that moves
+                same = min(same, still)  # waiting for the disk is progress as long as the disk makes progress
             if now is not before:
                 waited.took(*before, same * TICK_S)
                 before, same = now, 0
                 is_first = now[0] not in waited.done
             if self.pulse.phase != phase:
                 waited = Waited(self.limits, self.pulse.done, compiles=self.compiles)
-                is_first = now[0] not in waited.done  # several may be done since the last look
+                is_first = now[0] not in waited.done  # several may have completed since the last check
                 phase = self.pulse.phase
             waits = False
             if max(same, still) > _CLOSER_LOOK:
@@ -252,18 +257,18 @@ class _Looking:
             self.show(Heartbeat(ticks, same * TICK_S, limit_s, waits, now[0], is_first, now[1], phase))
 
 
-class _Alone:
+class _ExitOnHang:
     """End this process after a timeout."""
 
     def __init__(self, world: World, pulse: ProgressMark, patience_s: float, traces: HangTraces) -> None:
         self.world, self.pulse, self.patience_s, self.traces = world, pulse, patience_s, traces
 
-    def __call__(self, sign: Heartbeat) -> None:
-        # A rank does not know what others are doing: they may be writing a checkpoint.
-        if not sign.is_overdue or (sign.waits and sign.waited_s <= self.patience_s):
+    def __call__(self, heartbeat: Heartbeat) -> None:
+        # A rank cannot see what others do: they may be writing a checkpoint.
+        if not heartbeat.is_overdue or (heartbeat.waits and heartbeat.waited_s <= self.patience_s):
             return
         try:
-            self._tell(sign)
+            self._report(heartbeat)
         finally:
             with suppress(Exception):
                 for pid in descendants(os.getpid()):
@@ -275,7 +280,7 @@ class _Alone:
                     within(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
             os._exit(Exit.HANG)
 
-    def _tell(self, sign: Heartbeat) -> None:
+    def _report(self, heartbeat: Heartbeat) -> None:
         """Print and record the hang within seconds, even if something blocks or fails."""
         of_threads = {_named(self.world): "has no stacks to show"}
         with suppress(Exception):
@@ -287,7 +292,7 @@ class _Alone:
             within(TELL_S, lambda: self.traces.keep(stacks.joined(of_threads)))
             is_kept = True
         who = _named(self.world) if self.world.world_size > 1 else ""
-        error = hang(sign, self.world.rank, who, of_threads, self.traces.file if is_kept else None)
+        error = hang(heartbeat, self.world.rank, who, of_threads, self.traces.file if is_kept else None)
         with suppress(Exception):
             checkpoints = self.traces.checkpoints
             last = within(1.0, lambda: newest(checkpoints)) if checkpoints else None
@@ -295,9 +300,9 @@ class _Alone:
             if last or made:
                 error.add_note(resume_note(last, made))
         with suppress(Exception):
-            lead = "\n" if os.isatty(2) else ""  # a progress bar leaves its line open
+            lead = "\n" if os.isatty(2) else ""  # the line of a progress bar is incomplete
             within(1.0, lambda: os.write(2, f"{lead}{fit_to_show(format_error(error))}\n".encode()))
-        if is_kept:  # else the disk does not take this either
+        if is_kept:  # otherwise the disk would not accept this either
             with suppress(Exception):
                 within(TELL_S, lambda: self.traces.record(error))
 
@@ -308,25 +313,27 @@ def _of_workers() -> dict[str, str]:
     return {f"{WORKER} {pid}": text for pid, text in answers.items()}
 
 
-def hang(sign: Heartbeat, rank: int, who: str, of_threads: Mapping[str, str], file: str | None = "stacks.txt") -> Hang:
-    """Return the error for what a sign of a rank shows: what is waited for, where, and what can be done.
+def hang(
+    heartbeat: Heartbeat, rank: int, who: str, of_threads: Mapping[str, str], file: str | None = "stacks.txt"
+) -> Hang:
+    """Return the error for an overdue heartbeat: the operation, its place in the code, and what to do.
 
-    who         "rank 1 of 2", or nothing
-    of_threads  stacks, or a word in their place, by the process: that of the sign is the first
-    file        of the run's folder that has all stacks; None: they could not be written
+    who         "rank 1 of 2", or empty
+    of_threads  process -> its stacks, or a note about why there are none; the hanging process first
+    file        file in the run's folder with all stacks; None: they could not be written
     """
-    noun, key = _WORDS[sign.kind]
-    key = "first_update_s" if sign.is_first and key != "checkpoint_s" else key
-    what = noun.format(update=sign.update) + (f" of phase {sign.phase}" if sign.phase else "")
+    noun, key = _WORDS[heartbeat.kind]
+    key = "first_update_s" if heartbeat.is_first and key != "checkpoint_s" else key
+    what = noun.format(update=heartbeat.update) + (f" of phase {heartbeat.phase}" if heartbeat.phase else "")
     calls = (stacks.user_frame(stacks.main_thread(text)) for text in of_threads.values())
     place = next(filter(None, calls), None)
     error = Hang(
-        f"{what} hangs: waited {sign.waited_s:.0f} s, and it may take {sign.limit_s:.0f} s",
+        f"{what} hangs: waited {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
         where=": ".join(filter(None, (who, str(place) if place else ""))),
-        fix=way_out(of_threads, f"watchdog.{key}={_rounded(4 * sign.limit_s)}", file),
+        fix=way_out(of_threads, f"watchdog.{key}={_rounded(4 * heartbeat.limit_s)}", file),
     )
-    if sign.phase:
-        error.place = {"rank": rank, "phase": sign.phase, "update": sign.update}
+    if heartbeat.phase:
+        error.place = {"rank": rank, "phase": heartbeat.phase, "update": heartbeat.update}
     return error
 
 

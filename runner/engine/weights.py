@@ -1,4 +1,4 @@
-"""Load initial weights into a model: all of them, or those that fit, with a table of what was taken."""
+"""Load initial weights into a model: all of them, or those that match, with a table of the result."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NO_ADAPTER = Adapter()
 
 @dataclass
 class WeightMatch:
-    """Which tensors of a source a model takes.
+    """Match of the tensors of a source and a model.
 
-    taken      names of the model, tied ones included
+    taken      names in the model that are loaded, including tied ones
     missing    names of the model that the source lacks; they keep their initialization
-    ignored    names of the source that the model lacks, or that `weights.only` leaves out
-    different  names with another shape or kind of number, described
+    ignored    names of the source that the model lacks, or that `weights.only` excludes
+    different  descriptions of names with another shape or kind of number
     stripped   prefix that was removed from all names of the source, such as "module."
     cast       number of tensors in another precision
     """
@@ -69,7 +69,7 @@ def begin_with(settings: Settings, model: nn.Module, parallel: Parallel, adapter
         raise IncompatibleResume(
             f"these are weights of another model; {'; '.join(problems)}",
             where=f"weights={options.source}",
-            fix="use the task options they were trained with; to take what fits: weights.strict=false, "
+            fix="use the task options they were trained with; to load what matches: weights.strict=false, "
             "weights.only=[MODULE] or weights.rename={OLD: NEW}",
         )
     parallel.load(model, {names[name]: tensor.to(wanted[name].dtype) for name, tensor in found.taken.items()})
@@ -83,7 +83,7 @@ def match(
     options: WeightsSettings,
     adapter: Adapter = NO_ADAPTER,
 ) -> WeightMatch:
-    """Return which of the tensors the model takes, by name and shape.
+    """Match the tensors with the model by name and shape.
 
     wanted  the model's state_dict: of a sharded model, shapes are those of the full tensors
     Raises ConfigError for modules in `weights.only` that the model lacks.
@@ -110,7 +110,7 @@ def match(
 
 
 def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
-    """Take a missing tensor from a parameter that it is tied to: files store a shared one once."""
+    """Fill a missing tensor from a parameter that it is tied to: files store a shared tensor once."""
     shared: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(weight), []).append(adapter.plain(name) or name)
@@ -149,22 +149,24 @@ def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
     content = files.read(file)
     try:
         return load(content)
-    except Exception as error:  # the reader promises no class of error
+    except Exception as error:  # the reader does not document its exceptions
         where = where or str(file)
-        if content.startswith(_PICKLES):  # asked only now: the length of a header of 640 bytes begins like a pickle
+        if content.startswith(
+            _PICKLES
+        ):  # checked only now: a valid file with a header of 640 bytes starts like a pickle
             raise SecurityRefusal(
                 "is a pickle, which may run code when it is read",
                 where=where,
                 fix=f"convert it to safetensors without executing it: accel-run import {file}",
             ) from None
-        fix = "it may be cut off: fetch it again"
+        fix = "it may be truncated: download it again"
         raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error
 
 
 def named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
     """Return the tensors by the names of the model, and the prefix that was removed from all of them.
 
-    Wrappers such as DDP put a prefix before all names. It is removed where more names then fit.
+    Wrappers such as DDP add a prefix to all names. It is removed if more names match without it.
     """
     found, stripped = tensors, ""
     best, num_best = (tensors, ""), len(found.keys() & set(wanted))
@@ -228,7 +230,7 @@ def _under(name: str, modules: Iterable[str]) -> bool:
 
 
 def _table(found: WeightMatch, shown: str) -> str:
-    """Return what was taken as one line, followed by a row for each other case that occurred."""
+    """Return a summary line of the loaded tensors, followed by a row for each other case that occurred."""
     changed = f", {found.cast} of them in another precision" if found.cast else ""
     stripped = f"; the prefix {found.stripped} was removed from their names" if found.stripped else ""
     rows = [
@@ -261,5 +263,5 @@ def _shape(tensor: Tensor) -> str:
 
 
 _NUM_SHOWN = 5
-_PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel and DDP, torch.compile, Lightning
+_PREFIXES = ("module.", "_orig_mod.", "model.")  # prefixes of DataParallel and DDP, torch.compile, Lightning
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

@@ -41,7 +41,7 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
     try:
         with (
             explained(
-                task_source(plan.choices["task"].name, Path(file) if file else None), "finding out what the model takes"
+                task_source(plan.choices["task"].name, Path(file) if file else None), "tracing the memory of the model"
             ),
             Forecast(_free(configuration), inventory) as made,
         ):
@@ -67,7 +67,7 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             return _of_pipeline(configuration, inventory, plan, whole, beyond=beyond) if _is_pipeline(plan) else whole
     except (ConfigError, TaskFault):
         raise
-    except Exception as error:  # missing data, or an operation that fake tensors do not support
+    except Exception as error:  # for example missing data, or an operation that fake tensors do not support
         why = error.problems[0].what if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"
         return Needs({}, known, first_line(why))
 

@@ -1,10 +1,10 @@
 """Trace a run on fake weights: operations on data alone are computed, all others are only traced.
 
-Parameters are fake from the moment a module holds them, so a model of any size costs nothing; whatever an operation
-makes of them is fake too. What is made of data alone (masks, counts, lengths) is real, so code whose shapes depend on
-the data is followed as well. Nothing here knows accelerators: it is the run on a CPU, operation by operation.
+Parameters become fake as soon as a module registers them, so a model of any size needs no memory; results of
+operations on them are fake, too. Values computed from data alone (masks, counts, lengths) are real, so code whose
+shapes depend on the data is traced as well. This module models a run on a CPU, operation by operation.
 
-Source: torch._subclasses.fake_tensor, private in torch 2.13: it is used here and nowhere else.
+Source: torch._subclasses.fake_tensor, private in torch 2.13; used only here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AllocationLedger:
     work: dict[str, ComputeCost] = field(default_factory=dict)
     layers: list[str] = field(default_factory=lambda: [""])
     flops_of: dict[str, int] = field(default_factory=dict)  # layer -> operations of forward passes
-    _alive: dict[int, tuple[CheckpointedBlock, Any]] = field(default_factory=dict)  # address of a storage -> its block
+    _alive: dict[int, tuple[CheckpointedBlock, Any]] = field(default_factory=dict)  # storage address -> block
     _ignored: set[int] = field(default_factory=set)
 
     def saw(self, tensor: Tensor, kind: str = "") -> CheckpointedBlock | None:
@@ -97,7 +97,7 @@ class AllocationLedger:
         return known[0]
 
     def ignore(self, tensor: Tensor) -> None:
-        """Do not count the storage of this tensor: it stands for one that is counted already."""
+        """Do not count the storage of this tensor: it represents one that is already counted."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._ignored:
@@ -146,13 +146,13 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             if func in _NUMBERS:
                 if not self.answers:
-                    self.refused = f"{func} asks for a number of a tensor that depends on the weights"
+                    self.refused = f"{func} needs a value of a tensor that depends on the weights"
                     raise NotTraceable(self.refused)
                 return _NUMBERS[func]
             try:
                 answer = self._followed(func, args, kwargs, given)
             except _NOT_FOLLOWED as error:
-                self.refused = f"{func} cannot be followed: {type(error).__name__}"
+                self.refused = f"{func} cannot be traced: {type(error).__name__}"
                 raise
         self._count(func, args, kwargs, given, answer)
         return answer
@@ -178,7 +178,9 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def replaced(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
             if weight is None or isinstance(weight, FakeTensor) or is_lazy(weight):  # no shape yet: in its first pass
                 return weight
-            fake: Any = self.fakes.from_tensor(weight)  # the same one for the same weight: tied ones stay tied
+            fake: Any = self.fakes.from_tensor(
+                weight
+            )  # the same fake tensor for the same weight, so that tied weights stay tied
             return fake  # type: ignore[no-any-return]
 
         hook = register_module_parameter_registration_hook(replaced)  # type: ignore[arg-type]
@@ -189,7 +191,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _followed(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
         real = {id(fake): tensor for tensor in given if (fake := self.faked(tensor)) is not tensor}
-        if func in _INDEXING:  # how many places a mask of data has is known; of a fake one it would not be
+        if func in _INDEXING:  # the number of elements of a real mask is known, that of a fake one is not
             args = (args[0], [index for given in args[1] for index in self._places(given)], *args[2:])
         elif func is _aten.masked_select.default and not self.is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
@@ -237,7 +239,7 @@ def in_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
     def enter(module: nn.Module, _: Any) -> None:
         ledger.layers.append(names.get(module, ledger.layers[-1]))
         if isinstance(module, nn.LSTM) and any(isinstance(weight, FakeTensor) for weight in module.parameters()):
-            raise NotTraceable("an LSTM takes another kernel where its weights have no content")
+            raise NotTraceable("an LSTM uses another kernel with fake weights")
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
         ledger.layers.pop()
@@ -254,7 +256,7 @@ def in_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in what an operation is given or returns; ten times as fast as torch's trees."""
+    """Return the tensors in arguments or results of an operation; ten times as fast as torch's pytree."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
@@ -275,12 +277,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _group_norm(args: Any, made: Any) -> Any:
-    """Return output, means and deviations; the latter are in the weight's format, for which torch says the input's."""
+    """Return output, means and deviations; the latter have the weight's dtype, not the input's as in torch."""
     return made if args[1] is None else (made[0], *(one.to(args[1].dtype) for one in made[1:]))
 
 
 def _group_norm_backward(args: Any, made: Any) -> Any:
-    """Return the three gradients; the first is in the input's format, for which torch says the weight's."""
+    """Return the three gradients; the first has the input's dtype, not the weight's as in torch."""
     return made if made[0] is None else (made[0].to(args[1].dtype), *made[1:])
 
 
@@ -296,13 +298,13 @@ def _flash_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, 
 _aten = torch.ops.aten
 _FLOPS: dict[Any, Callable[..., Any]] = {
     **flop_counter.flop_registry,
-    # torch counts the kernels of GPUs only
+    # torch counts only GPU kernels
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
 }
 _CORRECTED: dict[
     Any, Callable[[Any, Any], Any]
-] = {  # seen in torch 2.13 with half inputs and float32 weights, on a CPU
+] = {  # observed in torch 2.13 with 16-bit inputs and float32 weights, on a CPU
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }

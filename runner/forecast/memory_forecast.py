@@ -41,7 +41,7 @@ from runner.plan.planner import make_plan
 from runner.plan.recompute_budget import Blocks, computed_again
 from runner.plan.run_plan import PhasePlan, Plan
 
-FEW = 2  # number of samples run for real if a task cannot be traced
+FEW = 2  # number of samples of a real run if a task cannot be traced
 PASSING = ("activations", "temporary")
 FEW_BYTES = 1024  # size of losses and norms, in bytes
 UPDATES = 2  # the first update creates the optimizer state
@@ -79,7 +79,7 @@ class Forecast:
         self._parts: Parts | None = None
         self._fake_run = FakeRun(AllocationLedger())
         self._why_not = ""
-        self._is_too_large = False  # to be measured here
+        self._is_too_large = False  # measured on this machine
 
     def __enter__(self) -> Forecast:
         return self
@@ -211,7 +211,7 @@ class Follower:
         self.ledger = phantom.ledger = AllocationLedger()
         self.kept: list[CheckpointedBlock] = []  # activations of the latest forward pass
         self.trained: list[nn.Parameter] = []
-        self.left: list[int] = []  # bytes of tensors created in passes and still alive after each update
+        self.left: list[int] = []  # bytes of tensors that were created in passes and are alive after each update
         self.batches: list[int] = []  # bytes of each batch
 
     def follow(self) -> Traced:
@@ -362,12 +362,12 @@ class Follower:
         """Return why other updates may need more than the traced ones, or nothing."""
         grown = self.left[-1] - self.left[0] if self.left else 0
         if grown > FEW_BYTES:
-            return f"the task keeps {sized(grown)} more after an update than after the one before"
+            return f"after each update, the task keeps {sized(grown)} more than after the previous one"
         least, most = min(self.batches, default=0), max(self.batches, default=0)
         if least < most:
             samples = self.phase.batch.micro_batch_size
             said = f"batches of {samples} have {sized(least)} to {sized(most)}"
-            return f"{said}, and those that are larger than what was followed take more"
+            return f"{said}, and larger ones than the traced batch need more"
         return self.caveat
 
 
@@ -421,7 +421,7 @@ def _all_inside(name: str, layers: Sequence[Layer]) -> Layer:
 
 def _words(error: BaseException, source: Path) -> str:
     """Return which operation cannot be traced and the task line that calls it."""
-    fault = error if isinstance(error, TaskFault) else fault_of(error, source, "following it")
+    fault = error if isinstance(error, TaskFault) else fault_of(error, source, "tracing it")
     root = error
     while root.__cause__ is not None:
         root = root.__cause__

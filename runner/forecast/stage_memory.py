@@ -1,6 +1,6 @@
 """Predict the memory of each pipeline stage: place the layers and trace the run of its rank on fake weights.
 
-It is the real run with torch's own schedule, among ranks that are not there: what they would send has no content.
+The traced run uses torch's own schedule with simulated ranks: received tensors are fake.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class StagePrediction:
         self.of_run, self.options, self.count = plan, choice.options, plan.world_size
         self.chunks = int(self.options["chunks"]) if self.options["schedule"] == "interleaved" else 1
         self.phases = [phase for phase in plan.selected if phase.kind == "train"]
-        self.is_followed = self.chunks == 1  # of several stages on a rank torch asks more of the others
+        self.is_followed = self.chunks == 1  # with several stages on a rank, torch queries the other ranks more often
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
         host = on_the_host(plan)
         self.plan = dataclasses.replace(
             host, choices={**host.choices, "parallelism": Choice("single", "single", {})}
-        )  # the strategy is put in afterwards
+        )  # the strategy is set afterwards
         self._stack = ExitStack()
 
     def __enter__(self) -> StagePrediction:
@@ -92,7 +92,7 @@ class StagePrediction:
         total = phase.batch.global_batch_size
         split = self.placement(size).split
         many = -(-total // size)
-        few = min(many, self.count + 1)  # as many as are under way, and one more
+        few = min(many, self.count + 1)  # as many as are in flight, and one more
         batch = Batch(few * size, size, (few * size,), stages=self.count)
         followed = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
         with _quiet(), self.autocast():
@@ -100,7 +100,7 @@ class StagePrediction:
             return [self._followed(followed, split, shapes, rank, many) for rank in range(self.count)]
 
     def _costs(self) -> tuple[list[LayerCost], int]:
-        """Return what the layers cost for an example, as a run measures it, and the samples of that.
+        """Return the costs of the layers for an example, measured as in a run, and its number of samples.
 
         Operations are used instead of seconds.
         """
@@ -167,7 +167,9 @@ class StageFollower(Follower):
         return super().follow()
 
     def updated(self) -> None:
-        self.parts.parallel.begin([])  # the first update has one pass: what it received is not there in a run
+        self.parts.parallel.begin(
+            []
+        )  # the first update has one micro-batch, whose received tensors do not exist in a run
 
     def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*received: Any) -> Any:
@@ -178,9 +180,9 @@ class StageFollower(Follower):
 
 
 def _with_more(traced: Traced, others: int, each: int) -> Traced:
-    """Return what is taken with other micro-batches like those that were followed, which wait to be passed.
+    """Return the demand with more micro-batches of the traced size, which wait for their turn.
 
-    each  bytes of what is received for each of them, and of what gpipe keeps of each
+    each  bytes received for each of them, and bytes that gpipe keeps of each
     """
     inputs = others * (traced.peak.inputs // traced.accumulation_steps)
     peak = dataclasses.replace(

@@ -86,7 +86,7 @@ def run_command(words: Sequence[str], *, relays: bool = True) -> CommandEnd:
 
 
 def report_to(descriptor: int, error: AccelRunError) -> None:
-    """Write the error that ended a command for the process that started it."""
+    """Send the error that ended a command to the process that started it."""
     content = {
         "kind": type(error).__name__,
         "problems": [dataclasses.asdict(problem) for problem in error.problems],
@@ -99,7 +99,7 @@ def report_to(descriptor: int, error: AccelRunError) -> None:
 
 
 class _Relay:
-    """Passes on what a process writes, until it has ended; what it has started may hold its pipes for longer."""
+    """Forwards the output of a process until it exits; its descendants may keep the pipes open for longer."""
 
     def __init__(self, process: subprocess.Popen[bytes], sinks: dict[int, Write]) -> None:
         self._process = process
@@ -142,7 +142,7 @@ def _kinds(kind: type[AccelRunError]) -> Iterator[type[AccelRunError]]:
 
 
 _LOOK_S = 0.1
-# -P: no runner.py of the current folder is ours; a checkout that is not installed is found after everything else
+# -P: do not import a runner.py of the current folder; a checkout that is not installed is searched last
 _MAIN = (
     "import signal, sys; parent, report, path, *sys.argv[1:] = sys.argv[1:]; sys.path.append(path); "
     "from runner.host.parent_death import die_with_parent; die_with_parent(int(parent), signal.SIGTERM); "

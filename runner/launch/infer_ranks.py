@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def infer(request: Request, checkpoint: str | None = None) -> Exit:
     """Run predictions with the run or the weights that the request names; write predictions/ and plots/.
 
-    With `parallelism=ddp`, every rank makes a share of the predictions if the task's predict has the parameters `shard`
-    and `num_shards`. Otherwise one process makes all.
+    With `parallelism=ddp`, every rank computes a share of the predictions if the task's predict has the parameters
+    `shard` and `num_shards`. Otherwise one process computes all of them.
 
     checkpoint  best, last or an update; None: the best one if there is one, else the last one
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged.

@@ -50,7 +50,7 @@ def on_ranks(configuration: Configuration, task_file: Path | None, work: Work) -
 
 
 def inventory_of(configuration: Configuration) -> Inventory:
-    """Return the hardware of this machine, with the allocator settings that the configuration asks for."""
+    """Return the hardware of this machine, with the configured allocator settings."""
     allow_for(configuration)
     return take_inventory()
 

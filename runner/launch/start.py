@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @nonblocking_streams()
 def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | None]:
-    """Run the phases that the request asks for, `infer` among them or with `then_infer`.
+    """Run the requested phases, including `infer` if it is selected or with `then_infer`.
 
     Return the exit code and the training job; None if nothing was trained, or if another process reports it.
     Raises AccelRunError, which is also written to error.json of the run directory, if there is one.

@@ -31,7 +31,7 @@ def level_said() -> Level:
         if level == said:
             return level
     what = f"must be one of {', '.join(LEVELS)}, but is {said}"
-    raise ConfigError(Problem(what, SAYS, f"export {SAYS}=info, which is also what holds without it"))
+    raise ConfigError(Problem(what, SAYS, f"export {SAYS}=info, the default"))
 
 
 class Console:
@@ -117,8 +117,8 @@ class Events:
 class _Appender:
     """Append-only file, readable only by its owner; None: nothing is written.
 
-    What is longer than 16 MiB when it is opened is called `...-earlier` from then on, in the place of the one before:
-    a run that is started again and again does not fill the disk. A line that a crash left without its end gets one.
+    A file of more than 16 MiB is renamed to `...-earlier` when it is opened, replacing the previous one, so that a run
+    that restarts often does not fill the disk. An incomplete last line, left by a crash, is terminated.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -130,7 +130,7 @@ class _Appender:
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MOST_BYTES:
                     earlier = path.with_name(f"{path.stem}-earlier{path.suffix}")
                     os.replace(name, earlier.name if folder else earlier, src_dir_fd=folder, dst_dir_fd=folder)
-            # O_NONBLOCK: opening a named pipe would otherwise wait for a reader for ever.
+            # O_NONBLOCK: opening a named pipe would otherwise block forever without a reader.
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             with contextlib.suppress(OSError), opened_parent(path) as (folder, name):
                 self._descriptor = os.open(name, flags, 0o600, dir_fd=folder)

@@ -32,10 +32,10 @@ JOURNAL = "optuna.journal"
 def search(request: Request, wish: SweepRequest, *, num_trials: int, budget_s: float = math.inf) -> int:
     """Run trials until the number of trials or the time limit is reached, and print a table; 0 if one has a value.
 
-    num_trials  of the whole search, those of earlier processes among them
-    budget_s    start no new trial after this many seconds; one that is under way is not cut short
-    Runs, signals and resuming work as in a sweep. Raises ConfigError before anything is started, for every problem of
-    an end of a range, and later where a trial that is through has no such metric; MissingPackage.
+    num_trials  of the whole search, including those of earlier processes
+    budget_s    start no new trial after this many seconds; a running trial is not interrupted
+    Runs, signals and resuming work as in a sweep. Raises ConfigError for all invalid range ends before anything is
+    started, and later if a finished trial does not have the metric; MissingPackage.
     """
     fixed, axes = read_space(request)
     ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, words)) for words in corners(axes)]
@@ -58,14 +58,14 @@ def corners(axes: Sequence[SearchSpace]) -> list[list[str]]:
 class Study:
     """Optuna's study in the folder of a search. Its sampler is seeded again for each value, by seed, trial and key.
 
-    So a search that was stopped or killed, also between two values of one trial, chooses the same values.
+    So a search that was stopped or killed, even between two values of a trial, chooses the same values.
     """
 
     def __init__(self, found: Sweep, axes: Sequence[SearchSpace], name: str, *, seed: int) -> None:
         self._optuna: Any = require("optuna", "search")
         self._axes, self._name, self._seed = axes, name, seed
         self._file = found.folder / JOURNAL
-        files.AppendLog(self._file).close()  # half a line, as a crash leaves it, would damage the next one
+        files.AppendLog(self._file).close()  # an incomplete line, left by a crash, would damage the next one
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         journal = self._optuna.storages.journal
         with _at("open", self._file):
@@ -82,14 +82,14 @@ class Study:
             )
 
     def ask(self) -> Trial:
-        """Return a new trial, on disk."""
+        """Return a new trial, which is already stored on disk."""
         with _at("append to", self._file):
             return self._chosen(self._study.ask())
 
     def trials(self, known: Sequence[Trial]) -> list[Trial]:
-        """Return the trials asked for so far; of one whose asking was cut off by a kill the rest is chosen now.
+        """Return all trials so far; if a kill interrupted the choice of values, the remaining ones are chosen now.
 
-        known  those that sweep.json has, each of which was asked for
+        known  the trials in sweep.json
         """
         found = []
         with _at("append to", self._file):
@@ -100,7 +100,7 @@ class Study:
                 found.append(self._chosen(self._optuna.trial.Trial(self._study, frozen._trial_id)))
             for trial, asked in zip_longest(known, found[: len(known)]):
                 if asked is None or trial.words != asked.words:
-                    raise ValueError(f"{trial.name} is not the trial that sweep.json has")
+                    raise ValueError(f"{trial.name} differs from the trial in sweep.json")
         return found
 
     def is_told(self, trial: Trial) -> bool:
@@ -134,7 +134,7 @@ class Study:
         return Trial(number + 1, f"{self._name}-{number + 1}", words)
 
     def _sampler(self, number: int, place: int) -> Any:
-        """Return the sampler of the value at `place` of a trial: what the values before it drew does not count."""
+        """Return the sampler for the value at `place` of a trial; independent of draws for earlier values."""
         seed = int(np.random.SeedSequence([self._seed, number, place]).generate_state(1)[0])
         return self._optuna.samplers.TPESampler(seed=seed)
 
@@ -147,13 +147,13 @@ def _at(action: str, journal: Path) -> Iterator[None]:
             yield
     except AccelRunError:
         raise
-    except Exception as error:  # of any class: the file decides where its reader fails
+    except Exception as error:  # any exception type: the content of the file decides where the reader fails
         fix = "restore a copy of it, or use another run=NAME; the results of the trials are in their own folders"
         raise DataError(f"is damaged: {error_line(error)}", where=str(journal), fix=fix) from error
 
 
 class _Held:
-    """The lock of the journal: whoever has the folder of the search is alone, and leaves no lock behind when killed."""
+    """A lock that does nothing: the lock of the folder already excludes other processes, and is released on a kill."""
 
     def acquire(self) -> bool:
         return True
@@ -172,7 +172,7 @@ class _Asking:
         for each in found.results():
             if each.state in OPEN and not study.is_told(each.trial):
                 self._left.append(each.trial)
-            elif not study.is_told(each.trial):  # killed before it was told
+            elif not study.is_told(each.trial):  # killed before its result was reported
                 self.ended(each)
 
     def next(self) -> Trial | None:
@@ -192,7 +192,7 @@ class _Asking:
 
 
 def _no_metric(result: Result, goal: Goal) -> ConfigError:
-    """Return what to say where a trial is through and its metric is not there."""
+    """Return the error for a finished trial without the metric."""
     known = list(result.metrics)
     what = f"{result.trial.name} has no such metric; it has {shortened(known, 8) or 'none'}"
     near = did_you_mean(goal.metric, known)

@@ -39,9 +39,9 @@ from runner.sweeps.trials import STOPPED, Result, Sweep, Trial, summary, table, 
 class SweepRequest:
     """Options of a sweep besides its settings.
 
-    metric    by which trials are compared, best_is which of its values are better; None: those of early_stopping
-    together  trials at once; auto: as many as the device holds
-    retry     trials that have failed are tried again
+    metric    metric that compares trials, and best_is its direction; None: those of early_stopping
+    together  number of concurrent trials; auto: as many as fit on the device
+    retry     run failed trials again
     """
 
     metric: str | None = None
@@ -67,10 +67,10 @@ class Source(Protocol):
 def sweep(request: Request, wish: SweepRequest) -> int:
     """Train each combination in a subprocess and print a table; 0 if all succeeded, else the first failure.
 
-    The runs are called NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes those
-    not finished. Ctrl-C, SIGTERM or SIGUSR1 lets the trials under way save, and ends the sweep with 75; so does a trial
-    that was stopped. Raises AccelRunError, before anything is started, with the problems of every combination, and
-    RunInUse where another process has the folder.
+    The runs are named NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes unfinished
+    ones. Ctrl-C, SIGTERM or SIGUSR1 let the running trials save, and end the sweep with 75; so does a trial that was
+    stopped. Raises AccelRunError with the problems of every combination before anything is started, and RunInUse if
+    another process has locked the folder.
     """
     requests = expand_sweep(request)
     configurations = composed(requests)
@@ -85,11 +85,11 @@ def sweep(request: Request, wish: SweepRequest) -> int:
 
 
 class opened:  # noqa: N801 - used as a function
-    """The folder of a sweep is there, locked and described; what it holds was made by the same settings.
+    """Create or open the folder of a sweep, lock it, and check that its trials have the same settings.
 
-    fixed          what all trials have in common
-    configuration  of one of them
-    Raises IncompatibleResume where the folder holds a sweep of other settings, DataError where its file is damaged.
+    fixed          settings that all trials have in common
+    configuration  configuration of one trial
+    Raises IncompatibleResume if the folder has a sweep with other settings, DataError if its file is damaged.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
     found.save(directory, "running")
     root = configuration.settings.root
     fixed = with_run_directory(found.record.fixed or (), root)  # once: trials change which run is the last one
-    held: dict[int, float] = {}  # number of a trial that another process holds -> until when it is waited for
+    held: dict[int, float] = {}  # number of a trial that another process holds -> deadline of waiting for it
 
     def start(trial: Trial) -> None:
         words = merge_overrides(
@@ -153,7 +153,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         )
         pool.start(trial, arguments_of(replace(configuration.request, overrides=words)))
 
-    # What a trial says of itself besides is in its console.log; a launcher says where its job is, and that is all.
+    # The full output of a trial is in its console.log; with a launcher, only the location of the job is printed.
     with Pool(packing.slots, TERSE if found.record.launcher == "local" else None) as pool:
         while True:
             while pool.has_room and (trial := source.next()) is not None:
@@ -174,7 +174,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
                     start(trial)
                 continue
             if pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals: not the trial's own failure
-                has_begun = code != 128 + signal.SIGUSR1  # the first one, before there was anything to save
+                has_begun = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
                 code = int(Exit.INTERRUPTED if has_begun else Exit.PREEMPTED)
             found.codes[trial.number] = code
             if code in STOPPED:
@@ -219,7 +219,7 @@ def must_be_plannable(configurations: Sequence[Configuration]) -> None:
     try:
         errors = in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
-        return  # the trials will tell
+        return  # the trials report it themselves
     if errors:
         found = ConfigError(dict.fromkeys(problem for error in errors for problem in error.problems))
         found.exit_code = errors[0].exit_code
@@ -238,7 +238,7 @@ class _Grid:
         return self._left.pop(0) if self._left else None
 
     def ended(self, result: Result) -> None:
-        """Ask for the next one, whatever it was."""
+        """Continue with the next trial, whatever the result."""
 
 
 def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
@@ -271,7 +271,7 @@ def _must_be_whole(before: Sweep) -> None:
 
 
 def _must_agree(sweep: Sweep, now: SweepRecord, name: str) -> None:
-    """Raise IncompatibleResume where the folder holds trials of another kind or task."""
+    """Raise IncompatibleResume if the folder contains trials of another kind or task."""
     before = sweep.record
     pairs = {
         "the kind": (before.kind, now.kind),
@@ -282,7 +282,7 @@ def _must_agree(sweep: Sweep, now: SweepRecord, name: str) -> None:
     if now.kind == "search":
         pairs["the common settings"] = (shlex.join(sorted(before.fixed or ())), shlex.join(sorted(now.fixed or ())))
         pairs["the search space"] = (_spaced(before.space), _spaced(now.space))
-    if now.kind == "search" and any(each.value is not None for each in sweep.results()):  # Optuna was told of it
+    if now.kind == "search" and any(each.value is not None for each in sweep.results()):  # reported to Optuna
         pairs["the goal"] = (str(before.goal), str(now.goal))
     for what, (old, new) in pairs.items():
         if old != new:
@@ -302,7 +302,7 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
     for configuration in configurations:
         try:
             plan = make_plan(configuration, inventory)
-            if configuration.choices["launcher"].name == "local":  # elsewhere there may be others
+            if configuration.choices["launcher"].name == "local":  # another machine may have other devices
                 _packages_must_be_installed(plan)
         except AccelRunError as error:
             errors.append(error)
@@ -321,13 +321,13 @@ def _packages_must_be_installed(plan: Plan) -> None:
 
 
 def _varied(combinations: Sequence[tuple[str, ...]]) -> set[str]:
-    """Return the keys whose words differ."""
+    """Return the keys whose values differ."""
     columns = zip(*combinations, strict=True)
     return {key_of(column[0]) for column in columns if len(set(column)) > 1}
 
 
 def _said(directory: RunDirectory) -> str:
-    """Return what names the sweep in a command to be pasted."""
+    """Return the argument that names the sweep, for a command to paste."""
     is_usual = directory.shown.parent == Path("outputs")
     return directory.name if is_usual else shlex.quote(str(directory.shown))
 

@@ -68,8 +68,8 @@ def expand_sweep(request: Request) -> list[Request]:
     count = math.prod(map(len, lists))
     if count > MAX_TRIALS and not problems:
         words = " ".join(_text(override) for override in parsed if override.is_sweep_override())
-        fix = "list fewer, or try some of them: accel-run search with the same words"
-        problems.append(Problem(f"are {count:,} combinations; a sweep has at most {MAX_TRIALS:,}", words, fix))
+        fix = "list fewer, or try some of them: accel-run search with the same arguments"
+        problems.append(Problem(f"make {count:,} combinations; a sweep has at most {MAX_TRIALS:,}", words, fix))
     if problems:
         raise ConfigError(problems)
     return [replace(request, overrides=words) for words in product(*lists)]
@@ -121,8 +121,10 @@ def _misplaced(parsed: Sequence[Override]) -> list[Problem]:
     for override in parsed:
         key, word = override.key_or_group, _text(override)
         if key == "resume" and not override.is_sweep_override() and override.value() == "fresh":
-            fix = "take another run=NAME, or remove the folder of this one"
-            problems.append(Problem("every trial would begin anew each time the command is given", word, fix))
+            fix = "use another run=NAME, or remove the folder of this one"
+            problems.append(
+                Problem("every trial would restart from scratch whenever the command is repeated", word, fix)
+            )
         if not override.is_sweep_override():
             continue
         if key in _OF_ALL:
@@ -148,7 +150,7 @@ def _listed(override: Override, request: Request, problems: list[Problem]) -> li
         return [f"{key}={name}" for name in names]
     if kind in ("GLOB_CHOICE_SWEEP", "INTERVAL_SWEEP"):
         between = "; accel-run search finds the best between two numbers" if kind == "INTERVAL_SWEEP" else ""
-        problems.append(Problem("does not say which values", word, f"list them, or use range(a,b){between}"))
+        problems.append(Problem("does not list its values", word, f"list them, or use range(a,b){between}"))
         return []
     wrong = _wrong_range(value) if kind == "RANGE_SWEEP" else _wrong_list(value.list)
     if wrong:
@@ -168,9 +170,9 @@ def _axis(override: Override, fixed: Request, problems: list[Problem]) -> Search
         if not (math.isfinite(low) and math.isfinite(high)):
             problems.append(Problem("has no end", word, "give both limits, for example interval(0,1)"))
         elif low >= high:
-            problems.append(Problem("must begin below its end", word, f"use interval({high:g},{low:g})"))
+            problems.append(Problem("must start below its end", word, f"use interval({high:g},{low:g})"))
         elif is_log and low <= 0:
-            problems.append(Problem("a log scale begins above 0", word, f"use log({high / 1000:g},{high:g})"))
+            problems.append(Problem("a log scale must start above 0", word, f"use log({high / 1000:g},{high:g})"))
         else:
             is_whole = isinstance(value.start, int) or not _takes_fractions(override, low, high, fixed)
             return SearchSpace(key, (), low, high, is_log=is_log, is_whole=is_whole)

@@ -97,7 +97,7 @@ class Sweep:
     before: SweepRecord = field(default_factory=SweepRecord)
 
     def __post_init__(self) -> None:
-        self._settled: dict[int, Result] = {}  # by number: results of trials whose run changes no more
+        self._settled: dict[int, Result] = {}  # number -> result of trials whose run no longer changes
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
@@ -132,7 +132,7 @@ class Sweep:
         """
         if trial.number not in self._settled:
             found = self._read(trial)
-            if found.state not in ("done", "failed") or trial.number not in self.codes:  # it may be tried again now
+            if found.state not in ("done", "failed") or trial.number not in self.codes:  # it may be retried now
                 return found
             self._settled[trial.number] = found
         return self._settled[trial.number]

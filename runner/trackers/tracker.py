@@ -286,7 +286,7 @@ def wandb(
     mode     auto: WANDB_MODE if set, else online with an API key and offline without one
     group    group name, shared by the runs of an experiment
     tags     tags of the run
-    `config` is stored as it is: secrets must have been taken out.
+    `config` is stored unchanged: it must not contain secrets.
     """
     chosen, reason = choose_mode(mode, os.environ)
     if chosen == "disabled":
@@ -309,7 +309,7 @@ def wandb(
         return f"upload with: wandb sync {_fragments(folder, run_id) if previous_id else shlex.quote(folder)}"
 
     def unsent(folder: str) -> str:
-        return f"; not all of it was uploaded, do: wandb sync --include-online {shlex.quote(folder)}"
+        return f"; not everything was uploaded; run: wandb sync --include-online {shlex.quote(folder)}"
 
     folders = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*-{run_id}"
     online = Attempt(
@@ -338,7 +338,7 @@ def tensorboard(
     """Write TensorBoard event files into the run directory.
 
     flush_s  seconds between writes to the disk
-    Raises MissingPackage where tensorboard is not installed.
+    Raises MissingPackage if tensorboard is not installed.
     """
     must_be_installed("tensorboard")
     order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s, "linger_s": LOCAL_LINGER_S}
@@ -360,8 +360,10 @@ def wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
 def must_be_installed(tracker: str) -> None:
     """Raise MissingPackage if the package of the tracker is missing; without wandb, runs continue untracked."""
     if tracker == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
-        fix = 'pip install tensorboard, which "accel-run[tensorboard]" brings; or use tracker=none'
-        raise MissingPackage("tensorboard must be installed, but is not", where="tracker=tensorboard", fix=fix)
+        fix = 'pip install "accel-run[tensorboard]", or use tracker=none'
+        raise MissingPackage(
+            "needs the package tensorboard, which is not installed", where="tracker=tensorboard", fix=fix
+        )
 
 
 @dataclass(frozen=True)

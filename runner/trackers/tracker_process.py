@@ -1,7 +1,7 @@
 """Run wandb or TensorBoard in a separate process, so that training neither waits for it nor fails with it.
 
-runner.trackers.tracker starts this file as a script with the number of a socket. Orders come as lines of JSON and
-each is answered with one line: first what to open, then rows, then finish. Nothing of the runner is imported here.
+runner.trackers.tracker starts this file as a script with the number of a socket. Requests are lines of JSON, and each
+has a response of one line: first what to open, then rows, then finish. Nothing of the runner is imported here.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Sink(Protocol):
     opened: dict[str, Any]
 
     def log(self, row: Row) -> None:
-        """Take one row."""
+        """Log one row."""
 
     def finish(self, exit_code: int) -> None:
-        """Bring all rows where they belong."""
+        """Store or upload all remaining rows."""
 
     def close(self) -> None:
-        """End what was started besides."""
+        """Stop helper processes."""
 
 
 class Wandb:
-    """A wandb run, started or continued; rows it already has are not given to it twice."""
+    """A new or resumed wandb run; rows that it already has are not logged again."""
 
     def __init__(self, *, mode: str, init_timeout_s: float, run_dir: str, **named: Any) -> None:
         import wandb  # noqa: TID251 - the other half of runner/trackers/tracker.py
@@ -56,16 +56,16 @@ class Wandb:
             "disable_git": True,
             "disable_code": True,
             "x_disable_stats": True,  # the runner's own monitor measures the machine
-            "x_disable_meta": True,  # the command line and the program's path stay here
+            "x_disable_meta": True,  # do not upload the command line and the program's path
             "x_save_requirements": False,
             "symlink": False,
             "x_disable_machine_info": True,
-            "x_transaction_log_flush_interval": 1.0,  # default 15 s: so much would be lost to a SIGKILL
+            "x_transaction_log_flush_interval": 1.0,  # default 15 s, which a SIGKILL would lose
             "init_timeout": init_timeout_s,
-            "stop_fn": lambda: None,  # a stop pressed in the browser does not end the training
+            "stop_fn": lambda: None,  # the stop button in the browser must not end the training
         }
-        known = getattr(wandb.Settings, "model_fields", {})  # older versions refuse settings they do not know
-        # Without a server to ask, what this run already has is read from its earlier folders.
+        known = getattr(wandb.Settings, "model_fields", {})  # older versions refuse unknown settings
+        # Offline, the rows that this run already has are read from its earlier folders.
         held = _last_step(Path(run_dir), named["id"]) if mode == "offline" else -1
         self._run = wandb.init(
             mode=mode,  # type: ignore[arg-type]  # checked where the option is declared
@@ -80,7 +80,7 @@ class Wandb:
         self._phase: Any = None
         self._base = 0  # added to `update`: a phase that counts from 0 again continues after the previous one
         self._step = 0
-        url = self._run.url if mode == "online" else None  # asking offline makes wandb warn
+        url = self._run.url if mode == "online" else None  # offline, wandb would print a warning
         self.opened: dict[str, Any] = {"folder": self._run.settings.sync_dir, "url": url}
 
     def log(self, row: Row) -> None:
@@ -89,7 +89,7 @@ class Wandb:
             if row.get("phase") != self._phase and self._base + update < self._step:
                 self._base = self._step + 1
             self._phase = row.get("phase")
-            self._step = max(self._base + update, self._step)  # wandb drops a step that goes back
+            self._step = max(self._base + update, self._step)  # wandb drops decreasing steps
         if self._step >= self._first:
             values = {name: wandb_value(value) for name, value in row.items() if value is not None}
             self._run.log(values, step=self._step)
@@ -98,7 +98,9 @@ class Wandb:
         self._run.finish(exit_code=exit_code)
 
     def close(self) -> None:
-        importlib.import_module("wandb").teardown()  # its service, waited for, so that no zombie stays in a container
+        importlib.import_module(
+            "wandb"
+        ).teardown()  # wait for its service process, so that no zombie remains in a container
 
 
 def wandb_value(value: Any) -> Any:
@@ -131,7 +133,7 @@ class TensorBoard:
         step = row.get("update")
         if not isinstance(step, int):
             return
-        if self._resumed:  # TensorBoard forgets what earlier files hold from this step on: nothing appears twice
+        if self._resumed:  # TensorBoard ignores rows of earlier files from this step on, so nothing appears twice
             started = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=started))
             self._resumed = False
@@ -181,13 +183,13 @@ class TensorBoard:
 
 
 def serve(line: socket.socket) -> None:
-    """Obey the orders that come over `line` until the last one, also those that a run has left behind.
+    """Handle requests from `line` until the last one, including those that an exited run has sent.
 
-    `linger_s` of the opening order after the run has closed the line this process ends, whatever it waits for.
+    The process exits `linger_s` (of the opening request) seconds after the run has closed the line, even if blocked.
     """
 
     def answer(**words: Any) -> None:
-        with contextlib.suppress(OSError):  # the run has left
+        with contextlib.suppress(OSError):  # the run has exited
             line.sendall(json.dumps(words).encode() + b"\n")
 
     orders = line.makefile("r", encoding="utf-8")
@@ -215,7 +217,7 @@ def serve(line: socket.socket) -> None:
 
 
 def _end_after(line: socket.socket, linger_s: float) -> None:
-    """End this process some time after the run has closed its end of the line."""
+    """Exit some time after the run has closed its end of the line."""
     poll = select.poll()
     poll.register(line, select.POLLRDHUP)
     poll.poll()
@@ -224,16 +226,16 @@ def _end_after(line: socket.socket, linger_s: float) -> None:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return an error as one line that cannot hold the API key."""
+    """Return an error as one line without the API key."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     key = os.environ.get("WANDB_API_KEY")
     return text.replace(key, "(key)") if key else text
 
 
 def _last_step(run_dir: Path, run_id: str) -> int:
-    """Return the last step that the folders of this run hold, -1 for none or when they cannot be read."""
+    """Return the last step in the folders of this run; -1 if there is none, or they cannot be read."""
     last = -1
-    with contextlib.suppress(Exception):  # the format is wandb's own: then rows may appear twice, none is lost
+    with contextlib.suppress(Exception):  # the format is private to wandb: rows may then appear twice, but none is lost
         record_type = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
         for path in run_dir.glob(f"*wandb/*run-*-{run_id}/run-{run_id}.wandb"):
             for data in records(path.read_bytes()):
@@ -250,25 +252,25 @@ def records(log: bytes) -> Iterator[bytes]:
     """
     at, parts = 7, b""
     while at + 7 <= len(log):
-        if (left := 32768 - at % 32768) < 7:  # too little for a record header: padding
+        if (left := 32768 - at % 32768) < 7:  # too short for a record header: padding
             at += left
             continue
         size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
         parts += log[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or its last part
             yield parts
             parts = b""
 
 
 def main() -> None:
-    """Serve until the request to finish. Signals are for the run: this process ends when the run does."""
+    """Serve until the request to finish. Signals are ignored: this process ends when the run does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.umask(0o077)
-    os.nice(5)  # the cores belong to the training
+    os.nice(5)  # leave the cores to the training
     serve(socket.socket(fileno=int(sys.argv[1])))
-    os._exit(0)  # without wandb's exit handlers, which would wait for the network; its service ends with us
+    os._exit(0)  # skips wandb's exit handlers, which would wait for the network; its service ends with this process
 
 
 SINKS: Mapping[str, Callable[..., Sink]] = {"wandb": Wandb, "tensorboard": TensorBoard}

@@ -17,7 +17,7 @@ from runner.base.errors import ConfigError
 from runner.cli import main
 from runner.commands.arguments import read_of_a_run
 from runner.config.request import Request
-from runner.durable.run_state import standing
+from runner.durable.run_state import state_of
 from runner.engine.repro_script import script
 from runner.records.run_record import RunRecord
 
@@ -88,7 +88,7 @@ def test_what_is_said_to_go_on_with_a_run_names_it() -> None:
         ({**known, "name": ["x"]}, f"{resume} NAME"),
         (elsewhere, f"{resume} gpt-1 'output_root=my runs'"),
     ):
-        assert standing(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
+        assert state_of(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
 
 
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ FAULTS = {
         "def build(",
     ),
     "settings before the star": Fault(
-        "(*, size: int = 4)", "(size: int = 4)", 70, "the settings of build must stand after *, but size", "def build("
+        "(*, size: int = 4)", "(size: int = 4)", 70, "the settings of build must come after *, but size", "def build("
     ),
     "no model": Fault("self.model =", "self.net =", 70, "Mine.model must be a torch.nn.Module", "class Mine(Task)"),
     "a model whose state is no tensor": Fault(
@@ -212,7 +212,7 @@ def test_a_fault_of_the_task_is_told_in_words(name: str, server: ForkServer, tmp
     assert ended.code == fault.code, ended.err
     assert fault.cause in ended.err
     assert "Traceback" not in ended.err
-    assert "not yours" not in ended.err
+    assert "bug in accel-run" not in ended.err
     file = tmp_path / "mine.py"
     if fault.line:
         lines = file.read_text().splitlines()

@@ -630,7 +630,7 @@ def test_a_sweep_is_every_combination_in_order(words: tuple[str, ...], expected:
 
 @pytest.mark.parametrize("word", ["seed=interval(0,1)", "run=glob(*)"])
 def test_a_sweep_without_values_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="does not say which values"):
+    with pytest.raises(ConfigError, match="does not list its values"):
         expand_sweep(Request((word,)))
 
 

@@ -98,6 +98,15 @@ def test_a_long_run_is_told_in_hours() -> None:
     assert "in 2 h 3 min" in end_summary(dataclasses.replace(END, time=TimeSpent(7_390.0)))
 
 
+def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
+    def first_line(num_updates: int) -> str:
+        time = TimeSpent(125.0, num_updates=num_updates)
+        return end_summary(dataclasses.replace(END, time=time, items_per_s=None)).splitlines()[0]
+
+    assert first_line(200).split(maxsplit=1)[1] == "1000 of 1000 updates; this process: 200 updates in 2 min 5 s"
+    assert first_line(1000).split(maxsplit=1)[1] == "1000 of 1000 updates in 2 min 5 s"
+
+
 @pytest.mark.parametrize(
     ("encoding", "only_ascii"), [("utf-8", False), ("ascii", True), ("latin-1", True), ("cp1252", True)]
 )

@@ -284,7 +284,7 @@ def test_what_changes_after_the_check_is_not_loaded(tmp_path: Path) -> None:
         loaded.tensors("model")
     with pytest.raises(DataError, match="it has model, optimizer, random"):
         loaded.tensors("scaler")
-    with pytest.raises(DataError, match="does not agree with its hash"):
+    with pytest.raises(DataError, match="does not match its hash"):
         checkpoint.load(loaded.path)
 
 

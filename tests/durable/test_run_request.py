@@ -41,7 +41,7 @@ def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
     whole = origin_of(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
     assert whole == RunRequest(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
     for words, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
-        with pytest.raises(DataError, match="does not tell how it was made"):
+        with pytest.raises(DataError, match="the settings of run less are unknown"):
             origin_of(left_by(tmp_path / "less", record, words, plan), tmp_path, TRUSTED)
 
 

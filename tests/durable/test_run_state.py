@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from runner.durable.run_state import RunState
-from runner.durable.run_state import standing as standing_of
+from runner.durable.run_state import state_of as state_of_record
 from runner.host.process_identity import process_identity
 from runner.records.run_record import RunRecord
 
 HOST = socket.gethostname()
 
 
-def standing(content: dict[str, Any]) -> RunState:
-    return standing_of(RunRecord.decode(json.dumps(content).encode()))
+def state_of(content: dict[str, Any]) -> RunState:
+    return state_of_record(RunRecord.decode(json.dumps(content).encode()))
 
 
 def running(pid: int, **other: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def running(pid: int, **other: Any) -> dict[str, Any]:
 def test_a_run_that_has_ended_stands_as_it_said(state: str, word: str) -> None:
     """Whether a process of that number is there is not asked: it is another one, or none."""
     for pid in (os.getpid(), 2**22 + 1):
-        found = standing({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
+        found = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
         assert (found.word, found.exit_code) == (word, 3)
 
 
@@ -46,22 +46,22 @@ def test_a_run_is_running_while_its_process_is_there_and_killed_afterwards() -> 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         record = running(process.pid)
         by_clock = {**record, "birth": None, "started": datetime.now(UTC).isoformat()}
-        assert standing(record).word == standing(by_clock).word == "running"
+        assert state_of(record).word == state_of(by_clock).word == "running"
         process.communicate()
-    assert standing(record).word == standing(by_clock).word == "killed"
+    assert state_of(record).word == state_of(by_clock).word == "killed"
 
 
 def test_a_number_that_another_process_has_got_is_not_the_run() -> None:
-    assert standing(running(os.getpid(), birth="another")).word == "killed"
-    assert standing(running(os.getpid(), birth=None, started="2001-01-01T00:00:00+00:00")).word == "killed"
+    assert state_of(running(os.getpid(), birth="another")).word == "killed"
+    assert state_of(running(os.getpid(), birth=None, started="2001-01-01T00:00:00+00:00")).word == "killed"
 
 
 def test_of_a_run_on_another_machine_nobody_can_tell_that_it_was_killed() -> None:
-    found = standing(running(os.getpid(), host="another", birth="another"))
+    found = state_of(running(os.getpid(), host="another", birth="another"))
     assert found.word == "running"
     assert "another" in found.sentence
 
 
 @pytest.mark.parametrize("record", [{}, {"state": "running"}, {"state": "running", "pid": "x"}, {"state": 3}])
 def test_a_damaged_record_is_no_error(record: dict[str, Any]) -> None:
-    assert standing(record).word in ("unknown", "killed")
+    assert state_of(record).word in ("unknown", "killed")

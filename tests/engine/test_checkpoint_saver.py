@@ -12,10 +12,17 @@ import pytest
 
 from runner.durable.checkpoint_writer import NoWriter, Saved
 from runner.durable.tensors import HostBuffer
+from runner.engine import save_policy
 from runner.engine.checkpoint_saver import Saver
 from runner.engine.save_policy import SaveCost, SavePolicy, default
 
 SCREEN = cast(Any, SimpleNamespace(warn=lambda text: None, event=lambda kind, **facts: None))
+
+
+class BusyWriter(NoWriter):
+    """A writer that has been writing a checkpoint for `busy_s` seconds."""
+
+    busy_s: float | None = 0.0
 
 
 def saver(policy: SavePolicy, toll: SaveCost | None = None, **known: Any) -> Saver:
@@ -64,3 +71,24 @@ def test_the_interval_of_a_resumed_run_follows_from_what_saves_cost_before() -> 
     policy = default(every="auto")
     saver(policy, resumed)
     assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saving may take 1 % of the time
+
+
+def test_a_slow_disk_is_reported_once_a_write_lasts_longer_than_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, printed = 1000.0, list[str]()
+    monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
+    writer = BusyWriter()
+    screen = cast(Any, SimpleNamespace(warn=printed.append, event=lambda kind, **facts: None))
+    policy = default(every="1min")
+    policy.saved()
+    found = Saver(policy, writer, SaveCost(), (HostBuffer(), HostBuffer()), screen, on_disk=None)
+    now += 61.0
+    assert not found.is_late(), "the writer is busy"
+    assert not printed, "the write has just started, for example that of a best checkpoint: the disk is not slow"
+    writer.busy_s = 61.0
+    assert not found.is_late()
+    assert len(printed) == 1
+    assert "61.0 s" in printed[0]
+    assert not found.is_late()
+    assert len(printed) == 1
+    writer.busy_s = None
+    assert found.is_late()

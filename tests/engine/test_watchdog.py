@@ -235,16 +235,16 @@ def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
             "runner.host.stacks.os.memfd_create = runner.host.stacks.request = full\n"
-            "tell = watchdog._Alone._tell\n"
-            "def tell_in_vain(self, sign): self.traces = watchdog.HangTraces(full, full); tell(self, sign)\n"
-            "watchdog._Alone._tell = tell_in_vain\n"
+            "tell = watchdog._ExitOnHang._report\n"
+            "def tell_in_vain(self, heartbeat): self.traces = watchdog.HangTraces(full, full); tell(self, heartbeat)\n"
+            "watchdog._ExitOnHang._report = tell_in_vain\n"
         )
     else:
         before += (
             "import shutil\n"
-            "tell = watchdog._Alone._tell\n"
-            f"def tell_after(self, sign): shutil.rmtree({str(gone)!r}); tell(self, sign)\n"
-            "watchdog._Alone._tell = tell_after\n"
+            "tell = watchdog._ExitOnHang._report\n"
+            f"def tell_after(self, heartbeat): shutil.rmtree({str(gone)!r}); tell(self, heartbeat)\n"
+            "watchdog._ExitOnHang._report = tell_after\n"
         )
     line = f"{PATIENT} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
     ended = server.run(line, folder, {"TMPDIR": str(gone)}, before)

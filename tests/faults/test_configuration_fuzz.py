@@ -40,9 +40,9 @@ STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (
     10,
 )  # lines of Python that an answer takes at most, over those of a short word
 MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
-HELPS = ("must", "did you mean", "use ", "run ", "choose ", "those that are", "here it is", "give ", "leave it out",
-         "run them", "quote it", "known:", "accel-run plan", "nothing is deleted", "take ", "nearest", "belongs to",
-         "phases:", "fix the file", "write the plain", "write the value", "what there is",
+HELPS = ("must", "did you mean", "use ", "run ", "choose ", "allowed:", "here it is", "give ", "leave it out",
+         "run them", "quote it", "known:", "accel-run plan", "settings cannot be deleted", "remove ", "nearest",
+         "belongs to", "phases:", "fix the file", "write the plain", "write the value", "contain",
          "accel-run search")  # fmt: skip
 SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
 OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # of a file's defaults list

@@ -298,13 +298,13 @@ def test_a_disk_that_fails_once_at_the_last_save_costs_nothing(
 ) -> None:
     ended = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
     must_be_told(ended, 0)
-    assert (ended.out + ended.err).count("tried again: ") == 1
+    assert (ended.out + ended.err).count("is retried: ") == 1
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     stopped = tmp_path / "stopped"
     stopped.mkdir()
     ended = server.run(BASE, stopped, {"ACT": "hang-up", "AT": "23"}, ONCE.format(kind=kind, which="> 20"))
     must_be_told(ended, 75)
-    assert (ended.out + ended.err).count("tried again: ") == 1
+    assert (ended.out + ended.err).count("is retried: ") == 1
     path = newest_valid(stopped / "outputs" / "mine" / "checkpoints")
     assert path is not None
     assert path.name > "update-0000000020"
@@ -451,7 +451,7 @@ def test_a_folder_that_one_may_not_write_to_is_told(
     (tmp_path / "closed").mkdir(mode=0o500)
     (tmp_path / "file").write_text("")
     ended = server.run([*BASE, f"output_root={root}"], tmp_path, None, WITHOUT_RIGHTS)
-    must_be_told(ended, code, "the run directory cannot be made: ", "output_root")
+    must_be_told(ended, code, "the run directory cannot be created: ", "output_root")
     (tmp_path / "closed").chmod(0o700)
     tally.tried += 1
 

@@ -371,9 +371,7 @@ RAISED = {
         "raised KeyError: 'inner'",
         old="        self.update = 0\n",
     ),
-    "nothing to train": Told(
-        "torch.nn.ReLU()", "there must be a parameter to train", old="torch.nn.Linear(2, 2)", code=78
-    ),
+    "nothing to train": Told("torch.nn.ReLU()", "has no parameter to train", old="torch.nn.Linear(2, 2)", code=78),
     "collate, in a worker": Told(
         method("def collate(self, samples):", "    return inner()"),
         "raised KeyError: 'inner'",
@@ -441,7 +439,7 @@ u.find_spec = lambda name, *rest: None if name == 'tensorboard' else find(name, 
     (tmp_path / "mine.py").write_text(TASK)
     words = "train --task ./mine.py run=mine device=cpu monitor=off tracker=tensorboard"
     ended = server.run(words, tmp_path, {}, without)
-    environment.must_be_told(ended, 78, "tensorboard must be installed, but is not")
+    environment.must_be_told(ended, 78, "needs the package tensorboard, which is not installed")
     assert not (tmp_path / "outputs").exists()
 
 

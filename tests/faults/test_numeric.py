@@ -61,10 +61,10 @@ FAULTS = {
         "task.fault=augmentation updates=500 dataloader.num_workers=1", "samples that are not finite: 32", saved=-1
     ),
     "a generator of its own": Fault(
-        "task.fault=own_generator updates=500", "the batch was not finite, and is when read", saved=-1
+        "task.fault=own_generator updates=500", "the batch was not finite, but is finite when read", saved=-1
     ),
     "a generator of its own, in a worker": Fault(
-        "task.fault=own_generator updates=500 dataloader.num_workers=1", "the batch was not finite, and is", saved=-1
+        "task.fault=own_generator updates=500 dataloader.num_workers=1", "the batch was not finite, but is", saved=-1
     ),
     "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
     "only once": Fault("task.fault=once", "at update 12: made once more, its passes are finite"),

@@ -299,7 +299,7 @@ def test_batches_of_unlike_length_are_marked(script, tmp_path):
     ("name", "task", "why_not"),
     [
         ("catching", CATCHING, "_local_scalar_dense"),  # what cannot be followed
-        ("recurrent", RECURRENT, "an LSTM takes another kernel"),  # that torch takes for real weights only
+        ("recurrent", RECURRENT, "an LSTM uses another kernel"),  # that torch takes for real weights only
     ],
 )
 def test_what_a_run_would_do_otherwise_is_measured(script, tmp_path, name, task, why_not):

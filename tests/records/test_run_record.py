@@ -18,7 +18,7 @@ from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.durable.record_files import read_error, read_record
 from runner.durable.run_request import origin_of
-from runner.durable.run_state import standing
+from runner.durable.run_state import state_of
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 from runner.records.run_record import (
@@ -124,7 +124,7 @@ def test_a_run_of_version_1_is_read_completely(root: Path) -> None:
     assert (found.problem, found.wrong) == ("", ())
     again = json.loads(to_json(found.to_json()))
     assert list(lost(content, again)) == []
-    assert standing(found).word == "finished"
+    assert state_of(found).word == "finished"
 
 
 def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -436,7 +436,7 @@ def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
     file.write_bytes(whole + b'{"op_code": 4, "half')  # as a crash leaves it
     assert Study(found, axes, "mine", seed=0).trials(known) == known
     file.write_bytes(whole.replace(b"task.act", b"task.odd"))
-    with pytest.raises(DataError, match="mine-1 is not the trial that sweep"):
+    with pytest.raises(DataError, match="mine-1 differs from the trial in sweep"):
         Study(found, axes, "mine", seed=0).trials(known)
 
 

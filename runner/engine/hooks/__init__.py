@@ -1,7 +1,7 @@
-"""Everything between updates, one file each, in the order in which it happens.
+"""Everything that runs between updates, one file each, in order of execution.
 
-The order is part of what a run computes: collectives inside hooks must match on all ranks, and a resumed run must do
-the same as one that was not interrupted.
+The order affects results: collectives inside hooks must match on all ranks, and a resumed run must do the same as an
+uninterrupted one.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Refuse plain attributes of modules that a forward pass changes and later passes use: no checkpoint holds them."""
+"""Refuse plain attributes of modules that a forward pass changes and later passes use: no checkpoint has them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
 
-Place = tuple[str, str]  # name of the module, and of its attribute
+Place = tuple[str, str]  # (module name, attribute name)
 
 
 class _Value(NamedTuple):
-    """An attribute as it was: the object itself, a copy of its content, and how often torch saw a tensor change."""
+    """A recorded attribute: the object itself, a copy of its content, and the version of a tensor."""
 
     value: Any
     kept: Any
@@ -38,15 +38,15 @@ class _Value(NamedTuple):
 class AttributeCheck(Hook):
     """Compares attributes before and after the first training pass and the first evaluation of a process.
 
-    Most models change none, and are not looked at again. Some keep a result that no other pass reads, such as a map of
-    attention or an auxiliary loss, or a cache. So changed values are restored for one more forward pass of the next
-    batch: the attribute is a state only if the loss depends on it. Such a state is lost when a run resumes, and makes
-    training depend on when it is evaluated. Containers are compared by their elements, not by what those hold.
+    Most models change none, and are not checked again. Some store a result that no other pass reads, such as an
+    attention map or an auxiliary loss, or a cache. So changed values are restored for one more forward pass of the
+    next batch: the attribute is a state only if the loss depends on it. Such a state is lost when a run resumes, and
+    makes training depend on when it is evaluated. Containers are compared by their elements, one level deep.
     """
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._work: GradientPhase | None = None  # None: nothing is compared
+        self._work: GradientPhase | None = None  # None: not comparing
         self._is_first = True
         self._is_evaluated = False
         self._before: Mapping[Place, _Value] = {}
@@ -54,7 +54,7 @@ class AttributeCheck(Hook):
 
     def begin(self) -> None:
         work, parallel = self.phase.work, self.phase.parts.parallel
-        # A resumed run is not stopped after hours. In step, a forward pass that only some ranks make would not end.
+        # A resumed run is not stopped after hours. In step, a forward pass of only some ranks would block forever.
         if isinstance(work, GradientPhase) and not (
             self.phase.position.update or parallel.in_step or parallel.places_model
         ):
@@ -85,7 +85,7 @@ class AttributeCheck(Hook):
         ]
 
     def _judge(self, work: GradientPhase, what: str) -> None:
-        """Raise TaskFault, on every rank, where the loss depends on what has changed."""
+        """Raise TaskFault, on every rank, if the loss depends on a changed attribute."""
         parts, changed = self.phase.parts, self._changed
         found = self._used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
         self._before, self._changed = {}, []
@@ -94,15 +94,15 @@ class AttributeCheck(Hook):
             names = [f"{module}.{key}" if module else key for module, key in states]
             key = states[0][1]
             raise TaskFault(
-                f"{what} changes attributes of modules which later passes use, and no checkpoint holds them:"
+                f"{what} changes attributes of modules that later passes use and that no checkpoint contains:"
                 f" {shortened(names)}",
                 where=str(parts.source),
-                fix=f'make each a buffer: self.register_buffer("{key}", torch.zeros(...)) in __init__, and change it in'
-                f" place, as self.{key}.copy_(new)",
+                fix=f'register each as a buffer: self.register_buffer("{key}", torch.zeros(...)) in __init__, and'
+                f" change it in place, as self.{key}.copy_(new)",
             )
 
     def _used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
-        """Return those of the changed attributes on which the loss of a batch depends; every rank asks."""
+        """Return the changed attributes on which the loss of a batch depends; a collective."""
         parts, modules = self.phase.parts, dict(self.phase.parts.bare.named_modules())
         now = {place: vars(modules[place[0]]).get(place[1], _ABSENT) for place in changed}
         before = {place: self._before[place].kept if place in self._before else _ABSENT for place in changed}
@@ -195,5 +195,5 @@ _KINDS = (
     bool, int, float, complex, str, type(None), Tensor, np.ndarray, list, tuple, dict, set, collections.deque,
 )  # fmt: skip
 _OF_TORCH = frozenset(vars(nn.Module()))
-_MOST = 8  # attributes that are looked at one by one
+_MOST = 8  # maximum number of attributes that are checked one by one
 _MOST_BYTES = 1 << 26

@@ -22,10 +22,10 @@ Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, 
 
 
 class Averaging(Hook):
-    """Keeps an average of the trained weights of a phase; it begins with the weights after the first update.
+    """Averages the trained weights of a phase, starting from the weights after the first update.
 
-    The average is on the device, in the type of the weights, and split over ranks as they are. Buffers are not
-    averaged. An update skipped for an overflow counts as one that changed nothing.
+    The average is on the device, has the dtype of the weights, and is sharded like them. Buffers are not averaged. An
+    update skipped because of an overflow counts as one that changed nothing.
     """
 
     name = "averaging"

@@ -1,4 +1,4 @@
-"""List the samples that were left out because they could not be read."""
+"""List the samples that were skipped because they could not be read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from runner.engine.loop import StepInfo
 
 
 class BadSamples(Hook):
-    """Writes the bad samples of all ranks to events.jsonl, before a checkpoint that does not read them again."""
+    """Writes the bad samples of all ranks to events.jsonl before a checkpoint: a resumed run does not reread them."""
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._bad: list[tuple[int, int, str]] = []  # update, index, reason; of this rank, not listed yet
+        self._bad: list[tuple[int, int, str]] = []  # (update, index, reason) of this rank, not listed yet
 
     def after_update(self, step: StepInfo) -> None:
         self._bad += [(step.update, *pair) for pair in step.bad]
@@ -21,7 +21,7 @@ class BadSamples(Hook):
             self._list()
 
     def flush(self) -> None:
-        """List what other ranks have not been told of; every rank calls it."""
+        """List the remaining bad samples of all ranks; a collective."""
         if not self.phase.is_alone:
             self._list()
 

@@ -1,4 +1,4 @@
-"""Save the phase: at intervals, when a metric is among the best, at a stop, and at the end."""
+"""Save the phase: periodically, when a metric is among the best, when stopped, and at the end."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from runner.version import __version__
 
 
 class Checkpointing(Hook):
-    """Decides when to save, takes the state of all hooks, and hands it to the writer.
+    """Decides when to save, collects the state of all hooks, and passes it to the writer.
 
     saved_at    update of the last checkpoint; -1: none yet
-    is_unsaved  there was no time to save the last update
+    is_unsaved  the last update could not be saved before the kill deadline
     """
 
     name = "saving"
@@ -49,7 +49,7 @@ class Checkpointing(Hook):
         super().__init__(phase)
         self.saved_at = -1
         self.is_unsaved = False
-        self._is_saved_finished = False  # the checkpoint of `saved_at` says that nothing is left to do
+        self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
         start = phase.start
         self._is_ours = start is not None and start.path.parent == phase.run_.directory.checkpoints
@@ -64,7 +64,7 @@ class Checkpointing(Hook):
             writer = Writer(
                 run.directory.checkpoints,
                 keep_last=max(2, policy.keep),
-                on_retry=lambda error: screen.warn(f"the save is tried again: {error}"),
+                on_retry=lambda error: screen.warn(f"saving the checkpoint failed and is retried: {error}"),
                 on_failure=lambda error: screen.warn(f"the checkpoint was not saved: {error}"),
                 sync_first=run.observers.metrics.sync,
                 check=self._check_finite,
@@ -85,7 +85,7 @@ class Checkpointing(Hook):
         """Reserve host memory for a copy of the state."""
         parts = self.phase.parts
         of_model = sum(tensor.nbytes for tensor in saved_state(parts).values())
-        # Of each tensor the last cache line is filled up: 1 % is more than that takes.
+        # Each tensor is padded to a cache line: less than 1 % in total.
         nbytes = int(1.01 * (of_model + self.phase.work.state_bytes()[0]))
         self.saver.prepare(nbytes, parts.world.device)
 
@@ -96,12 +96,14 @@ class Checkpointing(Hook):
 
     def after_update(self, step: StepInfo) -> None:
         phase, sync = self.phase, self.phase.hook(RankSync)
-        is_late = sync.agreed.save and sync.of > self.saved_at  # it was late then, and may have been saved since
+        is_late = (
+            sync.agreed.save and sync.of > self.saved_at
+        )  # the request is one update old: a save may have happened since
         if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._is_followed():
-            self.save()  # the last one is for `end`
+            self.save()  # `end` saves the last update
 
     def after_evaluation(self, found: EvaluationResult) -> None:
-        self.phase.finish_work()  # this evaluation may be the last one, and a best one: its checkpoint must know
+        self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
         self.keep_if_best(found.metrics)
 
     def state_dict(self) -> list[dict[str, float]]:
@@ -110,12 +112,12 @@ class Checkpointing(Hook):
     def load_state_dict(self, state: Any) -> None:
         self.phase.run_.toll.load(state or [])
         self.saver.adapt()
-        if self._is_ours and self.phase.start is not None:  # else this run has no checkpoint yet
+        if self._is_ours and self.phase.start is not None:  # otherwise this run has no checkpoint yet
             self.saved_at = self.phase.position.update
             self._is_saved_finished = bool(self.phase.start.state["records"][self.phase.name]["finished"])
 
     def end(self) -> None:
-        """Save what is still to be saved, and wait until it is on disk."""
+        """Save the last update if it is not saved yet, and wait until it is on disk."""
         phase, observers = self.phase, self.phase.run_.observers
         phase.hook(Timekeeping).note()
         if observers.profiler.only:
@@ -125,7 +127,7 @@ class Checkpointing(Hook):
         too_late = self.save()
         if too_late:
             self.is_unsaved = True
-            self._say_what_remains(too_late)
+            self._report_newest(too_late)
         phase.pulse.now = (CHECKPOINT, phase.position.update)
         with phase.watch.during("saving"):
             observers.metrics.sync()
@@ -136,16 +138,18 @@ class Checkpointing(Hook):
         pulse = self.phase.pulse
         try:
             if not isinstance(error, StorageError) and (error is None or isinstance(error, Exception)):
-                with suppress(Exception):  # a run that fails keeps its best checkpoint; this is not why it fails
+                with suppress(
+                    Exception
+                ):  # a failing run keeps its best checkpoint; errors here must not hide the cause
                     self._write_held()
         finally:
             doing, pulse.now = pulse.now, (CHECKPOINT, self.phase.position.update)
             self.saver.writer.close()
-            pulse.now = doing  # an error of it is still to be reported
+            pulse.now = doing  # its error is reported later
 
     @property
     def remains(self) -> int | None:
-        """The number of the newest checkpoint of this run, None where it has none."""
+        """The number of the newest checkpoint of this run, None if there is none."""
         newest = self.saver.remains()
         return max(self.phase.run_.progress.kept, default=None) if newest is None else newest
 
@@ -161,7 +165,7 @@ class Checkpointing(Hook):
             warn_of_unknown(self.phase, "checkpoint.best", name, metrics)
             return
         value = metrics[name]
-        if not first(self.saver.is_best(value)):  # the rank that writes knows which saves failed
+        if not first(self.saver.is_best(value)):  # only the rank that writes knows which saves failed
             return
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
             self.saver.join(value, self.phase.number)
@@ -174,9 +178,9 @@ class Checkpointing(Hook):
     def save(self, value: float | None = None) -> str | None:
         """Start writing the state of this update; return None, or why it is not written.
 
-        value  of `checkpoint.best`, where it is saved as one of the best
+        value  value of `checkpoint.best`, if it is saved as one of the best
         """
-        # Stopped in its last evaluation, a run was saved before it was finished: who resumes from it must know.
+        # A run stopped in its last evaluation was saved before it was finished: save it again, marked as finished.
         is_saved = self.saved_at == self.phase.position.update
         overwrite = is_saved and self.phase.record.finished and not self._is_saved_finished
         if is_saved and not overwrite:
@@ -205,21 +209,23 @@ class Checkpointing(Hook):
         phase.pulse.now = (UPDATE, phase.position.update)
 
     def _hold(self, value: float) -> None:
-        """Keep this update as the best checkpoint in the memory of rank 0, which writes it later."""
+        """Hold this update as the best checkpoint in the memory of rank 0, which writes it later."""
         self._begin_copy()
         if self.phase.parts.world.is_first:
             self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept)
-        else:  # the ranks gather it together
+        else:  # a collective: all ranks gather the state
             self.saver.room.clear()
             self.snapshot()
         self.phase.pulse.now = (UPDATE, self.phase.position.update)
 
     def _begin_copy(self) -> None:
         self.phase.pulse.now = (CHECKPOINT, self.phase.position.update)
-        self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
+        self.phase.hook(
+            BadSamples
+        ).flush()  # a run that resumes here does not read these samples again, so they must be listed now, so they must be listed now
 
     def _write_held(self) -> None:
-        """Write the best checkpoint that is still in memory, unless only the last save is done in time."""
+        """Write the best checkpoint that is held in memory, unless there is only time for the last save."""
         held = self.saver.held
         if held is None:
             return
@@ -236,16 +242,16 @@ class Checkpointing(Hook):
             self.saver.write_held()
 
     def _is_followed(self) -> bool:
-        """Return whether another update follows; the last one is saved in any case."""
+        """Return whether another update follows; the last one is always saved."""
         return not self.phase.is_over and not self.phase.must_stop
 
     @property
     def _asked_at(self) -> float | None:
-        """When the run was asked to stop."""
+        """Time of the stop request."""
         return self.phase.run_.stop.requested_at or self.phase.hook(RankSync).asked_at
 
     def _too_late(self) -> str | None:
-        """Return why a save would not be done before the kill, None where there is time; the same on all ranks."""
+        """Return why a save cannot finish before the kill deadline, None if it can; the same on all ranks."""
         if self.saver.policy.grace_s is None:
             return None
         self.saver.count_written()
@@ -253,24 +259,24 @@ class Checkpointing(Hook):
         return found
 
     def _check_place(self) -> None:
-        """See that the run directory is still there and ours; raises as `RunDirectory.check_place` does."""
+        """Check that the run directory exists and is locked by this run; raises as `RunDirectory.check_place` does."""
         if self.phase.parts.world.is_first:
             self.phase.run_.directory.check_place(self.phase.run_.observers.screen.warn_once)
 
     def _kept(self) -> tuple[Path, ...]:
-        """Return the checkpoints that are kept whatever their age: the best ones, and those of earlier phases."""
+        """Return the checkpoints that are kept regardless of age: the best ones, and those of earlier phases."""
         numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.progress.kept]
         return tuple(checkpoints.path_of(self.phase.run_.directory.checkpoints, number) for number in numbers)
 
     def _being_written(self) -> tuple[int, object] | None:
-        """Return the update whose checkpoint is on its way to the disk, and what changes while the disk moves."""
+        """Return the update whose checkpoint is being written, and a counter of disk progress."""
         under_way = self.saver.writer.under_way
         return (under_way[0] - self.phase.run_.progress.updates_before, under_way) if under_way else None
 
-    def _say_what_remains(self, reason: str) -> None:
+    def _report_newest(self, reason: str) -> None:
         remains, warn = self.remains, self.phase.run_.observers.screen.warn
         if remains is None:
-            warn(f"{reason}; there is no checkpoint yet: the same command begins at update 0")
+            warn(f"{reason}; there is no checkpoint yet: the same command restarts at update 0")
             return
         name = checkpoints.path_of(self.phase.run_.directory.checkpoints, remains).name
         warn(f"{reason}; {name} remains, {self.phase.number - remains} updates after it are repeated")
@@ -281,7 +287,7 @@ class Checkpointing(Hook):
         """Return the state of this update in host memory. A collective: every rank calls it, rank 0 has all of it."""
         phase, run, parts = self.phase, self.phase.run_, self.phase.parts
         copy = self.saver.room.copy
-        parts.precision.num_skipped()  # raises where an update was not finite: such weights are never saved
+        parts.precision.num_skipped()  # raises if an update was not finite: such weights are never saved
         of_hooks, tensors_of_hooks = self._state_of_hooks()
         work, numbers = phase.work.state(copy)
         phase.hook(Timekeeping).note()
@@ -329,19 +335,19 @@ class Checkpointing(Hook):
         return Snapshot(phase.number, tensors, state, facts)
 
     def _state_of_hooks(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Return the JSON-able states of the hooks by name, and the tensors among them, for separate files."""
+        """Return the JSON-serializable states of the hooks by name, and their tensors, for separate files."""
         states = {hook.name: hook.state_dict() for hook in self.phase.hooks if hook.name}
         tensors: dict[str, dict[str, Tensor]] = {}
         for name, state in states.items():
             if isinstance(state, dict):
                 tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
                 states[name] = {key: value for key, value in state.items() if key not in tensors[name]}
-        # A stage of a pipeline may have none, where others do: they collect them together.
+        # A stage of a pipeline may have no tensors while others do; all ranks gather them together.
         found = self.phase.parts.world.gather([name for name, there in tensors.items() if there])
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in found for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
-        """Raise NumericError where what was learned is not finite: a loss sees only what it reaches."""
+        """Raise NumericError if learned values are not finite: the loss does not depend on all of them."""
         learned = [(name, snapshot.tensors["model"][name]) for name in self.phase.work.learned]
         held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
         where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
@@ -352,6 +358,6 @@ class Checkpointing(Hook):
 
 
 def state_of(name: str, start: Loaded) -> Any:
-    """Return what the hook of this name left in a checkpoint, None where there is nothing."""
+    """Return the state of the hook of this name in a checkpoint, None if there is none."""
     state = start.state.get(name)
     return {**(state or {}), **start.tensors(name)} if name in start.stems else state

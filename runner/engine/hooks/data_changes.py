@@ -1,4 +1,4 @@
-"""Record which code and data a run was trained with, and warn where they changed since its checkpoint."""
+"""Record which code and data a run was trained with, and warn if they have changed since its checkpoint."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from runner.engine.watchdog import DATA
 class DataChanges(Hook):
     """Compares data sets by length and by hashes of samples.
 
-    A data set of another length is refused on all ranks. Code and samples that changed may be meant, as a corrected
-    line is: rank 0 warns and records them.
+    A data set of another length is refused on all ranks. Changed code and samples may be intended, such as a corrected
+    line: rank 0 warns and records them.
     """
 
     name = "data"
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._data: dict[str, Any] = {}  # by split: what identifies its data set
+        self._data: dict[str, Any] = {}  # split -> length and hashes of its data set
 
     def state_dict(self) -> dict[str, Any]:
         return self._data
@@ -31,7 +31,9 @@ class DataChanges(Hook):
 
     def begin(self) -> None:
         phase, origin, before = self.phase, self.phase.run_.provenance, self._data
-        if not origin.is_compared or (phase.start is not None and phase.is_over):  # nothing is trained: it may be gone
+        if not origin.is_compared or (
+            phase.start is not None and phase.is_over
+        ):  # no update is left: the data may no longer exist
             return
         held_out = phase.hook(Evaluation).held_out
         fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})

@@ -20,7 +20,7 @@ class EarlyStopping(Hook):
         self.settings = phase.planned.early_stopping
         self.best: float | None = None
         self.num_bad = 0
-        self._was_due = False  # when this process began
+        self._was_due = False  # as of the start of this process
 
     @property
     def ends_phase(self) -> bool:  # type: ignore[override]
@@ -32,7 +32,9 @@ class EarlyStopping(Hook):
         if self.ends_phase and phase.position.update < phase.total:
             screen.say(f"{phase.name} is finished: it stopped early at update {phase.position.update}")
         if self.settings.patience is not None and (evaluation.held_out is None or not evaluation.every):
-            screen.warn(f"early_stopping has no effect in {phase.name}: nothing is evaluated on the way")
+            screen.warn(
+                f"early_stopping has no effect in {phase.name}: there are no evaluations before the end of the phase"
+            )
 
     def after_evaluation(self, found: EvaluationResult) -> None:
         name = self.settings.metric

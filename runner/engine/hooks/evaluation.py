@@ -20,10 +20,10 @@ from runner.engine.watchdog import EVALUATION, SUMMARY, UPDATE
 
 
 class Evaluation(Hook):
-    """Measures the task's metrics; the other hooks get them in `after_evaluation`.
+    """Evaluates the task's metrics; the other hooks receive them in `after_evaluation`.
 
-    held_out  reader of the validation data; None for a task without any
-    samples   which of them are used
+    held_out  reader of the validation data; None for a task without validation data
+    samples   indices of the samples that are evaluated
     at        update of the last evaluation; -1: none yet
     """
 
@@ -33,7 +33,7 @@ class Evaluation(Hook):
         super().__init__(phase)
         self.held_out, self.samples = self._held_out()
         self.at = -1
-        self._num_batches = 0  # by this process
+        self._num_batches = 0  # number of evaluations by this process
 
     @cached_property
     def every(self) -> int:
@@ -44,11 +44,11 @@ class Evaluation(Hook):
 
     @property
     def is_done(self) -> bool:
-        """True if the evaluation of this update is done, or there is none."""
+        """True if the evaluation of this update is complete, or not required."""
         return self.held_out is None or self.at == self.phase.position.update
 
     def begin(self) -> None:
-        if self._is_due():  # the run was stopped during it
+        if self._is_due():  # the run was stopped during this evaluation
             self._evaluate()
 
     def after_update(self, step: StepInfo) -> None:
@@ -77,7 +77,7 @@ class Evaluation(Hook):
         return Loader(fetcher), evenly_spread(len(fetcher), self.phase.planned.evaluate.samples)
 
     def _is_due(self) -> bool:
-        """Return whether the evaluation of this update is missing; that of the last one is for `end`."""
+        """Return whether to evaluate after this update; `end` evaluates the last one."""
         update = self.phase.position.update
         is_on_time = self.every > 0 and update > 0 and update % self.every == 0
         return is_on_time and update < self.phase.total and self.at != update
@@ -107,7 +107,7 @@ class Evaluation(Hook):
         oom.after_batches()
         phase.pulse.done.add(SUMMARY)
         phase.pulse.now = (UPDATE, update)
-        if measured is None:  # asked to stop: the resumed run makes this evaluation
+        if measured is None:  # stopped: the resumed run repeats this evaluation
             phase.stop()
             return
         self.at = update
@@ -128,7 +128,7 @@ class Evaluation(Hook):
             hook.after_evaluation(found)
 
     def _must_stop(self) -> bool:
-        """Return whether a stop was requested; asked before each batch, so that each has its time limit."""
+        """Return whether a stop was requested; called before each batch, so that each batch has its own timeout."""
         if self._num_batches:
             self.phase.pulse.done.add(EVALUATION)
         self._num_batches += 1
@@ -140,7 +140,7 @@ class Evaluation(Hook):
 
 
 def warn_of_unknown(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:
-    """Warn that a setting names a metric which the evaluation does not have."""
+    """Warn if a setting names a metric that the evaluation does not have."""
     near = did_you_mean(name, metrics)
     phase.run_.observers.screen.warn(
         f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}" + (f"; {near}" if near else "")

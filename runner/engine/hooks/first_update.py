@@ -1,4 +1,4 @@
-"""Check loss and metrics before the first update, and start after it what must not delay it."""
+"""Check loss and metrics before the first update, and start components that must not delay it afterwards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
 
-MOST_SAMPLES = 32  # of which the metrics are compared: an evaluation may be slow
+MOST_SAMPLES = 32  # number of samples for comparing metrics: an evaluation may be slow
 
 
 class FirstUpdate(Hook):
-    """Reports what only the first update of a phase, or of the process, can show."""
+    """Checks around the first update of a phase, or of the process."""
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
@@ -34,9 +34,9 @@ class FirstUpdate(Hook):
         self._since = time.perf_counter()
 
     def _check_loss(self) -> None:
-        """Raise TaskFault where the loss is no sum.
+        """Raise TaskFault if the loss is not a sum.
 
-        A resumed phase is not checked again: a trained loss differs more between samples than at the start, and a
+        A resumed phase is not checked again: a trained loss varies more between samples than at the start, and a
         deviation that was within the tolerance must not stop a run after hours.
         """
         phase, parts = self.phase, self.phase.parts
@@ -84,9 +84,9 @@ class FirstUpdate(Hook):
         parts = self.phase.parts
         of_ranks = parts.world.gather(self.phase.work.missed())
         missed = of_ranks[0]
-        if parts.parallel.splits_batch:  # what one rank's samples do not reach those of another may
+        if parts.parallel.splits_batch:  # samples of other ranks may reach these parameters
             missed = [name for name in missed if all(name in there for there in of_ranks)]
-        if missed and self.phase.position.update == 1:  # after a resumption the first update may have other samples
+        if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples
             self.phase.run_.observers.screen.warn(
                 f"no gradient reached {shortened(missed)} in the first update of {self.phase.name}"
             )
@@ -102,8 +102,8 @@ class FirstUpdate(Hook):
             run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         phase.hook(Metrics).meter.restart_clock()
         with phase.watch.during("starting"):
-            gc.enable()  # off while everything was imported and built, see cli.py
-            gc.freeze()  # what is there now lives as long as the run
+            gc.enable()  # disabled during imports and construction, see cli.py
+            gc.freeze()  # existing objects live as long as the run
             run.observers.tracker.start()
             if run.provenance.tracker_id is not None:
                 run.observers.tracker.replay(run.directory.metrics)

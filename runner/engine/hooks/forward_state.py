@@ -1,4 +1,4 @@
-"""Keep what forward passes change besides weights and persistent buffers: frozen parameters, non-persistent buffers."""
+"""Track state that forward passes change besides weights and buffers: frozen parameters, non-persistent buffers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 
 FROZEN = "frozen"
-_BUFFER = "buffer."  # begins the names of tensors in a checkpoint, so that no buffer has the name of another entry
+_BUFFER = "buffer."  # prefix of tensor names in a checkpoint, so that no buffer has the name of another entry
 
 
 class _Seen(NamedTuple):
-    """A tensor of a module as it was; torch counts how often a tensor is changed in place."""
+    """A tensor of a module, and its version: torch counts in-place changes."""
 
     module: nn.Module
     key: str
@@ -33,17 +33,17 @@ class _Seen(NamedTuple):
 
     @property
     def is_changed(self) -> bool:
-        """True where it was changed in place or replaced."""
+        """Whether it was changed in place or replaced."""
         now = getattr(self.module, self.key, None)
         return now is not self.tensor or self.tensor._version != self.version
 
 
 class ForwardState(Hook):
-    """Finds out after the first update what forward passes change, and again at each evaluation and checkpoint.
+    """Detects after the first update what forward passes change, and again at each evaluation and checkpoint.
 
-    A parameter that the model freezes and a forward pass changes in place becomes a buffer of its module: it is then
-    equal on all ranks, and evaluations leave it alone. Non-persistent buffers that training changes are saved; a cache
-    whose shape changes is not, because its module may keep its length elsewhere.
+    A frozen parameter that a forward pass changes in place becomes a buffer of its module: it is then synchronized
+    over ranks and restored after evaluations. Non-persistent buffers that training changes are saved; a cache whose
+    shape changes is not, because its module may record its length elsewhere.
     """
 
     name = "forward_state"
@@ -52,8 +52,8 @@ class ForwardState(Hook):
         super().__init__(phase)
         self._names = phase.run_.forward_state
         self._is_first = True
-        self._copies: dict[str, Tensor] = {}  # of non-persistent buffers, during the first update
-        # Before the phase freezes what it does not train: those parameters are trained by other phases.
+        self._copies: dict[str, Tensor] = {}  # copies of non-persistent buffers, during the first update
+        # Before the phase freezes the parameters that it does not train: other phases train them.
         self._frozen = {name: seen for name, seen in _parameters(phase.parts.bare) if not seen.tensor.requires_grad}
         self._buffers: dict[str, _Seen] = {}
 
@@ -65,12 +65,12 @@ class ForwardState(Hook):
         if not self._is_first:
             return
         self._is_first = False
-        # A write through .data is not counted by torch: the bits show it.
+        # torch does not count a write through .data, so the bits are compared.
         hidden = [name for name, before in self._copies.items() if not self._is_same(name, before)]
         self._names.buffers.update(hidden)
         self._copies = {}
         if self._adopt_changed():
-            with self.phase.parts.parallel.update_of_buffers():  # this update has changed them on each rank
+            with self.phase.parts.parallel.update_of_buffers():  # this update changed them on every rank
                 pass
         self._note()
 
@@ -85,7 +85,7 @@ class ForwardState(Hook):
                 where=str(self.phase.parts.source),
                 fix=_as_buffer(self._frozen[changed[0]].key),
             )
-        self._look()  # buffers were changed and restored, which torch counts too
+        self._look()  # buffers were changed and restored, which also increments versions
 
     def state_dict(self) -> dict[str, Any]:
         self._note()
@@ -111,7 +111,7 @@ class ForwardState(Hook):
         if ForwardState.name in checkpoint.stems:
             _load(parts.bare, checkpoint.tensors(ForwardState.name))
 
-    # ------------------------------------------------------------ what has changed
+    # ------------------------------------------------------------ detecting changes
 
     def _look(self) -> None:
         self._frozen = {name: _seen(*seen[:3]) for name, seen in self._frozen.items()}
@@ -125,18 +125,18 @@ class ForwardState(Hook):
         return now is None or now.shape != before.shape or same_bits(now, before)
 
     def _changed(self) -> list[str]:
-        """Return the frozen parameters that changed since the last look, on any rank."""
+        """Return the frozen parameters that changed since the last check, on any rank."""
         mine = [name for name, seen in self._frozen.items() if seen.is_changed]
         return sorted({name for there in self.phase.parts.world.gather(mine) for name in there})
 
     def _note(self) -> None:
-        """Note what has changed since the last look."""
+        """Record what has changed since the last check."""
         for name, seen in self._buffers.items():
             now = seen.module._buffers.get(seen.key)
             if seen.is_changed and now is not None and now.shape == seen.tensor.shape:
                 self._names.buffers.add(name)
         changed = self._adopt_changed()
-        if changed and not self.phase.is_alone:  # ranks did not synchronize them in the updates before
+        if changed and not self.phase.is_alone:  # ranks did not synchronize them in earlier updates
             self._must_be_equal(changed)
         self._look()
 
@@ -157,11 +157,11 @@ class ForwardState(Hook):
         return getattr(seen.module, seen.key, None) is not seen.tensor
 
     def _adopt(self, names: Collection[str]) -> None:
-        """Make buffers of these parameters: all that treats buffers, from evaluations to ranks, treats them too."""
+        """Convert these parameters to buffers, so that evaluations and ranks treat them as such."""
         for name in names:
             seen = self._frozen.pop(name, None)
             if seen is not None:
-                for module in self.phase.parts.bare.modules():  # several may share it
+                for module in self.phase.parts.bare.modules():  # several modules may share it
                     for key in [key for key, weight in module._parameters.items() if weight is seen.tensor]:
                         module._buffers[key] = module._parameters.pop(key)
         self._names.frozen.update(names)
@@ -195,7 +195,7 @@ def _seen(module: nn.Module, key: str, tensor: Tensor) -> _Seen:
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, _Seen]]:
-    """Yield the plain parameters by name; a strategy may have split others, or have put them on another rank."""
+    """Yield the plain parameters by name; a strategy may have sharded others or moved them to another rank."""
     for name, weight in model.named_parameters():
         prefix, _, key = name.rpartition(".")
         if type(weight) is nn.Parameter and is_dense(weight) and not weight.is_inference():
@@ -216,7 +216,7 @@ def _non_persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Put the saved buffers into the model; return the names of those that have no place in it."""
+    """Load the saved buffers into the model; return the names that the model lacks."""
     left = {name.removeprefix(_BUFFER): value for name, value in saved.items() if name.startswith(_BUFFER)}
     with torch.no_grad():
         for name, module, key, buffer in [*_places(model)]:

@@ -1,4 +1,4 @@
-"""The base class of a hook, and what a hook sees of the phase under way."""
+"""Base class of hooks, and the view of the phase that hooks receive."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ AnyHook = TypeVar("AnyHook", bound="Hook")
 
 
 class Wants(NamedTuple):
-    """What one process wants after an update because of a signal or a clock, which the other ranks do not see.
+    """Requests of one process after an update that depend on a signal or a clock, which other ranks do not see.
 
-    Decisions that follow from the number of the update or from metrics are the same on all ranks: a hook takes them
-    itself. Wants are exchanged, and take effect one update later where there are several ranks.
+    Decisions that depend only on the number of the update or on metrics are the same on all ranks, so a hook takes
+    them itself. Requests are merged over ranks, and take effect one update later if there are several ranks.
 
     Args:
         stop: end the phase after this update; it resumes from its checkpoint.
@@ -47,20 +47,20 @@ class Wants(NamedTuple):
 
 
 class PhaseView:
-    """What hooks see of a phase. They read its attributes, and change it only through its methods.
+    """The view of a phase for hooks, which read its attributes and change it only through its methods.
 
     Attributes:
         run_: the run with its plan, parts and observers.
         planned: settings of this phase.
         start: the checkpoint it resumes from, or None.
-        position: number of updates done; `total` is the number after which the phase ends.
+        position: number of completed updates; `total` is the number after which the phase ends.
         order: which samples an update has; `shares`: how they are split over the ranks.
-        work: gradients or statistics. Hooks are built before it, so `__init__` of a hook must not read it.
-        feed: micro-batches as they are read; `batches`: what the updates take, which a hook may wrap in `begin`.
-        record: what run.json keeps of the phase.
-        closed: the result of the phase is in the model.
-        must_stop: the phase ends after the update under way, on all ranks.
-        update_s: seconds the last update took; None for the first one of the process.
+        work: gradients or statistics. Hooks are constructed before it, so `__init__` of a hook must not read it.
+        feed: micro-batches as they are read; `batches`: the iterator of the updates, which a hook may wrap in `begin`.
+        record: the record of the phase in run.json.
+        closed: the result of the phase is stored in the model.
+        must_stop: the phase ends after the current update, on all ranks.
+        update_s: seconds of the last update; None for the first one of the process.
     """
 
     run_: TrainingRun
@@ -131,7 +131,7 @@ class PhaseView:
         return {type(hook): hook for hook in self.hooks}
 
     def hooks_with(self, name: str) -> list[Hook]:
-        """Return the hooks that define this method or attribute; the others need not be asked after each update."""
+        """Return the hooks that define this method or attribute; others need not be called after each update."""
         return [hook for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
 
     @cached_property
@@ -145,50 +145,50 @@ class PhaseView:
 
     @property
     def is_alone(self) -> bool:
-        """True where there is one rank."""
+        """Whether there is only one rank."""
         return self.parts.world.world_size == 1
 
     @property
     def is_over(self) -> bool:
-        """True once no update is left: all are done, or a hook ends the phase early."""
+        """Whether no update is left: all are complete, or a hook ends the phase early."""
         return self.position.update >= self.total or any(hook.ends_phase for hook in self._may_end)
 
     @property
     def number(self) -> int:
-        """Number of a checkpoint of this update: updates of all phases so far."""
+        """Number of a checkpoint of this update: completed updates of all phases."""
         return self.run_.progress.updates_before + self.position.update
 
     def stop(self) -> None:
-        """End the phase after the update under way; every rank calls it for the same update."""
+        """End the phase after the current update; every rank calls it for the same update."""
         self.must_stop = True
 
     def reread(self) -> None:
-        """Read the batches from the update under way on again; those read ahead are dropped."""
+        """Read the batches again from the current update on; prefetched ones are dropped."""
         raise NotImplementedError
 
     def begin_again(self, smaller: tuple[tuple[int, int], ...]) -> None:
-        """Restart the update under way with the same samples, in micro-batches as `Order` takes `smaller`."""
+        """Restart the current update with the same samples; `smaller` gives the micro-batch sizes, see `Order`."""
         raise NotImplementedError
 
     def finish_work(self) -> None:
-        """Put the result into the model once no update is left; only the first call has an effect."""
+        """Store the result in the model once no update is left; only the first call has an effect."""
         raise NotImplementedError
 
     def in_words(self, error: BaseException) -> AccelRunError | None:
-        """Return what an error of this phase means, or None."""
+        """Translate an error of this phase for the user; None if its cause is unknown."""
         raise NotImplementedError
 
 
 class Hook:
-    """Something that happens between updates. Every method has a default that does nothing.
+    """Code that runs between updates. Every method has a default that does nothing.
 
-    A hook is built with its phase, loads its state where the run resumes, and then gets `begin`, `after_update` and
-    `after_evaluation`, `end` once no update follows, and `close` in any case. On several ranks every rank has the same
+    A hook is constructed with its phase and loads its state if the run resumes. Then `begin`, `after_update` and
+    `after_evaluation` are called, `end` once no update follows, and `close` in any case. All ranks have the same
     hooks in the same order, so collectives inside them match.
 
     Attributes:
         name: key of its state in a checkpoint; empty: it has none.
-        ends_phase: the phase is over before its last update; must be the same on all ranks.
+        ends_phase: ends the phase before its last update; must be the same on all ranks.
     """
 
     name = ""
@@ -204,11 +204,11 @@ class Hook:
         """Called after each update. Tensors of `step` are on the device: reading one waits for it."""
 
     def wants(self) -> Wants:
-        """Return what this process wants; called once after each update."""
+        """Return the requests of this process; called once after each update."""
         return Wants()
 
     def readings(self) -> Mapping[str, Any]:
-        """Return columns for the row of metrics.jsonl that is written now."""
+        """Return columns for the current row of metrics.jsonl."""
         return {}
 
     def during_evaluation(self) -> AbstractContextManager[object]:
@@ -219,22 +219,22 @@ class Hook:
         """Called on all ranks with the same metrics."""
 
     def state_dict(self) -> Any:
-        """Return what a checkpoint must hold: JSON-able values, and tensors as values of a dictionary."""
+        """Return the state for a checkpoint: JSON-serializable values, and tensors as values of a dictionary."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
         """Restore what `state_dict` returned; None for a checkpoint without it."""
 
     def on_error(self, error: BaseException) -> AccelRunError | None:
-        """Return the error to show for one that ended the phase, or None if nothing is known of it."""
+        """Return the error to report for one that ended the phase, or None if its cause is unknown."""
         return None
 
     def end(self) -> None:
-        """Called once no update follows: the phase is over, or stops here."""
+        """Called once no update follows: the phase is over or stopped."""
 
     def close(self, error: BaseException | None) -> None:
-        """Release what is held, also after an error, which is then the one to report."""
+        """Release resources, also after an error, which takes precedence over errors raised here."""
 
     @staticmethod
     def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
-        """Change the model for inference and export, after the weights of the checkpoint are loaded."""
+        """Prepare the model for inference and export, after the weights of the checkpoint are loaded."""

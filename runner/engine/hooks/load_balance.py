@@ -1,4 +1,4 @@
-"""Name a slow rank, and split the next updates as measured speeds suggest, where that is wanted."""
+"""Report a straggler, and with parallelism.shares=speed adapt the shares of the ranks to their measured speed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from runner.engine.meter import added
 
 
 class LoadBalance(Hook):
-    """Compares the times that all ranks reported; adds them to the rows of metrics."""
+    """Compares the times of all ranks, and adds them to the rows of metrics."""
 
     name = "shares"
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._slow = StragglerDetector()
-        self._num_compared = 0  # updates of which all ranks have reported their times
-        self._seconds: list[tuple[Mapping[str, float], ...]] = []  # by part and rank, since the last row
+        self._num_compared = 0  # number of updates whose times all ranks have reported
+        self._seconds: list[tuple[Mapping[str, float], ...]] = []  # seconds by part and rank, since the last row
         self._idle: Mapping[str, float] = {}
 
     def after_update(self, step: StepInfo) -> None:
@@ -36,11 +36,11 @@ class LoadBalance(Hook):
         phase, screen = self.phase, self.phase.run_.observers.screen
         seconds = tuple(there for there in status.seconds if there)
         self._num_compared += 1
-        if self._num_compared > 1 or phase.hook(Timekeeping).first is None:  # the first update is start-up
+        if self._num_compared > 1 or phase.hook(Timekeeping).first is None:  # the first update counts as start-up
             self._seconds.append(seconds)
         if step.update % phase.run_.plan.settings.log_every == 0:
             self._idle = phase.parts.parallel.idle()
-        if not phase.order.shares:  # stages of a pipeline have unlike work
+        if not phase.order.shares:  # stages of a pipeline have different work
             return
         found = self._slow.observe(seconds, status.samples)
         if found:
@@ -85,7 +85,7 @@ class LoadBalance(Hook):
 
 
 def _mean_ms(updates: list[tuple[Mapping[str, float], ...]]) -> dict[str, float]:
-    """Return rank and part -> mean milliseconds of an update."""
+    """Return column -> mean milliseconds per update, by rank and part."""
     if not updates:
         return {}
     return {

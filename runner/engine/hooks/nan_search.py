@@ -1,4 +1,4 @@
-"""Name the module in which the numbers of an update stopped being finite."""
+"""Find the module in which the numbers of an update became non-finite."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from runner.engine.watchdog import SEARCH
 
 
 class NanSearch(Hook):
-    """Runs an update that was not finite again, module by module; the phase ends, and is not saved."""
+    """Repeats a non-finite update, checking each module; the phase then ends without a save."""
 
     def on_error(self, error: BaseException) -> AccelRunError | None:
         if not isinstance(error, NotFinite):
             return None
         phase = self.phase
         assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
-        phase.loader.close()  # its thread must not read beside this one
+        phase.loader.close()  # its thread must not read concurrently
         number = phase.position.update + (0 if error.late else 1)
-        phase.pulse.now = (SEARCH, number)  # all samples are read again, by this process alone
+        phase.pulse.now = (SEARCH, number)  # all samples are read again by this process
         micros = list(phase.order.micros(number - 1, phase.shares.of(number - 1)))
         training = phase.work.training
         is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)

@@ -12,7 +12,7 @@ from runner.profiling.instruments import Subject
 
 
 class Profiling(Hook):
-    """Hands updates to the profiler of the run, after everything else between them."""
+    """Passes updates to the profiler of the run, after all other hooks."""
 
     def begin(self) -> None:
         phase, run = self.phase, self.phase.run_

@@ -1,4 +1,4 @@
-"""Draw the progress of a phase, and print what the monitor noticed."""
+"""Draw the progress of a phase, and print warnings of the monitor."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.loop import StepInfo
 
-FIRST_LOOK_S = 0.5  # the monitor opens NVML then: a short first update does not wait for it
+FIRST_LOOK_S = 0.5  # the monitor opens NVML in parallel: a short first update does not wait for it
 
 
 class ShowProgress(Hook):
-    """Reads the loss from the device only when something is drawn."""
+    """Reads the loss from the device only when the display is due."""
 
     def begin(self) -> None:
         phase, observers = self.phase, self.phase.run_.observers
@@ -33,7 +33,7 @@ class ShowProgress(Hook):
             self.phase.run_.observers.screen.end()
 
     def _values(self, step: StepInfo) -> dict[str, float]:
-        """Return what the screen shows; waits for the device."""
+        """Return the displayed values; waits for the device."""
         meter = self.phase.hook(Metrics).meter
         values: dict[str, float] = {}
         if step.loss_sum is not None:
@@ -43,7 +43,7 @@ class ShowProgress(Hook):
         if step.grad_norm is not None:
             values["grad_norm"] = float(step.grad_norm)
         if (pace := meter.timed.pace) is not None:
-            values["it_per_s"] = pace  # of the same time as the items per second beside it
+            values["it_per_s"] = pace  # covers the same time as the displayed items per second
         values["items_per_s"] = meter.timed.throughput or math.nan
         data_wait = meter.data_wait()
         values["data_wait"] = math.nan if data_wait is None else data_wait

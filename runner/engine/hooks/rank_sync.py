@@ -17,11 +17,11 @@ from runner.engine.loop import StepInfo
 
 @dataclass(frozen=True)
 class StepStatus:
-    """What all ranks reported after an update.
+    """Merged status of all ranks after an update.
 
-    wants    what any rank wants
-    num_bad  samples that were left out
-    seconds  part -> seconds, for each rank, of the last update it knows of; None where it knows none yet
+    wants    merged requests of all ranks
+    num_bad  number of skipped samples
+    seconds  part -> seconds, for each rank, of its last known update; None if it knows none yet
     samples  samples that each rank had in that update
     """
 
@@ -32,7 +32,7 @@ class StepStatus:
 
 
 class Exchange:
-    """Sends one small vector after each update and reads the one before it, so that no rank waits."""
+    """All-reduces one small vector after each update and reads the previous one, so that no rank waits."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -41,7 +41,7 @@ class Exchange:
     def __call__(
         self, wants: Wants, *, num_bad: int, seconds: Mapping[str, float] | None, samples: int
     ) -> StepStatus | None:
-        """Send the status of this rank after an update; return that of all after the one before, None for the first."""
+        """Send the status of this rank after an update; return the merged status of the previous one, None at first."""
         mine = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
         others = [0.0] * _WIDTH
         rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]
@@ -51,12 +51,12 @@ class Exchange:
         return None if before is None else self._read(*before)
 
     def settle(self) -> None:
-        """Wait until the last vector has reached all ranks; it is read later."""
+        """Wait until the last all-reduce is complete; its result is read later."""
         if self._sent is not None:
             self._sent[1].wait()
 
     def close(self) -> None:
-        """Wait for the last vector, and drop it."""
+        """Wait for the last all-reduce, and discard its result."""
         self.settle()
         self._sent = None
 
@@ -75,11 +75,11 @@ class Exchange:
 
 
 class RankSync(Hook):
-    """Merges what the hooks want, once, and agrees on it with the other ranks, once.
+    """Merges the requests of all hooks, and then of all ranks, once per update.
 
-    agreed    what takes effect after this update, and `of` the update after which it was wanted
-    status    what all ranks reported of the update before; None for the first, and where there is one rank
-    asked_at  when this rank learned that the run is to stop, by `time.monotonic`
+    agreed    requests that take effect after this update; `of` is the update after which they were made
+    status    merged status of the previous update; None for the first one, and with one rank
+    asked_at  time at which this rank learned of a stop request, by `time.monotonic`
     """
 
     def __init__(self, phase: PhaseView) -> None:

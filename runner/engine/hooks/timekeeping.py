@@ -17,13 +17,13 @@ from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 class Timekeeping(Hook):
     """Accounts for the time of the phase, the first update of the process apart from the others.
 
-    first  seconds by part until the first update of this process was done; None before
+    first  seconds by part until the end of the first update of this process; None before
     """
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self.first: Bookmark | None = None
-        self._done_before = 0  # updates, by other processes
+        self._done_before = 0  # updates of earlier processes
         self._seconds_before, self._parts_before = phase.record.seconds, phase.record.parts_s
         self._is_settled = False
         restart_host_peak()
@@ -57,7 +57,7 @@ class Timekeeping(Hook):
         if not self._is_settled:
             self._is_settled = True
             parts_s = self._note_time(seconds_of)
-            self.phase.run_.tally.clock.end(parts_s, self._num_done - ("first_update" in parts_s))
+            self.phase.run_.tally.clock.end(parts_s, self._num_done)
 
     def _note_time(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
         parts_s = self._parts_s(seconds_of)

@@ -26,7 +26,7 @@ from runner.durable.checkpoint import verify
 from runner.durable.checkpoint_choice import marks
 from runner.durable.directory import RunDirectory, is_name
 from runner.durable.record_files import read_error, read_record
-from runner.durable.run_state import RunState, standing
+from runner.durable.run_state import RunState, state_of
 from runner.monitor.samples import MachineSamples
 from runner.monitor.samples_file import read_samples
 from runner.records.evidence import Evidence, throughput
@@ -180,7 +180,7 @@ def read_story(directory: RunDirectory) -> RunData:
         plan=plan,
         environment=environment,
         error=read_error(path, _clean),
-        standing=standing(record),
+        standing=state_of(record),
         curves=_curves(directory, missing),
         settings=UsedSettings(config, _defaults(record, missing) if config else {}),
         samples=_samples(directory, missing),
