@@ -594,7 +594,7 @@ def test_rows_of_a_tracker_that_was_never_started_are_counted(tmp_path: Path) ->
 
 def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingPackage, match="accel-run.tensorboard"):
+    with pytest.raises(MissingPackage, match=r"accel-run\[tensorboard\]"):
         TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)
 
 

@@ -220,9 +220,7 @@ class Checkpointing(Hook):
 
     def _begin_copy(self) -> None:
         self.phase.pulse.now = (CHECKPOINT, self.phase.position.update)
-        self.phase.hook(
-            BadSamples
-        ).flush()  # a run that resumes here does not read these samples again, so they must be listed now, so they must be listed now
+        self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
 
     def _write_held(self) -> None:
         """Write the best checkpoint that is held in memory, unless there is only time for the last save."""
