@@ -212,7 +212,7 @@ def test_a_fault_of_the_task_is_told_in_words(name: str, server: ForkServer, tmp
     assert ended.code == fault.code, ended.err
     assert fault.cause in ended.err
     assert "Traceback" not in ended.err
-    assert "bug in accel-run" not in ended.err
+    assert "please report" not in ended.err
     file = tmp_path / "mine.py"
     if fault.line:
         lines = file.read_text().splitlines()
