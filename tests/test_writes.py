@@ -74,7 +74,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/host/output.py", "reopened", "os.write"): "standard output and standard error",
     ("runner/host/output.py", "in_chunks", "os.write"): "the same",
     ("runner/host/output.py", "_write_all", "os.write"): "the same, where they are files",
-    ("runner/engine/watchdog.py", "_tell", "os.write"): "standard error, where another thread may hold its lock",
+    ("runner/engine/watchdog.py", "_report", "os.write"): "standard error, where another thread may hold its lock",
     ("runner/profiling/peak_memory.py", "restart_host_peak", ".write_text"): "a switch of the kernel in /proc",
     ("runner/host/command_process.py", "report_to", "os.fdopen"): "a pipe to the process that started this one",
     ("runner/engine/weights.py", "begin_with", ".rename"): "the setting weights.rename, which is no call",
