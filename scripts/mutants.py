@@ -8,8 +8,8 @@
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
 Messages and asserts are not changed, and `strict=True` of zip is not removed. Tests that execute the changed
-statement run in a fork of a process that has imported torch and pytest: those in the file or folder that mirrors the
-module first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that fails for
+statement run in a fork of a process that has imported torch and pytest: those in the file that mirrors the module
+first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that fails for
 the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
 Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each call in
 them is left out in turn, so a new field has its mutant without an edit here.
@@ -97,9 +97,7 @@ FRESH = {
     "skipped_before": "0", "closed": "False", "bests": "[]", "changes": "[]", "code": "{}",
 }  # fmt: skip
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
-RESUME_LAWS = (  # tests that see most of what is not restored
-    "tests/faults/test_resume_state.py::test_each_checkpoint", "tests/faults/test_resume_state.py",
-)  # fmt: skip
+RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # sees most of what is not restored
 PROCESS_LIMIT_S = 45.0  # beyond four times the recorded time: a busy machine is no hang
 WARM = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
@@ -928,9 +926,10 @@ class Judge:
         resumes = mutant.operator == "not restored"
 
         def rank(test: str) -> tuple[float, ...]:
-            laws = (number for number, law in enumerate(RESUME_LAWS) if resumes and test.startswith(law))
-            likely = next(laws, len(RESUME_LAWS))
-            return -min(seen[test], 3), not test.startswith(mirror), likely, self.known.seconds[test]
+            is_likely = test.startswith((mirror, *RESUME_LAWS) if resumes else mirror)
+            is_mirror = mirror.endswith(".py") and test.startswith(mirror)
+            # A likely test may take longer, but not so long that it takes the budget of all the others.
+            return -min(seen[test], 3), not is_mirror, self.known.seconds[test] * (0.2 if is_likely else 1.0)
 
         return sorted(tests, key=rank)
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.faults.recording import Faults
 from tests.forkserver import ForkServer
 from tests.suggestions import suggested
 
@@ -264,8 +265,11 @@ def test_the_new_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(CannotCreate):
         settle(tmp_path / "half", tmp_path / "taken")
     assert (tmp_path / "taken").read_bytes() == b"mine"
-    settle(tmp_path / "half", tmp_path / "new")
+    faults = Faults()
+    with faults.active():
+        settle(tmp_path / "half", tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == b"new"
+    assert ("fsync", str(tmp_path)) in faults.trace, "its name is on disk"
 
 
 def test_an_import_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

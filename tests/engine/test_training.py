@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from runner.base.errors import Exit
 from runner.engine.hooks.evaluation import Evaluation
 from tests.engine.test_saving_of_runs import opened
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).parents[1] / "laws" / "task_of_buffers.py"
 
 
 @pytest.mark.parametrize(("updates", "every"), [(1, 1), (9, 1), (10, 1), (25, 2), (400, 40)])
@@ -16,3 +21,12 @@ def test_auto_evaluates_about_ten_times_and_never_more_than_once_an_update(
 ) -> None:
     with opened(tmp_path, f"updates={updates}", "evaluate.every=auto") as phase:
         assert phase.hook(Evaluation).every == every
+
+
+def test_a_run_that_is_stopped_records_by_what_and_after_which_update(server: ForkServer, tmp_path: Path) -> None:
+    fault = {"at": "update", "number": 3, "by": "SIGTERM"}
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
+    words = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0"
+    assert server.run(words, tmp_path, env).code == Exit.PREEMPTED
+    rows = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
+    assert [(row["stopped_by"], row["update"]) for row in rows if row["kind"] == "end"] == [("SIGTERM", 4)]

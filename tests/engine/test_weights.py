@@ -164,6 +164,12 @@ def test_shards_that_are_missing_twice_there_or_outside_are_refused(tmp_path: Pa
     first, second = write_shards(tmp_path / "twice", source())
     second.write_bytes(first.read_bytes())
     assert isinstance(refusal(Net(), tmp_path / "twice"), DataError)
+    write_shards(tmp_path / "lacking", source())
+    index = tmp_path / "lacking" / "model.safetensors.index.json"
+    index.write_text(
+        index.read_text().replace('"weight_map": {', '"weight_map": {"more": "model-00002-of-00002.safetensors", ')
+    )
+    assert isinstance(refusal(Net(), tmp_path / "lacking"), DataError), "also where the model needs no more"
     write_shards(tmp_path / "outside", source())
     index = tmp_path / "outside" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../w.safetensors"}}))

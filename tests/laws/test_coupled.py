@@ -225,9 +225,22 @@ def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> N
         assert plain[0] == GLOBAL
 
 
-def test_a_repeated_forward_pass_has_the_same_draws_and_buffers() -> None:
+class Growing(Dropped):
+    """Has a buffer of another shape after each pass, too."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.model.register_buffer("all", torch.zeros(0, WIDTH, dtype=dtype))
+
+    def embed(self, model: nn.Module, batch: Any) -> Any:
+        model.all = torch.cat([model.all, batch[0]])  # type: ignore[list-item]
+        return super().embed(model, (batch[0] - model.all.mean(0), *batch[1:]))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("kind", [Dropped, Growing])
+def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
     """The output of each second pass equals that of the first one, bit for bit, and state advances once."""
-    task, seen = Dropped(torch.float64), []
+    task, seen = kind(torch.float64), []
 
     def embed(model: nn.Module, batch: Any) -> Any:
         found = task.embed(model, batch)
@@ -244,7 +257,7 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers() -> None:
     for x, outputs in again:
         (before,) = (kept for batch, kept in first if torch.equal(batch, x))
         assert all(torch.equal(one, other) for one, other in zip(before, outputs, strict=True))
-    plain = Dropped(torch.float64)
+    plain = kind(torch.float64)
     torch.manual_seed(5)
     batches = batches_of(order, torch.float64)
     for _ in range(4):

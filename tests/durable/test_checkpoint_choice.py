@@ -1,0 +1,101 @@
+"""Which checkpoint of a run is the best, and which one a choice names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.base.errors import DataError, InputMissing
+from runner.durable.checkpoint import Snapshot, load, path_of, save
+from runner.durable.checkpoint_choice import bests_beside, choose, marks
+from runner.durable.directory import RunDirectory
+
+VALUES = {"checkpoint.best": "val/loss", "checkpoint.best_is": "min", "checkpoint.keep_best": 1}
+
+
+def saved(run: RunDirectory, update: int, bests: list[tuple[float, int]], **changes: Any) -> Path:
+    state = {
+        "phase": "train", "phase_update": update, "values": VALUES, "bests": [list(each) for each in bests],
+        "metrics": {"val/loss": float(update)}, "evaluated_at": update,
+    }  # fmt: skip
+    return save(run.checkpoints, Snapshot(update, {"model": {"weight": torch.ones(2)}}, state | changes, {}))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    with RunDirectory.create_or_open(tmp_path, "mine") as directory:
+        saved(directory, 5, [(0.9, 5)])
+        saved(directory, 15, [(0.3, 15)])  # held in memory, and written after the one of update 20
+        saved(directory, 20, [(0.9, 5)])
+    return RunDirectory.find(tmp_path, "mine")
+
+
+def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
+    return bests_beside(load(path_of(run.checkpoints, update)))
+
+
+def test_a_best_checkpoint_that_was_written_late_is_known_to_the_ones_after_it(run: RunDirectory) -> None:
+    assert bests(run, 20) == [(0.3, 15)]
+    assert bests(run, 15) == [(0.3, 15)]
+    assert bests(run, 5) == [(0.9, 5)], "what comes later is not known yet"
+
+
+@pytest.mark.parametrize(("wanted", "update"), [(None, 15), ("best", 15), ("last", 20), ("5", 5), ("update-15", 15)])
+def test_a_choice_names_a_checkpoint(wanted: str | None, update: int, run: RunDirectory) -> None:
+    assert choose(run, wanted).checkpoint.update == update
+
+
+def test_the_best_and_the_last_are_marked(run: RunDirectory) -> None:
+    found = marks([path_of(run.checkpoints, update) for update in (5, 15, 20)])
+    first = {name: marked[0] for name, marked in found.items()}
+    assert first == {"update-0000000015": "best", "update-0000000020": "last"}
+    assert choose(run, None).marks == found["update-0000000015"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"phase": "other"}, {"values": {**VALUES, "checkpoint.best": "val/accuracy"}},
+        {"values": {**VALUES, "checkpoint.best_is": "max"}}, {"bests": [["x", 15]]}, {"bests": [[0.1, -3]]},
+    ],
+)  # fmt: skip
+def test_bests_of_another_phase_or_metric_are_not_compared(changes: Mapping[str, Any], tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path, "mine") as run:
+        saved(run, 5, [(0.9, 5)])
+        saved(run, 15, **{"bests": [(0.3, 15)], **changes})
+        saved(run, 20, [(0.9, 5)])
+        assert bests(run, 20) == [(0.9, 5)]
+
+
+@pytest.mark.parametrize(("better", "expected"), [("min", [(0.1, 10), (0.2, 30)]), ("max", [(0.4, 20), (0.2, 30)])])
+def test_as_many_best_ones_are_known_as_are_kept_the_best_first(
+    better: str, expected: list[tuple[float, int]], tmp_path: Path
+) -> None:
+    values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
+    with RunDirectory.create_or_open(tmp_path, "mine") as run:
+        for value, update in ((0.1, 10), (0.4, 20), (0.2, 30)):
+            saved(run, update, [(value, update)], values=values)
+        assert bests(run, 30) == expected
+
+
+def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_it_was_asked_for(run: RunDirectory) -> None:
+    path = path_of(run.checkpoints, 15)
+    (path / "model.safetensors").write_bytes(b"damaged")
+    said: list[str] = []
+    assert choose(run, None, said.append).checkpoint.update == 20
+    assert len(said) == 1
+    assert path.name in said[0]
+    for wanted in ("best", "15"):
+        with pytest.raises(DataError):
+            choose(run, wanted)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(run: RunDirectory) -> None:
+    with pytest.raises(InputMissing):
+        choose(run, "7")
+    with pytest.raises(InputMissing):
+        choose(run, str(10**9))
