@@ -42,7 +42,7 @@ class FormatUnderTest:
 
 
 def matmul(context: CheckContext) -> Iterator[CheckResult]:
-    """Check a matrix product per device and format against float64."""
+    """Matrix multiplication per device and format: accuracy against float64."""
     wanted = [number for device in context.devices for number in formats(device, context.here)]
     for number in context.each(wanted, lambda number: number.subject):
         if number.why_not:

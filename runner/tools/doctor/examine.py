@@ -1,4 +1,4 @@
-"""All checks that were asked for, one after the other, and nothing of them left behind, whatever happens."""
+"""Run the requested checks one after the other, and clean up whatever happens."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from runner.host.scratch import private_folder
 from runner.plan.inventory import Inventory, read_cpu
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.doctor.findings import CheckContext, CheckResult, DoctorCheck, skip
-from runner.tools.doctor.isolated_check import end_all, tried
+from runner.tools.doctor.isolated_check import end_all, run_check
 from runner.tools.doctor.storage import remove_trials
 
 Watch = Callable[[str, str, float], None]  # (check, subject, seconds so far)
 
 
 class Examination:
-    """The checks of these names, and those they need; `inventory` is what the machine turned out to have.
+    """The checks of these names and those they need; `inventory` is set by the check of GPUs.
 
-    device  as in Context
-    root    where runs are written
-    clock   as in Context
+    device, clock  as in CheckContext
+    root           folder of the runs
     """
 
     def __init__(
@@ -48,30 +47,30 @@ class Examination:
         self._answers: dict[str, str] = {}
 
     def findings(self, watch: Watch) -> Iterator[CheckResult]:
-        """Yield what is found, as it is found. Raises CannotCreate where no temporary folder can be made.
+        """Yield the findings as they arrive. Raises CannotCreate if there is no temporary folder.
 
-        Signals that end a process end this one at once, with all that it started and wrote.
+        A signal that ends this process also ends the checks and removes their files.
         """
-        with private_folder() as scratch, subreaper(), _leaving_nothing(scratch, self._root):
+        with private_folder() as scratch, subreaper(), _cleanup(scratch, self._root):
             for name in self.names:
-                yield from self._made(name, CheckContext(self._root, scratch, self._device, clock=self._clock), watch)
+                yield from self._run(name, CheckContext(self._root, scratch, self._device, clock=self._clock), watch)
 
-    def _made(self, name: str, context: CheckContext, watch: Watch) -> Iterator[CheckResult]:
+    def _run(self, name: str, context: CheckContext, watch: Watch) -> Iterator[CheckResult]:
         check = self._checks[name]
         if check.needs:
             if "torch" not in self._answers:
                 yield replace(skip("", "torch cannot be imported, see above"), check=name, why=check.why)
                 return
-            import torch  # noqa: F401 - here, so that each check is forked with it, instead of importing it again
+            import torch  # noqa: F401 - forked checks inherit it
         if check.needs == "gpus":
             self.inventory = self.inventory or self._inventory()
             context = replace(context, inventory=self.inventory)
-        yield from tried(name, check, context, lambda subject, took_s: watch(name, subject, took_s), self._answers)
+        yield from run_check(name, check, context, lambda subject, took_s: watch(name, subject, took_s), self._answers)
 
     def _inventory(self) -> Inventory:
-        """Return what the check of GPUs found; where it came to no end, there are none to work with."""
-        told = self._answers.get("gpus")
-        return Inventory.from_json(told) if told else Inventory((), read_cpu()[0])
+        """Return the inventory of the check of GPUs, or one without GPUs if it failed."""
+        found = self._answers.get("gpus")
+        return Inventory.from_json(found) if found else Inventory((), read_cpu()[0])
 
 
 def _with_needed(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str]:
@@ -82,10 +81,10 @@ def _with_needed(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str
 
 
 @contextmanager
-def _leaving_nothing(scratch: Path, root: Path) -> Iterator[None]:
-    """Inside, a signal that ends this process leaves neither files nor processes of the checks; nor does the end.
+def _cleanup(scratch: Path, root: Path) -> Iterator[None]:
+    """Remove files and processes of the checks at the end, and at a signal that ends this process.
 
-    No exception: it may come in the middle of the import of torch, where one is lost or printed.
+    The handler exits instead of raising: during the import of torch an exception may be lost or printed.
     """
     pid = os.getpid()
 
@@ -95,7 +94,7 @@ def _leaving_nothing(scratch: Path, root: Path) -> Iterator[None]:
             remove_trials(root, pid)
 
     def leave(number: int, _: FrameType | None) -> None:
-        if os.getpid() != pid:  # a process of a check, which has not settled in yet
+        if os.getpid() != pid:  # a child that has not reset its handlers yet
             os._exit(128 + number)
         for each in previous:
             signal.signal(each, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a check finds, and what it is given to look at."""
+"""The result of a check, and its context."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NONE: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was tried.
+    """One thing that was checked.
 
-    state    ok; warn: it works, and costs speed or will fail some day; FAIL: it does not work; skip: it was not tried
-    subject  which one, where a check tries several: "cuda:0 bf16"
-    seen     what was seen; of a skip, why it was not tried
-    fix      a line to paste, or what to do; empty where there is nothing to do
-    why      why it matters; empty: as the table CHECKS says of the check
-    figures  what was measured: name with its unit -> value
-    check    name in CHECKS, and took_s the seconds that it took: set by who runs the check
+    state    ok; warn: it works, but slowly or unreliably; FAIL: it does not work; skip: it was not checked
+    subject  which one, if a check has several: "cuda:0 bf16"
+    seen     the result; of a skip, the reason
+    fix      a command to paste, or what to do; may be empty
+    why      why it matters; empty: `why` of the check in CHECKS
+    figures  measured value by name, which includes the unit
+    check    name in CHECKS; like took_s, in seconds, set by the caller of the check
     """
 
     state: State
@@ -39,12 +39,12 @@ class CheckResult:
     took_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as what JSON can hold."""
+        """Return it for JSON."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> CheckResult:
-        """Return the finding that `to_json` told."""
+        """Return the result that `to_json` returned."""
         return CheckResult(**values)
 
 
@@ -54,7 +54,7 @@ def ok(subject: str, seen: str, **figures: float) -> CheckResult:
 
 
 def warn(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> CheckResult:
-    """Return that it works, at a price."""
+    """Return that it works, but slowly or unreliably."""
     return CheckResult("warn", subject, seen, fix, why, figures)
 
 
@@ -64,27 +64,27 @@ def failed(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[st
 
 
 def skip(subject: str, seen: str, fix: str = "") -> CheckResult:
-    """Return why it was not tried."""
+    """Return why it was not checked."""
     return CheckResult("skip", subject, seen, fix)
 
 
 class Answer(str):
-    """What a check hands on to later ones; yielded among its findings."""
+    """A result for later checks, yielded among the findings."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a check may look at.
+    """The context of a check.
 
-    device     auto: all there are; else only this one, or these: cpu, cuda, cuda:1, mps
-    root       where runs are written; need not be there
-    scratch    a private folder for anything, gone at the end
-    inventory  what torch and NVML see here; None for checks that do not need torch
-    begin      tells that a subject is being tried from now on: a crash is laid to it
-    begun      subjects that an earlier process of this check began: they are not tried again
-    found      what was found of them, also that one crashed
+    device     auto: all devices; otherwise only these: cpu, cuda, cuda:1, mps
+    root       folder of the runs; may not exist yet
+    scratch    private temporary folder
+    inventory  the devices of torch and NVML; None for checks that do not need torch
+    begin      call it with each subject before checking it, so that a crash is attributed to it
+    begun      subjects that an earlier process of this check has begun: skip them
+    found      findings of that process
     clock      monotonic seconds, for the limits and durations of checks
     """
 
@@ -99,24 +99,24 @@ class CheckContext:
 
     @property
     def here(self) -> Inventory:
-        """What torch and NVML see; only for checks that need torch."""
+        """The devices of torch and NVML; only for checks that need torch."""
         assert self.inventory is not None, "the check must say in CHECKS that it needs torch"
         return self.inventory
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The GPUs that are to be looked at: usable, and not left out by device=."""
+        """The usable GPUs that device= selects."""
         return tuple(device for device in self.here.usable if self._wants(device))
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs that are to be looked at, and then the CPU."""
+        """The GPUs to check, and then the CPU."""
         return (*self.gpus, *((self.here.cpu.device,) if self.device in ("auto", "cpu") else ()))
 
     def each(self, items: Iterable[Item], name: Callable[[Item], str]) -> Iterator[Item]:
-        """Yield the items that are still to be tried, saying of each that it is begun.
+        """Yield the items that no earlier process has begun, and report each as begun.
 
-        One that raises or crashes ends its process; another one goes on with those after it.
+        An item that raises or crashes ends the process; a new process continues after it.
         """
         for item in items:
             subject = name(item)
@@ -132,17 +132,20 @@ class CheckContext:
 class DoctorCheck:
     """A row of CHECKS.
 
-    function  tries it, yielding what it finds
-    tries     what is tried, for people
+    function  yields the findings; the first line of its docstring says what it checks
     why       why it matters
-    limit_s   after that its process is killed
-    needs     another check, without whose answer this one cannot be made
-    is_quick  made with --quick too
+    limit_s   seconds after which its process is killed
+    needs     another check whose answer this one requires
+    is_quick  included in --quick
     """
 
     function: Callable[[CheckContext], Iterable[CheckResult | Answer]]
-    tries: str
     why: str
     limit_s: float = 10.0
     needs: Literal["", "torch", "gpus"] = ""
     is_quick: bool = True
+
+    @property
+    def tries(self) -> str:
+        """What is checked."""
+        return (self.function.__doc__ or "").partition("\n")[0].removesuffix(".")

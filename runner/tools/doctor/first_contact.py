@@ -53,31 +53,15 @@ def contact_checks(request: Request) -> Mapping[str, DoctorCheck]:
     """
     trains = functools.partial(training, request=request)
     return {
-        "torch": DoctorCheck(software.torch, "torch: imported, version", "it computes everything", 30.0),
-        "gpus": DoctorCheck(gpu_checks.gpus, "which GPUs torch can use", "there must be one", 30.0, "torch"),
+        "torch": DoctorCheck(software.torch, "it computes everything", 30.0),
+        "gpus": DoctorCheck(gpu_checks.gpus, "there must be one", 30.0, "torch"),
         "formats": DoctorCheck(
-            formats,
-            "rate of each format against float32",
-            "precision=auto takes the best format that the rules call native",
-            25.0,
-            "gpus",
+            formats, "precision=auto takes the best format that the rules call native", 25.0, "gpus"
         ),
-        "kernels": DoctorCheck(
-            attention, "attention kernels that run", "attention=auto and the plan rely on these rules", 20.0, "gpus"
-        ),
-        "context": DoctorCheck(
-            context_memory,
-            "memory of a context and its libraries",
-            "what fits is judged with this figure",
-            20.0,
-            "gpus",
-        ),
+        "kernels": DoctorCheck(attention, "attention=auto and the plan rely on these rules", 20.0, "gpus"),
+        "context": DoctorCheck(context_memory, "the plan judges with this figure what fits", 20.0, "gpus"),
         "training": DoctorCheck(
-            trains,
-            "memory, time, kernels and waits of a short run",
-            "micro_batch_size=auto, memory=budget and what fits rely on these predictions",
-            170.0,
-            "gpus",
+            trains, "micro_batch_size=auto, memory=budget and what fits rely on these predictions", 170.0, "gpus"
         ),
     }
 

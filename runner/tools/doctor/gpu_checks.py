@@ -17,7 +17,7 @@ from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, fail
 
 
 def driver(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether the NVIDIA driver answers, and which GPUs it has."""
+    """NVML: driver, state of each GPU."""
     with open_driver() as nvml:
         if not nvml.gpus and not nvml.notes:
             yield _no_gpu(nvml.why_not)
@@ -31,7 +31,7 @@ def driver(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def processes(context: CheckContext) -> Iterator[CheckResult]:
-    """Who else computes on the GPUs."""
+    """Other processes on each GPU."""
     with open_driver() as nvml:
         if not nvml.gpus:
             yield skip("", "no GPU answers")
@@ -47,7 +47,7 @@ def processes(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def gpus(context: CheckContext) -> Iterator[CheckResult | Answer]:
-    """Whether torch can use the GPUs that are there."""
+    """GPUs that torch can use, and reasons for the others."""
     inventory = take_inventory()
     yield Answer(inventory.to_json())
     wanted = context.device if context.device not in ("auto", "cpu") else ""
@@ -65,7 +65,7 @@ def gpus(context: CheckContext) -> Iterator[CheckResult | Answer]:
 
 
 def versions(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether the driver is new enough for the CUDA that torch was built for, and what cuDNN and NCCL it brings."""
+    """CUDA version of the build and of the driver, cuDNN, NCCL."""
     here = context.here
     if here.cuda_version is None:
         yield skip("CUDA", f"torch {here.torch_version} was built without it")
@@ -81,7 +81,7 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def numbering(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether CUDA and NVML give the GPUs the same numbers."""
+    """GPU indices in CUDA and NVML, by UUID."""
     with open_driver() as nvml:
         if not nvml.gpus:
             yield skip("", "no GPU answers")

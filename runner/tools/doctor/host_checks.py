@@ -19,7 +19,7 @@ PROCESSES_BESIDES = 64  # threads of arithmetic, loaders, watchdog and tracker c
 
 
 def cpu(context: CheckContext) -> Iterator[CheckResult]:
-    """What the processor can do, how much of it this process may use, and how much it gets."""
+    """Vector instructions, cores, affinity, quota, load."""
     found, notes = read_cpu()
     vectors = ", ".join(found.flags) or "no flags known"
     yield ok("", f"{found.name}, cores: {found.physical_cores}, threads: {found.logical_cores}; {vectors}")
@@ -40,7 +40,7 @@ def cpu(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def threads(context: CheckContext) -> Iterator[CheckResult]:
-    """How many threads torch computes with, against those this process may use."""
+    """Torch threads and cores, vector instructions in use."""
     import torch
 
     cpu, counted = context.here.cpu, torch.get_num_threads()
@@ -61,7 +61,7 @@ def threads(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def memory(context: CheckContext) -> Iterator[CheckResult]:
-    """How much memory there is, and how much of it is free."""
+    """Free memory, cgroup limits."""
     import psutil  # type: ignore[import-untyped]
 
     whole, total, free = psutil.virtual_memory().total, memory_bytes(), free_memory_bytes()
@@ -78,14 +78,14 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def limits(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether files and processes that workers need can be had: the files are really opened."""
+    """Open files that workers need, processes that may be started."""
     found, _ = read_cpu()
     yield _open_files(found.logical_cores * DESCRIPTORS_PER_WORKER + DESCRIPTORS_BESIDES)
     yield _processes(found.logical_cores * 2 + PROCESSES_BESIDES)
 
 
 def clock(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether the clock of the machine can be right: it is past everything that was installed, and goes evenly."""
+    """System clock."""
     now, installed = time.time(), max(path.stat().st_mtime for path in PACKAGE.rglob("*.py"))
     shown = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
     if now < installed - _CLOCK_SLACK_S:
@@ -101,7 +101,7 @@ def clock(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def environment(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether variables are set that slow torch down, or change its numbers, and are easily forgotten."""
+    """Variables that slow torch down."""
     found = [(name, row) for name, row in SLOWING.items() if os.environ.get(name, "") not in ("", *row[0])]
     for name, (_, what) in found:
         yield warn(name, f"{name}={os.environ[name]}: {what}", f"unset {name}")

@@ -1,4 +1,4 @@
-"""One check in a process of its own: a crash, a hang or a traceback of it is a finding, and nothing of it stays."""
+"""Run a check in a subprocess, so that a crash, a hang or an exception of it becomes a finding."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from runner.host.parent_death import die_with_parent
 from runner.host.process_tree import children, kill_descendants, state_of
 from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, DoctorCheck, failed
 
-TICK_S = 0.1  # between two looks at the clock
+TICK_S = 0.1  # between two checks of the clock
 Watch = Callable[[str, float], None]  # (subject, seconds so far), at each tick
 
 
 @dataclass
 class CheckOutput:
-    """What the process of a check has told so far.
+    """What the process of a check has reported so far.
 
-    begun      subjects that were begun
-    answer     what it hands on besides its findings
-    has_ended  it came to its end
+    begun      subjects that it has started
+    answer     its result for later checks
+    has_ended  it ended regularly
+    raised     the exception that ended it
     """
 
     findings: list[CheckResult] = field(default_factory=list)
@@ -44,13 +45,13 @@ class CheckOutput:
     raised: CheckResult | None = None
 
 
-def tried(
+def run_check(
     name: str, check: DoctorCheck, context: CheckContext, watch: Watch, answers: dict[str, str]
 ) -> Iterator[CheckResult]:
-    """Yield what the check finds; where its process ends before its time, that is a finding, and the rest is tried.
+    """Yield the findings of a check. A process that ends early is a finding; the remaining subjects run in a new one.
 
-    watch    called about every TICK_S, and as soon as a subject is begun
-    answers  what a check hands on to later ones is put here under its name
+    watch    called about every TICK_S
+    answers  receives the check's result for later checks, under its name
     """
     ends_at = context.clock() + check.limit_s
     since = context.clock()
@@ -58,108 +59,110 @@ def tried(
         try:
             trial = _Trial(check, context, ends_at)
         except OSError as error:
-            what = f"no process could be started for it: {error.strerror}"
-            yield _signed(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
+            what = f"no process could be started: {error.strerror}"
+            yield _labeled(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
             return
         try:
             for finding in trial.findings(watch):
-                yield _signed(finding, name, check, finding.took_s)
+                yield _labeled(finding, name, check, finding.took_s)
                 since = context.clock()
         finally:
             trial.close()
-        told = trial.told
-        if told.answer is not None:
-            answers[name] = told.answer
-        if told.has_ended:
+        output = trial.output
+        if output.answer is not None:
+            answers[name] = output.answer
+        if output.has_ended:
             return
-        end = _signed(trial.how_it_ended(), name, check, context.clock() - since)
+        end = _labeled(trial.end_reason(), name, check, context.clock() - since)
         yield end
         since = context.clock()
-        fresh = set(told.begun) - context.begun
+        fresh = set(output.begun) - context.begun
         if trial.is_late or not fresh:
             return
-        context = dataclasses.replace(context, begun=context.begun | fresh, found=(*context.found, *told.findings, end))
+        context = dataclasses.replace(
+            context, begun=context.begun | fresh, found=(*context.found, *output.findings, end)
+        )
 
 
 class _Trial:
-    """A check that is being made, from the fork to the end of all that it started."""
+    """A running check, from the fork to the end of all processes that it started."""
 
     def __init__(self, check: DoctorCheck, context: CheckContext, ends_at: float) -> None:
-        self.told = CheckOutput()
+        self.output = CheckOutput()
         self.is_late = False
         self._limit_s, self._ends_at = check.limit_s, ends_at
         self._clock = context.clock
         self._began = context.clock()
         self._status: int | None = None
-        self._text = ""  # what it printed
+        self._text = ""  # its printed output
         self._known: Set[int] = children()
-        self._heard = b""
+        self._unparsed = b""
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
-                stream.flush()  # or it would be printed twice
-        with ExitStack() as unless_born:
-            self._said: IO[bytes] = unless_born.enter_context(tempfile.TemporaryFile(dir=context.scratch))
+                stream.flush()  # otherwise the child would print it too
+        with ExitStack() as on_error:
+            self._log: IO[bytes] = on_error.enter_context(tempfile.TemporaryFile(dir=context.scratch))
             self._pipe, theirs = os.pipe2(os.O_CLOEXEC)
-            unless_born.callback(os.close, self._pipe)
+            on_error.callback(os.close, self._pipe)
             try:
                 self.pid = os.fork()
                 if self.pid == 0:
-                    _live(check, context, theirs, self._said.fileno(), parent, ends_at - context.clock())
+                    _run_in_child(check, context, theirs, self._log.fileno(), parent, ends_at - context.clock())
             finally:
                 os.close(theirs)
-            _living[self.pid] = self._known
+            _children_of[self.pid] = self._known
             self._ended = os.pidfd_open(self.pid)
-            unless_born.pop_all()
+            on_error.pop_all()
 
     def findings(self, watch: Watch) -> Iterator[CheckResult]:
-        """Yield the findings as they are told, until the process has ended or its time is up."""
+        """Yield the findings as they arrive, until the process has ended or its time is up."""
         num_yielded = 0
         while True:
             left_s = self._ends_at - self._clock()
             ready, _, _ = select.select([self._pipe, self._ended], [], [], max(0.0, min(TICK_S, left_s)))
             if ready:
-                self._hear()
-            yield from self.told.findings[num_yielded:]
-            num_yielded = len(self.told.findings)
-            if self.told.has_ended or self.told.raised or self._ended in ready:
+                self._read_messages()
+            yield from self.output.findings[num_yielded:]
+            num_yielded = len(self.output.findings)
+            if self.output.has_ended or self.output.raised or self._ended in ready:
                 return
             if left_s <= 0:
                 self.is_late = True
                 return
-            watch(self.told.begun[-1] if self.told.begun else "", self._clock() - self._began)
+            watch(self.output.begun[-1] if self.output.begun else "", self._clock() - self._began)
 
-    def how_it_ended(self) -> CheckResult:
-        """Return why there was no regular end."""
-        subject = self.told.begun[-1] if self.told.begun else ""
-        if self.told.raised:
-            return dataclasses.replace(self.told.raised, subject=subject)
-        last, line = self._last_words()
+    def end_reason(self) -> CheckResult:
+        """Return why the process did not end regularly."""
+        subject = self.output.begun[-1] if self.output.begun else ""
+        if self.output.raised:
+            return dataclasses.replace(self.output.raised, subject=subject)
+        last, line = self._last_output()
         at = f", at {line}" if line else ""
         if self.is_late:
-            stuck = " and cannot be ended: it waits for the system" if self._status is None else ""
-            what = f"did not come back within {self._limit_s:g} s{stuck}{at}"
-            return failed(subject, what, "see what it waits for: dmesg | tail; then try it alone")
+            stuck = " and cannot be killed: it waits in the kernel" if self._status is None else ""
+            what = f"did not finish within {self._limit_s:g} s{stuck}{at}"
+            return failed(subject, what, "look for the reason in dmesg | tail; then run this check alone")
         number = -(self._status or 0)
         if number == signal.SIGKILL:
-            return failed(subject, "was killed from outside: for want of memory?", "dmesg | tail; free some memory")
-        how = f"crashed ({signal.Signals(number).name})" if number > 0 else f"left with exit code {self._status}"
+            return failed(subject, "was killed by another process; out of memory?", "dmesg | tail; free some memory")
+        how = f"crashed ({signal.Signals(number).name})" if number > 0 else f"exited with code {self._status}"
         said = f": {last}" if last else ""
         return failed(subject, f"{how}{said}{at}", "reinstall what the line names, or report it to its maintainers")
 
     def close(self) -> None:
-        """The process and all that it started are gone; what cannot be killed is left to the system."""
-        if self._said.closed:
+        """Kill the process and all that it started; one that cannot be killed is left to the system."""
+        if self._log.closed:
             return
-        if not self.told.has_ended:
+        if not self.output.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-        select.select([self._ended], [], [], _FAREWELL_S)
+        select.select([self._ended], [], [], _KILL_WAIT_S)
         self._reap()
         _clear(self.pid)
-        self._said.seek(0)
-        self._text = self._said.read()[-_SAID_BYTES:].decode(errors="replace")
-        self._said.close()
+        self._log.seek(0)
+        self._text = self._log.read()[-_LOG_BYTES:].decode(errors="replace")
+        self._log.close()
         for descriptor in (self._pipe, self._ended):
             os.close(descriptor)
 
@@ -168,19 +171,19 @@ class _Trial:
         if pid:
             self._status = os.waitstatus_to_exitcode(status)
 
-    def _hear(self) -> None:
-        """Take in what has been told."""
+    def _read_messages(self) -> None:
+        """Take in what has been output."""
         while select.select([self._pipe], [], [], 0)[0]:
-            heard = os.read(self._pipe, 1 << 16)
-            if not heard:
+            data = os.read(self._pipe, 1 << 16)
+            if not data:
                 break
-            self._heard += heard
-        *lines, self._heard = self._heard.split(b"\n")
+            self._unparsed += data
+        *lines, self._unparsed = self._unparsed.split(b"\n")
         for line in lines:
-            _take(json.loads(line), self.told)
+            _apply(json.loads(line), self.output)
 
-    def _last_words(self) -> tuple[str, str]:
-        """Return the last line that was printed, and the line of Python that was being run."""
+    def _last_output(self) -> tuple[str, str]:
+        """Return the last printed line, and the Python line that was running."""
         match = _STACKS.search(self._text)
         before, stacks = (self._text[: match.start()], self._text[match.end() :]) if match else (self._text, "")
         frame = _FRAME.search(stacks.rpartition("(most recent call first):")[2])  # the main thread comes last
@@ -190,8 +193,8 @@ class _Trial:
 
 
 def end_all() -> None:
-    """All processes of checks that are being made are gone, with what they started: for a signal."""
-    for pid in list(_living):
+    """Kill all running checks and what they started; for a signal handler."""
+    for pid in list(_children_of):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -199,88 +202,90 @@ def end_all() -> None:
         _clear(pid)
 
 
-# ---------------------------------------------------------------- in the process
+# ---------------------------------------------------------------- in the child
 
 
-def _live(check: DoctorCheck, context: CheckContext, line: int, said: int, parent: int, limit_s: float) -> NoReturn:
-    """Make the check and tell what it finds, until the process ends."""
+def _run_in_child(
+    check: DoctorCheck, context: CheckContext, line: int, log: int, parent: int, limit_s: float
+) -> NoReturn:
+    """Run the check, send its findings, and exit."""
 
-    def tell(**message: Any) -> None:
+    def send(**message: Any) -> None:
         os.write(line, json.dumps(message).encode() + b"\n")
 
     code = 1
     try:
         die_with_parent(parent)
-        _settle_in(said, limit_s)
+        _prepare_child(log, limit_s)
         since = context.clock()
-        for found in check.function(dataclasses.replace(context, begin=lambda subject: tell(begin=subject))):
+        for found in check.function(dataclasses.replace(context, begin=lambda subject: send(begin=subject))):
             if isinstance(found, Answer):
-                tell(answer=str(found))
+                send(answer=str(found))
                 continue
-            tell(finding=dataclasses.replace(found, took_s=context.clock() - since).to_json())
+            send(finding=dataclasses.replace(found, took_s=context.clock() - since).to_json())
             since = context.clock()
-        tell(end=True)
+        send(end=True)
         code = 0
     except AccelRunError as error:
-        tell(raised=_of_ours(error).to_json())
+        send(raised=_result_of(error).to_json())
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{'/'.join(last.filename.split('/')[-2:])}:{last.lineno} ({last.name})"
-        fix = "see what it names; if that is accel-run, report it, for a check must not end so"
-        tell(raised=failed("", fit_to_show(f"{error_line(error)}, at {where}"), fix).to_json())
+        fix = "if the location is in accel-run, report it: a check must not raise"
+        send(raised=failed("", fit_to_show(f"{error_line(error)}, at {where}"), fix).to_json())
     finally:
         os._exit(code)
 
 
-def _settle_in(said: int, limit_s: float) -> None:
-    """Lead a session of its own, print into a file, and leave the stack there at a crash or shortly before the end."""
+def _prepare_child(log: int, limit_s: float) -> None:
+    """Start a session, print to a file, and dump the stack there at a crash and shortly before the limit."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, descriptor in ((0, nothing), (1, said), (2, said)):
+    for number, descriptor in ((0, nothing), (1, log), (2, log)):
         os.dup2(descriptor, number)
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stderr__, sys.__stderr__
     faulthandler.enable(2, all_threads=False)
     faulthandler.dump_traceback_later(max(0.05, limit_s - min(0.5, limit_s / 4)), file=2)
 
 
-def _of_ours(error: AccelRunError) -> CheckResult:
+def _result_of(error: AccelRunError) -> CheckResult:
     problem = error.problems[0]
     where = f"{problem.where}: " if problem.where else ""
     return failed("", f"{where}{first_line(problem.what)}", problem.fix)
 
 
-# ---------------------------------------------------------------- in the one that waits
+# ---------------------------------------------------------------- in the parent
 
 
-def _take(message: dict[str, Any], told: CheckOutput) -> None:
+def _apply(message: dict[str, Any], output: CheckOutput) -> None:
     if "begin" in message:
-        told.begun.append(message["begin"])
+        output.begun.append(message["begin"])
     elif "finding" in message:
-        told.findings.append(CheckResult.from_json(message["finding"]))
+        output.findings.append(CheckResult.from_json(message["finding"]))
     elif "answer" in message:
-        told.answer = message["answer"]
+        output.answer = message["answer"]
     elif "raised" in message:
-        told.raised = CheckResult.from_json(message["raised"])
+        output.raised = CheckResult.from_json(message["raised"])
     else:
-        told.has_ended = True
+        output.has_ended = True
 
 
-def _signed(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -> CheckResult:
+def _labeled(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -> CheckResult:
     return dataclasses.replace(finding, check=name, took_s=round(took_s, 3), why=finding.why or check.why)
 
 
 def _clear(pid: int) -> None:
-    """What the process started is gone, also where it made itself a session."""
-    known = _living.pop(pid, set())
-    if state_of(pid) != "D":  # which would not go, and be waited for
+    """Kill what the process started, including processes in sessions of their own."""
+    known = _children_of.pop(pid, set())
+    if state_of(pid) != "D":  # uninterruptible: it cannot be killed
         kill_descendants({pid}, known - {pid}, 0.0)
 
 
-_living: dict[int, Set[int]] = {}  # process of a check -> other children that this process had then
-_FAREWELL_S = 2.0  # a killed process is gone by then, or waits for a disk or driver that does not answer
-_SAID_BYTES = 16384
+_children_of: dict[int, Set[int]] = {}  # PID of a check -> children that this process had before
+_KILL_WAIT_S = 2.0  # a process that takes longer to die waits for a disk or driver
+_LOG_BYTES = 16384
 _STACKS = re.compile(r"^Fatal Python error: |^Timeout \(", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')

@@ -28,7 +28,7 @@ SHAPE = (1, 12, 1024, 64)  # batch, heads, length, head size: a sample of GPT-2
 
 
 def attention(context: CheckContext) -> Iterator[CheckResult]:
-    """Which kernels compute attention for a sample of GPT-2, forward and backward, compared with float64."""
+    """Attention kernels on the shapes of GPT-2, with torch's reason if one does not run."""
     states = {finding.subject: finding.state for finding in context.found}
     pairs = [(device, kernel) for device in context.devices for kernel in KERNELS]
     for device, kernel in context.each(pairs, lambda pair: f"{pair[0].torch_name} {pair[1]}"):
@@ -43,7 +43,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def compiling(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether torch.compile makes a small function faster to run, with the same result; in a cache of its own."""
+    """Torch.compile of a small function, with a separate cache."""
     for device in context.each(context.devices, lambda device: device.torch_name):
         missing = _missing_compiler(device)
         yield skip(device.torch_name, *missing) if missing else _compiled(device, context)

@@ -23,7 +23,7 @@ DISTRIBUTION = "accel-run"
 
 
 def python(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether Python is new enough."""
+    """Python version."""
     needed, found = required_python(), platform.python_version()
     if Version(found) in needed.specifier:
         yield ok("", f"{found} ({needed.specifier}), {sys.executable}")
@@ -33,7 +33,7 @@ def python(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def packages(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether what accel-run always needs can be imported, in a version that it supports; torch has its own check."""
+    """Required packages: import, version."""
     needed = [each for each in required_packages() if not each.extra and each.name != "torch"]
     if not needed:
         yield skip("", f"{DISTRIBUTION} is not installed, so nothing says what it needs", "pip install -e .")
@@ -42,7 +42,7 @@ def packages(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def extras(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether the packages of the extras can be imported; those that are not there are left out."""
+    """Optional packages: import, version."""
     by_name: dict[str, list[Package]] = {}
     for package in required_packages():
         if package.extra and package.extra not in _FOR_DEVELOPERS:
@@ -52,7 +52,7 @@ def extras(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def configuration(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether the shipped configuration can be composed."""
+    """Hydra composes the shipped configuration."""
     from runner.config.configuration import compose
     from runner.config.request import Request
 
@@ -61,7 +61,7 @@ def configuration(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
-    """Whether torch can be imported, and is new enough."""
+    """Torch: import, version."""
     needed = next((each for each in required_packages() if each.name == "torch"), None)
     broken = import_error("torch")
     if broken:
@@ -86,7 +86,7 @@ def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
 
 
 def wandb(context: CheckContext) -> Iterator[CheckResult]:
-    """How tracker=wandb would log here; the key itself is looked at by nobody."""
+    """How tracker=wandb would log; no key is shown."""
     from runner.trackers.tracker import wandb_mode
 
     mode, reason = wandb_mode(os.environ)

@@ -22,7 +22,7 @@ TRIAL = f"{files.TEMPORARY}doctor-"  # how the folder begins in which things are
 
 
 def disk(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that a run can be written: a file synced, replaced and locked; and the free space."""
+    """In the output folder: space, writing with fsync, replacing, locking."""
     folder = nearest(context.root)
     if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
         yield failed("room", f"{folder} must be a folder that this user may write", _ELSEWHERE)
@@ -48,7 +48,7 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def temporary(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether the temporary folder and the cache can be written, and programs be run from the first."""
+    """Temporary directory and cache."""
     folder = Path(tempfile.gettempdir())
     free = shutil.disk_usage(folder).free
     seen = f"{free / GIB:.1f} GiB free in {folder}"
@@ -64,7 +64,7 @@ def temporary(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
-    """Whether /dev/shm has room for the batches that workers hand over; the check `loader` really hands one over."""
+    """Space in /dev/shm."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         yield failed("", "there is no /dev/shm", "mount -t tmpfs tmpfs /dev/shm; or dataloader.num_workers=0")

@@ -15,7 +15,7 @@ BATCH_BYTES = 16 * MIB
 
 
 def loader(context: CheckContext) -> Iterator[CheckResult]:
-    """Check that a DataLoader worker passes intact batches of 16 MiB through shared memory."""
+    """A DataLoader worker returns batches."""
     import torch
     from torch.utils.data import DataLoader, Dataset
 
@@ -41,7 +41,7 @@ def loader(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def allreduce(context: CheckContext) -> Iterator[CheckResult]:
-    """Check an all-reduce over two processes with gloo, and over all GPUs with NCCL."""
+    """All-reduce over two processes with gloo, over all GPUs with NCCL."""
     wanted: list[tuple[str, tuple[str, ...]]] = [("gloo", ("cpu", "cpu"))] if context.device in ("auto", "cpu") else []
     gpus = tuple(device.torch_name for device in context.gpus if device.kind == "cuda")
     if len(gpus) > 1:

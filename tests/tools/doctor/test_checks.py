@@ -159,7 +159,7 @@ RANKS: dict[str, tuple[Any, str, str]] = {
     "wrong here": (lambda rank, *_: 1.0 - rank, "FAIL", "wrong by 1 in process 0"),
     "wrong there": (lambda rank, *_: 2.0 * rank, "FAIL", "wrong by 2 in process 1"),
     "NaN there": (lambda rank, *_: float("nan") if rank else 0.0, "FAIL", "wrong by nan in process 1"),
-    "died there": (died, "FAIL", "process 1 of 2 left with exit code 3"),
+    "died there": (died, "FAIL", "process 1 of 2 exited with code 3"),
 }
 
 

@@ -35,7 +35,7 @@ def hang(context):
     while True:
         signal.pause()
 
-checks.CHECKS["hang"] = DoctorCheck(hang, "hangs", "because", 60.0)
+checks.CHECKS["hang"] = DoctorCheck(hang, "because", 60.0)
 """
 # No trials of vector instructions and no precompiled headers, which take three C++ compilations more.
 ONE_COMPILATION = """
@@ -55,8 +55,8 @@ FAILING = """
 from runner.tools.doctor import checks
 from runner.tools.doctor.findings import DoctorCheck, failed, warn, ok
 
-checks.CHECKS["bad"] = DoctorCheck(lambda context: [failed("x", "is bad", "mend it")], "fails", "because")
-checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at it")], "warns", "because")
+checks.CHECKS["bad"] = DoctorCheck(lambda context: [failed("x", "is bad", "mend it")], "because")
+checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at it")], "because")
 """
 
 

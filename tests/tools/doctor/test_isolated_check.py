@@ -41,7 +41,7 @@ class Clock:
 
 
 def check(function: Callable[[CheckContext], Iterator[CheckResult]]) -> DoctorCheck:
-    return DoctorCheck(function, "something", "because", LIMIT_S)
+    return DoctorCheck(function, "because", LIMIT_S)
 
 
 def found(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResult]]) -> dict[str, list[CheckResult]]:
@@ -95,11 +95,11 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
     "raises": (lambda: {}["key"], "KeyError: 'key', at doctor/test_isolated_check.py:"),
     "refuses": (refuse, "compile: needs a compiler"),
     "leaves": (lambda: sys.exit(3), "SystemExit: 3"),
-    "leaves at once": (lambda: os._exit(3), "left with exit code 3"),
-    "leaves without a word": (lambda: os._exit(0), "left with exit code 0"),
+    "leaves at once": (lambda: os._exit(3), "exited with code 3"),
+    "leaves without a word": (lambda: os._exit(0), "exited with code 0"),
     "crashes": (crash, "crashed (SIGSEGV), at"),
     "aborts": (os.abort, "crashed (SIGABRT), at doctor/test_isolated_check.py:"),
-    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed from outside: for want of memory?"),
+    "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by another process; out of memory?"),
     "is stopped by a signal": (lambda: os.kill(os.getpid(), signal.SIGTERM), "crashed (SIGTERM)"),
     "leaves processes": (with_a_child, "crashed (SIGSEGV), at"),
 }
@@ -129,7 +129,7 @@ def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None
 
 def test_a_hang_names_what_was_tried_how_long_and_the_line(tmp_path: Path) -> None:
     """By the real clock: the process writes its stack half a second before its time is up."""
-    checks = {"hangs": DoctorCheck(breaking(hang), "something", "because", limit_s=3.0)}
+    checks = {"hangs": DoctorCheck(breaking(hang), "because", limit_s=3.0)}
     one, two = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
 
     assert (one.state, two.state, two.subject) == ("ok", "FAIL", "two")
@@ -210,7 +210,7 @@ def test_where_no_process_can_be_started_that_is_a_finding(tmp_path: Path, monke
 def test_a_check_that_needs_torch_is_left_out_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     checks = {
         "torch": check(breaking(crash)),
-        "matmul": DoctorCheck(fine, "products", "because", needs="torch"),
+        "matmul": DoctorCheck(fine, "because", needs="torch"),
         "disk": check(fine),
     }
     findings = list(Examination(["matmul", "disk"], "auto", tmp_path, checks=checks).findings(lambda *_: None))
@@ -228,8 +228,8 @@ def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) 
 
     checks = {
         "torch": check(torch),  # type: ignore[arg-type]
-        "gpus": DoctorCheck(breaking(crash), "gpus", "because", needs="torch"),
-        "matmul": DoctorCheck(devices, "products", "because", needs="gpus"),
+        "gpus": DoctorCheck(breaking(crash), "because", needs="torch"),
+        "matmul": DoctorCheck(devices, "because", needs="gpus"),
     }
     findings = list(Examination(["matmul"], "auto", tmp_path, checks=checks).findings(lambda *_: None))
     assert [(each.subject, each.state) for each in findings if each.check == "matmul"] == [("cpu", "ok")]
