@@ -29,7 +29,8 @@ class Decoded(Generic[T]):
 def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
     """Return the dataclass `kind` in a JSON object.
 
-    Missing values have their defaults, and unknown keys are ignored. A value of a wrong type has its default and is
+    Missing values have their defaults, and unknown keys are ignored; an inner object with unknown keys only is of a
+    wrong type. A value of a wrong type has its default and is
     listed in `wrong`. Entries of mappings, and rows of lists of objects, are judged one by one; other lists as a whole.
 
     Raises TypeError if a value without default is missing or of a wrong type.
@@ -84,6 +85,14 @@ def _stored_fields(kind: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
     return [(each, hints[each.name]) for each in dataclasses.fields(kind) if each.metadata != NOT_STORED]
 
 
+@functools.cache
+def _keys_of(kind: type[Any]) -> frozenset[str]:
+    """Return the keys of the JSON object of a dataclass."""
+    stored = _stored_fields(kind)  # type: ignore[arg-type]
+    inline = [_keys_of(hint) for each, hint in stored if each.metadata == INLINE]
+    return frozenset(each.name for each, _ in stored if each.metadata != INLINE).union(*inline)
+
+
 def _value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
     """Convert a JSON value to the type `hint`; return _WRONG, and add `name` to `wrong`, if it does not match."""
     origin, inner = get_origin(hint), get_args(hint)
@@ -126,6 +135,8 @@ def _one_of(hints: tuple[Any, ...], value: Any, name: str, wrong: list[str]) -> 
 
 def _scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        if value and not _keys_of(hint) & value.keys():  # type: ignore[arg-type]
+            return _WRONG
         try:
             return _object(hint, value, f"{name}.", wrong)  # type: ignore[arg-type]
         except TypeError:  # a value without default

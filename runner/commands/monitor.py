@@ -219,16 +219,14 @@ class RunningRuns:
         import psutil  # type: ignore[import-untyped]
 
         from runner.durable.directory import runs
-        from runner.durable.files import read_object
-        from runner.durable.record_files import read_record
+        from runner.durable.record_files import read_plan, read_record
         from runner.host.process_identity import process_identity
 
         for path in runs(self._root)[:_NEWEST]:
             process = read_record(path).process
             pid, birth = process.pid, process.birth
             if process.state == "running" and pid is not None and birth and process_identity(pid) == birth:
-                ranks = read_object(path / "plan.json").get("ranks")
-                several = isinstance(ranks, list) and len(ranks) > 1
+                several = len(read_plan(path).ranks) > 1
                 with suppress(psutil.Error):
                     root = psutil.Process(pid)
                     root = (root.parent() or root) if several else root  # the launcher of all ranks
@@ -286,7 +284,7 @@ def _stop_event() -> Iterator[threading.Event]:
 def _of_run(root: Path, options: MonitorOptions, *, as_json: bool, in_its_folder: bool) -> int:
     """Show the recorded metrics of a run; write plots to its folder, or to a new one in log_dir."""
     from runner.durable.directory import LAST, RunDirectory
-    from runner.durable.files import read_object
+    from runner.durable.record_files import read_plan
     from runner.durable.run_request import say_skipped
     from runner.monitor.samples import Summary
     from runner.monitor.samples_file import read_samples
@@ -305,7 +303,7 @@ def _of_run(root: Path, options: MonitorOptions, *, as_json: bool, in_its_folder
         beside = {lead[:-1]: summary.to_json() for lead, summary in summaries.items() if lead}
         print(json.dumps(summaries[""].to_json() | ({"machines": beside} if beside else {})))
     say = _say_aside if as_json else _say
-    on_gpu = not str(read_object(directory.path / "plan.json").get("device", "")).startswith("cpu")
+    on_gpu = not read_plan(directory.path).device.startswith("cpu")
     for lead, summary in summaries.items():
         rank = lead[:-1]
         file = directory.shown / (f"gpu-{rank}.csv" if rank else "gpu.csv")

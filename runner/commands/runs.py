@@ -90,20 +90,17 @@ def run(words: list[str]) -> int:
 def row_of(path: Path) -> RunRow:
     """Read the files of a run; damaged or missing values are None."""
     from runner.durable.directory import last_written
-    from runner.durable.files import read_last_row, read_object
-    from runner.durable.record_files import read_record
+    from runner.durable.files import read_last_row
+    from runner.durable.record_files import read_plan, read_record
     from runner.durable.run_state import state_of
     from runner.records.evidence import throughput
 
-    record, plan = read_record(path), read_object(path / "plan.json")
+    record, plan = read_record(path), read_plan(path)
     last = read_last_row(path / "metrics.jsonl")
     stands = state_of(record)
     phase, update = last.get("phase"), last.get("update")
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
-    phases = plan.get("phases")
-    phases = [each for each in phases if isinstance(each, dict)] if isinstance(phases, list) else []
-    totals = {str(each.get("name")): each.get("updates") for each in phases}
-    total = totals.get(str(phase))
+    totals = {each.name: each.updates for each in plan.phases}
     return RunRow(
         path.name,
         str(path),
@@ -112,7 +109,7 @@ def row_of(path: Path) -> RunRow:
         stands.exit_code,
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
-        total if isinstance(total, int) else None,
+        totals.get(str(phase)),
         record.result.metrics or loss,
         last_written(path),
         _size_of(path),

@@ -10,8 +10,8 @@ from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import columns_of, for_terminal, metric_text, rate
 from runner.commands.arguments import read_of_a_run, teller
-from runner.durable.files import TEMPORARY, read_object, read_rows
-from runner.durable.record_files import read_error, read_record
+from runner.durable.files import TEMPORARY, read_rows
+from runner.durable.record_files import read_error, read_plan, read_record
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -104,7 +104,7 @@ def _print(text: str) -> None:
 def _phases(directory: RunDirectory, record: RunRecord) -> None:
     from runner.records.evidence import throughput
 
-    plan = read_object(directory.plan)
+    plan = read_plan(directory.path)
     reached: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float | None]] = {}
     last: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def _phases(directory: RunDirectory, record: RunRecord) -> None:
         str(row.get("phase")): row.get("total") for row in read_rows(directory.events) if row.get("kind") == "phase"
     }
     for phase, row in reached.items():
-        total = totals.get(phase) or plan.get("updates") or "?"
+        total = totals.get(phase) or plan.updates or "?"
         shown = "  ".join(f"{name} {metric_text(value)}" for name, value in losses[phase].items())
         early = ", finished" if phase in ended and ended[phase].finished and row.get("update") != total else ""
         _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")

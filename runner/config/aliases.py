@@ -359,6 +359,9 @@ def fix_of_command(word: str, groups: Mapping[str, Collection[str]]) -> str:
     """
     if word in FOREIGN_COMMANDS:
         return _as_fix(FOREIGN_COMMANDS[word])
+    flag = fix_of_key(word.lstrip("-")) if word.startswith("-") else ""
+    if flag.startswith("use accel-run "):
+        return flag
     is_setting = word.startswith("-") or "=" in word or fix_of_argument(word, groups)
     return "a command comes first, such as accel-run train" if is_setting else ""
 

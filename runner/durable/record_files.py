@@ -8,9 +8,10 @@ from typing import Any
 
 from runner.base.errors import StorageError
 from runner.durable import files
+from runner.records.plan_record import PlanRecord
 from runner.records.run_record import ErrorRecord, RunRecord
 
-RUN, ERROR = "run.json", "error.json"
+RUN, ERROR, PLAN = "run.json", "error.json", "plan.json"
 
 
 def read_record(folder: Path, clean: Callable[[Any], Any] | None = None) -> RunRecord:
@@ -24,6 +25,11 @@ def read_record(folder: Path, clean: Callable[[Any], Any] | None = None) -> RunR
 def read_error(folder: Path, clean: Callable[[Any], Any] | None = None) -> ErrorRecord | None:
     """Return why the last attempt failed; None if it did not, or if it cannot be read."""
     return ErrorRecord.decode(_content(folder / ERROR), clean)
+
+
+def read_plan(folder: Path, clean: Callable[[Any], Any] | None = None) -> PlanRecord:
+    """Return what was planned for the run in `folder`; what cannot be read is unknown."""
+    return PlanRecord.decode(_content(folder / PLAN), clean)
 
 
 def _content(path: Path) -> bytes | None:

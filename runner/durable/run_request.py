@@ -14,8 +14,8 @@ from runner.base.text import shortened
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import LAST, RunDirectory, is_sweep
-from runner.durable.files import read, read_object
-from runner.durable.record_files import read_record
+from runner.durable.files import read
+from runner.durable.record_files import read_plan, read_record
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def _read(directory: RunDirectory) -> RunRequest:
     named: list[Any] = [origin.task_file, origin.config_dir, origin.folder]
     is_wrong = any(name.partition(".")[0] in vars(origin) for name in record.wrong)
     if is_wrong or words is None or not all(map(_is_typed, words)) or origin.task is None or not _are_paths(named):
-        words, planned = _words_in(directory.overrides), read_object(directory.plan)
-        named = [planned.get(key) for key in ("task_file", "config_dir", "folder")]
-        if words is None or "task_file" not in planned or not _are_paths(named):
+        words, planned = _words_in(directory.overrides), read_plan(directory.path)
+        named = [planned.task_file, planned.config_dir, planned.folder]
+        if words is None or not planned.is_known or _PATHS & {*planned.wrong} or not _are_paths(named):
             raise DataError(
                 f"the settings of run {directory.name} are unknown: run.json is damaged, and overrides.yaml or "
                 "plan.json, too",
@@ -128,3 +128,6 @@ def _is_typed(value: object) -> bool:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
         return False
+
+
+_PATHS = {"task_file", "config_dir", "folder"}

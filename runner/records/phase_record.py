@@ -38,7 +38,7 @@ class PhaseRecord:
     metrics          of its last evaluation, and what a fit found; None: without items, or not finite
     """
 
-    kind: str
+    kind: str = ""
     name: str = ""
     updates: int = 0
     total: int = 0

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runner.base.json_converter import decode
 from runner.base.stopwatch import OUTSIDE
 from runner.durable.files import read_object
+from runner.monitor.samples import Summary
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.records.evidence import Evidence
 
@@ -65,7 +67,5 @@ def monitored(run_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
 
     Both are empty for a run without monitor.
     """
-    whole = read_object(run_dir / "monitor.json").get("whole") or {}
-    means = {name: float(stat["mean"]) for name, stat in (whole.get("metrics") or {}).items() if "mean" in stat}
-    slowed = (whole.get("slowed") or {}).get("gpu0") or {}
-    return means, {str(reason): float(share) for reason, share in slowed.items()}
+    whole = decode(Summary, read_object(run_dir / "monitor.json")).value.whole
+    return {name: stat.mean for name, stat in whole.metrics.items()}, dict(whole.slowed.get("gpu0", {}))

@@ -31,7 +31,7 @@ def comparison_of(stories: Sequence[RunData]) -> Page:
         for label, story in zip(labels, stories, strict=True)
         if story.standing.word not in ("finished", "unknown")
     ]
-    devices = {str(name) for story in stories if (name := story.plan.get("device_name"))}
+    devices = {name for story in stories if (name := story.plan.device_name)}
     if len(devices) > 1:
         problems.append(
             f"They ran on different devices, so their speeds are not comparable: {', '.join(sorted(devices))}."
@@ -215,7 +215,7 @@ _RESULTS: tuple[tuple[str, Callable[[RunData], str]], ...] = (
 )
 _FIGURES: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("task", lambda story: story.task),
-    ("device", lambda story: str(story.plan.get("device_name") or "")),
+    ("device", lambda story: story.plan.device_name),
     ("updates", _updates),
     ("time", lambda story: duration(story.total_s) if story.total_s else ""),
     ("items per second, first update excluded", _speed),

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from runner.base.json_values import branch
 from runner.base.picture import COLORS, new_figure
 from runner.base.text import sized_gib
 from runner.monitor import machine_plots
@@ -124,7 +123,7 @@ def _split(peak: float, held: Mapping[str, float]) -> dict[str, float]:
 
 def _held(story: RunData) -> dict[str, float]:
     """Return GiB of weights, gradients and optimizer state; nothing where ranks share them, or none is known."""
-    if branch(story.plan, "choices", "parallelism").get("function") in ("fsdp", "pipeline") or story.evidence is None:
+    if story.plan.choice("parallelism").function in ("fsdp", "pipeline") or story.evidence is None:
         return {}
     newest = story.checkpoints[-1].files if story.checkpoints else {}
     weights, optimizer = newest.get("model.safetensors"), newest.get("optimizer.safetensors")

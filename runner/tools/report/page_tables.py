@@ -59,7 +59,7 @@ def configuration(story: RunData) -> list[PageTable]:
         tables.append(
             PageTable("differences", f"{title}: differences from the defaults", ("key", "here", "default"), rows, note)
         )
-    decided, reasons = _decided(story), mapped(story.plan.get("reasons"))
+    decided, reasons = _decided(story), story.plan.reasons
     every = [
         (key, word_of(value), word_of(decided.get(key, value)), word_of(reasons.get(key, "")))
         for key, value in story.settings.used.items()
@@ -72,13 +72,12 @@ def configuration(story: RunData) -> list[PageTable]:
 def _decided(story: RunData) -> dict[str, Any]:
     """Return key -> the value that the plan decided on."""
     found: dict[str, Any] = {}
-    for group, choice in mapped(story.plan.get("choices")).items():
-        if isinstance(choice, dict) and isinstance(choice.get("options"), dict):
-            found[group] = choice.get("name")
-            found |= {f"{group}.{key}": value for key, value in choice["options"].items()}
-    batch = mapped(story.plan.get("batch"))
-    found |= {key: batch[key] for key in ("micro_batch_size",) if key in batch}
-    found |= {"device": story.plan["device"]} if story.plan.get("device") else {}
+    for group, choice in story.plan.choices.items():
+        found[group] = choice.name
+        found |= {f"{group}.{key}": value for key, value in choice.options.items()}
+    size = story.plan.batch.micro_batch_size
+    found |= {"micro_batch_size": size} if size is not None else {}
+    found |= {"device": story.plan.device} if story.plan.device else {}
     return found
 
 

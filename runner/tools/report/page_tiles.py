@@ -65,7 +65,7 @@ def _time_tile(story: RunData) -> Iterable[Tile]:
 def _updates_tile(story: RunData) -> Iterable[Tile]:
     made = max((end for _, end in story.curves.phases.values()), default=None)
     if made is not None:
-        wanted = story.plan.get("updates") if len(story.curves.phases) == 1 else None
+        wanted = story.plan.updates if len(story.curves.phases) == 1 else None
         several = f"in {len(story.curves.phases)} phases" if len(story.curves.phases) > 1 else ""
         yield Tile("updates", f"{made:,}", f"of {wanted:,}" if isinstance(wanted, int) else several)
 

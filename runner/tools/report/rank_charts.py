@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from runner.base import partition
-from runner.base.json_values import branch, listed, mapped
 from runner.base.picture import COLORS, new_figure
 from runner.base.stopwatch import BETWEEN, PARTS
 from runner.tools.report.chart_parts import PART_COLORS, SIZE, Drawing, dress
@@ -18,7 +17,7 @@ def ranks(story: RunData) -> Drawing | str:
     of_ranks = story.evidence.ranks_s if story.evidence is not None else ()
     rows = [dict(there) for there in of_ranks] or _ranks_of_rows(story)
     if len(rows) < 2:
-        if not story.plan:
+        if not story.plan.is_known:
             return _NO_PLAN
         return "a single process trained" if _world_size(story) < 2 else "the ranks reported no times"
     dealt = story.curves.shares
@@ -33,7 +32,7 @@ def ranks(story: RunData) -> Drawing | str:
             spent = seconds.get(part, 0.0)
             axes.barh(row, spent, 0.7, left=begin, color=PART_COLORS.get(part, GRID), label=part if row == 0 else None)
             begin += spent
-    shares = [share for share in listed(mapped(story.plan.get("batch")).get("shares")) if type(share) is int]
+    shares = story.plan.batch.shares
     labels = [
         f"rank {n}" + (f"\n{shares[n]} samples" if len(shares) == len(rows) and not dealt else "")
         for n in range(len(rows))
@@ -66,20 +65,22 @@ def ranks(story: RunData) -> Drawing | str:
 
 def pipeline(story: RunData) -> Drawing | str:
     """What each device does when in an update, with the times of the stages that were measured."""
-    choice = branch(story.plan, "choices", "parallelism")
-    if not choice:
+    choice = story.plan.choice("parallelism")
+    if not choice.name:
         return _NO_PLAN
-    if choice.get("function") != "pipeline":
-        return f"the run did not use a pipeline (parallelism={choice.get('name', 'unknown')})"
+    if choice.function != "pipeline":
+        return f"the run did not use a pipeline (parallelism={choice.name})"
     rows = [dict(there) for there in story.evidence.ranks_s] if story.evidence is not None else []
     rows = rows or _ranks_of_rows(story)
-    batch, options = branch(story.plan, "batch"), branch(story.plan, "choices", "parallelism", "options")
+    batch, options = story.plan.batch, choice.options
     schedule = options.get("schedule", "1f1b")
     try:
         chunks = int(options.get("chunks", 1)) if schedule == "interleaved" else 1
-        count = -(-int(batch["global_batch_size"]) // int(batch["micro_batch_size"]))
-    except (ArithmeticError, KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
+        chunks = 0
+    if not batch.global_batch_size or not batch.micro_batch_size:
         return "plan.json does not contain the micro-batches of an update"
+    count = -(-batch.global_batch_size // batch.micro_batch_size)
     if len(rows) < 2 or not all(row.get("forward") for row in rows):
         return "the stages reported no times"
     if count < 1 or not 1 <= chunks <= _MOST_MICRO:
@@ -142,7 +143,7 @@ def _ranks_of_rows(story: RunData) -> list[dict[str, float]]:
 
 
 def _world_size(story: RunData) -> int:
-    return len(listed(story.plan.get("ranks"))) or 1
+    return len(story.plan.ranks) or 1
 
 
 _NO_PLAN = "plan.json is missing or damaged"

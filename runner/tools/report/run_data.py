@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError
-from runner.base.json_values import branch, is_number
+from runner.base.json_values import is_number
 from runner.base.secret import fit_to_show, is_secret
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT
 from runner.config.configuration import compose, to_yaml
@@ -25,11 +25,12 @@ from runner.durable import files
 from runner.durable.checkpoint import verify
 from runner.durable.checkpoint_choice import marks
 from runner.durable.directory import RunDirectory, is_name
-from runner.durable.record_files import read_error, read_record
+from runner.durable.record_files import read_error, read_plan, read_record
 from runner.durable.run_state import RunState, state_of
 from runner.monitor.samples import MachineSamples
 from runner.monitor.samples_file import read_samples
 from runner.records.evidence import Evidence, throughput
+from runner.records.plan_record import PlanRecord
 from runner.records.run_record import ErrorRecord, RunRecord
 
 
@@ -98,7 +99,7 @@ class RunData:
     shown: str
     path: Path
     record: RunRecord
-    plan: Mapping[str, Any]
+    plan: PlanRecord
     environment: Mapping[str, Any]
     error: ErrorRecord | None
     standing: RunState
@@ -117,7 +118,7 @@ class RunData:
     @property
     def task(self) -> str:
         """The task's name."""
-        return str(self.record.origin.task or branch(self.plan, "choices", "task").get("name") or "unknown")
+        return str(self.record.origin.task or self.plan.choice("task").name or "unknown")
 
     @property
     def said(self) -> str:
@@ -164,7 +165,9 @@ def read_story(directory: RunDirectory) -> RunData:
     """Return what this run has left."""
     missing: dict[str, str] = {}
     path = directory.path
-    record, plan = read_record(path, _clean), _object(directory.plan, missing, "plan")
+    record, plan = read_record(path, _clean), read_plan(path, _clean)
+    if plan.problem:
+        missing["plan"] = f"{directory.plan.name} {plan.problem}"
     if record.problem:
         missing["record"] = f"{directory.run_json.name} {record.problem}"
     environment = _object(directory.environment, missing, "environment")

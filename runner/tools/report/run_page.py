@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from runner.base.json_values import listed, mapped
+from runner.base.json_values import mapped
 from runner.console import bottleneck
 from runner.durable import files
 from runner.durable.directory import is_name
@@ -70,12 +70,11 @@ def _lines(story: RunData) -> list[str]:
         "accel-run": story.environment.get("accel-run"),
     }
     known = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
-    device = story.plan.get("device_name") or story.plan.get("device") or "device unknown"
-    ranks = listed(story.plan.get("ranks"))
+    device = story.plan.device_name or story.plan.device or "device unknown"
+    ranks = story.plan.ranks
     several = f", {len(ranks)} ranks" if len(ranks) > 1 else ""
     names = ("precision", "optimizer", "parallelism", "compile")
-    choices = mapped(story.plan.get("choices"))
-    chosen = [f"{name} {choice['name']}" for name in names if (choice := mapped(choices.get(name))).get("name")]
+    chosen = [f"{name} {choice.name}" for name in names if (choice := story.plan.choice(name)).name]
     return [
         " · ".join(filter(None, (f"task {story.task}", str(device) + several, known))),
         " · ".join(filter(None, (", ".join(chosen), _when(story), story.shown))),
@@ -110,7 +109,7 @@ def _tiles(story: RunData) -> list[Tile]:
 
 def _limited(story: RunData) -> str:
     busy = {}
-    if story.samples is not None and not str(story.plan.get("device", "")).startswith("cpu"):
+    if story.samples is not None and not story.plan.device.startswith("cpu"):
         means = Summary.of(story.samples).whole.metrics
         busy = {gpu: means[f"{gpu}/util"].mean for gpu in story.samples.devices if f"{gpu}/util" in means}
     said = bottleneck.limited_by(story.parts_s, story.total_s, busy)
@@ -120,7 +119,7 @@ def _limited(story: RunData) -> str:
 def _verdicts(story: RunData) -> list[HealthVerdict]:
     if story.samples is None:
         return []
-    on_gpu = not str(story.plan.get("device", "cpu")).startswith("cpu")
+    on_gpu = not (story.plan.device or "cpu").startswith("cpu")
     return verdicts(Summary.of(story.samples), on_gpu=on_gpu)
 
 

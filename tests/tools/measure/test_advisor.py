@@ -278,7 +278,10 @@ def test_checks_compare_with_the_expected_range_and_leave_open_what_was_not_read
 
 
 def test_what_the_monitor_saw_is_read_back(tmp_path: Path) -> None:
-    whole = {"metrics": {"gpu0/util": {"mean": 40.0, "min": 0.0}}, "slowed": {"gpu0": {"thermal": 0.3}}}
+    whole = {
+        "metrics": {"gpu0/util": {"mean": 40.0, "min": 0.0, "max": 90.0, "seconds": 5.0}},
+        "slowed": {"gpu0": {"thermal": 0.3}},
+    }
     (tmp_path / "monitor.json").write_text(json.dumps({"whole": whole}))
 
     assert monitored(tmp_path) == ({"gpu0/util": 40.0}, {"thermal": 0.3})

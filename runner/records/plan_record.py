@@ -1,0 +1,91 @@
+"""Define what other programs read of plan.json; the plan itself is `runner.plan.run_plan.Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from runner.base.json_converter import NOT_STORED, decode
+from runner.base.json_values import object_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedChoice:
+    """The option of a group: the name chosen, the function behind it, and its keys."""
+
+    name: str = ""
+    function: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBatch:
+    """How a global batch is divided."""
+
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    shares: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPhase:
+    """The length of a phase; None: it follows from the epochs."""
+
+    name: str = ""
+    updates: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRank:
+    """The device of a rank."""
+
+    device: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """What was planned; None, or empty, means unknown.
+
+    choices  group -> choice
+    reasons  key -> why it has its value
+    problem  why nothing, or not everything, could be read; empty if all was
+    wrong    dotted names of values of a wrong type
+    """
+
+    device: str = ""
+    device_name: str = ""
+    updates: int | None = None
+    task_file: str | None = None
+    config_dir: str | None = None
+    folder: str | None = None
+    choices: Mapping[str, PlannedChoice] = field(default_factory=dict)
+    batch: PlannedBatch = field(default_factory=PlannedBatch)
+    phases: tuple[PlannedPhase, ...] = ()
+    ranks: tuple[PlannedRank, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    problem: str = field(default="", compare=False, metadata=NOT_STORED)
+    wrong: tuple[str, ...] = field(default=(), compare=False, metadata=NOT_STORED)
+
+    @classmethod
+    def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> PlanRecord:
+        """Return the plan in the content of a plan.json; None: there is no such file. Never raises.
+
+        clean  applied to the JSON object first, as to redact it
+        """
+        tree = object_in(content) if content is not None else None
+        if not tree:
+            return cls(problem="is missing" if content is None else "is damaged")
+        found = decode(cls, clean(tree) if clean else tree)
+        problem = f"has unreadable values: {', '.join(found.wrong[:4])}" if found.wrong else ""
+        return replace(found.value, problem=problem, wrong=found.wrong)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything could be read."""
+        return not self.problem or self != PlanRecord()
+
+    def choice(self, group: str) -> PlannedChoice:
+        """Return the choice of a group, an empty one if it is unknown."""
+        return self.choices.get(group, PlannedChoice())

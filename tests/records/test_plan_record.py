@@ -1,0 +1,56 @@
+"""Laws of what other programs read of plan.json: it agrees with the plan, and no file is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.durable.record_files import read_plan
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.planner import make_plan
+from runner.plan.run_plan import Plan
+from runner.records.plan_record import PlanRecord
+
+OLD = Path(__file__).parent / "run_of_version_1"
+
+
+def test_a_record_agrees_with_the_plan(tmp_path: Path) -> None:
+    plan = make_plan(
+        compose(Request(("device=cpu", "global_batch_size=8"))), Inventory((), Cpu("a processor", 4, 8, 0))
+    )
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    found = read_plan(tmp_path)
+    assert found.wrong == ()
+    assert (found.device, found.device_name, found.updates) == (plan.device, plan.device_name, plan.updates)
+    assert (found.batch.shares, found.reasons) == (plan.batch.shares, plan.reasons)
+    assert {group: choice.name for group, choice in found.choices.items()} == {
+        group: choice.name for group, choice in plan.choices.items()
+    }
+    assert [(phase.name, phase.updates) for phase in found.phases] == [
+        (each.name, each.updates) for each in plan.phases
+    ]
+
+
+def test_a_plan_of_version_1_is_read_completely() -> None:
+    found, plan = read_plan(OLD), Plan.from_json((OLD / "plan.json").read_text())
+    assert (found.wrong, found.is_known) == ((), True)
+    assert (found.device, found.updates, found.batch.micro_batch_size) == (plan.device, 6, 4)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"choices": 3, "ranks": [4], "batch": []}'])
+def test_what_cannot_be_read_is_unknown(tmp_path: Path, content: str) -> None:
+    assert read_plan(tmp_path) == PlanRecord()
+    (tmp_path / "plan.json").write_text(content)
+    assert not read_plan(tmp_path).is_known
+
+
+def test_a_value_of_a_wrong_type_makes_no_other_unknown(tmp_path: Path) -> None:
+    content = json.loads((OLD / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps({**content, "reasons": 3}))
+    found = read_plan(tmp_path)
+    assert found.wrong == ("reasons",)
+    assert found.choices == read_plan(OLD).choices
