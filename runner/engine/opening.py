@@ -115,10 +115,13 @@ def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
 
 
 @contextmanager
-def open_run(request: Request) -> Iterator[TrainingRun]:
-    """Yield a new run of this process alone, ready for any of its phases."""
+def open_run(request: Request, world: World | None = None) -> Iterator[TrainingRun]:
+    """Yield a new run, ready for any of its phases.
+
+    world  the ranks that open it together; None: this process alone
+    """
     with ExitStack() as stack:
-        yield _opened(request, None, stack)[0]
+        yield _opened(request, world, stack)[0]
 
 
 def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:

@@ -173,7 +173,7 @@ class Comparison:
             self._fork_server(variant.environment)
 
     def _fork(self, variant: Variant, number: int, until: float) -> VariantProcess:
-        return VariantProcess(self._fork_server(variant.environment), number, self.clock, until)
+        return VariantProcess(self._fork_server(variant.environment), number, self.clock, until, variant.num_ranks)
 
     def _fork_server(self, environment: Mapping[str, str]) -> ForkServer:
         key = tuple(sorted(environment.items()))
@@ -184,8 +184,6 @@ class Comparison:
     def compiled_folder(self, variant: Variant) -> Path:
         """Return the folder of the variant's compiled code, the same one after each restart."""
         return self.compiled.setdefault((variant.name, *variant.overrides), self.folder / f"compiled-{self.number}")
-
-    # ------------------------------------------------------------ starts
 
     def start(self, measured: VariantResult, until: float) -> VariantProcess | None:
         """Start the process of a variant and warm it up; None, with its `why_not`, if that fails.
@@ -244,6 +242,8 @@ class Comparison:
             "compiled": str(self.compiled_folder(variant)),
             "phase": self.limits.phase,
             "evaluates": self.limits.evaluates,
+            "slow": variant.ranks.slow if variant.ranks else 1.0,
+            "settle": variant.ranks.settle if variant.ranks else 0,
         }
 
     def _start_baseline(self, variants: Sequence[Variant]) -> ComparisonResult:
@@ -253,7 +253,9 @@ class Comparison:
         first = self.start(baseline, math.inf)  # without it there is nothing to compare with
         if first is None:
             raise self.error
-        together = self.limits.together and _fit_together(first, baseline, len(variants))
+        together = self.limits.together and _fit_together(
+            first, baseline, sum(each.num_ranks or 1 for each in variants)
+        )
         waiting = [VariantResult(variant, why_not=UNTRIED) for variant in variants[1:]]
         mode: Mode = "interleaved" if together else "restarted"
         trials = ComparisonResult([baseline, *waiting], mode, num_cores=self.load.num_cores, known=self.known)
@@ -298,8 +300,6 @@ class Comparison:
         turn_s = measured.turn_s or max(each.turn_s for each in trials.variants)
         is_open = trials.mode == "interleaved"
         return turn_s if is_open else turn_s + (measured.startup.taken_s or _start_s(trials, measured))
-
-    # ------------------------------------------------------------ rounds
 
     def _run_rounds(self, trials: ComparisonResult, *, is_last: bool = False) -> bool:
         """Run rounds until every interval is narrow; return whether time is left.
@@ -430,8 +430,6 @@ class Comparison:
                 return False
         return True
 
-    # ------------------------------------------------------------ the end
-
     def _estimate_budget(self, trials: ComparisonResult) -> None:
         """Set the budget in which the untried variants would be compared too, by what the others took."""
         if not any(each.is_untried for each in trials.variants):
@@ -545,9 +543,9 @@ def _note_short(trials: ComparisonResult, playing: Sequence[VariantResult], roun
             each.is_short = len(each.blocks) < LEAST_ROUNDS
 
 
-def _fit_together(process: VariantProcess, baseline: VariantResult, num: int) -> bool:
+def _fit_together(process: VariantProcess, baseline: VariantResult, processes: int) -> bool:
     """Return whether so many processes like the baseline's fit on the host and on the GPU."""
-    report = process.ask({"do": "report"}, ANSWER_S)
+    report, num = process.ask({"do": "report"}, ANSWER_S), processes / (baseline.variant.num_ranks or 1)
     each = ROOM * report["peak_host_gib"] * 2**30
     if each * (num - 1) > free_memory_bytes():
         return False

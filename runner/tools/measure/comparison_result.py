@@ -17,16 +17,35 @@ BASELINE_NAME = "as it is"  # the settings as given, where a comparison starts f
 
 
 @dataclass(frozen=True)
+class RankSetup:
+    """CPU ranks over gloo.
+
+    slow    times as long as on the others a sample takes on the last rank, by sleeping
+    settle  updates until measured shares have settled
+    """
+
+    num: int
+    slow: float = 1.0
+    settle: int = 0
+
+
+@dataclass(frozen=True)
 class Variant:
     """Settings to measure: overrides of the configuration and environment variables of the process.
 
     against  name of the variant that it is compared with; empty: the first one
+    ranks    None: one process without a process group
     """
 
     name: str
     overrides: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     against: str = ""
+    ranks: RankSetup | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.ranks.num if self.ranks else 0
 
 
 @dataclass(frozen=True)

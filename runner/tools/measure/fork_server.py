@@ -96,9 +96,9 @@ class ForkServer:
         self._line.line.close()
         self._errors.close()
 
-    def fork(self, line: socket.socket, errors: IO[bytes]) -> int:
+    def fork(self, line: socket.socket, errors: IO[bytes], ranks: int) -> int:
         """Start a process with this socket and standard error; return its PID."""
-        order = json.dumps({"do": "fork"}).encode()
+        order = json.dumps({"do": "fork", "ranks": ranks}).encode()
         socket.send_fds(self._line.line, [order], [line.fileno(), errors.fileno()])
         return int(self._answer("pid")["pid"])
 
@@ -118,16 +118,22 @@ class ForkServer:
 
 
 class VariantProcess(JsonSocket):
-    """A variant and its data workers: a separate session, stopped and continued as a whole."""
+    """A variant and its data workers: a separate session, stopped and continued as a whole.
 
-    def __init__(self, server: ForkServer, number: int, clock: Callable[[], float], until: float) -> None:
+    ranks  each is a separate session, too; 0: the process itself trains
+    """
+
+    def __init__(
+        self, server: ForkServer, number: int, clock: Callable[[], float], until: float, ranks: int = 0
+    ) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
         self._server, self.number, self._clock = server, number, clock
         self.until = until  # by the clock: the end of waiting for its answers
         self._errors = tempfile.TemporaryFile(dir=server.folder)  # noqa: SIM115 - closed in `end`
         with theirs:
-            self.pid = server.fork(theirs, self._errors)
+            self.pid = server.fork(theirs, self._errors, ranks)
+        self._sessions = [self.pid]
         self._code: int | None = None
 
     def __enter__(self) -> VariantProcess:
@@ -163,6 +169,8 @@ class VariantProcess(JsonSocket):
         if "error" in answer:
             problems = tuple(Problem(**problem) for problem in answer["error"])
             raise remake(AccelRunError, problems, Exit(answer["exit_code"]))
+        if "ranks" in answer:
+            self._sessions += answer["ranks"]
         return answer
 
     def pause(self) -> None:
@@ -187,9 +195,9 @@ class VariantProcess(JsonSocket):
         return self._code
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._code is None:
+        for session in self._sessions if self._code is None else ():
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, number)
+                os.killpg(session, number)
 
     def _death(self) -> AccelRunError:
         code = self._ended()

@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.base.accelerator import accelerator_of
-from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
+from runner.base.batch import map_tensors
+from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.stopwatch import between
 from runner.base.task import Progress, Task
-from runner.base.text import error_line
+from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
@@ -48,6 +49,7 @@ from runner.engine.infer import predictions_of
 from runner.engine.loop import StepInfo
 from runner.engine.opening import open_run
 from runner.engine.phase import Phase
+from runner.engine.phase_kinds import GradientPhase
 from runner.engine.run import TrainingRun
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
@@ -56,6 +58,7 @@ from runner.monitor.nvml import Gpu, Nvml, slowed_by
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
 from runner.tools.measure.counting import counted
+from runner.tools.measure.forked_ranks import as_answer, send, serve_ranks
 from runner.tools.measure.probe import batch_of, probe
 from runner.tools.measure.run_queue import RunQueueWait
 from runner.tools.measure.weight_sketch import sketch
@@ -63,6 +66,7 @@ from runner.tools.measure.weight_sketch import sketch
 FOREVER = 10**12  # updates: a variant runs until it is ended
 FIRST_UPDATES = 8  # whose losses and gradient norms are compared with those of the baseline
 MOVED_UPDATES = 3  # after which the weights are compared: every variant runs more before it is timed
+TO_CALIBRATE = 10  # updates, to know how long a sample takes
 TIMED_UPDATES = 200  # the last ones of a block, timed one by one
 
 Answer = dict[str, Any]
@@ -90,27 +94,33 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
                 us, pid = os.getpid(), os.fork()
                 if pid == 0:
                     line.close()
-                    os._exit(live(given[0], given[1], us))
+                    os._exit(live(given[0], given[1], us, order["ranks"]))
                 for number in given:
                     os.close(number)
                 answer = {"pid": pid}
             line.sendall((json.dumps(answer) + "\n").encode())
 
 
-def live(descriptor: int, errors: int, parent: int) -> int:
-    """Answer orders in a forked process until the socket is closed."""
+def live(descriptor: int, errors: int, parent: int, ranks: int) -> int:
+    """Answer orders in a forked process until the socket is closed.
+
+    ranks  number of ranks to fork for the variant; 0: this process trains
+    """
     os.setsid()
     os.dup2(errors, 2)
     die_with_parent(parent)
     warnings.simplefilter("ignore")
     try:
         with socket.socket(fileno=descriptor) as line, ExitStack() as stack:
+            if ranks:
+                return serve_ranks(line, ranks, TrainingVariant)
             variant = TrainingVariant(stack)
-            line.sendall(b'{"ready": true}\n')
+            send(line, {"ready": True})
             for text in line.makefile("r", encoding="utf-8"):
-                answer = variant.answer(json.loads(text))
-                line.sendall((json.dumps(answer) + "\n").encode())
-                if "error" in answer:
+                try:
+                    send(line, variant.execute(json.loads(text)))
+                except BaseException as error:
+                    send(line, as_answer(error))
                     return int(Exit.SOFTWARE)
     except BaseException:  # the interpreter would continue where it was forked
         traceback.print_exc()
@@ -132,7 +142,9 @@ class FirstUpdates(Hook):
         self.draws = False
 
     def begin(self) -> None:
-        self._weights = [weight for weight in self.phase.parts.bare.parameters() if weight.requires_grad]
+        weights = [weight for weight in self.phase.parts.bare.parameters() if weight.requires_grad]
+        is_partial = any(weight.is_meta for weight in weights)  # a stage of a pipeline
+        self._weights = [] if is_partial else weights
         self._before = sketch(self._weights)
         self._random_before = self._random_state()
 
@@ -140,7 +152,7 @@ class FirstUpdates(Hook):
         if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
             loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
             self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
-        if step.update == MOVED_UPDATES and not self.phase.run_.num_skipped:
+        if step.update == MOVED_UPDATES and self._weights and not self.phase.run_.num_skipped:
             self.moved = sketch(self._weights) - self._before
             self.draws = any(
                 not torch.equal(*pair) for pair in zip(self._random_before, self._random_state(), strict=True)
@@ -238,12 +250,12 @@ class TrainingVariant:
     phase: MeasuredPhase
     updates: Iterator[int]
 
-    def __init__(self, stack: ExitStack) -> None:
-        self.stack = stack
+    def __init__(self, stack: ExitStack, world: World | None = None) -> None:
+        self.stack, self.world = stack, world
         self.is_open = False
 
-    def answer(self, order: Mapping[str, Any]) -> Answer:
-        """Execute an order; return its result, or the error as problems."""
+    def execute(self, order: Mapping[str, Any]) -> Answer:
+        """Execute an order; return its result. Raises its error, explained as at the end of a run."""
         orders: Mapping[str, Callable[..., Answer]] = {
             "begin": self.begin, "run": self.run_block, "report": self.report, "probe": self.probe, "count": self.count,
             "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
@@ -252,11 +264,7 @@ class TrainingVariant:
         try:
             return orders[order["do"]](**given)
         except BaseException as error:  # a task may raise anything, and torch may be out of memory
-            shown = self.phase.explained(error) if self.is_open else error
-            if isinstance(shown, AccelRunError):
-                problems = [dataclasses.asdict(problem) for problem in shown.problems]
-                return {"error": problems, "exit_code": int(shown.exit_code)}
-            return {"error": [{"what": error_line(error)}], "exit_code": int(Exit.SOFTWARE)}
+            raise (self.phase.explained(error) if self.is_open else error) from error
 
     def begin(
         self,
@@ -266,6 +274,9 @@ class TrainingVariant:
         compiled: str,
         phase: str | None,
         evaluates: bool,
+        *,
+        slow: float = 1.0,
+        settle: int = 0,
     ) -> Answer:
         """Build the run and its phase; return what it consists of.
 
@@ -273,15 +284,19 @@ class TrainingVariant:
         phase      to run; None: the first that trains. Phases without gradients before it run, training phases do not:
                    the time of an update does not depend on the weights
         evaluates  whether evaluations run as often as in the real phase
+        slow       times as long a sample takes on the last rank
+        settle     updates until measured shares have settled
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
-        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder)))
+        self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder), self.world))
         planned = self._prepared(phase)
         self.phase = MeasuredPhase(self.run, planned, evaluates=evaluates)
         self.stack.enter_context(self.phase)
         self.is_open = True
-        self.updates = self.phase.updates()
+        self.updates = self._slowed_updates(slow) if slow > 1 else self.phase.updates()
+        for _ in range(settle):
+            next(self.updates)
         self.clock = DeviceBlockClock(self.run.parts.world.device) if self._is_on_gpu() else BlockClock()
         plan, parts, order = self.run.plan, self.run.parts, self.phase.order
         weights, device = list(parts.bare.parameters()), parts.world.device
@@ -344,7 +359,7 @@ class TrainingVariant:
         found: Answer = {
             "losses": [float(step.loss_sum) / float(step.items) for step in first.first if step.loss_sum is not None],
             "grad_norms": [float(step.grad_norm) for step in first.first if step.grad_norm is not None],
-            "peak_host_gib": host_peak_gib(),
+            "peak_host_gib": sum(self.run.parts.world.gather(host_peak_gib())),
             "attention": [[kind, kernel, num] for (kind, kernel), num in self.phase.work.attention.items()],
             "optimizer_bytes": list(self.phase.work.state_bytes()),
             "skipped_updates": self.run.num_skipped,
@@ -422,6 +437,30 @@ class TrainingVariant:
     def count(self) -> Answer:
         """Count floating-point operations and bytes of the next update."""
         return dataclasses.asdict(counted(lambda: next(self.updates), self.run.parts.world.device))
+
+    def _slowed_updates(self, factor: float) -> Iterator[int]:
+        """Start the updates; on the last rank, a sample takes so many times as long, by sleeping."""
+        world, work, more_s = self.run.parts.world, self.phase.work, [0.0]
+        assert isinstance(work, GradientPhase)
+        training = work.training
+
+        def loss(model: Any, batch: Any) -> Any:
+            sizes: list[int] = []
+            map_tensors(lambda tensor: sizes.append(len(tensor)), batch)
+            time.sleep(more_s[0] * max(sizes, default=0))
+            return training.loss(model, batch)
+
+        if world.rank == world.world_size - 1:
+            work.training = dataclasses.replace(training, loss=loss)  # the loop keeps it from its first update on
+        updates = self.phase.updates()
+        for _ in range(TO_CALIBRATE):
+            next(updates)
+        began = time.perf_counter()
+        for _ in range(TO_CALIBRATE):
+            next(updates)
+        update_s = (time.perf_counter() - began) / TO_CALIBRATE
+        more_s[0] = (factor - 1) * update_s / (self.phase.planned.batch.global_batch_size / world.world_size)
+        return updates
 
     def _is_on_gpu(self) -> bool:
         return bool(self.run.parts.world.device.type == "cuda")

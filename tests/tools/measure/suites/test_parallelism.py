@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from runner.base.errors import ConfigError
-from runner.tools.measure.comparison_result import UNTRIED
+from runner.base.errors import AccelRunError, ConfigError
+from runner.tools.measure import suite
 from runner.tools.measure.suite import SuiteReport
-from runner.tools.measure.suites import parallelism
 from runner.tools.measure.suites.parallelism import run
 from tests.tools.measure.suites.asked import asked
-from tests.warm import IMPORTED
 
 TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 LAYERS = Path(__file__).parents[1] / "planted" / "layers.py"
 SETTINGS = ("global_batch_size=32",)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _imported() -> None:
-    """What ranks import is imported before they are forked."""
-    for name in IMPORTED:
-        import_module(name)
+pytestmark = pytest.mark.usefixtures("real_time")  # ranks sleep and wait for each other
 
 
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> SuiteReport:
-    monkeypatch.setattr(parallelism, "ROUNDS", (6, 10))
+    monkeypatch.setattr(suite, "ROUNDS", (6, 10))
     return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *words, **options))
 
 
@@ -59,7 +52,7 @@ def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, mon
 
 def test_layers_on_two_ranks_have_passes_enough_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one pass for each update a stage would wait for the other all the time."""
-    monkeypatch.setattr(parallelism, "ROUNDS", (3, 3))
+    monkeypatch.setattr(suite, "ROUNDS", (3, 3))
 
     found = run(asked("parallelism", tmp_path, LAYERS, forms="single,pipeline", slow="1", updates="2"))
 
@@ -67,17 +60,15 @@ def test_layers_on_two_ranks_have_passes_enough_for_both(tmp_path: Path, monkeyp
     assert not found.skipped
     assert rows["pipeline"][1] == 2
     assert str(rows["pipeline"][2]).split() == ["parallelism=pipeline", "micro_batch_size=4"]
-    assert all(len(blocks) == 3 for blocks in found.data["blocks_ms"].values())
+    assert all(len(each["blocks"]) == 3 for each in found.data["variants"])
     assert "pipeline against single: " in found.headline
 
 
-def test_what_begins_too_late_is_not_tried_and_said(tmp_path: Path) -> None:
+def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -> None:
     wanted = replace(asked("parallelism", tmp_path, LAYERS, slow="1", updates="1"), budget_s=0.01)
 
-    found = run(wanted)
-
-    assert [row[0] for row in found.tables[0].rows] == ["single", "equal"]
-    assert found.skipped == {"shares": UNTRIED, "pipeline": UNTRIED}
+    with pytest.raises(AccelRunError, match=r"budget_s: must be longer"):
+        run(wanted)
 
 
 def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
