@@ -251,8 +251,12 @@ class Task:
         return torch.utils.data.default_collate(list(samples))
 
     def blocks(self) -> Sequence[nn.Module]:
-        """Return the repeated blocks of the model: units of checkpointing and of regional compilation."""
-        return [layer for child in self.model.children() if isinstance(child, nn.ModuleList) for layer in child]
+        """Return the repeated blocks of the model: units of checkpointing, sharding and regional compilation.
+
+        By default the modules of each ModuleList, and of each Sequential of several modules of one composite class,
+        however deep in the model; blocks within blocks are not returned.
+        """
+        return repeated_blocks(self.model)
 
     def layers(self) -> Sequence[nn.Module]:
         """Return modules whose sequential composition equals the model; for pipelines.
@@ -279,6 +283,26 @@ class Task:
         generator  seeded, on the model's device; the only source of randomness
         """
         raise NotImplementedError(f"{type(self).__name__} must define predict(...) to be used with `inference`")
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost repeated modules in `model`, in the order of their registration."""
+    if isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _repeats(model)):
+        lists = (nn.ModuleList, nn.ModuleDict)
+        found = [block for item in model for block in (repeated_blocks(item) if isinstance(item, lists) else [item])]
+    else:
+        found = [block for child in model.children() for block in repeated_blocks(child)]
+    return list(dict.fromkeys(found))
+
+
+def _repeats(modules: nn.Sequential) -> bool:
+    """Return whether there are several modules of one class, each with modules and parameters of its own."""
+    return (
+        len(modules) > 1
+        and len({type(module) for module in modules}) == 1
+        and all(any(True for _ in module.children()) for module in modules)
+        and all(any(True for _ in module.parameters()) for module in modules)
+    )
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:

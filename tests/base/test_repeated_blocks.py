@@ -1,0 +1,77 @@
+"""Repeated blocks are found however deep they are, and each once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.axes.memory import checkpoint
+from runner.base.task import Task, repeated_blocks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.parts = nn.ModuleList([nn.Linear(3, 3)])
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.parts[0](self.inner(x)))
+
+
+class Stack(nn.Module):
+    """As in Hugging Face models: the list of layers is some modules below the model that is trained."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(3, 3)
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers.children():
+            x = layer(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.transformer = Stack(layers)
+        self.head = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.transformer(x))
+        return out
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda blocks: nn.Sequential(*blocks)])
+def test_blocks_deep_in_a_model_are_found_and_those_within_them_are_not(container: type) -> None:
+    blocks = [Block(), Block()]
+    assert repeated_blocks(Model(container(blocks))) == blocks
+
+
+def test_blocks_of_lists_of_lists_and_shared_ones_are_found_once() -> None:
+    one, other = Block(), Block()
+    model = Stack(nn.ModuleList([nn.ModuleList([one, other]), nn.ModuleList([one])]))
+    assert repeated_blocks(model) == [one, other]
+
+
+def test_plain_layers_in_a_row_are_not_blocks() -> None:
+    assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == []
+    assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) == []
+    lone = Block()  # not repeated; the list within it is
+    assert repeated_blocks(nn.Sequential(lone, nn.Tanh())) == list(lone.parts)
+
+
+def test_checkpointing_such_a_model_computes_its_blocks_again() -> None:
+    blocks = [Block(), Block()]
+    task = Task()
+    task.model = Model(nn.ModuleList(blocks))
+    report = checkpoint(task.model, task.blocks(), torch.device("cpu"))
+    assert report.checkpointed_blocks == 2
+    task.model(torch.ones(2, 3)).sum().backward()
+    assert [block.calls for block in blocks] == [2, 2]
