@@ -14,18 +14,16 @@ import psutil  # type: ignore[import-untyped]
 
 from runner.host.cgroup import Grant, cpu_grant, memory_grant
 from runner.host.resources import affinity
-from runner.monitor.nvml import METRICS, Gpu, Nvml
-
-GIB, MB = 2**30, 1e6
+from runner.monitor.nvml import GIB, MB, METRICS, Gpu, Nvml
 
 
 @dataclass(frozen=True)
 class GpuUser:
-    """A process that computes on a GPU.
+    """A compute process on a GPU.
 
-    name, user  empty where this machine's /proc does not know the process
-    memory_gib  None where the driver hides it
-    is_ours     of this run; None where it cannot be told, as in a container that sees the numbers of its host
+    name, user  empty if the process is not in this machine's /proc
+    memory_gib  None if the driver hides it
+    is_ours     whether it belongs to this run; None if unknown, as in a container, where NVML reports PIDs of the host
     """
 
     pid: int
@@ -36,18 +34,17 @@ class GpuUser:
 
 
 class Host:
-    """Reads CPU, memory, disk and this run's processes, which no driver can hold up, once per `sample`.
+    """Samples CPU, memory, disk and this run's processes; does not wait for any driver.
 
-    root    the process whose descendants are this run's, itself included
-    folder  where the run is written: the disk that must not fill up
-    system  holds /proc and /sys/fs/cgroup
+    root    process whose descendants, itself included, belong to this run
+    folder  folder of the run, whose disk is observed
+    system  parent of /proc and /sys/fs/cgroup
 
-    CPU and memory are those that the run may use: where affinity or a cgroup grants a part of the machine, the load is
-    that of this part.
+    If affinity or a cgroup limits the run to a part of the machine, CPU and memory are those of this part.
     """
 
-    SELDOM_S = 10.0  # between two searches for processes
-    SEARCH_SHARE = 0.002  # of one core may go into the search for children, which reads all of /proc
+    SELDOM_S = 10.0  # between searches for processes
+    SEARCH_SHARE = 0.002  # maximum of one core for the search, which reads all of /proc
 
     def __init__(self, *, root: int | None = None, folder: Path | None = None, system: Path = Path("/")) -> None:
         self.family = ProcessTree(root or os.getpid())
@@ -55,7 +52,7 @@ class Host:
         self._next_search = 0.0
 
     def sample(self) -> dict[str, float]:
-        """Return metric name -> value, without what could not be read."""
+        """Return metric name -> value, without readings that failed."""
         now = time.monotonic()
         if now >= self._next_search:
             self.family.search()
@@ -67,13 +64,13 @@ class Host:
 
 
 class Gpus:
-    """Reads the GPUs and who uses them once per `sample`. What hardly changes, or costs much, is read less often.
+    """Samples the GPUs and their processes. What hardly changes, or is expensive, is read less often.
 
-    A driver may never answer: a caller that must go on asks in a thread of its own (see `Aside`).
+    A driver may hang: use TimeoutCall where that must not block.
     """
 
-    SELDOM_S = 10.0  # between two readings of what hardly changes, and between two lists of processes
-    TURN_S = 0.5  # between two queries in which the driver waits: they take 40 ms, of one GPU at a time
+    SELDOM_S = 10.0  # between readings that hardly change, and between lists of processes
+    TURN_S = 0.5  # between queries for which the driver waits 40 ms, of one GPU at a time
 
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], family: ProcessTree) -> None:
         self.nvml, self.gpus = nvml, tuple(gpus)
@@ -84,12 +81,12 @@ class Gpus:
         self._held: dict[str, float] = {}
 
     def sample(self) -> dict[str, float]:
-        """Return metric name -> value, without what could not be read or was not asked for this time."""
+        """Return metric name -> value, without readings that failed or were not due."""
         now = time.monotonic()
         is_seldom = now >= self._next_seldom
         if is_seldom:
             self._next_seldom = now + self.SELDOM_S
-            self._look_at_processes()
+            self._read_processes()
         found: dict[str, float | None] = {}
         for index, gpu in enumerate(self.gpus):
             if is_seldom:
@@ -101,14 +98,16 @@ class Gpus:
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def held(self) -> Mapping[str, float]:
-        """Return the last readings of the GPUs whose turn it was not, none older than one round."""
+        """Return the latest readings of metrics that are read in turn."""
         return self._held
 
     def _named(self, index: int, reading: Mapping[str, float | None]) -> dict[str, float | None]:
         return {
-            f"gpu{index}/{name}": None if (value := reading.get(query)) is None else value / unit
-            for name, (query, unit) in READINGS.items()
-            if query in reading
+            f"gpu{index}/{metric.reading or metric.name}": None
+            if (value := reading[metric.name]) is None
+            else value / metric.scale
+            for metric in METRICS
+            if metric.name in reading
         }
 
     def _in_turn(self, now: float) -> dict[str, float | None]:
@@ -121,10 +120,10 @@ class Gpus:
         self._held |= {name: value for name, value in found.items() if value is not None}
         return found
 
-    def _look_at_processes(self) -> None:
+    def _read_processes(self) -> None:
         listed = {index: self.nvml.processes(gpu) for index, gpu in enumerate(self.gpus) if gpu not in self.nvml.lost}
         pids = {each.pid for processes in listed.values() for each in processes or ()}
-        comparable = numbers_are_the_hosts() or not pids.isdisjoint(self._family.pids)
+        comparable = pids_are_of_host() or not pids.isdisjoint(self._family.pids)
         self.users = {
             index: tuple(
                 self._known.user(each.pid, _over(each.used_bytes, GIB), self._family, comparable=comparable)
@@ -133,7 +132,7 @@ class Gpus:
             for index, processes in listed.items()
             if processes is not None
         }
-        self._known.forget_all_but(pids)
+        self._known.keep_only(pids)
 
     def _shared(self, index: int) -> dict[str, float | None]:
         users = None if self.gpus[index] in self.nvml.lost else self.users.get(index)
@@ -148,7 +147,7 @@ class Gpus:
 
 
 class CpuLoad:
-    """Load of these cores since the previous call; None: of all cores."""
+    """Utilization of these cores, None: of all cores, since the previous call."""
 
     def __init__(self, cores: Set[int] | None = None) -> None:
         self._cores = cores
@@ -161,7 +160,7 @@ class CpuLoad:
         return min(100.0, max(0.0, 100 * busy / passed)) if passed > 0 else None
 
     def _times(self) -> tuple[float, float]:
-        """Return the seconds of the cores so far: busy, and in all. psutil.cpu_percent keeps one state for all."""
+        """Return busy and total seconds of the cores so far; psutil.cpu_percent has one state for all callers."""
         if self._cores is None:
             chosen = [psutil.cpu_times()]
         else:
@@ -176,7 +175,7 @@ class CpuLoad:
 
 
 class GrantedCpuLoad:
-    """CPU time that a cgroup has used since the previous call, as a share of what it is granted."""
+    """CPU time of a cgroup since the previous call, as a share of its quota."""
 
     now = staticmethod(time.monotonic)
 
@@ -197,17 +196,17 @@ class GrantedCpuLoad:
 
 
 def cpu_load(root: int, system: Path) -> CpuLoad | GrantedCpuLoad:
-    """Return what tells the load of the CPU that this process tree may use: by its cgroup, its affinity, or all."""
+    """Return the sampler of the CPU that this process tree may use: by cgroup quota, affinity, or the full machine."""
     present, cores = psutil.cpu_count() or 1, affinity(root)
     grant = cpu_grant(system)
     if grant is not None and grant.amount < len(cores) and grant.cpu_seconds() is not None:
         return GrantedCpuLoad(grant)
-    is_part = len(cores) < present and max(cores) < present  # numbers have gaps where cores are switched off
+    is_part = len(cores) < present and max(cores) < present  # core numbers have gaps if cores are offline
     return CpuLoad(cores if is_part else None)
 
 
 class _Ram:
-    """The memory in use, as a share of what the cgroup grants, or of the machine's where that is less."""
+    """Memory in use, as a share of the cgroup's limit or, if that is less, of the machine's memory."""
 
     def __init__(self, system: Path) -> None:
         self._grant = memory_grant(system)
@@ -219,7 +218,7 @@ class _Ram:
 
 
 class _Disk:
-    """Bytes a second of all disks since the look before, and what is left where the run is written."""
+    """Bytes per second of all disks since the previous call, and the free space in the folder of the run."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -245,7 +244,7 @@ class _Disk:
 
 
 class ProcessTree:
-    """A process and what it started, and that in turn."""
+    """A process and its descendants."""
 
     def __init__(self, root: int) -> None:
         self._root = root
@@ -257,7 +256,7 @@ class ProcessTree:
         return frozenset(self._members)
 
     def has(self, pid: int) -> bool:
-        """Tell whether this process belongs to it, also one that was started after the last search."""
+        """Return whether a process belongs to the tree, including one that was started after the last search."""
         if pid in self._members:
             return True
         parents: list[psutil.Process] = _alive(lambda: psutil.Process(pid).parents()) or []
@@ -269,13 +268,13 @@ class ProcessTree:
             root = psutil.Process(self._root)
             found = [root, *root.children(recursive=True)]
         new = {each.pid: each for each in found if each != self._members.get(each.pid)}
-        # Who is known stays the same object, which remembers its last look; the new are looked at for the first time.
+        # Known processes keep their objects, which hold the previous CPU times; new ones are sampled a first time.
         self._members = {each.pid: new.get(each.pid) or self._members[each.pid] for each in found}
         for each in new.values():
             _alive(each.cpu_percent)
 
     def load(self) -> dict[str, float | None]:
-        """Return CPU percent (100 is one thread) and resident GiB of them all; the dead count nothing."""
+        """Return the sum of CPU percent (100 is one core) and resident GiB; processes that have ended count 0."""
         members = tuple(self._members.values())
         percents = [_alive(each.cpu_percent) for each in members]
         memory = [_alive(each.memory_info) for each in members]
@@ -288,7 +287,7 @@ class ProcessTree:
 
 
 class _Known:
-    """Names and users of processes, asked for once each."""
+    """Caches names and users of processes."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[str, str]] = {}
@@ -300,7 +299,7 @@ class _Known:
         is_ours = family.has(pid) if comparable else None
         return GpuUser(pid, name, user, memory_gib, is_ours)
 
-    def forget_all_but(self, pids: set[int]) -> None:
+    def keep_only(self, pids: set[int]) -> None:
         self._names = {pid: names for pid, names in self._names.items() if pid in pids}
 
 
@@ -312,8 +311,8 @@ def _name_and_user(pid: int) -> tuple[str, str]:
         return "", ""
 
 
-def numbers_are_the_hosts() -> bool:
-    """Tell whether a process has the number here that the driver knows it by: outside of containers, on Linux."""
+def pids_are_of_host() -> bool:
+    """Return whether PIDs here are those that the driver reports: outside of containers, on Linux."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
     except OSError:
@@ -321,7 +320,7 @@ def numbers_are_the_hosts() -> bool:
 
 
 def _alive(query: Callable[[], Any]) -> Any:
-    """Return what a process answers, None when it has ended."""
+    """Return the result of a query of a process, None if it has ended."""
     try:
         return query()
     except (psutil.Error, KeyError):
@@ -336,27 +335,3 @@ _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO in linux/proc_ns.h
 _ALWAYS, _SELDOM, _IN_TURN = (
     frozenset(metric.name for metric in METRICS if metric.pace == pace) for pace in ("always", "seldom", "in turn")
 )
-
-# Reading of a GPU, after its `gpu0/` -> metric of NVML, and what it is divided by.
-READINGS: Mapping[str, tuple[str, float]] = {
-    "util": ("util_percent", 1),
-    "memory_util": ("memory_util_percent", 1),
-    "memory_gib": ("memory_used_bytes", GIB),
-    "memory_reserved_gib": ("memory_reserved_bytes", GIB),
-    "memory_free_gib": ("memory_free_bytes", GIB),
-    "memory_total_gib": ("memory_total_bytes", GIB),
-    "temperature_c": ("temperature_c", 1),
-    "temperature_limit_c": ("temperature_limit_c", 1),
-    "power_w": ("power_w", 1),
-    "power_limit_w": ("power_limit_w", 1),
-    "energy_j": ("energy_j", 1),
-    "clock_mhz": ("sm_clock_mhz", 1),
-    "memory_clock_mhz": ("memory_clock_mhz", 1),
-    "throttle_reasons": ("throttle_reasons", 1),
-    "pcie_generation": ("pcie_generation", 1),
-    "pcie_width": ("pcie_width", 1),
-    "pcie_rx_mb_s": ("pcie_rx_bytes_s", MB),
-    "pcie_tx_mb_s": ("pcie_tx_bytes_s", MB),
-    "ecc_corrected": ("ecc_corrected", 1),
-    "ecc_uncorrected": ("ecc_uncorrected", 1),
-}

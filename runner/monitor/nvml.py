@@ -1,7 +1,7 @@
 """Wrap NVML, the driver's interface to the GPUs: properties, metrics and processes. No other module uses NVML.
 
-Nothing here imports torch. Where the library, the driver or the permission is missing, the answer is an Nvml without
-GPUs that says why; where one reading is missing, it is None and never 0.
+Does not import torch. Without the library, the driver or the permission, the result is an Nvml without GPUs that has
+the reason; a missing reading is None, never 0.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Gpu:
-    """What does not change of one GPU, or of one MIG instance of it.
+    """The constant properties of a GPU, or of a MIG instance.
 
-    index         the driver's number, in bus order; CUDA numbers differently (see `visible`)
+    index         the driver's index, in bus order; CUDA's may differ (see `visible`)
     uuid          `GPU-...`, or `MIG-...` for an instance
-    memory_bytes  as the driver reports it, None where it does not
-    mig           True where the GPU is cut into instances, None where the GPU does not know the word
+    memory_bytes  None if the driver does not report it
+    mig           whether MIG is enabled; None if the GPU does not support it
     instances     the MIG instances, in the driver's order
-    mig_name      of an instance, its older name: MIG-<GPU uuid>/<GPU instance>/<compute instance>
-    instance_id   number of the GPU instance, which error events carry; None for a whole GPU
+    mig_name      older name of an instance: MIG-<GPU uuid>/<GPU instance>/<compute instance>
+    instance_id   ID of the GPU instance in error events; None for a full GPU
     """
 
     index: int
@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that computes on a GPU; its memory is None where the driver hides it (containers, Windows)."""
+    """A compute process on a GPU; its memory is None if the driver hides it (containers, Windows)."""
 
     pid: int
     used_bytes: int | None
@@ -52,28 +52,31 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Metric:
-    """One changing number of a GPU: a row of METRICS.
+    """A changing value of a GPU: a row of METRICS.
 
-    query  may raise what NVML raises
-    pace   how often it is worth asking: `always`; `seldom` for what hardly changes; `in turn`, one GPU after the
-           other, for a query in which the driver itself waits
+    query    may raise what NVML raises
+    reading  name of the monitor's reading after `gpu0/`, by default `name`; its value is divided by `scale`
+    pace     how often the monitor reads it: with every sample; seldom, because it hardly changes; or in turn, one GPU
+             per sample, because the driver waits 20 ms for it
     """
 
     name: str
     unit: str
     query: Callable[[GpuReading], float]
+    reading: str = ""
+    scale: float = 1
     pace: Literal["always", "seldom", "in turn"] = "always"
 
 
 class GpuReading:
-    """A GPU at one moment: what several metrics are read from is asked for once."""
+    """A GPU at one time: queries that several metrics share run once."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self.nvml, self.handle = nvml, handle
 
     @cached_property
     def memory(self) -> Any:
-        """Bytes as nvidia-smi shows them: version 2 tells what the driver reserves, version 1 counts it as used."""
+        """Bytes as in nvidia-smi: version 2 reports what the driver reserves, version 1 counts it as used."""
         try:
             return self.nvml.nvmlDeviceGetMemoryInfo(self.handle, version=self.nvml.nvmlMemory_v2)
         except (self.nvml.NVMLError, AttributeError, TypeError):
@@ -81,17 +84,17 @@ class GpuReading:
 
     @cached_property
     def rates(self) -> Any:
-        """Percent of the time in which the SMs (`gpu`) and the memory's bus (`memory`) were busy."""
+        """Percent of the time in which the SMs (`gpu`) and the memory bus (`memory`) were busy."""
         return self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
 
 
 @dataclass(frozen=True)
 class GpuEvent:
-    """An error that the driver reported.
+    """An error reported by the driver.
 
     gpu          the physical GPU
     code         number of an XID
-    instance_id  the GPU instance in which it happened; None: not known, or the whole GPU
+    instance_id  GPU instance of the error; None: unknown, or the full GPU
     """
 
     gpu: Gpu
@@ -100,20 +103,20 @@ class GpuEvent:
     instance_id: int | None = None
 
     def concerns(self, gpu: Gpu) -> bool:
-        """Return whether this error may have happened in `gpu`, which may be an instance."""
+        """Return whether the error may concern `gpu`, which may be an instance."""
         is_other = None not in (self.instance_id, gpu.instance_id) and self.instance_id != gpu.instance_id
         return gpu.index == self.gpu.index and not is_other
 
 
 class Nvml:
-    """The GPUs of this machine; one without GPUs, and with `why_not`, where NVML cannot be asked.
+    """The GPUs of this machine; none, with `why_not`, if NVML is not available.
 
-    why_not         why there is nothing to see; empty where there are GPUs
+    why_not         why there are no GPUs; empty if there are
     driver_version  e.g. "580.159.03"
-    cuda_version    the newest CUDA that the driver serves, e.g. "13.0"
+    cuda_version    the newest CUDA that the driver supports, e.g. "13.0"
     gpus            physical GPUs in bus order
-    notes           GPUs that are there but do not answer, with the reason
-    lost            GPU -> why it answers no more; it is not asked again
+    notes           GPUs that do not respond, with the reason
+    lost            GPU -> reason for which it no longer responds; it is not queried again
     denied          GPU -> metrics that this user may not read
     """
 
@@ -135,9 +138,9 @@ class Nvml:
             self._find_gpus(library)
 
     def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
-        """Return the present value of each metric of METRICS, None where the GPU does not tell.
+        """Return the current value of each metric, None if it is not available.
 
-        names  which ones; None: all but those for which the driver waits (`in turn`)
+        names  of the metrics; None: all but those for which the driver waits (`in turn`)
         """
         wanted = [each for each in METRICS if (each.pace != "in turn" if names is None else each.name in names)]
         handle = self._handles.get(gpu)
@@ -161,14 +164,14 @@ class Nvml:
         return None if value in _NOT_AVAILABLE else value
 
     def processes(self, gpu: Gpu) -> tuple[GpuProcess, ...] | None:
-        """Return who computes on this GPU, None where the driver does not tell."""
+        """Return the compute processes on this GPU, None if the driver does not report them."""
         if gpu not in self._handles:
             return None
         found = _asked(self._library, self._library.nvmlDeviceGetComputeRunningProcesses, self._handles[gpu])
         return None if found is None else tuple(GpuProcess(item.pid, item.usedGpuMemory) for item in found)
 
     def watch_events(self, gpus: Sequence[Gpu]) -> None:
-        """Errors of these GPUs, and of those that they are instances of, are kept for `events` from now on."""
+        """Record errors of these GPUs, and of the GPUs of these instances, for `events`."""
         if self._library is None:
             return
         events = _asked(self._library, self._library.nvmlEventSetCreate)
@@ -189,28 +192,28 @@ class Nvml:
         self._events = (events, watched) if events is not None else None
 
     def events(self) -> list[GpuEvent]:
-        """Return what was reported since the last call; waits for nothing."""
+        """Return the errors since the last call; does not wait."""
         found: list[GpuEvent] = []
         while self._events is not None and len(found) < _MOST_EVENTS:
             event_set, gpus = self._events
             data = _asked(self._library, self._library.nvmlEventSetWait_v2, event_set, 0)
-            if data is None:  # nothing more for now, which NVML calls a timeout
+            if data is None:  # no more events, which NVML reports as a timeout
                 break
             gpu, kind = gpus.get(_address(data.device)), _EVENTS.get(data.eventType)
             if gpu is not None and kind is not None:
-                # Of all events only an XID names the instance, on Ampere and later.
+                # Only XIDs contain the instance, on Ampere and later.
                 is_xid = kind == "xid"
                 instance_id = None if not is_xid or data.gpuInstanceId in _NOT_AVAILABLE else int(data.gpuInstanceId)
                 found.append(GpuEvent(gpu, kind, int(data.eventData) if is_xid else 0, instance_id))
         return found
 
     def find(self, uuid: str) -> Gpu | None:
-        """Return the GPU or MIG instance with this UUID, whether or not it is written with its GPU- or MIG-."""
+        """Return the GPU or MIG instance with this UUID, with or without the prefix GPU- or MIG-."""
         key = bare_uuid(uuid)
         return next((gpu for gpu in everything(self.gpus) if bare_uuid(gpu.uuid) == key), None)
 
     def find_of_torch(self, uuid: str, environ: Mapping[str, str] = os.environ) -> Gpu | None:
-        """Return the GPU to which torch gives this UUID.
+        """Return the GPU to which torch assigns this UUID.
 
         CUDA shows one instance of a GPU that is split into MIG instances, and older versions of CUDA give it the UUID
         of the whole GPU, whose memory is not that of the instance.
@@ -221,7 +224,7 @@ class Nvml:
         return next((each for each in visible(self.gpus, environ).gpus if each in gpu.instances), gpu.instances[0])
 
     def close(self) -> None:
-        """Let go of the driver; closing twice is harmless."""
+        """Shut NVML down; a second call does nothing."""
         if self._library is not None:
             if self._events is not None:
                 _asked(self._library, self._library.nvmlEventSetFree, self._events[0])
@@ -242,13 +245,13 @@ class Nvml:
                 handle = library.nvmlDeviceGetHandleByIndex(index)
                 uuid = library.nvmlDeviceGetUUID(handle)
             except library.NVMLError as error:
-                notes.append(f"GPU {index} does not answer: {error}")
+                notes.append(f"GPU {index} does not respond: {error}")
                 continue
             gpu = _describe(library, handle, index, uuid, self._find_instances(library, handle, index, uuid))
             self._handles[gpu] = handle
             gpus.append(gpu)
         self.gpus, self.notes = tuple(gpus), tuple(notes)
-        self.why_not = "" if gpus else "; ".join(notes) or "NVML answers, and shows no GPU"
+        self.why_not = "" if gpus else "; ".join(notes) or "NVML reports no GPU"
 
     def _find_instances(self, library: Any, parent: Any, index: int, parent_uuid: str) -> tuple[Gpu, ...]:
         instances = []
@@ -256,7 +259,7 @@ class Nvml:
             handle = _asked(library, library.nvmlDeviceGetMigDeviceHandleByIndex, parent, number)
             uuid = handle and _asked(library, library.nvmlDeviceGetUUID, handle)
             if not uuid:
-                continue  # a place that no instance occupies
+                continue  # an unused slot
             ids = [
                 _asked(library, library.nvmlDeviceGetGpuInstanceId, handle),
                 _asked(library, library.nvmlDeviceGetComputeInstanceId, handle),
@@ -270,34 +273,34 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows to a process, in CUDA's order as far as it can be known; `note` says how far."""
+    """The GPUs that CUDA shows to a process, in CUDA's order as far as it is known; `note` has the limits of that."""
 
     gpus: tuple[Gpu, ...]
     note: str = ""
 
 
 def open_nvml() -> Nvml:
-    """Return the machine's GPUs, or an Nvml without GPUs that says why; never raises.
+    """Return the machine's GPUs, or an Nvml without GPUs that has the reason; never raises.
 
-    Each call opens NVML once more, which the driver counts; close() what you opened.
+    NVML counts its users: call close() on each result.
     """
     try:
-        import pynvml as library  # here: it takes 30 ms, and commands that look at no GPU need not wait
+        import pynvml as library  # imported late: 30 ms that commands without GPUs need not spend
     except ImportError as error:
         return Nvml(why_not=f"the package nvidia-ml-py is not installed ({error})")
     try:
         library.nvmlInit()
     except (library.NVMLError, OSError) as error:
-        return Nvml(why_not=_REASONS.get(getattr(error, "value", None), f"NVML does not start: {error}"))
+        return Nvml(why_not=_REASONS.get(getattr(error, "value", None), f"NVML failed to start: {error}"))
     return Nvml(library)
 
 
 def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Visible:
-    """Return what CUDA_VISIBLE_DEVICES leaves of these GPUs: indices, UUIDs, their beginnings, or MIG names.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects by index, UUID, prefix of a UUID, or MIG name.
 
-    Like CUDA, the list ends at its first entry that names no GPU, and a GPU named twice leaves none at all.
-    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, and does not say how it ranks them. So
-    between unlike GPUs an index is a guess in bus order, which the note says; only a UUID is certain.
+    As in CUDA, the list ends at the first entry that is not a GPU, and is empty if a GPU occurs twice.
+    CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER=PCI_BUS_ID, and does not document the ranking. So among
+    different GPUs an index is a guess in bus order, which the note states; only a UUID is reliable.
     Source: CUDA C++ Programming Guide, CUDA Environment Variables.
     """
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
@@ -322,25 +325,25 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Vis
 
 
 def everything(gpus: Sequence[Gpu]) -> Iterator[Gpu]:
-    """Yield each GPU, and after it its MIG instances."""
+    """Yield each GPU, followed by its MIG instances."""
     for gpu in gpus:
         yield gpu
         yield from gpu.instances
 
 
 def bare_uuid(uuid: str) -> str:
-    """Return a UUID without GPU- or MIG-: NVML writes the prefix, torch leaves it out."""
+    """Return a UUID without GPU- or MIG-, which NVML includes and torch omits."""
     return re.sub(r"^(GPU|MIG)-", "", str(uuid)).lower()
 
 
 def slowed_by(throttle_reasons: float | None) -> tuple[str, ...]:
-    """Return in words what holds the clocks down, of the bits that the metric `throttle_reasons` reads."""
+    """Return the reasons in the bits of the metric `throttle_reasons` that reduce the clocks."""
     bits = int(throttle_reasons or 0)
     return tuple(words for bit, words in THROTTLE_REASONS.items() if bits & bit)
 
 
 def _asked(library: Any, query: Callable[..., Answer], *arguments: Any) -> Answer | None:
-    """Return the answer, None where there is none. An older driver or library lacks whole functions."""
+    """Return the result of a query, None if it fails. An older driver or library lacks some functions."""
     try:
         answer = query(*arguments)
     except (library.NVMLError, library.NVMLLibraryMismatchError, AttributeError):
@@ -382,7 +385,7 @@ def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
 
 
 def _address(handle: Any) -> int | None:
-    """Return what tells handles apart: NVML gives an event's device as a pointer of its own."""
+    """Return the address behind a handle: the device of an event is a different pointer object."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
@@ -390,7 +393,7 @@ def _temperature(look: GpuReading) -> float:
     nvml = look.nvml
     try:
         return float(nvml.nvmlDeviceGetTemperatureV(look.handle, nvml.NVML_TEMPERATURE_GPU))
-    except (nvml.NVMLError, AttributeError):  # an older driver; the call below is the one being retired
+    except (nvml.NVMLError, AttributeError):  # an older driver; the function below is deprecated
         return float(nvml.nvmlDeviceGetTemperature(look.handle, nvml.NVML_TEMPERATURE_GPU))
 
 
@@ -402,7 +405,7 @@ def _temperature_limit(look: GpuReading) -> float:
 def _throttle_reasons(look: GpuReading) -> float:
     try:
         return int(look.nvml.nvmlDeviceGetCurrentClocksEventReasons(look.handle))
-    except (look.nvml.NVMLError, AttributeError):  # an older driver has only the older name
+    except (look.nvml.NVMLError, AttributeError):  # an older driver
         return int(look.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(look.handle))
 
 
@@ -412,9 +415,9 @@ def _clock(look: GpuReading, domain: str) -> float:
 
 
 def _pcie(look: GpuReading, direction: str) -> float:
-    """Bytes a second that the GPU received (`rx`) or sent (`tx`): the driver counts for 20 ms, and this call waits."""
+    """Bytes per second that the GPU received (`rx`) or sent (`tx`); the driver measures for 20 ms."""
     counters = {"rx": look.nvml.NVML_PCIE_UTIL_RX_BYTES, "tx": look.nvml.NVML_PCIE_UTIL_TX_BYTES}
-    return 1000 * int(look.nvml.nvmlDeviceGetPcieThroughput(look.handle, counters[direction]))  # it tells KB/s
+    return 1000 * int(look.nvml.nvmlDeviceGetPcieThroughput(look.handle, counters[direction]))  # in KB/s
 
 
 def _ecc(look: GpuReading, kind: str) -> float:
@@ -436,7 +439,7 @@ _REASONS: Mapping[Any, str] = {
     18: "NVML: the driver's library and kernel module have different versions; restart the machine",
 }
 
-# What holds the clocks down; idling (1), clocks chosen by somebody (2) and display clocks (256) do not count.
+# Without idle (1), clocks set by the user (2) and display clocks (256).
 THROTTLE_REASONS: Mapping[int, str] = {
     4: "power limit",
     8: "hardware slowdown",
@@ -450,35 +453,38 @@ THROTTLE_REASONS: Mapping[int, str] = {
 
 _NO_PERMISSION = 4
 _LOST: Mapping[Any, str] = {
-    15: "it has fallen off the bus; restart the machine, and have its power and seating checked if it comes again",
+    15: "it has fallen off the bus; restart the machine, and check its power and seating if this happens again",
     16: "it must be reset before it can be used again: nvidia-smi --gpu-reset, or restart the machine",
 }
-_MOST_EVENTS = 64  # at one look: a GPU in trouble may report them without end
+_MOST_EVENTS = 64  # per call: a failing GPU may report them endlessly
 _EVENTS: Mapping[int, Literal["xid", "ecc corrected", "ecc uncorrected"]] = {
     0x1: "ecc corrected",  # nvmlEventTypeSingleBitEccError
     0x2: "ecc uncorrected",  # nvmlEventTypeDoubleBitEccError
     0x8: "xid",  # nvmlEventTypeXidCriticalError
 }
 
+GIB, MB = 2**30, 1e6
 METRICS: tuple[Metric, ...] = (
-    Metric("util_percent", "%", lambda gpu: gpu.rates.gpu),
-    Metric("memory_util_percent", "%", lambda gpu: gpu.rates.memory),
-    Metric("memory_used_bytes", "B", lambda gpu: gpu.memory.used),
-    Metric("memory_reserved_bytes", "B", lambda gpu: gpu.memory.reserved),
-    Metric("memory_free_bytes", "B", lambda gpu: gpu.memory.free),
-    Metric("memory_total_bytes", "B", lambda gpu: gpu.memory.total),
+    Metric("util_percent", "%", lambda gpu: gpu.rates.gpu, "util"),
+    Metric("memory_util_percent", "%", lambda gpu: gpu.rates.memory, "memory_util"),
+    Metric("memory_used_bytes", "B", lambda gpu: gpu.memory.used, "memory_gib", GIB),
+    Metric("memory_reserved_bytes", "B", lambda gpu: gpu.memory.reserved, "memory_reserved_gib", GIB),
+    Metric("memory_free_bytes", "B", lambda gpu: gpu.memory.free, "memory_free_gib", GIB),
+    Metric("memory_total_bytes", "B", lambda gpu: gpu.memory.total, "memory_total_gib", GIB),
     Metric("temperature_c", "degC", _temperature),
-    Metric("temperature_limit_c", "degC", _temperature_limit, "seldom"),
+    Metric("temperature_limit_c", "degC", _temperature_limit, pace="seldom"),
     Metric("power_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1000),
-    Metric("power_limit_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, "seldom"),
+    Metric(
+        "power_limit_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, pace="seldom"
+    ),
     Metric("energy_j", "J", lambda gpu: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) / 1000),
-    Metric("sm_clock_mhz", "MHz", lambda gpu: _clock(gpu, "sm")),
+    Metric("sm_clock_mhz", "MHz", lambda gpu: _clock(gpu, "sm"), "clock_mhz"),
     Metric("memory_clock_mhz", "MHz", lambda gpu: _clock(gpu, "memory")),
     Metric("throttle_reasons", "bits", _throttle_reasons),
-    Metric("pcie_generation", "", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), "seldom"),
-    Metric("pcie_width", "lanes", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), "seldom"),
-    Metric("pcie_rx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "rx"), "in turn"),
-    Metric("pcie_tx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "tx"), "in turn"),
-    Metric("ecc_corrected", "errors", lambda gpu: _ecc(gpu, "corrected"), "seldom"),
-    Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu, "uncorrected"), "seldom"),
+    Metric("pcie_generation", "", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), pace="seldom"),
+    Metric("pcie_width", "lanes", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), pace="seldom"),
+    Metric("pcie_rx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "rx"), "pcie_rx_mb_s", MB, "in turn"),
+    Metric("pcie_tx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "tx"), "pcie_tx_mb_s", MB, "in turn"),
+    Metric("ecc_corrected", "errors", lambda gpu: _ecc(gpu, "corrected"), pace="seldom"),
+    Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu, "uncorrected"), pace="seldom"),
 )

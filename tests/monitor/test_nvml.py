@@ -87,8 +87,8 @@ def test_two_unlike_gpus_come_in_bus_order_with_their_sizes(nvml_stub: NvmlStub)
         ({"err.init": 9}, "driver is not loaded"),
         ({"err.init": 4}, "no permission"),
         ({"err.init": 18}, "restart the machine"),
-        ({"err.init": 999}, "does not start: Unknown Error"),
-        ({"count": 0}, "shows no GPU"),
+        ({"err.init": 999}, "failed to start: Unknown Error"),
+        ({"count": 0}, "reports no GPU"),
     ],
 )
 def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: Any, words: str) -> None:

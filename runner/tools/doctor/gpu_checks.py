@@ -10,7 +10,7 @@ from runner.base.accelerator import nccl_version
 from runner.base.secret import fit_to_show
 from runner.monitor.alerts import SLOWED_ADVICE
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.machine_sample import numbers_are_the_hosts
+from runner.monitor.machine_sample import pids_are_of_host
 from runner.monitor.nvml import Gpu, GpuProcess, Nvml, everything, slowed_by, visible
 from runner.plan.inventory import GIB, Device, Inventory, take_inventory
 from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip, warn
@@ -165,7 +165,7 @@ def _usable(device: Device, inventory: Inventory) -> CheckResult:
 def _listed(name: str, found: Sequence[GpuProcess]) -> CheckResult:
     """Name who computes on a GPU, the largest first."""
     each = sorted(found, key=lambda process: -(process.used_bytes or 0))
-    is_host = numbers_are_the_hosts()
+    is_host = pids_are_of_host()
     shown = "; ".join(_told(process, is_host) for process in each[:_SHOWN])
     more = f"; and {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
     fix = "wait for them, end those that are yours, or export CUDA_VISIBLE_DEVICES=UUID of another GPU"

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from runner.monitor.machine_sample import numbers_are_the_hosts
+from runner.monitor.machine_sample import pids_are_of_host
 from tests.nvml_stub import DRIVER, GIB, PAIR, SLICED, T4, NvmlStub, State, gpu
 
 # Makes checks that do not compute, under GPUs that torch is said to see in the order of SEES.
@@ -22,7 +22,7 @@ from runner.tools.doctor.findings import CheckContext
 from runner.plan.inventory import Cpu, Device, Inventory
 
 if "CONTAINER" in os.environ:
-    gpu_checks.numbers_are_the_hosts = lambda: False
+    gpu_checks.pids_are_of_host = lambda: False
 sees = json.loads(os.environ.get("SEES", "[]"))
 devices = tuple(Device("cuda", index, name, uuid, 8 * 2**30) for index, (name, uuid) in enumerate(sees))
 inventory = Inventory(devices, Cpu("a CPU", 1, 1, 2**30), "2.13.0", os.environ.get("BUILT"), 91002)
@@ -114,7 +114,7 @@ def test_a_process_is_named_only_where_its_number_is_known_to_be_its_own(nvml_st
     (outside,) = told(nvml_stub, state)["processes"]
 
     assert inside["seen"] == f"process {os.getpid()}, 1.0 GiB"
-    assert numbers_are_the_hosts() == (psutil.Process().name() in outside["seen"])
+    assert pids_are_of_host() == (psutil.Process().name() in outside["seen"])
 
 
 def test_numbers_that_differ_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
