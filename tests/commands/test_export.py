@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from runner.durable.checkpoint import load, path_of
 from tests.forkserver import ForkServer
+from tests.rounding import allowed, distance
 
 TASK = """
 import torch
@@ -72,12 +73,12 @@ def test_each_format_gives_what_the_model_gives(server: ForkServer, folder: Path
     x = torch.randn(5, 4)
     wanted = x @ weights["layer.weight"].T + weights["layer.bias"]
     program = torch.export.load(str(run / "export" / "model.pt2")).module()
-    assert torch.allclose(program(x), wanted, atol=1e-6)
+    assert distance(wanted.tolist(), program(x).tolist()) <= allowed(torch.float32, 5)
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(run / "export" / "model.onnx"), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert torch.allclose(torch.from_numpy(found), wanted, atol=1e-6)
+    assert distance(wanted.tolist(), found.tolist()) <= allowed(torch.float32, 5)
 
 
 def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:

@@ -299,7 +299,7 @@ def test_micro_batches_of_many_shapes_each_make_their_own_step() -> None:
         made = training(world, lambda: plain(4, torch.float64), schedule="1f1b")
         return trained(made, sizes, torch.float64, 2)["norms"]
 
-    np.testing.assert_allclose(run_ranks(updates, 2)[1], updates(ALONE), rtol=1e-10)
+    np.testing.assert_allclose(run_ranks(updates, 2)[1], updates(ALONE), rtol=2 * PROMISED[torch.float64])
 
 
 def test_what_a_loss_draws_is_the_same_on_the_first_and_the_last_stage() -> None:
@@ -484,7 +484,7 @@ def test_half_precision_computes_as_one_process_does() -> None:
         return trained(made, [4, 4], torch.float32, 3)
 
     ranks = run_ranks(run, 2)
-    np.testing.assert_allclose(ranks[1]["losses"], run(ALONE)["losses"], rtol=1e-6)
+    np.testing.assert_allclose(ranks[1]["losses"], run(ALONE)["losses"], rtol=PROMISED[torch.float32])
 
 
 def test_an_overflow_on_one_stage_is_one_on_all() -> None:
@@ -919,8 +919,8 @@ def test_gpt_in_a_pipeline_is_trained_as_in_one_process(schedule: str) -> None:
 
     alone = run(ALONE)
     for rank, result in enumerate(run_ranks(run, 2)):
-        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=1e-10)
-        np.testing.assert_allclose(result["norms"], alone["norms"], rtol=1e-10)
+        np.testing.assert_allclose(result["losses"], alone["losses"], rtol=5 * PROMISED[torch.float64])
+        np.testing.assert_allclose(result["norms"], alone["norms"], rtol=5 * PROMISED[torch.float64])
         assert list(result["weights"]) == (list(alone["weights"]) if rank == 0 else [])
         for name, weight in result["weights"].items():
             np.testing.assert_allclose(weight, alone["weights"][name], rtol=0, atol=1e-9)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.forkserver import ForkServer
+from tests.rounding import PROMISED
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = {
@@ -66,7 +68,7 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
         ended = server.run(["train", "--task", str(task), "updates=3", f"micro_batch_size={micro}", *ON_CPU], folder)
         assert ended.code == 0, ended.err
         losses.append(of_run(folder)["metrics"]["val/loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # float32
+    assert losses[0] == pytest.approx(losses[1], rel=PROMISED[torch.float32])
 
 
 @pytest.mark.parametrize(

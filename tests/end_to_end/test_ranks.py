@@ -12,10 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from runner.cli import main
 from tests.faults.tallies import IS_LONG
 from tests.forkserver import Ended, ForkServer
+from tests.rounding import allowed
 from tests.waiting import ON_DISK_AT_ONCE, wait_until
 
 TASK = '''
@@ -89,6 +91,7 @@ BASE = (
     " scheduler=constant"
 )
 TWO = "parallelism=ddp parallelism.world_size=2"
+SAME_CURVE = allowed(torch.float32, terms=32, growth=12)  # each of 12 updates adds up 32 samples in another order
 
 
 @pytest.fixture
@@ -144,8 +147,8 @@ def test_one_rank_and_two_by_any_strategy_make_the_same_curve(
 ) -> None:
     assert len(expected) == 12
     well(server.run(f"{BASE} {words}", folder))
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
-    assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=1e-5)
+    assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
+    assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=SAME_CURVE)
 
 
 def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
@@ -159,7 +162,7 @@ def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
     well(server.run(f"{again} {sharded} resume_allow=[updates]".replace("updates=12", "updates=9"), folder))
     well(server.run(f"{again} {piped} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
     well(server.run(f"{again} {TWO} parallelism.shares=[20,12] resume_allow=[updates]", folder))
-    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
 @pytest.mark.sampled(1)
@@ -174,7 +177,7 @@ def test_updates_of_gpt_make_the_same_curve(
     words: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
     well(server.run(f"{GPT} {words}", tmp_path))
-    assert losses(tmp_path) == pytest.approx(gpt_curve, rel=1e-5)
+    assert losses(tmp_path) == pytest.approx(gpt_curve, rel=SAME_CURVE)
 
 
 # A learning rate at which training is stable: where it is not, rounding grows until nothing is left of equality, with
@@ -223,7 +226,7 @@ def test_a_killed_rank_is_named_and_the_rest_goes_on(
     ended = well(server.run(again.split(), folder, {"ONCE": str(folder / "once"), "SEEN": str(seen)}))
     assert "SIGKILL" in ended.err
     assert len(plan(folder, "again")["ranks"]) == 1
-    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
     assert sorted(samples_of_first_epoch(seen)) == list(range(90))
 
 
@@ -275,7 +278,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert not living(folder)
     assert max(losses(folder, "again")) < 12
     well(server.run(again.split(), folder, {"ONCE": str(folder / "once")}))
-    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
 def test_ranks_started_by_torchrun_make_the_same_run(
@@ -283,7 +286,7 @@ def test_ranks_started_by_torchrun_make_the_same_run(
 ) -> None:
     words = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
     assert server.call(torchrun, words, folder) == {0: 0, 1: 0}
-    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
     assert (folder / "out").read_text().count("12 of 12 updates") == 1, "one rank speaks"
 
 
@@ -341,7 +344,7 @@ def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkS
     one, two = found
     assert two.keys() == one.keys()  # the later phases have dropout, and each rank its own
     assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=1e-12)
-    assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=1e-5)
+    assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=SAME_CURVE)
 
 
 def test_a_second_signal_leaves_at_once_with_130(server: ForkServer, folder: Path) -> None:
@@ -364,7 +367,7 @@ def test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again(server: 
     aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
     assert len(aside) == 1, "those of the run before, and no others"
     assert ended.code == 0
-    assert losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 
 
 def test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages(
@@ -377,7 +380,7 @@ def test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages(
     ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
     assert ended.code == 0
     assert len(plan(folder, "again")["ranks"]) == 2
-    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
 # The clock by which checkpoints are due goes on by a second in each update, and does not otherwise.
@@ -416,7 +419,7 @@ def test_buffers_of_any_type_and_layout_start_alike(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     well(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
-    assert losses(folder, "again") == pytest.approx(expected, rel=1e-5)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
 @pytest.mark.sampled(1)
@@ -430,7 +433,7 @@ def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, 
         line = f"train --task fit.py run={run} task.samples={size} global_batch_size=8 monitor=off {words}"
         well(server.run(line, folder))
         found.append(json.loads((folder / "outputs" / run / "run.json").read_text())["phases"]["fit"]["metrics"])
-    assert found[1]["fit/mean"] == pytest.approx(found[0]["fit/mean"], rel=1e-6)
+    assert found[1]["fit/mean"] == pytest.approx(found[0]["fit/mean"], rel=allowed(torch.float32, size))
 
 
 FIT = """
