@@ -47,19 +47,6 @@ def listed(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def branch(tree: object, *keys: str) -> dict[str, Any]:
-    """Return the mapping below these keys, an empty one if there is none; for untrusted files."""
-    for key in keys:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return mapped(tree)
-
-
 def is_number(value: object) -> bool:
     """Return whether the value can be formatted as a number; not an integer of 400 digits, nor True."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
-
-
-def numbers(value: object) -> dict[str, float]:
-    """Return the entries of a mapping that are finite numbers."""
-    pairs = value.items() if isinstance(value, Mapping) else ()
-    return {str(name): float(each) for name, each in pairs if is_number(each) and math.isfinite(each)}

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.base.json_converter import decode, encode
+from runner.base.json_values import mapped
 from runner.base.paths import cache_folder
 from runner.durable import files
 from runner.durable.files import read_object
@@ -68,7 +70,7 @@ def keep(correction: Correction) -> str:
     here = _here(known)
     before = _read(correction.device, here.get(correction.device))
     rates = {**(before.flops_per_s if before else {}), **correction.flops_per_s}
-    here[correction.device] = dataclasses.asdict(dataclasses.replace(correction, flops_per_s=rates))
+    here[correction.device] = encode(dataclasses.replace(correction, flops_per_s=rates))
     text = json.dumps({**known, _machine(): here}, indent=1) + "\n"
     files.atomic_write(folder / FILE, text)
     return str(folder / FILE)
@@ -81,19 +83,10 @@ def _here(known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, fields: object) -> Correction | None:
-    if not isinstance(fields, dict):
-        return None
-    libraries, tensors = fields.get("libraries"), fields.get("tensors", 1.0)
-    rates: Any = fields.get("flops_per_s", {})
-    if not (libraries is None or (type(libraries) is int and libraries >= 0)) or not _is_rate(tensors):
-        return None
-    if not isinstance(rates, dict) or not all(_is_rate(rate) for rate in rates.values()):
-        return None
-    return Correction(name, str(fields.get("task")), str(fields.get("date")), libraries, float(tensors), rates)
-
-
-def _is_rate(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    found = decode(Correction, {"task": "", "date": "", **mapped(fields), "device": name})
+    rates = (found.value.tensors, *found.value.flops_per_s.values())
+    is_valid = not found.wrong and (found.value.libraries or 0) >= 0 and min(rates) > 0
+    return found.value if isinstance(fields, dict) and is_valid else None
 
 
 def _machine() -> str:

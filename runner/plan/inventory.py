@@ -24,6 +24,7 @@ from runner.base.accelerator import (
     torch_devices,
 )
 from runner.base.errors import ConfigError, Problem, SystemLimit
+from runner.base.json_converter import decode_valid, encode
 from runner.host.cgroup import cgroup_limits
 from runner.host.resources import affinity
 from runner.host.subprocesses import in_subprocess
@@ -154,22 +155,12 @@ class Inventory:
 
     def to_json(self) -> str:
         """Return the inventory as JSON text."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        return json.dumps(encode(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> Inventory:
         """Restore the inventory from the output of `to_json`."""
-        values = json.loads(text)
-        cpu = {**values["cpu"], "flags": tuple(values["cpu"]["flags"])}
-        devices = [{**each, "capability": _pair(each["capability"])} for each in values["devices"]]
-        return Inventory(
-            **{
-                **values,
-                "devices": tuple(Device(**each) for each in devices),
-                "cpu": Cpu(**cpu),
-                "notes": tuple(values["notes"]),
-            }
-        )
+        return decode_valid(Inventory, json.loads(text))
 
 
 def take_inventory() -> Inventory:

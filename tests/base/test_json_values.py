@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
-from runner.base.json_values import numbers, object_in, to_json
+from runner.base.json_values import object_in, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,3 @@ def test_entries_and_rows_are_judged_one_by_one_and_lists_of_words_as_a_whole() 
 @pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": ', "[" * 100_000, "\udcff"])
 def test_text_without_an_object_has_none(text: str) -> None:
     assert object_in(text) is None
-
-
-def test_only_finite_numbers_are_figures() -> None:
-    assert numbers({"a": 1, "b": math.inf, "c": "x", "d": True, "e": 10**400, "f": None}) == {"a": 1.0}
-    assert numbers([1]) == {}
