@@ -266,6 +266,16 @@ def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
         assert ranks.over_best(balance.shares) <= 1.10
 
 
+@pytest.mark.parametrize("factor", [4.0, 0.25])
+def test_a_rank_that_becomes_faster_or_slower_does_so_by_more_than_1_times(factor: float) -> None:
+    ranks = Ranks([RankTiming(0.0, 0.002)] * 2)
+    balance = ShareSolution(64, 2, every=20)
+    run(balance, ranks, 200)
+    ranks.lines[1] = RankTiming(0.0, 0.002 * factor)
+    reason = run(balance, ranks, 3 * balance.every)[0].reason
+    assert [float(found) for found in re.findall(r"became ([\d.]+) times", reason)] == [pytest.approx(4.0)]
+
+
 def test_a_fixed_time_that_appears_is_followed_too() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001)] * 2, 0.05)
     balance = ShareSolution(128, 2)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from runner.axes.optimizer import adamw, sgd
@@ -652,6 +653,20 @@ def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:
 
     for said in run_ranks(partial(refusal, learn), 2):
         assert "outside of model(...)" in said
+
+
+def test_gradients_are_exchanged_once_an_update_however_many_micro_batches_it_has() -> None:
+    def exchanged(world: World) -> list[int]:
+        found = []
+        for micro in (16, 4):
+            run = Run(world, shares=(16, 16), micro=micro)
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                run.advance(1)
+            found.append(sum(event.count for event in seen.key_averages() if "reduce_scatter" in event.key))
+        return found
+
+    for once, often in run_ranks(exchanged, 2):
+        assert once == often > 0
 
 
 def test_given_tensors_are_loaded_whichever_are_missing() -> None:

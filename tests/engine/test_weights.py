@@ -72,7 +72,11 @@ def test_a_file_shards_and_a_hugging_face_folder_give_the_same_weights(tmp_path:
     (folder / "config.json").write_text("{}")
     write_shards(tmp_path / "shards", source())
     write_shards(tmp_path / "plain", source(), index=False)
-    places = ["w.safetensors", "hf", "shards", "plain", "shards/model.safetensors.index.json"]
+    for name, files in (("single", ["any.safetensors"]), ("beside", ["adapter.safetensors", "model.safetensors"])):
+        (tmp_path / name).mkdir()
+        for file in files:
+            save_file(source() if file != "adapter.safetensors" else {}, tmp_path / name / file)
+    places = ["w.safetensors", "hf", "shards", "plain", "single", "beside", "shards/model.safetensors.index.json"]
     for place in places:
         model = Net()
         begun(model, tmp_path / place)
