@@ -245,7 +245,7 @@ def _speedup(rows: Rows) -> Any | None:
     has_interval = any(_has_interval(ratio) for ratio in bars.values())
     notes = (
         origin(rows),
-        f"{sessions} sessions: each technique against the baseline of its own session" if sessions > 1 else "",
+        f"{sessions} sessions: each technique against the baseline of the same session" if sessions > 1 else "",
         f"whisker and brackets: {CONFIDENCE:.0%} interval of the ratio of interleaved blocks" if has_interval else "",
         f"{_BARE}: too few rounds, or the medians alone" if _BARE in kinds.values() else "",
     )

@@ -28,13 +28,13 @@ from runner.profiling.device_waits import DeviceWaits, Line
 
 SECONDS = 1.0  # for each inspection
 UPDATES = 3
-BATCHES = 64  # whose shapes are looked at
+BATCHES = 64  # whose shapes are inspected
 SAMPLES = 16
 Answer = dict[str, Any]
 
 
 def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
-    """Return what was found; what could not be looked at is absent."""
+    """Return what was found; what could not be inspected is absent."""
     source = run.parts.source
     found: Answer = {
         "source": str(source),
@@ -52,21 +52,21 @@ def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
 
 
 def _samples(fetcher: Fetcher, source: Path) -> Answer:
-    """Return what it takes to read samples as the run reads them, and the slowest line of the task's file in that."""
+    """Return the cost of reading samples as the run does, and the slowest line of the task's file in it."""
     num, seconds, busy = 1, 0.0, 0.0
-    while seconds < SECONDS / 20 and num <= SAMPLES:  # several at once: a data set may read them together
+    while seconds < SECONDS / 20 and num <= SAMPLES:  # several at once: a dataset may read them together
         num = min(2 * num, len(fetcher)) if num < len(fetcher) else num
         began, busy = time.perf_counter(), time.process_time()
         batch = fetcher[_first(num)].batch
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
         if num == len(fetcher):
             break
-    again = fetcher[_first(num)._replace(epoch=1)].batch  # what a data set draws is the same in the same epoch
+    again = fetcher[_first(num)._replace(epoch=1)].batch  # random draws of a dataset repeat within an epoch
     with timed_lines(source) as lines:
         fetcher[_first(num)]
     found: Answer = {
         "sample_ms": 1e3 * seconds / num,
-        "sample_busy": min(1.0, busy / max(seconds, 1e-9)),  # share in which this process computed, and did not wait
+        "sample_busy": min(1.0, busy / max(seconds, 1e-9)),  # share in which this process computed instead of waiting
         "sample_bytes": _nbytes(batch) / num,
         "same_when_read_again": are_equal(batch, again),
         "changes_with_epoch": fetcher.set_epoch is not None,
@@ -91,7 +91,7 @@ def _nbytes(batch: Any) -> int:
 
 
 def _shapes(phase: Phase) -> Answer:
-    """Return how many shapes whole micro-batches have; shorter ones at the end of an epoch do not count."""
+    """Return how many shapes complete micro-batches have; shorter ones at the end of an epoch do not count."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     began, num = time.perf_counter(), 0
     whole = phase.planned.batch.micro_batch_size
@@ -105,14 +105,14 @@ def _shapes(phase: Phase) -> Answer:
 
 
 def _shapes_of(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors of a batch, those of floating-point numbers only with `floating`."""
+    """Return the shapes of the tensors of a batch; with `floating`, only of floating-point tensors."""
     tensors: list[Tensor] = []
     map_tensors(tensors.append, batch)
     return [tuple(tensor.shape) for tensor in tensors if tensor.is_floating_point() or not floating]
 
 
 def batch_of(phase: Phase) -> Answer:
-    """Return the shape of what the model gets, and of how many terms its loss is the sum."""
+    """Return the shape of the model's input and the number of terms of its loss."""
     given = next(phase.feed).batch
     shapes = _shapes_of(given, floating=True)
     found: Answer = {"input_shape": max(shapes, key=len)} if shapes else {}
@@ -123,7 +123,7 @@ def batch_of(phase: Phase) -> Answer:
 
 
 def _terms(node: Any, depth: int = 0) -> int:
-    """Return the number of summands at the root of a graph: additions are followed, and what scales a sum."""
+    """Return the number of summands at the root of an autograd graph, through additions and scaling."""
     if node is None or depth > 200:
         return 0
     name = type(node).__name__
@@ -142,19 +142,19 @@ def _terms(node: Any, depth: int = 0) -> int:
 
 
 def _waits(run: TrainingRun, updates: Iterator[int]) -> list[Answer]:
-    """Return the lines of the task at which the host waits for the device, and how often per update."""
-    looked = DeviceWaits(run.parts.bare, partial(is_of_task, source=run.parts.source))
-    looked.start()
+    """Return the lines of the task at which the host waits for the device, with the number per update."""
+    waits = DeviceWaits(run.parts.bare, partial(is_of_task, source=run.parts.source))
+    waits.start()
     try:
         for _ in _some(updates, UPDATES):
-            looked.update()
+            waits.update()
     finally:
-        looked.stop()
-    return [{"file": file, "line": number, "times": times} for (file, number), times in looked.lines().items()]
+        waits.stop()
+    return [{"file": file, "line": number, "times": times} for (file, number), times in waits.lines().items()]
 
 
 def _some(updates: Iterator[int], most: int) -> Iterator[int]:
-    """Yield at least one update, and no more than fit into SECONDS."""
+    """Yield at least one update, and no more than SECONDS allow."""
     began = time.perf_counter()
     for number, update in enumerate(updates, 1):
         yield update
@@ -164,15 +164,15 @@ def _some(updates: Iterator[int], most: int) -> Iterator[int]:
 
 @contextmanager
 def timed_lines(source: Path) -> Iterator[dict[Line, float]]:
-    """Fill the mapping with the seconds of each line of that file, of what it calls elsewhere included.
+    """Fill the mapping with the seconds of each line of that file, including calls.
 
-    What the look itself takes for each line is taken off again.
+    The cost of tracing is subtracted.
     """
     seconds: dict[Line, float] = {}
     counts: Counter[Line] = Counter()
     wanted = str(source)
     stack: list[FrameType] = []
-    last: list[Any] = [None, 0.0]  # line under way, since
+    last: list[Any] = [None, 0.0]  # current line, since when
 
     def account(now: float, line: Line | None) -> None:
         if last[0] is not None:
@@ -191,21 +191,21 @@ def timed_lines(source: Path) -> Iterator[dict[Line, float]]:
         last[1] = time.perf_counter()
         return local
 
-    def begun(frame: FrameType, event: str, argument: Any) -> Any:
+    def called(frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_filename != wanted or _is_generator(frame.f_code):
             return None
         stack.append(frame)
         return local
 
     before = sys.gettrace()
-    sys.settrace(begun)
+    sys.settrace(called)
     try:
         yield seconds
     finally:
         sys.settrace(before)
-        toll = _toll_of_a_line() if counts else 0.0
+        cost = _tracing_cost() if counts else 0.0
         for line, number in counts.items():
-            seconds[line] = max(0.0, seconds[line] - toll * number)
+            seconds[line] = max(0.0, seconds[line] - cost * number)
 
 
 def _is_generator(code: CodeType) -> bool:
@@ -214,8 +214,8 @@ def _is_generator(code: CodeType) -> bool:
     )  # inspect.CO_GENERATOR: it is left and entered again, which the stack cannot follow
 
 
-def _toll_of_a_line() -> float:
-    """Return the seconds that the interpreter takes to tell of a line, outside of what `local` leaves out."""
+def _tracing_cost() -> float:
+    """Return the seconds that the interpreter takes to trace a line, outside of `local`."""
     lines = 2000
 
     def work() -> float:

@@ -66,11 +66,11 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
     said = tensors if is_gpu else thought.total
     estimate = update_seconds(demand, passes, peaks_of(rank.name, precision, facts_of_profiles().values()))
     return [
-        f"{UPDATES} updates of {found.task} on {rank.name}, {micro} samples a pass",
+        f"{UPDATES} updates of {found.task} on {rank.name}, micro-batches of {micro}",
         f"memory       measured {sized(held)}, predicted {sized(said)} ({said / held - 1:+.0%})"
-        + (", as torch's allocator took it" if is_gpu else ", with what libraries hold"),
+        + (", of torch's allocator" if is_gpu else ", with libraries"),
         f"update time  measured {seconds * 1e3:,.3g} ms" + (f", estimated {estimate}" if estimate else ""),
-        *([f"{'':<11}  takes the place of what {before.task} showed on {before.date}"] if before else []),
+        *([f"{'':<11}  replaces the correction by {before.task} of {before.date}"] if before else []),
         *notes,
-        f"kept         {keep(found)}",
+        f"stored       {keep(found)}",
     ]

@@ -1,8 +1,8 @@
-"""How long a thread stood in line for a core behind processes of others (Linux).
+"""Measure how long a thread waited in the run queue for cores used by other processes (Linux).
 
-Two processes on one core take turns, so what a block of updates takes then is more than the updates take. The system
-counts how long a thread was ready and had no core: that is taken off, as far as it was not this process's own threads
-and data workers that had the cores.
+Two processes on one core alternate, so a block of updates takes longer than its updates. The kernel counts how long a
+thread was runnable without a core. That time is subtracted, except the part in which this process's own threads and
+data workers used the cores.
 Source: /proc/PID/schedstat in the kernel's scheduler/sched-stats.rst.
 """
 
@@ -24,10 +24,10 @@ from runner.host.resources import affinity
 class QueueSample:
     """Seconds so far.
 
-    waited  this thread was ready to run, and had no core; 0 where the kernel does not count
-    busy    of the cores that this process may use, together
-    ours    of one core, by this process and what it has started
-    own     of that, by this thread
+    waited  in which this thread was runnable without a core; 0 if the kernel does not count
+    busy    CPU seconds of all cores that this process may use
+    ours    CPU seconds of this process and its children
+    own     CPU seconds of this thread
     """
 
     waited: float
@@ -37,19 +37,19 @@ class QueueSample:
 
 
 class RunQueueWait:
-    """Asked at both ends of a block by the thread that makes it."""
+    """Reads the counters at both ends of a block, in its thread."""
 
     def __init__(self) -> None:
         self._cores = affinity()
         grant = cpu_grant()
-        # A group that has used up what it is granted waits too, for nobody but itself.
+        # A cgroup that has used its quota waits too, but not for others.
         self._counts = grant is None or grant.amount >= len(self._cores)
 
     def look(self, *, begins: bool) -> QueueSample | None:
-        """Return the seconds so far; None where they tell nothing.
+        """Return the seconds so far; None if they are not usable.
 
-        begins  a block follows; else one is over. What this thread waited is read next to the block: to look at all
-                processes takes milliseconds, and what it waits meanwhile is not the block's
+        begins  a block follows; else one is over. The wait of this thread is read next to the block, because reading
+                all processes takes milliseconds
         """
         if not self._counts:
             return None
@@ -61,7 +61,7 @@ class RunQueueWait:
 
     @staticmethod
     def behind_others_s(before: QueueSample | None, after: QueueSample | None) -> float:
-        """Return how long the thread stood in line for others between two looks."""
+        """Return how long the thread waited for other processes between two samples."""
         if before is None or after is None:
             return 0.0
         ours = after.ours - before.ours
@@ -73,7 +73,7 @@ class RunQueueWait:
 
 
 def waited_s() -> float:
-    """Return the seconds for which this thread was ready and had no core; 0 where the kernel does not count."""
+    """Return the seconds in which this thread was runnable without a core; 0 if the kernel does not count."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -81,7 +81,7 @@ def waited_s() -> float:
 
 
 def family_cpu_s() -> float:
-    """Return the CPU seconds of this process and of those that it has started."""
+    """Return the CPU seconds of this process and its children."""
     seconds = time.process_time()
     for child in psutil.Process(os.getpid()).children(recursive=True):
         with suppress(psutil.Error):  # it has ended

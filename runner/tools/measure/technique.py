@@ -1,4 +1,4 @@
-"""Techniques that the ladder measures: one YAML file of overrides each, ours and the user's own."""
+"""Techniques that the ladder measures: one YAML file of overrides each, shipped or of the user."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from runner.config.request import merge_overrides
 from runner.config.schema import did_you_mean
 
 BASELINE = "baseline"
-STEP = "step"  # the column beside those of the techniques
-FOLDER = Path("benchmark") / "technique"  # in conf/, and in the user's folder of configuration
+STEP = "step"  # the first column of the table
+FOLDER = Path("benchmark") / "technique"  # in conf/, and in --config-dir
 
 
 @dataclass(frozen=True)
 class Technique:
-    """What is put on the baseline: overrides of the configuration.
+    """Overrides that are applied to the baseline.
 
-    needs  group -> the option that the training must have chosen for it to mean anything
+    needs  group -> the option that the training must use
     """
 
     name: str
@@ -32,7 +32,7 @@ class Technique:
     needs: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, configuration: Configuration) -> str:
-        """Return what it lacks in this configuration; empty where it has what it needs."""
+        """Return what it lacks in this configuration; empty if nothing."""
         for group, option in self.needs.items():
             found = {"the training": configuration.choices[group]}
             for phase in _trained(configuration):
@@ -45,15 +45,15 @@ class Technique:
 
 
 def techniques(config_dir: Path | None) -> dict[str, Technique]:
-    """Return all techniques by name, the baseline first, in the order in which they are put on top of each other.
+    """Return all techniques by name, the baseline first, in the order in which they are stacked.
 
-    A file of the user's stands in the place of ours of the same name. Raises ConfigError, SecurityRefusal.
+    A file of the user replaces a shipped one of the same name. Raises ConfigError, SecurityRefusal.
     """
     return {name: _read(file, file.parent) for name, file in files_of(config_dir).items()}
 
 
 def files_of(config_dir: Path | None) -> dict[str, Path]:
-    """Return the name of each technique -> its file, unread, in the order of `techniques`."""
+    """Return name -> file, in the order of `techniques`."""
     found: dict[str, Path] = {}
     for root in [shipped("conf"), *([config_dir] if config_dir else [])]:
         found |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
@@ -62,12 +62,12 @@ def files_of(config_dir: Path | None) -> dict[str, Path]:
 
 
 def is_name(name: str) -> bool:
-    """Tell whether a technique can be called so: a printable name that is not the one of the steps."""
+    """Return whether a technique may have this name: printable, and not that of the steps."""
     return bool(name.strip()) and name.isprintable() and name != STEP
 
 
 def chosen(names: Iterable[str], known: Mapping[str, Technique]) -> list[Technique]:
-    """Return the techniques of these names. Raises ConfigError for those that there are not."""
+    """Return the techniques of these names. Raises ConfigError for unknown names."""
     names = list(dict.fromkeys(names))
     problems = [
         Problem(f"must be a technique, one of {', '.join(known)}", name, did_you_mean(name, known))
@@ -80,10 +80,10 @@ def chosen(names: Iterable[str], known: Mapping[str, Technique]) -> list[Techniq
 
 
 def stacked(members: Iterable[Technique], base: Technique, configuration: Configuration) -> tuple[str, ...]:
-    """Return the overrides of these techniques, one on top of the other, on the baseline.
+    """Return the overrides of the baseline and these techniques on top of each other.
 
-    A later one takes the place of what an earlier one has set. Another optimizer gets learning rate, decay and all else
-    that the training has set of the one it stands in for.
+    A later one replaces settings of an earlier one. Another optimizer keeps the learning rate, the decay and all other
+    settings that the training has set for the original one.
     """
     words = base.overrides
     for technique in members:
@@ -100,14 +100,14 @@ def stacked(members: Iterable[Technique], base: Technique, configuration: Config
 
 
 def _trained(configuration: Configuration) -> list[PhaseSettings]:
-    """Return the phases that train and have settings of their own; none where the task declares none."""
+    """Return the phases that train and have separate settings."""
     return [phase for phase in configuration.phases if phase.kind == "train" and configuration.own_keys]
 
 
 def _carried(before: Choice, option: str, words: Iterable[str], group: str = "optimizer") -> list[str]:
-    """Return the keys of an optimizer as words for another one, where that has them too and nobody sets them.
+    """Return the keys of an optimizer as overrides for another one that has them too, unless they are set.
 
-    group  where they are set: of the run, or of a phase, which is then said to have that other one
+    group  where they are set: of the run, or of a phase, which then gets the other optimizer
     """
     signature = function_of("optimizer", option)
     said = {word.partition("=")[0] for word in words}
@@ -121,7 +121,7 @@ def _carried(before: Choice, option: str, words: Iterable[str], group: str = "op
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is typed after `key=`."""
+    """Return a value as typed after `key=`."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{_word(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -130,16 +130,16 @@ def _word(value: Any) -> str:
 
 
 def _read(file: Path, root: Path) -> Technique:
-    """Return the technique of a file. Raises ConfigError where it holds something else."""
+    """Return the technique of a file. Raises ConfigError for other content."""
     import yaml  # type: ignore[import-untyped]
 
     if file.stem in TAKEN or not is_name(file.stem):
-        what = "cannot be the name of a technique: it means something else, or cannot be typed"
+        what = "cannot be the name of a technique: it has another meaning, or cannot be typed"
         raise ConfigError(Problem(what, str(file), "give the file another name"))
     content = yaml.safe_load(read_guarded(file, root))
     keys = "overrides: a list of key=value words, and needs: a mapping of group to option"
     if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
-        raise ConfigError(Problem(f"must hold {keys}", str(file), "as in overrides: [precision=bf16]"))
+        raise ConfigError(Problem(f"must contain {keys}", str(file), "as in overrides: [precision=bf16]"))
     words, needs = content["overrides"], content.get("needs") or {}
     if not isinstance(words, list) or not all(isinstance(word, str) and "=" in word for word in words):
         raise ConfigError(Problem("must be a list of key=value words", f"{file}: overrides", "as in [precision=bf16]"))
@@ -149,5 +149,5 @@ def _read(file: Path, root: Path) -> Technique:
 
 
 TAKEN = (STEP, "all", "init", "reset", "clean", "plots")  # a column, and arguments of the command line
-# The order of ours in the ladder: formats, layout, compilation, kernels. Others come after them, by name.
+# The order of the shipped ones: formats, layout, compilation, kernels. Others follow by name.
 ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit")

@@ -1,4 +1,4 @@
-"""A few numbers in the place of all weights: what two processes compare without sending their weights to each other."""
+"""A sketch of the weights: two processes compare it instead of exchanging all weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NUM_SUMS = 1024
 def sketch(weights: Iterable[Tensor]) -> Tensor:
     """Return NUM_SUMS sums of the weights (NUM_SUMS,): each weight is in one of them, with a sign.
 
-    Sum and sign follow from its place. It is linear: the difference of two sketches is the sketch of the difference.
-    The lengths and angles of what is sketched are those of the sketches, to about 1 / sqrt(NUM_SUMS). The same on every
-    device, but for rounding. Nobody waits for the device, and no random state is touched.
+    Sum and sign depend on its position. The sketch is linear: the difference of two sketches is the sketch of the
+    difference. It keeps lengths and angles to about 1 / sqrt(NUM_SUMS), and is the same on every device, except for
+    rounding. It does not wait for the device and does not use random state.
     Source: Charikar, Chen and Farach-Colton, Finding frequent items in data streams, ICALP 2002.
     """
     sums: Tensor | None = None
@@ -32,7 +32,7 @@ def sketch(weights: Iterable[Tensor]) -> Tensor:
 
 
 def _signs(part: Tensor, begin: int, number: int) -> Tensor:
-    """Return -1 or 1 for each value by its place alone, without a pattern in which equal values would cancel.
+    """Return -1 or 1 for each value by its position, without a pattern in which equal values would cancel.
 
     Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (mix64).
     """
