@@ -29,8 +29,9 @@ from runner.tools.measure.technique import techniques
 def run(words):
     if words[0] == "benchmark":
         suite, wanted, _ = read_words(words[1:])
-        overrides = [word for name in wanted.words for word in techniques(None)[name].overrides]
-        words = ["train", *overrides, "updates=2"]
+        if suite == "ladder":
+            overrides = [word for name in wanted.words for word in techniques(None)[name].overrides]
+            words = ["train", *overrides, "updates=2"]
     return main([*words, "device=cpu", "monitor=off", "evaluate.samples=4", "run=new", "resume=fresh"])
 
 codes = [run(words) for words in json.loads(sys.argv[1])]
@@ -117,7 +118,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_is_a_recipe_for_each_thing_people_add_and_each_is_used() -> None:
     assert [recipe.title.split()[2] for recipe in RECIPES] == [
-        "technique", "hardware", "precision", "strategy", "hook", "task",
+        "technique", "suite", "hardware", "precision", "strategy", "hook", "task",
     ]  # fmt: skip
     for recipe in RECIPES:
         assert recipe.pieces, recipe.title
