@@ -296,7 +296,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _repeats(modules: nn.Sequential) -> bool:
-    """Return whether there are several modules of one class, each with modules and parameters of its own."""
+    """Return whether there are several modules of one class, each with its own modules and parameters."""
     return (
         len(modules) > 1
         and len({type(module) for module in modules}) == 1

@@ -1,0 +1,168 @@
+"""Train a model of transformers on a folder of datasets, as its Trainer does, with losses that are exact sums."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.base.errors import InputMissing, TaskFault
+from runner.base.packages import require
+from runner.base.task import Dataset, Gather, Sum, Task
+
+IGNORED = -100  # label of positions without loss, as in torch and transformers
+_LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions")
+_SPLITS = {"train": ("train",), "val": ("validation", "val", "dev"), "test": ("test",)}
+
+
+class TransformersTask(Task):
+    """A task from a model of transformers.
+
+    The loss is computed from the logits as a sum over the labels that count, so that padding and unequal micro-batches
+    do not change its weight; Trainer's mean over a micro-batch is not used.
+
+    Args:
+        model: a PreTrainedModel with a head.
+        data: a folder that `save_to_disk` wrote, or a DatasetDict, or a mapping of splits to data sets.
+        collator: samples -> batch, such as DataCollatorWithPadding(tokenizer); default: default_data_collator.
+        loss: (outputs, batch) -> (sum over the items, number of items), for heads that have no loss here.
+        compute_metrics: (predictions, labels) -> {name: number} of all samples, as for Trainer; reported as
+            val/metrics.NAME. Predictions of all batches must have the same shape.
+
+    Raises InputMissing if the folder does not exist, TaskFault for a head without a loss here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Path | str | Mapping[str, Any],
+        *,
+        collator: Callable[[Sequence[Any]], Mapping[str, Tensor]] | None = None,
+        loss: Callable[[Any, Mapping[str, Tensor]], Sum] | None = None,
+        compute_metrics: Callable[[tuple[Any, Any]], Mapping[str, float]] | None = None,
+    ) -> None:
+        self.model = model
+        self.data = data if isinstance(data, Mapping) else _opened(Path(data))
+        self.sum_of = loss or loss_of(model)
+        self.compute_metrics = compute_metrics
+        self._collate = collator or require("transformers", "transformers").default_data_collator
+        self._inputs = set(inspect.signature(model.forward).parameters) | set(_LABELS)
+        self._is_seq2seq = bool(getattr(model.config, "is_encoder_decoder", False))
+        self.item = "token" if _kind_of(model) in _OF_TOKENS else "sample"
+
+    def dataset(self, split: str) -> Dataset:
+        name = next((name for name in _SPLITS.get(split, (split,)) if name in self.data), None)
+        if name is None:
+            raise NotImplementedError(f"the data has no split for {split}; it has {', '.join(self.data)}")
+        found = self.data[name]
+        unused = [column for column in getattr(found, "column_names", ()) if column not in self._inputs]
+        kept: Dataset = found.remove_columns(unused) if unused else found
+        return kept
+
+    def collate(self, samples: Sequence[Any]) -> Mapping[str, Tensor]:
+        return dict(self._collate(samples))
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
+        return self.sum_of(self._outputs(model, batch), batch)
+
+    def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
+        outputs = self._outputs(model, batch)
+        found: dict[str, Any] = {"loss": self.sum_of(outputs, batch)}
+        if self.compute_metrics is not None:
+            found["metrics"] = outputs.logits.float(), batch["labels"]
+        return found
+
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        compute = self.compute_metrics
+        if compute is None:
+            return {}
+        return {"metrics": Gather(lambda logits, labels: compute((logits.cpu().numpy(), labels.cpu().numpy())))}
+
+    def blocks(self) -> Sequence[nn.Module]:
+        lists = (list(module) for module in self.model.modules() if isinstance(module, nn.ModuleList))
+        return max(lists, key=len, default=[])
+
+    def _outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        """Call the model; with labels only where they are also the inputs of a decoder."""
+        kept = {"labels"} if self._is_seq2seq else set()
+        return model(**{name: value for name, value in batch.items() if name in kept or name not in _LABELS})
+
+
+def loss_of(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:
+    """Return the loss of a head as a sum. Raises TaskFault for one that is not known."""
+    kind = _kind_of(model)
+    if kind == "ForSequenceClassification":
+        return _OF_SEQUENCES[_problem_type(model)]
+    if kind not in _LOSSES:
+        known = ", ".join(["ForSequenceClassification", *_LOSSES])
+        what = f"the loss of {type(model).__name__} ({kind}) is not known; known: {known}"
+        raise TaskFault(what, fix="pass loss=function: (outputs, batch) -> (sum over the items, number of items)")
+    return _LOSSES[kind]
+
+
+def _kind_of(model: nn.Module) -> str:
+    """Return the name of the head; older ones for causal language models have no loss_type."""
+    name = type(model).__name__
+    return str(getattr(model, "loss_type", None) or ("ForCausalLM" if name.endswith("LMHeadModel") else name))
+
+
+def _problem_type(model: nn.Module) -> str:
+    config: Any = model.config
+    if config.problem_type:
+        return str(config.problem_type)
+    return "regression" if config.num_labels == 1 else "single_label_classification"
+
+
+def _opened(folder: Path) -> Mapping[str, Any]:
+    if not folder.is_dir():
+        raise InputMissing(f"{folder} is not a folder", where="data.path", fix="name one that save_to_disk wrote")
+    found: Any = require("datasets", "transformers").load_from_disk(str(folder))
+    return found if isinstance(found, Mapping) else {"train": found}
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Sum:
+    total = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def _next_tokens(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+    return _cross_entropy(outputs.logits[:, :-1], batch["labels"][:, 1:])
+
+
+def _tokens(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+    return _cross_entropy(outputs.logits, batch["labels"])
+
+
+def _spans(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+    ends = ((outputs.start_logits, batch["start_positions"]), (outputs.end_logits, batch["end_positions"]))
+    losses = [F.cross_entropy(logits.float(), place, reduction="sum") for logits, place in ends]
+    return (losses[0] + losses[1]) / 2, len(batch["start_positions"])
+
+
+def _regression(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+    difference = outputs.logits.float().flatten() - batch["labels"].float().flatten()
+    return difference.square().sum(), difference.numel()
+
+
+def _several_labels(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+    labels = batch["labels"].float()
+    return F.binary_cross_entropy_with_logits(outputs.logits.float(), labels, reduction="sum"), labels.numel()
+
+
+_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+_LOSSES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
+    "ForCausalLM": _next_tokens,
+    "ForMaskedLM": _tokens,
+    "ForTokenClassification": _tokens,
+    "ForConditionalGeneration": _tokens,
+    "ForQuestionAnswering": _spans,
+}
+_OF_SEQUENCES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
+    "single_label_classification": _tokens,
+    "multi_label_classification": _several_labels,
+    "regression": _regression,
+}
