@@ -59,7 +59,7 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_random_state_of",
     "_put_back", "_take_over", "_begin_after", "_restore", "restore", "load_for_use",
-    "checkpoint.put_back", "coupled._write", "forward_state._load", "forward_state.ForwardState._adopt",
+    "checkpoint.restore_moved", "coupled._write", "forward_state._load", "forward_state.ForwardState._adopt",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
     "oom_retry.OomRetry._restore_and_reduce", "resume_point.resume_point", "rewind._undo",
     "trained_evaluation._sizes", "trained_run.open_source", "trained_run._open_weights",
