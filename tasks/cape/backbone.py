@@ -1,5 +1,6 @@
-"""Residual networks with group normalisation, which does not mix the samples of a batch as batch normalisation does.
+"""Residual networks: with group normalization, or as torchvision names them, with frozen batch normalization.
 
+Neither normalization mixes the samples of a batch.
 Sources: He et al., Deep Residual Learning, CVPR 2016, table 1; Wu and He, Group Normalization, ECCV 2018.
 """
 
@@ -7,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class ResNet(nn.Module):
-    """Pictures (N, 3, S, S) to feature maps (N, C, h, w), one for each of the last `num_levels` stages.
+    """Pictures (N, 3, S, S) from 0 to 1 to feature maps (N, C, h, w), one for each of the last `num_levels` stages.
 
     stem      channels after the first convolution, which halves the sides
     stages    channels and blocks of each stage; each halves the sides, but the first where the stem pools
@@ -40,7 +42,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(self.norm(self.stem((x - 0.5) * 4)))
         if self.pools:
             x = F.max_pool2d(x, 3, stride=2, padding=1)
         maps = []
@@ -88,6 +90,88 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.shortcut(x) + self.branch(x))
+
+
+class FrozenBatchNorm2d(nn.Module):
+    """Batch normalization with constant statistics, weight and bias: buffers, named as in BatchNorm2d."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale[:, None, None].to(x.dtype) + shift[:, None, None].to(x.dtype)
+
+
+class PretrainedResNet50(nn.Module):
+    """ResNet-50 without classifier, its tensors named as in torchvision, for weights trained on ImageNet.
+
+    Pictures (N, 3, S, S) from 0 to 1 to the feature maps of the last `num_levels` stages.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, num_levels: int) -> None:
+        super().__init__()
+        self.num_levels = num_levels
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406])[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor([0.229, 0.224, 0.225])[:, None, None], persistent=False)
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = FrozenBatchNorm2d(64)
+        width = 64
+        for number, (channels, blocks) in enumerate(RESNET_50, start=1):
+            stride = 1 if number == 1 else 2
+            layers = [
+                PretrainedBottleneck(width if i == 0 else channels, channels, stride if i == 0 else 1)
+                for i in range(blocks)
+            ]
+            self.add_module(f"layer{number}", nn.Sequential(*layers))
+            width = channels
+        self.widths = [channels for channels, _ in RESNET_50][-num_levels:]
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        x = F.relu(self.bn1(self.conv1((images - self.mean) / self.std)))
+        x = F.max_pool2d(x, 3, stride=2, padding=1)
+        maps = []
+        for number in range(1, len(RESNET_50) + 1):
+            x = self.get_submodule(f"layer{number}")(x)
+            maps.append(x)
+        return maps[-self.num_levels :]
+
+
+class PretrainedBottleneck(nn.Module):
+    """Convolutions of 1 x 1, 3 x 3 (with the stride) and 1 x 1 beside a shortcut."""
+
+    def __init__(self, width: int, channels: int, stride: int) -> None:
+        super().__init__()
+        inner = channels // 4
+        self.conv1, self.bn1 = nn.Conv2d(width, inner, 1, bias=False), FrozenBatchNorm2d(inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False)
+        self.bn2 = FrozenBatchNorm2d(inner)
+        self.conv3, self.bn3 = nn.Conv2d(inner, channels, 1, bias=False), FrozenBatchNorm2d(channels)
+        self.downsample: nn.Module = nn.Identity()
+        if width != channels or stride != 1:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(width, channels, 1, stride, bias=False), FrozenBatchNorm2d(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+
+RESNET_50 = ((256, 3), (512, 4), (1024, 6), (2048, 3))  # channels and blocks of each stage
 
 
 def _norm(channels: int) -> nn.GroupNorm:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, FeedForward, Kind, Maps, centres, map_attention, sample, sines
-from .backbone import ResNet
+from .backbone import PretrainedResNet50, ResNet
 
 COORDINATE, END = 0, 1  # types of tokens
 
@@ -23,6 +23,7 @@ class Shape:
     stages      channels and blocks of the backbone's stages; the last `num_levels` of them are read
     published   the backbone is laid out as ResNet-50
     grid        cells along each side of the table that embeds coordinates
+    pretrained  the backbone is torchvision's ResNet-50 with frozen batch norms; stem and stages do not count
     """
 
     stem: int
@@ -37,6 +38,7 @@ class Shape:
     decoder_layers: int
     grid: int = 44
     attention: Kind = "dense"
+    pretrained: bool = False
 
 
 class Guess(NamedTuple):
@@ -65,7 +67,11 @@ class PoseTransformer(nn.Module):
         super().__init__()
         self.shape = shape
         C = shape.width
-        self.backbone = ResNet(shape.stem, shape.stages, published=shape.published, num_levels=shape.num_levels)
+        self.backbone: ResNet | PretrainedResNet50 = (
+            PretrainedResNet50(shape.num_levels)
+            if shape.pretrained
+            else ResNet(shape.stem, shape.stages, published=shape.published, num_levels=shape.num_levels)
+        )
         self.inputs = nn.ModuleList(
             nn.Sequential(nn.Conv2d(width, C, 1), nn.GroupNorm(min(32, C // 4), C)) for width in self.backbone.widths
         )
@@ -95,7 +101,7 @@ class PoseTransformer(nn.Module):
         """Return the features of the support pictures (B, P, C) and of the query pictures (B Q, P, C)."""
         images = torch.cat([batch["support_image"][:, None], batch["query_image"]], dim=1)
         B, N = images.shape[:2]
-        features = self.backbone((images.flatten(0, 1) - 0.5) * 4)
+        features = self.backbone(images.flatten(0, 1))
         maps = [layer(level) for layer, level in zip(self.inputs, features, strict=True)]
         shapes = tuple((level.shape[-2], level.shape[-1]) for level in maps)
         tokens = torch.cat(

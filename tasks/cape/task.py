@@ -62,6 +62,7 @@ def build(
     *,
     size: Literal["tiny", "full"] = "tiny",
     attention: Literal["dense", "deformable"] | None = None,
+    backbone: Literal["group_norm", "torchvision"] = "group_norm",
     image_size: PositiveInt | None = None,
     grid: PositiveInt = 44,
     queries: PositiveInt = 2,
@@ -76,6 +77,8 @@ def build(
 
     size        tiny: a small residual network on 64 pixels, for two CPU cores; full: ResNet-50 and 6 + 6 layers
     attention   to the pictures, dense or deformable; null: tiny dense, full deformable
+    backbone    group_norm: that of the size, trained from scratch; torchvision: ResNet-50 with frozen batch norms and
+                torchvision's names, for `weights`
     image_size  side of the pictures in pixels; null: tiny 64, full 256
     grid        cells along each side of the table that embeds coordinates
     queries     pictures asked for in each episode, beside the support
@@ -99,7 +102,7 @@ def build(
         sets["train"] = only_categories(sets["train"], categories)
     return CategoryAgnosticPose(
         sets,
-        replace(shape, grid=grid, attention=attention or shape.attention),
+        replace(shape, grid=grid, attention=attention or shape.attention, pretrained=backbone == "torchvision"),
         seed=context.seed,
         forget=forget,
         augmentation=Augmentation(flip=flip) if augment else None,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runner.tasks.cape.attention import DeformableMapAttention, Maps, centres, sample
+from runner.tasks.cape.backbone import FrozenBatchNorm2d, PretrainedResNet50
 from runner.tasks.cape.metrics import judged, measured, target_types
 from runner.tasks.cape.model import COORDINATE, END, CoordinateEmbedding, Guess, PoseTransformer, Shape
 from runner.tasks.cape.task import SHAPES, CategoryAgnosticPose
@@ -330,6 +331,30 @@ def test_the_published_size_has_a_resnet_50(kind: str) -> None:
     # 25,557,032 of ResNet-50 without its classifier of 2,049,000; group normalisation has as many as batch's
     assert sum(weight.numel() for weight in model.backbone.parameters()) == 25_557_032 - 2_049_000
     assert [tuple(level.shape) for level in maps] == [(1, 512, 32, 32), (1, 1024, 16, 16), (1, 2048, 8, 8)]
+
+
+def test_the_pretrained_backbone_is_torchvisions_resnet_50() -> None:
+    torch.manual_seed(0)
+    backbone = PretrainedResNet50(3)
+    state = backbone.state_dict()
+    sizes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    assert len(sizes) == 53 * 5  # of 53 convolutions, each with a norm of four tensors
+    assert sizes["layer3.5.conv3.weight"] == (1024, 256, 1, 1)
+    assert sizes["layer2.0.downsample.1.running_var"] == (512,)
+    # 25,557,032 of ResNet-50 without its classifier of 2,049,000, and weight and bias of each norm as buffers
+    norms = sum(state[name].numel() for name in state if name.endswith((".running_mean", "bn1.running_mean")))
+    assert sum(weight.numel() for weight in backbone.parameters()) == 25_557_032 - 2_049_000 - 2 * norms
+    maps = backbone(torch.rand(1, 3, 64, 64))
+    assert [tuple(level.shape) for level in maps] == [(1, 512, 8, 8), (1, 1024, 4, 4), (1, 2048, 2, 2)]
+
+
+def test_a_frozen_norm_is_batch_norm_in_eval_mode() -> None:
+    torch.manual_seed(0)
+    norm, frozen, x = torch.nn.BatchNorm2d(4).eval(), FrozenBatchNorm2d(4), torch.randn(2, 4, 3, 3)
+    state = {name: tensor.uniform_(0.5, 2) for name, tensor in norm.state_dict().items() if tensor.is_floating_point()}
+    frozen.load_state_dict(state)
+    torch.testing.assert_close(frozen(x), norm(x))
+    assert not list(frozen.parameters())
 
 
 @pytest.mark.sampled(1)
