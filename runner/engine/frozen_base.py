@@ -20,16 +20,21 @@ DIGEST = "frozen_weights"  # key in the state of a checkpoint
 
 def saved_state(parts: Parts) -> dict[str, Tensor]:
     """Return the tensors of the model that a checkpoint holds: all, or without the frozen weights of an adapter."""
+    return _saved_of(parts, parts.bare.state_dict())
+
+
+def _saved_of(parts: Parts, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = [name for name, _ in parts.bare.named_parameters(remove_duplicate=False)]
-    return adapter_of(parts.plan.choices["adapter"]).saved(parts.bare.state_dict(), names)
+    return adapter_of(parts.plan.choices["adapter"]).saved(tensors, names)
 
 
 def frozen_digest(parts: Parts) -> str | None:
     """Return a hash of the weights that checkpoints leave out, on rank 0; None where they hold all. A collective."""
-    state = parts.bare.state_dict()
-    left_out = sorted(state.keys() - saved_state(parts).keys())
-    if not left_out:
+    parameters = dict(parts.bare.named_parameters(remove_duplicate=False))
+    left_out = sorted(parameters.keys() - _saved_of(parts, parameters).keys())
+    if not left_out:  # without a call of state_dict, which may take long
         return None
+    state = parts.bare.state_dict()
     found = hashlib.sha256()
     for name in left_out:  # one after the other, because the host may not have room for all of them
         for tensor in parts.parallel.whole({name: state[name]}).values():
@@ -46,7 +51,7 @@ def load_weights(parts: Parts, start: Loaded) -> None:
     """
     adapter, settings = adapter_of(parts.plan.choices["adapter"]), parts.plan.settings
     state = parts.bare.state_dict()
-    left_out = state.keys() - saved_state(parts).keys()
+    left_out = state.keys() - _saved_of(parts, state).keys()
     if left_out:
         if settings.weights.source:
             begin_with(settings, parts.bare, parts.parallel, adapter)
