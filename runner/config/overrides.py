@@ -147,6 +147,13 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
             problems.append(Problem(what, argument, fix))
+        elif rest and (rest[0] == "=" or (argument.endswith(("=", ":")) and not re.search("^[-~]|=", rest[0]))):
+            # One problem of both words, in which a secret is recognized by its key and not repeated.
+            sign = f" {rest.pop(0)}" if rest[0] == "=" else ""
+            value = rest.pop(0) if rest else ""
+            key = argument.rstrip("=:")
+            what = "is not a setting; settings have the form key=value"
+            problems.append(Problem(what, f"{argument}{sign} {value}".strip(), proper(key, value)))
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
             fix = fix_of_argument(readable(argument, MAX_SHOWN), options_of_groups()) or proper(argument, "")
