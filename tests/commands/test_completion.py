@@ -322,8 +322,8 @@ IN_BASH = {
     "accel-run train optimizer=sgd optimizer.m": (
         ["accel-run", "train", "optimizer", "=", "sgd", "optimizer.m"], "optimizer.momentum=",
     ),
-    "accel-run train device=cuda:0 optimizer=s": (
-        ["accel-run", "train", "device", "=", "cuda", ":", "0", "optimizer", "=", "s"], "sgd",
+    "accel-run train device=cuda:0 optimizer=sg": (
+        ["accel-run", "train", "device", "=", "cuda", ":", "0", "optimizer", "=", "sg"], "sgd",
     ),
     "accel-run train updates= ": (["accel-run", "train", "updates", "=", ""], None),
     "accel-run train --task m": (["accel-run", "train", "--task", "m"], "mine/ my_task.py"),
