@@ -1,4 +1,4 @@
-"""Report changes of the machine during a run, each once: GPUs slowed, shared, lost or in error."""
+"""Report changes of the machine during a run, each once: GPUs that are throttled, shared, lost or have errors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from runner.monitor.nvml import Gpu, GpuEvent, Nvml, slowed_by
 from runner.monitor.samples import Readings
 from runner.monitor.xid import explain
 
-IN_A_ROW = 3  # samples for which a GPU must be slowed before it is said
-SHOWN = 3  # processes named in one line
+IN_A_ROW = 3  # throttled samples before an alert
+SHOWN = 3  # maximum of processes in one line
 
 
 @dataclass(frozen=True)
 class Alert:
-    """Something worth saying once.
+    """A message that is reported once.
 
-    kind   `unseen` (what is not watched, and why), `slowed`, `shared`, `lost`, `denied`, `xid`, `ecc`
-    level  `debug` is for those who search: the start of a run has said it already
-    facts  for programs: device, uuid, and what the words are made of
+    kind   `unseen` (what is not monitored, and why), `slowed`, `shared`, `lost`, `denied`, `xid`, `ecc`
+    level  `debug` for what the start of a run has reported already
+    facts  device, uuid and the values in the text, for programs
     """
 
     kind: str
@@ -30,23 +30,23 @@ class Alert:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-_Said = tuple[tuple[object, ...], Alert]  # by which it is known again, and what is said
+_Keyed = tuple[tuple[object, ...], Alert]  # identity, alert
 
 
 class AlertMonitor:
-    """Compares each sample with those before it, and says what is new."""
+    """Compares each sample with earlier ones, and returns new alerts."""
 
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu]) -> None:
         self._nvml, self._gpus = nvml, tuple(gpus)
-        self._said: set[tuple[object, ...]] = set()
+        self._reported: set[tuple[object, ...]] = set()
         self._slowed: dict[tuple[int, str], int] = {}  # samples in a row
         self._errors: dict[str, float] = {}
 
     def look(
         self, readings: Readings, users: Mapping[int, Sequence[GpuUser]], events: Iterable[GpuEvent]
     ) -> list[Alert]:
-        """Return what has to be said of this sample."""
-        found: list[_Said] = []
+        """Return the new alerts of this sample."""
+        found: list[_Keyed] = []
         for index, gpu in enumerate(self._gpus):
             found += self._lost(index, gpu)
             found += self._of_readings(index, gpu, readings)
@@ -55,13 +55,13 @@ class AlertMonitor:
             found += [self._of_event(index, gpu, event) for index, gpu in enumerate(self._gpus) if event.concerns(gpu)]
         new = []
         for key, notice in found:
-            if key not in self._said:
-                self._said.add(key)
+            if key not in self._reported:
+                self._reported.add(key)
                 new.append(notice)
         return new
 
-    def _lost(self, index: int, gpu: Gpu) -> list[_Said]:
-        found: list[_Said] = []
+    def _lost(self, index: int, gpu: Gpu) -> list[_Keyed]:
+        found: list[_Keyed] = []
         if gpu in self._nvml.lost:
             text = f"{_who(index, gpu)} is lost: {self._nvml.lost[gpu]}"
             found.append((("lost", index), Alert("lost", text, "warning", _facts(index, gpu))))
@@ -71,8 +71,8 @@ class AlertMonitor:
             found.append((("denied", index), Alert("denied", text, "info", _facts(index, gpu))))
         return found
 
-    def _of_readings(self, index: int, gpu: Gpu, readings: Readings) -> list[_Said]:
-        found: list[_Said] = []
+    def _of_readings(self, index: int, gpu: Gpu, readings: Readings) -> list[_Keyed]:
+        found: list[_Keyed] = []
         bits = readings.get(f"gpu{index}/throttle_reasons")
         reasons = slowed_by(bits)
         for reason in {reason for which, reason in self._slowed if which == index} | set(reasons):
@@ -89,7 +89,7 @@ class AlertMonitor:
                 found.append((("ecc", index, kind), _ecc(index, gpu, kind, more)))
         return found
 
-    def _of_users(self, index: int, gpu: Gpu, users: Sequence[GpuUser]) -> list[_Said]:
+    def _of_users(self, index: int, gpu: Gpu, users: Sequence[GpuUser]) -> list[_Keyed]:
         others = sorted((user for user in users if user.is_ours is False), key=lambda user: -(user.memory_gib or 0.0))
         if not others:
             return []
@@ -100,7 +100,7 @@ class AlertMonitor:
         facts = {**_facts(index, gpu), "pids": [user.pid for user in others]}
         return [(("shared", index), Alert("shared", text, "warning", facts))]
 
-    def _of_event(self, index: int, gpu: Gpu, event: GpuEvent) -> _Said:
+    def _of_event(self, index: int, gpu: Gpu, event: GpuEvent) -> _Keyed:
         if event.kind == "xid":
             known = explain(event.code)
             text = f"{_who(index, gpu)}: XID {event.code}, {known.meaning}; {known.advice}"
@@ -146,7 +146,7 @@ def _process(user: GpuUser) -> str:
 
 _MEASURED: Mapping[str, str] = {"power_w": "W", "temperature_c": "degC", "clock_mhz": "MHz"}
 
-# What to do; where there is no word, nothing is wrong: a busy GPU works at its power limit.
+# What to do. Reasons without advice are normal: a busy GPU works at its power limit.
 SLOWED_ADVICE: Mapping[str, str] = {
     "hardware slowdown": "check its cooling and its power supply",
     "software temperature limit": "check its cooling and what else is in the case",

@@ -7,9 +7,9 @@ from runner.monitor.nvml import Nvml, open_nvml
 
 
 def open_driver() -> Nvml:
-    """Return the machine's GPUs, or an Nvml without GPUs that says why; never raises.
+    """Return the machine's GPUs, or an Nvml without GPUs that has the reason; never raises.
 
-    Each call opens the driver once more, which it counts; close() what you opened.
+    The driver counts its users: call close() on each result.
     """
     nvml = open_nvml()
     if nvml.gpus or nvml.notes:

@@ -1,6 +1,6 @@
 """Monitor the machine in a thread: sample into gpu.csv, and provide a summary and a status line.
 
-Nothing here raises into the run or makes it wait; what goes wrong is a note.
+It neither raises into the run nor blocks it; problems become notes.
 """
 
 from __future__ import annotations
@@ -39,57 +39,57 @@ __all__ = [
     "read_samples",
 ]  # fmt: skip
 
-PATIENCE_S = 1.0  # for a look at the GPUs: a sick driver takes its time, and CPU and RAM are sampled all the same
-OPEN_S = 10.0  # for the first answer: a driver that nobody else uses loads the GPUs' state first, each for a second
-OLD_S = 5.0  # and three intervals: older readings are not how things are
+PATIENCE_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
+OPEN_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
+OLD_S = 5.0  # and three intervals: older readings are stale
 MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that are read when a run resumes: about 1.5 days of a GPU, 2 s of a core
-SHORTEST_S = 0.1  # the CPU's load is a mean since the look before: of less time than that it says nothing
+SHORTEST_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
 
 
 class NoMonitor:
-    """Watches nothing; the verbs of every monitor.
+    """Monitors nothing; the interface of all monitors.
 
-    notes  what is not watched, and why, and what else was said of the machine
+    notes  what is not monitored and why, and alerts
     """
 
     notes: tuple[str, ...] = ()
-    lost: str = ""  # why path_csv lacks samples, empty where it lacks none
+    lost: str = ""  # why samples are missing from path_csv; empty if none are
 
     def start(self, after_s: float = 0.0) -> None:
-        """Begin to watch, the first look `after_s` from now; starting twice is harmless."""
+        """Start to sample `after_s` from now; a second call does nothing."""
 
     def stop(self) -> None:
-        """Stop watching within two seconds; stopping twice is harmless."""
+        """Stop within two seconds; a second call does nothing."""
 
     def enter_phase(self, phase: str) -> None:
         """Mark the samples from now on with this phase."""
 
     def latest(self) -> Readings:
-        """Return the last sample by metric name (`gpu0/util`, `ram/percent`, ...), without what nobody could read."""
+        """Return the last sample by metric name (`gpu0/util`, `ram/percent`, ...), without missing readings."""
         return MappingProxyType({})
 
     def row(self) -> Readings:
-        """Return of the last sample what belongs beside the loss in metrics.jsonl."""
+        """Return the readings of the last sample for a row of metrics.jsonl."""
         return MappingProxyType({})
 
     def line(self) -> str:
-        """Return the last sample as a person reads it, empty before the first."""
+        """Return the last sample as one line of text; empty before the first."""
         return ""
 
     def users(self) -> Mapping[str, tuple[GpuUser, ...]]:
-        """Return who computes on each GPU, `gpu0` first, without those whose driver does not tell."""
+        """Return the compute processes of each GPU, `gpu0` first, without GPUs whose driver does not report them."""
         return MappingProxyType({})
 
     def devices(self) -> Mapping[str, SampledGpu]:
-        """Return the GPUs that are watched, `gpu0` first."""
+        """Return the monitored GPUs, `gpu0` first."""
         return MappingProxyType({})
 
     def news(self) -> tuple[Alert, ...]:
-        """Return what has to be said since the last call, each thing once."""
+        """Return the alerts since the last call, each once."""
         return ()
 
     def summary(self) -> Summary:
-        """Return what was seen so far, weighted by time, whole and by phase."""
+        """Summarize the samples so far, in total and by phase."""
         return Summary()
 
     def __enter__(self) -> NoMonitor:
@@ -101,16 +101,16 @@ class NoMonitor:
 
 
 class Monitor(NoMonitor):
-    """Samples every `interval_s` seconds, on the monotonic clock, in a thread of its own.
+    """Samples every `interval_s` seconds, on the monotonic clock, in a thread.
 
-    path_csv    a row per sample and GPU is added here (without a GPU, one of the CPU); an unknown value is an empty
-                cell. None: no file. About 250 bytes a row, 20 MB a day and GPU at one second
+    path_csv    file for a row per sample and GPU, or one for the CPU without a GPU; missing values are empty cells.
+                None: no file. About 250 bytes per row, 20 MB per day and GPU at an interval of one second
     interval_s  seconds between samples
-    uuids       the GPUs to watch, gpu0 first: pass torch's order. None: what CUDA_VISIBLE_DEVICES shows. Empty: none
-    root        the process whose descendants are the run's own, itself included. None: this one
+    uuids       the GPUs to monitor, gpu0 first: pass torch's order. None: those of CUDA_VISIBLE_DEVICES. Empty: none
+    root        process whose descendants, itself included, belong to the run. None: this one
 
-    A child that is forked while this watches does not watch, and its calls do nothing.
-    Raises ConfigError for an interval that cannot be.
+    In a forked child nothing is sampled, and all calls do nothing.
+    Raises ConfigError for an invalid interval.
     """
 
     def __init__(
@@ -140,23 +140,23 @@ class Monitor(NoMonitor):
         self._thread: threading.Thread | None = None
 
     def start(self, after_s: float = 0.0) -> None:
-        """Begin to watch. Returns at once: NVML is opened in the thread, because a sick driver takes its time."""
+        """Start to sample. Returns immediately: NVML is opened in the thread, because a driver may hang."""
         if self._thread is not None:
             return
         self._pid = os.getpid()
-        self._stopping = threading.Event()  # a new one: a thread left behind in stop() must stay stopped
+        self._stopping = threading.Event()  # a new one: a thread that stop() abandoned must stay stopped
         self._thread = threading.Thread(
             target=self._watch, args=[self._stopping, after_s], name="accel-run monitor", daemon=True
         )
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system has no thread left
+        except RuntimeError as error:  # no thread can be started
             self._thread = None
             self._note(f"the monitor does not start: {error}")
 
     def stop(self) -> None:
-        """Stop watching. A driver that does not answer is left behind after two seconds; the thread is a daemon."""
-        if self._is_in_child():  # the lock of the event may have been held when this process was forked
+        """Stop. A driver that does not respond is abandoned after two seconds; the thread is a daemon."""
+        if self._is_in_child():  # the lock of the event may have been held during the fork
             return
         self._stopping.set()
         if self._thread is not None:
@@ -172,37 +172,37 @@ class Monitor(NoMonitor):
     def latest(self) -> Readings:
         """Return the last sample: percent, GiB, degrees Celsius, watts and MHz, as the names say.
 
-        Nothing while it watches and the last one is old: what was so some time ago is not how things are.
+        Empty if the last sample is stale.
         """
         return _NOTHING if self._is_stale() else self._latest
 
     def row(self) -> Readings:
-        """Return of the last sample what belongs beside the loss in metrics.jsonl: not what stays the same."""
-        return {name: value for name, value in self.latest().items() if name.rpartition("/")[2] not in _SAME}
+        """Return the readings of the last sample for a row of metrics.jsonl, without constants and counters."""
+        return {name: value for name, value in self.latest().items() if name.rpartition("/")[2] not in _CONSTANT}
 
     def line(self) -> str:
-        """Return `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`, without what is unknown.
+        """Return `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`, without missing readings.
 
-        GB are the GiB that nvidia-smi counts. Several GPUs are numbered: `GPU0: ...`, `GPU1: ...`.
+        GB are GiB, as in nvidia-smi. Several GPUs are numbered: `GPU0: ...`, `GPU1: ...`.
         """
         return as_line(self.latest(), len(self._devices))
 
     def users(self) -> Mapping[str, tuple[GpuUser, ...]]:
-        """Return who computes on each GPU, looked up every ten seconds."""
+        """Return the compute processes of each GPU, refreshed every ten seconds."""
         return self._users
 
     def devices(self) -> Mapping[str, SampledGpu]:
-        """Return the GPUs that are watched; none before NVML has answered."""
+        """Return the monitored GPUs; none before NVML has responded."""
         return self._devices
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is not watched, and why, and what else was said of the machine."""
+        """What is not monitored and why, and alerts."""
         return tuple(notice.text for notice in self._notices)
 
     def news(self) -> tuple[Alert, ...]:
-        """Return what has to be said since the last call, each thing once."""
-        self._look_for_standstill()
+        """Return the alerts since the last call, each once."""
+        self._note_stall()
         notices = self._notices
         new, self._num_told = notices[self._num_told :], len(notices)
         return new
@@ -225,8 +225,8 @@ class Monitor(NoMonitor):
     def _old_s(self) -> float:
         return max(OLD_S, 3 * self.interval_s)
 
-    def _look_for_standstill(self) -> None:
-        """Say so once where no sample comes; a process that was itself stopped must first have had time to go on."""
+    def _note_stall(self) -> None:
+        """Note once that no samples arrive; a process that was stopped (SIGSTOP) gets a second to recover first."""
         now = time.monotonic()
         if not self._latest or not self._is_stale():
             self._stale_s = 0.0
@@ -239,34 +239,34 @@ class Monitor(NoMonitor):
         try:
             stopping.wait(after_s)
             host = Host(root=self._root, folder=self.path_csv.parent if self.path_csv else None)
-            gpus = TimeoutCall(lambda: self._looks(host.family), "accel-run NVML")
+            gpus = TimeoutCall(lambda: self._gpu_samples(host.family), "accel-run NVML")
             self._helpers = [gpus]
             try:
                 self._sample_until(stopping, host, gpus)
             finally:
                 gpus.close()
-        except Exception as error:  # a monitor that fails ends, and the run goes on
+        except Exception as error:  # the run continues without the monitor
             self._note(f"the monitor stopped: {type(error).__name__}: {error}")
 
-    def _looks(self, family: ProcessTree) -> Generator[_Look]:
-        """Yield an empty look once the driver has answered, then one of the GPUs each time."""
+    def _gpu_samples(self, family: ProcessTree) -> Generator[_GpuSample]:
+        """Yield an empty reading once the driver has responded, then one of the GPUs each time."""
         with open_driver() as nvml:
             chosen = self._choose(nvml)
             self._devices = MappingProxyType(
                 {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
             )
             nvml.watch_events(chosen)
-            gpus, watchful = Gpus(nvml, chosen, family), AlertMonitor(nvml, chosen)
-            yield _Look()
+            gpus, alerts = Gpus(nvml, chosen, family), AlertMonitor(nvml, chosen)
+            yield _GpuSample()
             while True:
                 readings = gpus.sample()
-                notices = tuple(watchful.look(readings, gpus.users, nvml.events()))
+                notices = tuple(alerts.look(readings, gpus.users, nvml.events()))
                 users = {f"gpu{index}": users for index, users in gpus.users.items()}
-                yield _Look(readings, dict(gpus.held()), users, notices)
+                yield _GpuSample(readings, dict(gpus.held()), users, notices)
 
-    def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_Look]) -> None:
+    def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_GpuSample]) -> None:
         self._taken_s = answered = time.monotonic()
-        opened: _Look | None = None
+        opened: _GpuSample | None = None
         while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_S:
             opened = gpus.ask(0.1)
         opened = opened or gpus.ask(0.5)
@@ -282,17 +282,17 @@ class Monitor(NoMonitor):
             while not stopped:
                 stopped = stopping.wait(delay)
                 now = time.monotonic()
-                # Even the shortest run leaves one sample, and the last moments of a longer one count too.
+                # Even the shortest run has one sample, and a longer one includes its last moments.
                 if stopped and self._latest and now - before < SHORTEST_S:
                     break
                 look = gpus.ask(patience_s)
-                patience_s = 0.0 if look is None else PATIENCE_S  # what hangs is not waited for again
+                patience_s = 0.0 if look is None else PATIENCE_S  # do not wait again for a driver that hangs
                 if look is not None:
                     answered = time.monotonic()
                 elif now - answered > self._old_s():
                     silent = "its readings are absent until it does" if opened else "the GPUs are not watched"
                     self._note_once(f"the NVIDIA driver has not answered for {now - answered:.0f} s: {silent}")
-                opened, look = opened or look, look or _Look()
+                opened, look = opened or look, look or _GpuSample()
                 sample = {**look.readings, **host.sample()}
                 file.add(wall + now, now - before, self._phase, self._devices, sample)
                 with self._adding:
@@ -301,7 +301,7 @@ class Monitor(NoMonitor):
                 self._users = MappingProxyType(dict(look.users))
                 self._notices += look.notices
                 before, due = now, due + self.interval_s
-                if due <= now:  # the machine slept or the driver dawdled: skip what was missed
+                if due <= now:  # after a suspend or a slow driver: skip the missed samples
                     due = now + self.interval_s
                 delay = max(0.0, due - time.monotonic())
         finally:
@@ -355,8 +355,8 @@ class Monitor(NoMonitor):
 
 
 @dataclass(frozen=True)
-class _Look:
-    """One look at the GPUs; `held` are the readings of those whose turn it was not."""
+class _GpuSample:
+    """One sample of the GPUs; `held` has the latest of the metrics that are read in turn."""
 
     readings: Readings = field(default_factory=dict)
     held: Readings = field(default_factory=dict)
@@ -367,7 +367,7 @@ class _Look:
 def as_line(sample: Readings, num_gpus: int = 1) -> str:
     """Return a sample as one line of text, `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`.
 
-    num_gpus  that are watched: where it is more than one they are numbered, also when only one of them answers
+    num_gpus  number of monitored GPUs; several are numbered, even if only one of them responds
     """
     gpus = sorted({int(name[3:].split("/")[0]) for name in sample if name.startswith("gpu")})
     parts = []
@@ -385,10 +385,10 @@ def as_line(sample: Readings, num_gpus: int = 1) -> str:
 
 
 def gpus_of(uuids: Sequence[str], device: str) -> list[str] | None:
-    """Return the GPUs that a run watches, as `Monitor` takes them: its own, so that it is not told of others' work.
+    """Return the GPUs that a run monitors, for `Monitor`: only its own.
 
-    device  the kind that it computes on. On `cuda` without a UUID its GPU cannot be told, and all that are shown are
-            watched; on anything else there is none
+    device  device type of the run. On `cuda` without a UUID its GPU is unknown, so all visible ones are monitored; on
+            other devices none is
     """
     return list(uuids) or (None if device == "cuda" else [])
 
@@ -422,8 +422,8 @@ def _check_interval(interval_s: float) -> None:
 
 _NOTHING: Readings = MappingProxyType({})
 
-# Readings that stay the same, or are counters: gpu.csv has them, a row per update would only repeat them.
-_SAME = frozenset({
+# Constants and counters, which gpu.csv has; rows of metrics.jsonl would only repeat them.
+_CONSTANT = frozenset({
     "memory_reserved_gib", "memory_free_gib", "memory_total_gib", "temperature_limit_c", "power_limit_w", "energy_j",
     "memory_clock_mhz", "pcie_generation", "pcie_width", "ecc_corrected", "ecc_uncorrected", "other_memory_gib",
     "free_gib",
