@@ -301,12 +301,12 @@ class _Clock:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self._marks: list[tuple[int, Any, Any]] = []
-        self._begun: Any = None
+        self._started: Any = None
         self._ended: Any = None
 
     def start(self) -> None:
         self._marks.clear()
-        self._begun = self._mark(len(self.devices) - 1)
+        self._started = self._mark(len(self.devices) - 1)
 
     def stop(self) -> None:
         self._ended = self._mark(len(self.devices) - 1)
@@ -320,9 +320,9 @@ class _Clock:
         busy = [0.0] * len(self.devices)
         if self._ended is None:
             return busy, 0.0
-        for stage, begun, ended in self._marks:
-            busy[stage] += self._between(begun, ended)
-        return busy, self._between(self._begun, self._ended)
+        for stage, started, ended in self._marks:
+            busy[stage] += self._between(started, ended)
+        return busy, self._between(self._started, self._ended)
 
     def _mark(self, stage: int) -> Any:
         device = self.devices[stage]
@@ -333,11 +333,11 @@ class _Clock:
         return event
 
     @staticmethod
-    def _between(begun: Any, ended: Any) -> float:
-        if isinstance(begun, float):
-            return float(ended - begun)
+    def _between(started: Any, ended: Any) -> float:
+        if isinstance(started, float):
+            return float(ended - started)
         ended.synchronize()
-        return float(begun.elapsed_time(ended)) / 1e3
+        return float(started.elapsed_time(ended)) / 1e3
 
 
 class _Lap:
@@ -345,10 +345,10 @@ class _Lap:
         self.clock, self.stage = clock, stage
 
     def __enter__(self) -> None:
-        self.begun = self.clock._mark(self.stage)
+        self.started = self.clock._mark(self.stage)
 
     def __exit__(self, *_: object) -> None:
-        self.clock._marks.append((self.stage, self.begun, self.clock._mark(self.stage)))
+        self.clock._marks.append((self.stage, self.started, self.clock._mark(self.stage)))
 
 
 def _joined(values: Sequence[Any], name: str = "the output") -> Any:

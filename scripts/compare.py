@@ -3,16 +3,16 @@
     python scripts/compare.py RUN_A RUN_B
     python scripts/compare.py --commits A B -- task=gpt task.size=tiny updates=20
 
-A run is a name in outputs/ or a folder. Compared are the rows of metrics.jsonl by phase and update: losses, gradient
-norms, metrics of evaluations and fits, learning rates. Times, memory and what the monitor saw are no part of it. Where
-an update has several rows, as after a resume, the last one counts.
+A run is a name in outputs/ or a folder. The rows of metrics.jsonl are compared by phase and update: losses, gradient
+norms, metrics of evaluations and fits, learning rates; not times, memory and readings of the monitor. If an update has
+several rows, as after a resume, the last one is used.
 
-With --commits each commit is checked out in a temporary folder and trains there, in this environment, with what stands
-behind `--`; each update has its row, unless log_every= says otherwise. A commit against itself tells whether the
-training repeats at all.
+With --commits, each commit is checked out in a temporary folder and trains there, in this environment, with the
+settings after `--`; each update has a row unless log_every= is set. Compare a commit with itself to find out whether
+the training is repeatable.
 
-Exit 0: identical. 1: different, or one has updates that the other lacks. 64: the command line. 66: no such run, commit,
-or rows. A training that fails ends this with its own exit code.
+Exit 0: identical. 1: different, or one has updates that the other lacks. 64: invalid command line. 66: no such run,
+commit, or rows. If a training fails, its exit code is returned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MATHEMATICS = ("train/", "val/", "fit/")
 OUTPUTS = Path("outputs")
 OURS = ("run", "output_root", "resume")  # settings that this script needs for itself
-USUAL = ("log_every=1", "tracker=none")  # unless something else is said
+USUAL = ("log_every=1", "tracker=none")  # unless overridden
 
 Update = tuple[str, int]  # phase, number
 Numbers = dict[str, float | None]  # null stands for a number that is not finite
@@ -58,7 +58,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Difference:
-    """A number that is not the same in both; None where it is not finite."""
+    """A number that differs; None if it is not finite."""
 
     update: Update
     metric: str
@@ -189,7 +189,7 @@ def _in_words(updates: Sequence[Update]) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- output
 
 
 def _shown(one: Rows, other: Rows) -> int:
@@ -273,7 +273,7 @@ def _must_be_used(folder: Path, environment: Mapping[str, str]) -> None:
 
 def _failed(commit: str, code: int) -> AccelRunError:
     how = f"ended with {code}" if code > 0 else f"was killed by signal {-code}"
-    error = AccelRunError(f"the training at {commit} {how}; what it said stands above", fix="mend the settings")
+    error = AccelRunError(f"the training at {commit} {how}; its output is above", fix="fix the settings")
     error.exit_code = Exit(code) if code in set(Exit) else Exit.SOFTWARE
     return error
 

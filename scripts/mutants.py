@@ -368,7 +368,7 @@ def selection(every: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def copied(tree: Path) -> None:
-    """Copy what git knows or does not ignore; what is there already and equal stays."""
+    """Copy tracked files and files that git does not ignore; equal existing files are kept."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
@@ -602,7 +602,7 @@ def digest_of(path: Path) -> str:
 
 
 class Known:
-    """What is known of the tests: which execute a statement, how long they take."""
+    """Facts about the tests: which ones execute a statement, and how long they take."""
 
     def __init__(self, cache: Path, tree: Path) -> None:
         self.seconds: dict[str, float] = {}
@@ -755,7 +755,7 @@ class Started(AbstractContextManager["Started"]):
 
 
 def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float]:
-    """Run a function in a fork, its output in a file; return its exit code, None where it ran into the limit, and s."""
+    """Run a function in a fork, its output in a file; return its exit code, None after a timeout, and the seconds."""
     began = time.monotonic()
     pid = os.fork()
     if pid == 0:
@@ -790,7 +790,7 @@ def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float
 
 
 def end_children() -> None:
-    """Kill and reap what is left of a test: as the subreaper this process has all of it among its children."""
+    """Kill and reap the remaining processes of a test; as the subreaper, this process is their parent."""
     for _ in range(200):
         children = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
         if not children:
@@ -934,7 +934,7 @@ class Judge:
         return sorted(tests, key=rank)
 
     def _failed(self, tests: Sequence[str]) -> tuple[str, bool] | None:
-        """Return the first test that fails, and whether that is certain without a second run; None where none does."""
+        """Return the first test that fails, and whether that is certain without a second run; None if all pass."""
         told, log = self.cache / "failed", self.cache / "run.log"
         told.unlink(missing_ok=True)
         expected_s = sum(self.known.seconds[test] for test in tests)

@@ -94,7 +94,7 @@ case ${1:-} in
     ;;
 esac
 
-# What the task's data lies in is an extra of the same name.
+# The extra with the task's data has the name of the task.
 extras=()
 for word in "$@"; do
     if [[ $word =~ ^task=([a-z0-9_]+)$ ]] && grep -q "^${BASH_REMATCH[1]} = \[" "$root/pyproject.toml"; then

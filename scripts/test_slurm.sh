@@ -5,7 +5,7 @@
 #
 # Needs slurm-wlm and munge: as root on Debian or Ubuntu they are installed, otherwise, where they are missing, nothing is
 # tested and the exit code is 0. Nothing of a SLURM that is already here is touched: configuration, key, sockets and logs
-# lie in a folder of their own, and the ports are 17000 to 17002.
+# are in a separate folder, and the ports are 17000 to 17002.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
@@ -115,7 +115,7 @@ tear_down() {
     fi
 }
 
-# check NAME COMMAND...: a line that tells whether the command succeeded; what it said follows where it did not
+# check NAME COMMAND...: prints whether the command succeeded, and its output if it failed
 check() {
     local name=$1 started=$SECONDS
     shift
@@ -340,7 +340,7 @@ a_killed_rank_ends_the_others() {
     ((code != 0 && SECONDS - started < 30))
 }
 
-a_port_in_use_ends_with_71_and_nobody_waits() {
+a_port_in_use_ends_with_71_without_a_hang() {
     local code=0 started=$SECONDS port=29876 listener
     "$python" -c "
 import socket, time
@@ -389,13 +389,13 @@ check "the shell of a batch script is no rank" no_rank_is_found_in in_a_batch_sc
 check "a task of one is no rank" no_rank_is_found_in srun --ntasks=1
 check "srun: two ranks on two nodes have the losses of one process" two_nodes_train_as_one_process_does
 check "srun: a killed rank ends the others" a_killed_rank_ends_the_others
-check "srun: a port in use ends with 71, and nobody waits" a_port_in_use_ends_with_71_and_nobody_waits
-check "sbatch: the script of docs/scale.md is told by SIGUSR1, saves, is queued again and finishes" \
+check "srun: a port in use ends with 71, and no rank hangs" a_port_in_use_ends_with_71_without_a_hang
+check "sbatch: the script of docs/scale.md gets SIGUSR1, saves, is requeued and finishes" \
     the_script_of_the_page_saves_and_is_queued_again
 check "launcher=slurm: an unknown partition is refused with SLURM's words" a_partition_that_is_not_there_is_refused
 check "launcher=slurm: told by SIGUSR1 it saves, is queued again and finishes" a_warning_stops_saves_and_queues_again
 check "launcher=slurm: told before it listens it is queued again" a_rank_told_before_it_listens_is_queued_again
-check "launcher=slurm: two ranks on two nodes are told, too" a_warning_reaches_all_ranks
+check "launcher=slurm: two ranks on two nodes get the signal, too" a_warning_reaches_all_ranks
 check "launcher=slurm: the end of its time does the same" the_time_limit_stops_saves_and_queues_again 1000
 check "launcher=slurm: queued again only so often" it_is_queued_again_only_so_often
 check "launcher=slurm: scancel lets it save" a_canceled_job_has_saved

@@ -102,7 +102,7 @@ def mixture(
 ) -> Sampler:
     """Draw from several data sets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
 
-    Each data set is shuffled and passed over completely before its samples are repeated. Each update has the shares of
+    Each data set is shuffled and read completely before its samples are repeated. Each update has the shares of
     the data sets, up to a few samples.
 
     weights      weight of each data set, e.g. [0.7, 0.3]; []: the same for all

@@ -64,7 +64,7 @@ class DoctorOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the checks and print their findings; the exit code tells whether any failed."""
+    """Run the checks and print their findings; the exit code is 69 if any failed."""
     from runner.tools.doctor.examine import Examination
 
     if words[:1] == [CONTACT]:

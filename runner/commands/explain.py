@@ -63,7 +63,7 @@ def _without(key: str, request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _meaning(key: str, value: str, configuration: Configuration) -> Iterator[str]:
-    """Yield what the key is for, what it may be, and where a value is told that is made on this machine."""
+    """Yield the meaning of the key, its allowed values, and where a value derived on this machine is shown."""
     from runner.config.options import GROUPS, options_of
 
     known = _key(key, configuration)
@@ -141,7 +141,7 @@ def _file(name: str, request: Request) -> str:
 
 
 def _key(key: str, configuration: Configuration) -> Key | None:
-    """Return what is known of the key's meaning."""
+    """Return the documented key."""
     from runner.config.options import AXES, function_of, task_source
     from runner.config.own_options import by_reference
     from runner.config.own_tables import keys_of_hook

@@ -159,11 +159,11 @@ def _follow(
     seconds: float | None,
     runs: RunningRuns,
 ) -> None:
-    begun = drawn = time.monotonic()
+    started = drawn = time.monotonic()
     tick = min(0.1, view.interval_s / 4)
     while not stop.is_set() and not display.is_gone:
         now = time.monotonic()
-        view.seconds = now - begun
+        view.seconds = now - started
         if seconds is not None:
             view.remaining = max(0.0, seconds - view.seconds)
             if view.seconds >= seconds + min(0.15, view.interval_s / 2):  # leave time for the last sample

@@ -87,7 +87,7 @@ def run(words: list[str]) -> int:
 
 
 def _is_taken(path: Path) -> bool:
-    """Tell whether Python has a module of this name elsewhere."""
+    """Return whether Python has another module of this name."""
     found = find_spec(path.stem)
     places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
     return any(Path(place).parent.resolve() != path.parent.resolve() for place in places if place)

@@ -61,7 +61,7 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
         where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
         raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
     except UserWarning as error:  # possible only for a config.yaml in the user's folder
-        what = "must have _self_ in its defaults list, which gives the precedence of its own values"
+        what = "must have _self_ in its defaults list, at the position where its values are merged"
         fix = "start the list with `- _self_`, like the shipped file"
         raise ConfigError([*problems, Problem(what, f"{request.config_dir}/config.yaml", fix)]) from error
     except RecursionError as error:

@@ -70,7 +70,7 @@ class Schema:
     tuned      group -> option that the task's values are for
     phases     the task's phases
     own_keys   of the command, besides settings
-    task_file  which may bring options
+    task_file  which may define options
     """
 
     keys: Keys

@@ -74,7 +74,7 @@ class RunDirectory:
             what = "is the name of a run" if of_a_sweep else "is the name of a sweep, which train -m resumes"
             raise ConfigError(Problem(what, f"run={name}", "use another run=NAME"))
         try:
-            with storage("look at", path):
+            with storage("access", path):
                 leads_to = path.resolve() if path.is_symlink() else None
             if leads_to is not None:
                 raise SecurityRefusal(

@@ -168,7 +168,7 @@ def sync_names_of(path: Path) -> None:
 
 
 def _device_of(path: Path) -> int:
-    with storage("look at", path):
+    with storage("access", path):
         return path.stat().st_dev
 
 
@@ -497,22 +497,22 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
     This shortens the final sync: 1.2 GB took 0.3 s instead of 0.5 s to the end of the sync
     (scripts/measure/save.py).
     """
-    size = begun = 0
+    size = flushed = 0
     for block in blocks(views):
         _write_all(descriptor, block)
         has_answered()
         size += len(block)
         end = size - size % _PAGE  # a page that still grows would be written twice
-        if end - begun >= BLOCK:
+        if end - flushed >= BLOCK:
             with suppress(OSError):  # only a hint
-                _system.begin_write_back(descriptor, begun, end - begun)
-            begun = end
+                _system.begin_write_back(descriptor, flushed, end - flushed)
+            flushed = end
     return size
 
 
 def _mode(path: Path) -> int:
     """Return the type and permissions of `path` itself, 0 if it does not exist."""
-    with storage("look at", path):
+    with storage("access", path):
         try:
             return _lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):

@@ -29,7 +29,7 @@ def _saved_of(parts: Parts, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def frozen_digest(parts: Parts) -> str | None:
-    """Return a hash of the weights that checkpoints leave out, on rank 0; None where they hold all. A collective."""
+    """Return a hash of the weights that checkpoints leave out, on rank 0; None if they contain all. A collective."""
     parameters = dict(parts.bare.named_parameters(remove_duplicate=False))
     left_out = sorted(parameters.keys() - _saved_of(parts, parameters).keys())
     if not left_out:  # without a call of state_dict, which may take long

@@ -190,7 +190,7 @@ class TrainingRun:
 
     toll           cost of saving, over all phases
     rooms          host memory for two copies of the state
-    pulse          what the watchdog looks at
+    pulse          read by the watchdog
     forward_state  names of the state that forward passes change
     dropped        ranks to drop: the run continues without them, because it is faster
     """

@@ -45,7 +45,7 @@ class _NoModel:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(f"the model is not in data workers that are spawned, but {name} of it was asked for")
+        raise RuntimeError(f"the model is not in data workers that are spawned, but its attribute {name} was accessed")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("the model is not in data workers that are spawned, but it was called")

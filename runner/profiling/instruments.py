@@ -177,7 +177,7 @@ class Operators(ProfiledUpdates):
         )
 
     def _is_of_task(self, line: str) -> bool:
-        """Tell whether a line of a stack is the task's; torch leaves the folder out where Python imports from it."""
+        """Return whether a line of a stack belongs to the task; torch omits folders from which Python imports."""
         file = line.partition("(")[0]
         if file not in self._known:
             paths = [Path(folder, file) for folder in ("", *sys.path)]
@@ -266,7 +266,7 @@ class MemoryOverTime(ProfiledUpdates):
                 self._lasts("optimizer state", tensor)
 
     def _mark(self, kind: str, values: list[Any]) -> None:
-        """What these tensors lie in is of this kind; the mark tells when that is known."""
+        """Mark the storages of these tensors as being of this kind, from this time on."""
         addresses = [at for value in values if isinstance(value, torch.Tensor) for at in _addresses(value)]
         with record_function(f"{trace_file.MARK}{len(self.marked)}"):
             self.marked.append((kind, addresses))
@@ -318,7 +318,7 @@ def _recorder(device: torch.device, updates: int, **what: Any) -> Any:
 
 
 def _exported(profile: Any) -> bytes:
-    # torch writes to a path, and follows links: so it writes where nobody else does.
+    # torch writes to a path and follows links, so it writes to a private folder.
     with TemporaryDirectory(prefix="profile-", dir=shared_folder()) as made:
         draft = Path(made) / "trace.json"
         profile.export_chrome_trace(str(draft))
@@ -354,7 +354,7 @@ def _kernels(rows: Iterable[Any], num: int) -> list[Kernel]:
 
 
 def _is_named_by_torch(row: Any) -> bool:
-    """Tell whether a row is of an operator or kernel, and not of a span that somebody has named."""
+    """Return whether a row belongs to an operator or kernel, and not to a user annotation."""
     return not row.is_user_annotation and not row.key.startswith(("ProfilerStep", "[memory]", "accel-run: "))
 
 

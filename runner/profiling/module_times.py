@@ -88,7 +88,7 @@ class ModuleTimes:
     """Marks the borders of modules from `start` to `stop`; `update` ends an update, `table` says what they took.
 
     depth  modules nested deeper than this count toward their parent
-    ranks  where there are several, what is between the nodes of a backward pass is for them, and a row of its own
+    ranks  with several, the time between the nodes of a backward pass is communication, in a separate row
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, depth: int, ranks: int = 1) -> None:
@@ -140,7 +140,7 @@ class ModuleTimes:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The time until the end is nobody's."""
+        """The time until the end belongs to no module."""
         following = self._now
         self._lap(_OURS)
         yield
@@ -268,12 +268,12 @@ class ModuleTimes:
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Tell whether the module of a path is held by another one."""
+    """Return whether another module contains the module of this path."""
     return path != outer and (outer == "" or path.startswith(f"{outer}."))
 
 
 def _parts(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield path, module and whether it is compiled, down to `depth`; what is inside a graph cannot be told apart."""
+    """Yield path, module and whether it is compiled, down to `depth`; modules inside a graph cannot be separated."""
     graphs: list[str] = []
     for path, module in model.named_modules():
         if (path and path.count(".") >= depth) or any(is_inside(path, graph) for graph in graphs):

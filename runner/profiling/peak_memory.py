@@ -54,7 +54,7 @@ def allocator_notes(retries: int | None, fragmentation: float | None, reserved_g
         )
     if fragmentation is not None and reserved_gib and fragmentation > FRAGMENTED:
         found.append(
-            f"{fragmentation:.0%} of the {reserved_gib:.2f} GiB that torch has taken lies in pieces between others;"
+            f"{fragmentation:.0%} of the {reserved_gib:.2f} GiB that torch has reserved is fragmented;"
             " memory.allocator=expandable_segments:True"
         )
     return found

@@ -255,7 +255,7 @@ def _modules(findings: Findings, width: int) -> list[str]:
     return [
         f"modules: ms per update (own: without the modules inside{of_the_total}){left_out}",
         *_table(columns, width),
-        *([f"  most time of its own: {of_most} of the update"] if most.own.mean else []),
+        *([f"  most self time: {of_most} of the update"] if most.own.mean else []),
     ]
 
 

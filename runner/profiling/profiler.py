@@ -1,6 +1,6 @@
 """Profile a few updates: operators, modules, memory and synchronizations, each in separate updates.
 
-One instrument slows down what another one measures, so they take turns: first updates that nobody looks at, then some
+One instrument slows down what another one measures, so they run one after the other: first warm-up updates, then some
 that are only timed, then those with an instrument. Nothing here changes a number of the run.
 """
 
@@ -37,7 +37,7 @@ Keep = Callable[
 
 
 class Profiler:
-    """Is told when a phase begins and of each update; this one does nothing.
+    """Receives the start of each phase and every update; this one does nothing.
 
     limit   updates after which the phase ends
     only    the run is for the profile alone: it neither evaluates nor saves
@@ -148,7 +148,7 @@ class Session:
         return f"{made} of the {part.num} updates that are skipped" if made else ""
 
     def update(self) -> bool:
-        """An update is over; tell whether it was the last that is looked at."""
+        """Record the end of an update; return whether it was the last one to profile."""
         part = self.part
         self._made += 1
         is_last = self._made == part.lead + part.num

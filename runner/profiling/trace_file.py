@@ -28,7 +28,7 @@ class TraceFile:
 
     @cached_property
     def updates(self) -> list[Interval]:
-        """From when to when each recorded update went on the host."""
+        """Start and end of each recorded update on the host."""
         return sorted(_interval(event) for event in self._annotations("ProfilerStep#"))
 
     @cached_property
@@ -182,8 +182,8 @@ def memory(
     """Return who held memory when in the last recorded update; None where the trace says nothing of memory.
 
     lasting  address -> kind and bytes, of what was there before
-    gpu      its index, where it is on one: others have addresses of their own
-    marked   kind and addresses of each mark, in order: what lies there then is of this kind since it was allocated
+    gpu      index of its GPU, if any: each GPU has a separate address space
+    marked   kind and addresses of each mark, in order: blocks at these addresses are of this kind since allocation
     """
     changes = sorted(
         (
@@ -240,7 +240,7 @@ def _blocks(
     when_marked = trace.marks()
     marks = sorted((when_marked[number], number) for number in range(len(marked)) if number in when_marked)
     backward, optimizer = trace.backward(), trace.optimizer()
-    live: dict[int, list[int]] = {}  # address -> the changes of the block that lies there
+    live: dict[int, list[int]] = {}  # address -> the changes of the block at this address
     coming = iter([*marks, (float("inf"), -1)])
     at, number = next(coming)
     for index, (when, address, nbytes, _) in enumerate(changes):

@@ -93,7 +93,7 @@ def advised(case: Case, budget_s: float) -> dict[str, Any]:
 
 
 def first_of(advice: dict[str, Any]) -> tuple[str, list[str], float]:
-    """Return the rule of the first advice, the words that do what it says, and the gain that is said of it."""
+    """Return the rule of the first advice, the overrides that apply it, and its reported gain."""
     first = advice["advice"][0]
     words = first["tried"]["overrides"] if first["tried"] else ["task.mended=true"]
     return first["rule"], list(words), math.nan if first["gain"] is None else float(first["gain"])

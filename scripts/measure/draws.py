@@ -40,7 +40,7 @@ SAMPLES, BATCH = 4096, 32
 
 
 class Rows:
-    """Samples in memory; `change` is what is done with one."""
+    """Samples in memory; `change` is applied to each."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,13 +1,13 @@
 """What watching the machine costs: CPU seconds of the sampler's thread, the time of a training loop, and its rows.
 
 NVML is the tests' stub, which answers from memory and waits 20 ms for each PCIe query, as the driver does; a driver's
-own queries take CPU time of their own, so on a machine with a GPU give --real, which watches the GPUs that are there.
+own queries also take CPU time, so on a machine with a GPU use --real, which monitors the GPUs that are present.
 
 sampler   CPU seconds of the monitor's thread per second, at one sample a second, with 2 and with 8 GPUs
 loop      updates of accel-run's own loop with and without the monitor, in turns: median of the ratios of neighbours;
           at one sample a second, and at fifty, of which a fiftieth is the cost of one: what a machine's own unrest
           hides in the first shows in the second
-rows      rows per device in a run of so many seconds: at least that number less two
+rows      rows per device in a run of that many seconds: at least that number minus two
 
 Exits with 1 where a target is missed, and names it: SAMPLER_SHARE of a core, LOOP_SHARE of the time of an update (the
 lower end of its interval lies above it, so that a busy machine alone does not fail it), or rows that are lacking.
@@ -38,7 +38,7 @@ import json, pathlib, sys, threading, time
 from runner.monitor.monitor_thread import Monitor
 seconds = float(sys.argv[1])
 path = pathlib.Path(sys.argv[2])
-begun = time.monotonic()
+started = time.monotonic()
 with Monitor(path, 1.0) as monitor:
     while not monitor.latest():
         time.sleep(0.01)
@@ -49,7 +49,7 @@ with Monitor(path, 1.0) as monitor:
     spent = time.clock_gettime(clock) - opened
     passed = time.monotonic() - began
 rows = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
-print(json.dumps({"cpu": spent / passed, "opening_s": opened, "run_s": time.monotonic() - begun,
+print(json.dumps({"cpu": spent / passed, "opening_s": opened, "run_s": time.monotonic() - started,
                   "rows": min(rows.count(name) for name in set(rows)), "devices": len(set(rows))}))
 """
 
@@ -99,7 +99,7 @@ def run(code: str, environment: dict[str, str], *words: object) -> Any:
 
 
 def environments(folder: Path, *, real: bool) -> dict[str, dict[str, str]]:
-    """Return name -> environment in which NVML shows so many GPUs."""
+    """Return name -> environment in which NVML shows this number of GPUs."""
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
     if real:
         return {"the GPUs that are here": here}

@@ -284,7 +284,7 @@ def per_sample_ms(world: Any) -> float:
 
 
 def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:
-    """Train with one slow rank; return the milliseconds of an update at the end, and what is known of the ranks."""
+    """Train with one slow rank; return the milliseconds of an update at the end, and the fitted lines of the ranks."""
     with ExitStack() as stack:
         words = [f"task.{key}={value}" for key, value in options.items()]
         total = updates + 200

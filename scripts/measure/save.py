@@ -1,4 +1,4 @@
-"""What saving costs: how long training is held, how fast the checkpoint is on disk, and what is left of the time.
+"""Measure the cost of saving: how long training is blocked, how fast the checkpoint is on disk, and the slowdown.
 
 State: a model of 100 M parameters in 120 tensors, with AdamW: 1.2 GB. Everything advances in turns within one process.
 

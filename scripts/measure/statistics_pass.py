@@ -133,10 +133,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--loop-pixels", type=int, default=20000, help="pixels on which the loop is timed")
     parser.add_argument(
-        "--least", type=float, default=None, help="exit 1 when the loop is less than so many times slower"
+        "--least", type=float, default=None, help="exit 1 if the loop is less than this many times slower"
     )
     parser.add_argument(
-        "--most", type=float, default=None, help="exit 1 when the pass is more than so many times reading the disk"
+        "--most",
+        type=float,
+        default=None,
+        help="exit 1 if the pass takes more than this many times as long as reading the disk",
     )
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))

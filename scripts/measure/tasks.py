@@ -4,7 +4,7 @@
 
 Each task is trained and used as a user would: `accel-run both task=NAME`, default settings, a new run. The table gives
 wall time, the metrics that have a baseline, and whether the metric is on the right side of the bound written below.
-Prepared data is kept between runs, as for a user; --cold prepares it anew. Exit code 1 where a bound is missed.
+Prepared data is kept between runs, as for a user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", help="names of tasks; default: all")
     parser.add_argument("--root", type=Path, help="folder for the runs; default: a temporary one, which is kept")
-    parser.add_argument("--cold", action="store_true", help="prepare the tasks' data anew")
+    parser.add_argument("--cold", action="store_true", help="prepare the tasks' data from scratch")
     given = parser.parse_args()
     unknown = [task for task in given.tasks if task not in {run.split()[0] for run in BOUNDS}]
     if unknown:

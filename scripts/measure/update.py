@@ -1,10 +1,10 @@
-"""Time and memory of an update of gpt: accel-run against the best loop written by hand with the same model.
+"""Time and memory of an update of gpt: accel-run and the best handwritten loop with the same model.
 
-hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule by hand, the loss read every 10
+hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10
 ours   accel-run's own Phase, with its meter, screen, evaluation and saving in place
 
-Time: both advance in turns within one process; the ratio is that of the medians. Memory: each runs alone in a process
-of its own, the peak of the resident set counts. Run: python scripts/measure/update.py
+Time: both are interleaved in one process; the ratio is that of the medians. Memory: separate processes, peak
+resident sets. Run: python scripts/measure/update.py
 """
 
 from __future__ import annotations

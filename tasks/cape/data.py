@@ -459,7 +459,7 @@ def _annotation(
 
 def _warn_of_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequence[Array]) -> int:
     """Return the number of visible keypoints that are not within the crop; a warning names the first."""
-    # An error would be too strict: occluded keypoints are marked outside the box of what is seen of an object.
+    # An error would be too strict: occluded keypoints are marked outside the box of the visible part of an object.
     lost = [
         (one, point)
         for one, seen in zip(annotations, within, strict=True)

@@ -42,7 +42,7 @@ class Shape:
 
 
 class Guess(NamedTuple):
-    """What is said about T = K + 1 tokens of N queries: K keypoints and an end.
+    """Predictions for T = K + 1 tokens of N queries: K keypoints and an end token.
 
     proposals  (N, T, 2) places by likeness of features alone
     xy         (L, N, T, 2) places after each of the L layers, in shares of the picture
@@ -151,9 +151,9 @@ class PoseTransformer(nn.Module):
         return Guess(*(torch.cat(parts, dim=-2) for parts in zip(*guesses, strict=True)))
 
     def steps(self, query: Maps, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what each token is asked for (N, T, C), and where it is likely to be (N, T, 2).
+        """Return the query of each token (N, T, C), and its likely place (N, T, 2).
 
-        Token t is asked for keypoint t, and beyond the last keypoint for the end.
+        Token t queries keypoint t, and tokens after the last keypoint query the end.
         """
         asked = torch.where(present[..., None], tokens, self.end)
         asked = torch.cat([asked, self.end.expand(len(asked), 1, -1)], dim=1)
@@ -164,7 +164,7 @@ class PoseTransformer(nn.Module):
         return asked, proposals
 
     def before(self, given: Tensor, seen: Tensor) -> Tensor:
-        """Return what is known before each of the T tokens (N, T, C): nothing, then the keypoint before."""
+        """Return the input of each of the T tokens (N, T, C): a start vector, then the previous keypoint."""
         seen = seen[..., None]
         tokens = self.coordinates(torch.where(seen, given, 0.5))
         tokens = torch.where(seen, tokens, self.unknown)
@@ -227,7 +227,7 @@ class EncoderLayer(nn.Module):
 
 
 class SupportLayer(nn.Module):
-    """Attention of the support's keypoints to each other, and a feed-forward; padding is not looked at."""
+    """Attention of the support's keypoints to each other, and a feed-forward; padding is masked."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class SupportLayer(nn.Module):
 
 
 class Surroundings(NamedTuple):
-    """What every decoder layer looks at: support tokens (N, K, C), which are there (N, 1, 1, K), and the query."""
+    """Inputs of every decoder layer: support tokens (N, K, C), which of them exist (N, 1, 1, K), and the query."""
 
     tokens: Tensor
     mask: Tensor

@@ -81,7 +81,7 @@ def build(
                 torchvision's names, for `weights`
     image_size  side of the pictures in pixels; null: tiny 64, full 256
     grid        cells along each side of the table that embeds coordinates
-    queries     pictures asked for in each episode, beside the support
+    queries     query pictures per episode, besides the support
     crop        what is cut out of a picture: box, the object and a margin, or image, all; null: box for data.path
     augment     turn, scale, move, flip and light the pictures in training
     flip        chance of a flip, in categories that name left and right keypoints

@@ -158,7 +158,7 @@ class Rounds:
     A batch: source (N, T) tokens, task after task in the order of TASKS; task (N,) their numbers; and the answers
     under the name of each task, whose lengths say how many records of it there are.
 
-    cycle  go through shorter tasks again until the longest is through: for training; else a round has only what is left
+    cycle  repeat shorter tasks until the longest one is complete, for training; else the last rounds lack them
     """
 
     def __init__(self, tables: Mapping[str, Table], *, cycle: bool) -> None:
@@ -190,8 +190,8 @@ class Rounds:
 class MaskedTexts:
     """Sample i is the text of one record, of whatever task, with some of its tokens hidden.
 
-    A batch: source (N, T) tokens; places (N, M) positions of the hidden ones; hidden (N, M) what was there, IGNORED
-    where a text has fewer than M. 80 % of them read MASK, 10 % another token, 10 % what was there.
+    A batch: source (N, T) tokens; places (N, M) positions of the hidden ones; hidden (N, M) the original tokens,
+    IGNORED if a text has fewer than M. 80 % of them are replaced by MASK, 10 % by another token, 10 % are kept.
     Source: Devlin et al., BERT, NAACL 2019, section 3.1; more of them as in Wettig et al., EACL 2023.
     """
 

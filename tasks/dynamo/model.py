@@ -22,7 +22,7 @@ from .tokenizer import BEGIN, PAD
 
 Routing = Literal["base", "true", "router", "mixed", "uniform"]
 TARGETS = ("q", "k", "v", "o")  # the projections that have adapters
-NUM_LOOKS = 4  # weighted means that the router looks at
+NUM_LOOKS = 4  # number of weighted means that the router computes
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Dynamo(nn.Module):
         memory = Memory(states, source, real, self.base.embedding.weight)
         if answer is None:
             return head.write(memory)
-        # What was written before each token: BEGIN and the answer shifted by one. Behind END nothing is looked at.
+        # What was written before each token: BEGIN and the answer shifted by one. Tokens after END are masked.
         before = F.pad(answer[:, :-1].clamp_min(PAD), (1, 0), value=BEGIN)
         written: Tensor = head(before, memory)
         return written
@@ -164,7 +164,7 @@ class Dynamo(nn.Module):
     def _identified(self, states: Tensor, source: Tensor) -> Tensor:
         """Return the states beside the embeddings of their tokens (N, T, 2 C).
 
-        An encoder that fills gaps says what may stand at a place, and hardly what does.
+        An encoder trained to fill gaps encodes which token is likely at a position, and hardly which one is there.
         """
         embeddings = self.base.embedding(source)
         return torch.cat([states, F.layer_norm(embeddings, embeddings.shape[-1:]).to(states.dtype)], dim=-1)
@@ -271,8 +271,8 @@ class LoRA(nn.Module):
 class Router(nn.Module):
     """States of `identified` tokens (N, T, 2 C) to logits over tasks (N, E), divided by a learned temperature.
 
-    The temperature is at least 0.1. What tells the task is often one word, which the mean over a text hides; so the
-    router looks at several weighted means.
+    The temperature is at least 0.1. Often a single word identifies the task, which a mean over the text would hide, so
+    the router computes several weighted means.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -335,7 +335,7 @@ class Classifier(nn.Module):
 class Spans(nn.Module):
     """States of `identified` tokens (N, T, 2 C) to logits (N, 2, T) of an answer's first and last; none on padding.
 
-    What is asked for is a weighted mean over the text; it is compared with each token and its six neighbours.
+    The query is a weighted mean over the text; it is compared with each token and its six neighbours.
     Source: Chen et al., Reading Wikipedia to Answer Open-Domain Questions, ACL 2017, section 3.2.
     """
 
@@ -381,7 +381,7 @@ class Decoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
         self.pointer = nn.Linear(shape.width, shape.width)
         # Each token is found by its state and by the token before it, which is what was just written when copying
-        # goes on. A bias would move all scores alike.
+        # continues. A bias would move all scores alike.
         self.pointed = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.gate = nn.Linear(shape.width, 1)
         self.apply(_draw_weights)

@@ -222,7 +222,7 @@ class DynamoTask(Task):
         return metrics
 
     def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Add `score`, the mean of the tasks' metrics; the same where the task is told, and with all adapters alike."""
+        """Add `score`, the mean of the tasks' metrics; also with the task given, and with equal weights."""
         shown = {name: value for name, value in metrics.items() if "." not in name}
         for lead, name in (("", "score"), ("oracle.", "score_oracle"), ("uniform.", "score_uniform")):
             values = [metrics[lead + task] for task in TASKS if lead + task in metrics]
@@ -269,7 +269,7 @@ class DynamoTask(Task):
     ) -> Iterator[Prediction]:
         """Yield, for each task, what held-out records are taken for and answered with; then how all were routed.
 
-        A task's file is task-NAME.json: the runner has a summary.json of its own beside it.
+        A task's file is task-NAME.json: the runner writes its summary.json to the same folder.
 
         samples  test records of each task
         text     any text instead: the router chooses what to do with it; null: the test records
@@ -297,7 +297,7 @@ class DynamoTask(Task):
     def _answers(
         self, model: nn.Module, texts: Sequence[str], known: str | None, device: torch.device
     ) -> list[dict[str, Any]]:
-        """Return for each text the chosen task, the confidence in it and the output; `known`: the task is told."""
+        """Return for each text the chosen task, the confidence in it and the output; `known`: the task is given."""
         source = self._source(texts).to(device)
         if known is None:
             confidence, chosen = model({"source": source}, "router")["router"].softmax(dim=-1).max(dim=-1)

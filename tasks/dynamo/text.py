@@ -25,7 +25,7 @@ LONGEST_TARGET = 48  # characters
 MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
 
 # A request is an opening, what is wanted and an ending. Openings and endings are the same for all tasks, so only what
-# is wanted tells them apart. Which opening goes with which ending depends on the split.
+# is wanted distinguishes them. Which opening goes with which ending depends on the split.
 WANTED: Mapping[str, Sequence[str]] = {
     "classification": ("the kind, function or class", "the kind, class or function"),
     "qa": ("the default of `{name}`", "the default value of `{name}`"),

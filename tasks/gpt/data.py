@@ -36,7 +36,7 @@ class Corpus:
     """Token streams, one file per split, and the tokenizer that reads them.
 
     files  split -> file of `dtype`, documents in a row, each with a separator after it
-    text   the same splits as bytes, or None where only tokens are known
+    text   the same splits as bytes, or None if only tokens are known
     cache  folder for what is computed once from this corpus
     """
 

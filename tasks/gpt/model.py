@@ -41,7 +41,7 @@ class Rates(NamedTuple):
     attention: float = 0.0
 
     def noise(self, x: Tensor, layer: int, training: bool) -> SampleNoise | None:
-        """Return the draws of a layer for the samples of x (B, ...), None where nothing is dropped.
+        """Return the draws of a layer for the samples of x (B, ...), None without dropout.
 
         layer  0 is the embedding, blocks follow. Each has a name: a pipeline may run them in different processes
         """

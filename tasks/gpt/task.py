@@ -104,7 +104,7 @@ class GPT(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sum:
         """Return the cross-entropy in nats summed over the tokens y (B, T), in float32 whatever the model runs in."""
         x, y = batch
-        # Asked for here and not in the model, so that torch.compile can make one graph of the model.
+        # Created here and not in the model, so that torch.compile can make one graph of the model.
         logits = model(x, noise=self.model.noise(x)).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1), reduction="sum"), y.numel()
 

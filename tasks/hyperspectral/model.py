@@ -236,12 +236,12 @@ class DeepSVDD(Detector):
         """Move the centre to the mean feature of the reference pixels by an exponential mean; keep its length.
 
         The reference pixels are those of the first phase: so the centre follows from weights and buffers, whatever
-        the micro-batches. It moves once per update: a resume and inference begin the update they stand at again.
+        the micro-batches. It moves once per update: a resume and inference repeat the current update.
         """
         super().begin_update(progress)
         moved = self.centre.lerp(self.features(self.reference).mean(0), PULL)
         moved *= self.centre.norm() / moved.norm().clamp(min=1e-12)
-        # Another update, not a later one: training anew from these weights begins at 0. Asked without a wait for a GPU.
+        # Compare with "other", not "later": a new training from these weights starts at 0. Does not synchronize a GPU.
         self.centre.copy_(torch.where(self.moved_at == progress.update, self.centre, moved))
         self.moved_at.fill_(progress.update)
 

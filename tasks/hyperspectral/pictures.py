@@ -18,7 +18,7 @@ LIMIT = 8.0  # log-odds and sigmas beyond it look alike
 
 @dataclass(frozen=True)
 class Map:
-    """What is known of one cube: cube (H, W, C), RX and trained scores (H, W) above 0 where anomalous, mask (H, W)."""
+    """Data of one cube: cube (H, W, C), RX and trained scores (H, W) above 0 where anomalous, mask (H, W)."""
 
     title: str
     cube: Array

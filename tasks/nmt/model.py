@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from runner.base.noise import SampleNoise, per_sample_noise
 
-MOST_SEGMENTS = 8  # pairs in a row: so many channels are appended to each head, and kernels like multiples of 8
+MOST_SEGMENTS = (
+    8  # pairs in a row: the same number of channels is appended to each head, and kernels like multiples of 8
+)
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class Transformer(nn.Module):
                 nn.init.zeros_(weight)
 
     def noise(self, places: Tensor) -> PairNoise | None:
-        """Return the draws of one forward pass over pairs in these places (N, 2); None where nothing is dropped."""
+        """Return the draws of one forward pass over pairs in these places (N, 2); None without dropout."""
         return PairNoise(per_sample_noise(places), places) if self.training and any(self.rates) else None
 
     def forward(self, source: Rows, target: Rows, cache: Cache | None = None, noise: PairNoise | None = None) -> Tensor:

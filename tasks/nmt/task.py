@@ -109,12 +109,12 @@ class Translation(Task):
         self.items_per_sample = float(self._data("train").labels.lengths.mean())
 
     def dataset(self, split: str) -> PairData:
-        """Return the samples; those of training are packed if that was asked for, others have one pair per row."""
+        """Return the samples; those of training are packed if requested, others have one pair per row."""
         return self._data(split, packed=self.packed and split == "train")
 
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
         """Return the cross-entropy in nats summed over the target tokens, in float32 whatever the model runs in."""
-        # Draws are asked for here and not in the model, so that torch.compile can make one graph of the model.
+        # Draws are created here and not in the model, so that torch.compile can make one graph of the model.
         logits = model(batch.source, batch.target, noise=self.model.noise(batch.places))
         return _cross_entropy(logits, batch.labels), (batch.labels != PAD).sum()
 
@@ -188,7 +188,7 @@ class Translation(Task):
         yield self._attention_report(model, device, found)
 
     def _attention_report(self, model: nn.Module, device: torch.device, found: str) -> Prediction:
-        """Return the attention calls of training, and in words that and what was found before."""
+        """Return the attention calls of training, and a text that describes them and the results so far."""
         if self.model.rates.attention > 0:
             why = "attention in training: no kernel can be chosen, because task.attention_dropout is above 0"
             return Prediction({}, f"{found}\n{why}", items=0)

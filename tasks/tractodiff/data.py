@@ -1,4 +1,4 @@
-"""Pieces of streamlines with what is known at their start: dipy's own brains, or those of a folder.
+"""Pieces of streamlines with the condition at their start: dipy's own brains, or those of a folder.
 
 Everything is prepared once: points every `step` mm in RAS, and a field of spherical harmonics and mask per subject.
 """
@@ -73,7 +73,7 @@ class Tracts:
 
 
 class Pieces:
-    """Sample i is 16 consecutive points of a streamline, relative to the point before them, and what is known there.
+    """Sample i is 16 consecutive points of a streamline, relative to the point before them, and the condition there.
 
     Each place of a streamline gives two samples, one in each sense. For training, one sample in five forgets a random
     part of its history, half of these all of it: so a seed, from which no step is known yet, is nothing new. And such

@@ -1,4 +1,4 @@
-"""What is known at a point of a brain: spherical-harmonic coefficients and a mask, read between voxels.
+"""Image data at a point of a brain: spherical-harmonic coefficients and a mask, interpolated between voxels.
 
 Points are in millimetres, RAS, everywhere; only here they become voxels, with the affine of their subject.
 """

@@ -33,7 +33,7 @@ def directions_of(points: Tensor) -> Tensor:
 
 
 def every(line: Array, step: float) -> Array:
-    """Return points each `step` along a line (n, 3), from its first point on; what is left at its end is dropped."""
+    """Return points each `step` along a line (n, 3), from its first point on; the remainder is dropped."""
     along = _along(line)
     return _between(line, along, np.arange(0, along[-1] + 1e-3 * step, step))
 

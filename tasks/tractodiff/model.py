@@ -111,7 +111,7 @@ class Join(nn.Module):
 
 
 class GRUDenoiser(nn.Module):
-    """A GRU of 16 cells, one for each point: its first state is what is known, its input all noisy points at once.
+    """A GRU of 16 cells, one for each point: its first state is the condition, its input all noisy points at once.
 
     What a cell says is the step to its point: a line is the sum of its steps, so it is smooth before it is learned.
     """
@@ -129,7 +129,7 @@ class GRUDenoiser(nn.Module):
         return steps.cumsum(dim=1)
 
     def layers(self) -> list[nn.Module]:
-        """Return one module, which takes (noisy points, what is known)."""
+        """Return one module, called with (noisy points, condition)."""
         return [Unpacked(self)]
 
 
@@ -146,7 +146,7 @@ class Unpacked(nn.Module):
 
 
 class UNetDenoiser(nn.Module):
-    """A U-Net along the points; what is known scales and shifts the channels of each block.
+    """A U-Net along the points; the condition scales and shifts the channels of each block.
 
     Source: Chi et al., Diffusion Policy, RSS 2023, appendix A; FiLM: Perez et al., AAAI 2018.
     """
@@ -175,7 +175,7 @@ class UNetDenoiser(nn.Module):
         return points
 
     def layers(self) -> list[nn.Module]:
-        """Return modules whose composition is this one, on (points, what is known); skips travel in the tuple."""
+        """Return modules whose composition is this one, on (points, condition); skips are passed in the tuple."""
         layers: list[nn.Module] = [Transposed()]
         for stage, shorten in zip(self.down, [*self.shorten, None], strict=True):
             layers += [*_conditioned(stage), *([] if shorten is None else [Down(shorten)])]
@@ -259,7 +259,7 @@ class UNetStage(nn.Module):
 
 
 class FiLMBlock(nn.Module):
-    """Two convolutions with group normalisation; between them the channels are scaled and shifted by what is known."""
+    """Two convolutions with group normalisation; between them the channels are scaled and shifted by the condition."""
 
     def __init__(self, channels_in: int, channels: int, width: int) -> None:
         super().__init__()

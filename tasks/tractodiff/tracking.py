@@ -26,7 +26,7 @@ class Seeds:
 
     start     (N, 3) mm
     partners  for each seed the number of the held-out streamline on which it lies; None: seeds anywhere in the mask
-    number    of these seeds among the batches of their subject, or None where there is only one
+    number    of these seeds among the batches of their subject, or None if there is only one
     """
 
     subject: int

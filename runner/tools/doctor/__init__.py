@@ -1,1 +1,1 @@
-"""The doctor: tries what training needs on this machine, each in a process of its own, and says what to change."""
+"""Check what training needs on this machine, each item in a subprocess, and suggest fixes."""

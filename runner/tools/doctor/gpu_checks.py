@@ -173,7 +173,7 @@ def _listed(name: str, found: Sequence[GpuProcess]) -> CheckResult:
 
 
 def _unlisted(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
-    """Judge a GPU on which the driver lists nobody: what is in use all the same belongs to somebody not shown."""
+    """Judge a GPU without listed processes: memory in use then belongs to processes that the driver does not show."""
     now = nvml.read(gpu, ("memory_used_bytes", "util_percent"))
     used, busy = now["memory_used_bytes"], now["util_percent"]
     if used is None and busy is None:
@@ -257,7 +257,7 @@ MINIMA: dict[str, tuple[int, ...]] = {
     "cuDNN": (8, 0),
 }  # older ones lack kernels that torch >= 2.11 has
 _SHOWN = 4
-_IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # what older drivers count as used on a GPU that nobody uses is less
+_IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # older drivers report less than this as used on an idle GPU
 _WHY_LOST = "it cannot be used until it responds again"
 _WHY_ECC = "memory errors corrupt data: results from this GPU cannot be trusted"
 _WHY_ORDER = "CUDA and nvidia-smi number the GPUs differently"

@@ -112,7 +112,7 @@ class Package:
         return _MODULES.get(self.name, self.name.replace("-", "_"))
 
     def fits(self, version: str) -> bool:
-        """A build of 2.13.0+cu130 is 2.13.0, and a pre-release is what was asked for by who installed it."""
+        """A build of 2.13.0+cu130 is 2.13.0, and a pre-release is assumed to be intended."""
         return Requirement(f"x{self.specifier}").specifier.contains(version, prereleases=True)
 
 

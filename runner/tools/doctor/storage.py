@@ -99,7 +99,7 @@ def remove_trials(root: Path, pid: int) -> None:
 
 
 def _is_there(path: Path) -> bool:
-    """Tell whether something has this path, also where we may not look at it."""
+    """Return whether the path exists, even if it is not accessible."""
     try:
         path.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, and what it shows in a sentence with its numbers; `note` stands below it."""
+    """A figure, and what it shows in a sentence with its numbers; `note` is shown below it."""
 
     figure: Any
     described: str
@@ -31,7 +31,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart as it stands on the page; a wide one has a row of its own."""
+    """A chart on the page; a wide one has a separate row."""
 
     id: str
     title: str

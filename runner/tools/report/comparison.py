@@ -88,7 +88,7 @@ def _differences(stories: Sequence[RunData], labels: Sequence[str]) -> PageTable
 
 
 def _beside(table: PageTable) -> PageTable:
-    """Return the table with a row per run where there are more of them than stand beside each other on a screen."""
+    """Return the table with a row per run if there are more runs than fit side by side on a screen."""
     if len(table.head) - 1 <= _SIDE_BY_SIDE:
         return table
     head, *rows = zip(table.head, *table.rows, strict=True)
@@ -223,7 +223,7 @@ _FIGURES: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("peak memory", _peak),
     ("checkpoints", _checkpoints),
 )
-# key of metrics.jsonl, what stands at the axis, the title, and whether its rows are noisy
+# key of metrics.jsonl, axis label, title, and whether its rows are noisy
 _CURVES = (
     ("train/loss", "loss", "Training loss", True),
     ("perf/items_per_s", "items/s", "Throughput", True),

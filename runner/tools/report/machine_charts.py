@@ -136,7 +136,7 @@ def _held(story: RunData) -> dict[str, float]:
 
 def _of_samples(story: RunData, names: Sequence[str]) -> Drawing | str:
     if story.samples is None:
-        return story.missing.get("machine", "nobody watched")
+        return story.missing.get("machine", "not monitored")
     drawn = machine_plots.figures(story.samples, _MACHINE_POINTS, each=False)
     found = next((drawn[name] for name in names if name in drawn), None)
     if found is None:

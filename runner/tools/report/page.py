@@ -29,7 +29,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class PageTable:
-    """Rows of words; `folded` are those that stand in the place of the rows until somebody wants to see them."""
+    """Rows of text; `folded` is shown instead of the rows until the reader expands them."""
 
     id: str
     title: str

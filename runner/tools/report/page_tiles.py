@@ -54,7 +54,7 @@ def _memory_tile(story: RunData) -> Iterable[Tile]:
 
 def _time_tile(story: RunData) -> Iterable[Tile]:
     of_phases = [phase.seconds for phase in story.record.result.phases.values()]
-    if sum(of_phases) > _SEVERAL_PROCESSES * story.total_s:  # what limited it is told of the last one
+    if sum(of_phases) > _SEVERAL_PROCESSES * story.total_s:  # the bottleneck is that of the last process
         yield Tile("time", duration(sum(of_phases)), f"of which {duration(story.total_s)} in the last process")
     elif story.total_s > 0:
         parts = story.parts_s

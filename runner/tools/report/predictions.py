@@ -42,12 +42,12 @@ def predictions(story: RunData) -> PredictedFiles:
 
 
 def _is_of_the_monitor(name: str) -> bool:
-    """Tell whether it is a picture of the machine, which is drawn anew here."""
+    """Return whether it is a plot of the machine, which the report draws itself."""
     return re.fullmatch(r"(?:.*-)?(?:machine|gpus|gpu\d+)\.png", name) is not None
 
 
 def _picture(path: Path, name: str, room: int) -> Picture | None:
-    """Return the picture written anew, as small as it may be; None where it is none, or there is no room for it."""
+    """Return the picture re-encoded as small as possible; None if it is not a picture, or there is no room for it."""
     from PIL import Image  # here: matplotlib's, and few pages have pictures
 
     try:
@@ -77,7 +77,7 @@ def _text(path: Path, name: str) -> Text | None:
 
 
 _MOST_PICTURES, _MOST_TEXTS, _NAMED = 6, 6, 8
-_PICTURE_BYTES = 190_000  # of all pictures, as they stand in the page
+_PICTURE_BYTES = 190_000  # of all pictures, as encoded in the page
 _PICTURE_WIDTH = 760  # pixels
 _MOST_PIXELS = 40_000_000
 _MOST_PICTURE_BYTES, _MOST_TEXT_BYTES, _TEXT_LETTERS = 16 << 20, 1 << 20, 1500

@@ -50,7 +50,7 @@ class Curves:
     """Everything in metrics.jsonl.
 
     phases   name -> first and last update of it, counted over the whole run
-    shares   (update, samples of each rank) where they were dealt anew
+    shares   (update, samples of each rank) when they changed
     damaged  lines that are no row
     """
 
@@ -243,7 +243,7 @@ def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
     columns: dict[str, tuple[array[float], array[float]]] = {}
     phases: dict[str, tuple[int, int]] = {}
     shares: list[tuple[int, tuple[int, ...]]] = []
-    num_rows = damaged = begun = 0
+    num_rows = damaged = position = 0
     given: Any = ""
     phase = ""
     for row in files.read_lines(directory.metrics):
@@ -255,8 +255,8 @@ def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
         if row.get("phase") != given:  # rows of a phase follow each other, and to clean a text takes its time
             given, phase = row.get("phase"), fit(str(row.get("phase", "")))
         if phase not in phases:
-            begun = max((end for _, end in phases.values()), default=0)
-            phases[phase] = (begun, begun)
+            position = max((end for _, end in phases.values()), default=0)
+            phases[phase] = (position, position)
         at = phases[phase][0] + update
         phases[phase] = (phases[phase][0], max(phases[phase][1], at))
         if isinstance(row.get("balance/shares"), list):
@@ -370,7 +370,7 @@ def _between(updates: Sequence[float]) -> Iterator[float]:
         before = update
 
 
-_USUAL_ROOT = "outputs"  # where a name is looked for if nobody says output_root=
+_USUAL_ROOT = "outputs"  # where a name is searched without output_root=
 _LARGEST = 1e100  # far beyond what float32 can hold: axes overflow where values come near the end of float64
 _MOST_LETTERS, _NOTED = 4000, 30
 _MOST_KEYS = 400  # of metrics.jsonl: what lies beyond is no metric of a run

@@ -88,7 +88,7 @@ def _when(story: RunData) -> str:
 
 
 def _problems(story: RunData) -> list[str]:
-    """Return what a reader must know before any figure: the run goes on, was killed, failed, or files are damaged."""
+    """Return warnings above all figures: the run is still running, was killed or failed, or files are damaged."""
     found = []
     if story.standing.word in ("running", "killed", "preempted", "interrupted"):
         found.append(f"This run is not finished: {story.standing.sentence}. This page shows the data so far.")

@@ -30,7 +30,7 @@ def as_svg(figure: Any, name: str, title: str, described: str) -> str:
     """Return the figure as an <svg> element for the page; to be called inside `drawing`.
 
     name       begins every id in it, so that several figures on a page have none in common
-    described  what a reader who does not see it is told
+    described  text alternative for readers who cannot see it
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -54,8 +54,8 @@ def page_of_sweep(sweep: Sweep) -> Page:
 def _shown(results: Sequence[Result], goal: Goal) -> list[Result]:
     """Return the best trials, those without a value after them, as many as a page has room to compare."""
     sign = 1 if goal.best_is == "min" else -1
-    begun = [each for each in results if each.state != "waiting" and each.metrics]
-    order = sorted(begun, key=lambda each: math.inf if each.value is None else sign * each.value)
+    evaluated = [each for each in results if each.state != "waiting" and each.metrics]
+    order = sorted(evaluated, key=lambda each: math.inf if each.value is None else sign * each.value)
     return order[:_COMPARED]
 
 
