@@ -86,6 +86,11 @@ class Fetcher:
         read = self.streams.read(self._read, key)
         return read if key.counts else read._replace(counts=False, bad=())
 
+    @property
+    def probes(self) -> list[int]:
+        """The samples whose content identifies the data set."""
+        return sorted({0, len(self) // 2, len(self) - 1})
+
     def real(self, indices: list[int]) -> list[int]:
         """Return the indices in the data set: those of samples drawn again in an epoch are above (see `Micro`)."""
         size = self.num_samples

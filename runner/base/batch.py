@@ -22,11 +22,32 @@ class BatchSamples(NamedTuple):
     places: Sequence[int]
 
 
+class ShardMark(NamedTuple):
+    """A position in a shard of a stream, with what it takes to return to it. JSON-serializable.
+
+    item      number of the next sample of the shard
+    epoch     pass over the shard, and `passed`: samples of earlier passes, for a stream of unknown length
+    hash      hash of sample `item` - 1
+    state     state of the stream before sample `item` - 1; None if it has none
+    sample_s  mean seconds to read a sample
+    note      what the user must know of an earlier resume of this shard
+    """
+
+    item: int
+    epoch: int
+    passed: int
+    hash: str
+    state: Any = None
+    sample_s: float = 0.0
+    note: str = ""
+
+
 class MicroBatch(NamedTuple):
     """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
 
     counts   False: it only keeps the ranks in step and must not contribute to the update; `batch` may then be None
     samples  None if unknown, as for batches that were not read from a data set
+    marks    shard -> position after this batch, for the shards of a stream that it read
     """
 
     batch: Any
@@ -34,6 +55,7 @@ class MicroBatch(NamedTuple):
     bad: tuple[tuple[int, str], ...] = ()
     counts: bool = True
     samples: BatchSamples | None = None
+    marks: Mapping[int, ShardMark] = {}
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:

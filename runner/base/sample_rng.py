@@ -134,19 +134,44 @@ class NoStreams(SampleStreams):
         return reading(key)
 
 
+class EverySample(SampleStreams):
+    """For streams, which cannot be read again: all generators are seeded for every sample, used or not."""
+
+    def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
+        with keyed_generators() as self._seed:
+            try:
+                return reading(key)
+            finally:
+                del self._seed  # it cannot be pickled
+
+    def begin(self, what: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
+        self._seed(seed, self.split, what, epoch, *indices)
+
+
 @contextmanager
-def seeded_generators(seed: int, *what: object) -> Iterator[None]:
-    """Derive the global generators from seed and `what` inside the context; restore them on exit."""
+def keyed_generators() -> Iterator[Callable[..., None]]:
+    """Yield a function that derives the global generators from its arguments; restore them on exit."""
     generators = global_generators()
     before = _marks(generators)
-    seeds = _seeds(seed, *what)
-    for place, generator in enumerate(generators):
-        generator.seed(seeds[8 * place : 8 * place + 8])
+
+    def seed(number: int, *what: object) -> None:
+        seeds = _seeds(number, *what)
+        for place, generator in enumerate(generators):
+            generator.seed(seeds[8 * place : 8 * place + 8])
+
     try:
-        yield
+        yield seed
     finally:
         for generator, mark in zip(generators, before, strict=True):
             generator.restore(mark)
+
+
+@contextmanager
+def seeded_generators(seed: int, *what: object) -> Iterator[None]:
+    """Derive the global generators from seed and `what` inside the context; restore them on exit."""
+    with keyed_generators() as derive:
+        derive(seed, *what)
+        yield
 
 
 def global_generators() -> Sequence[GlobalGenerator]:

@@ -6,7 +6,7 @@ A task never deals with devices, ranks, autocast, loss scaling, accumulation or 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -182,6 +182,14 @@ class Task:
     def dataset(self, split: str) -> Dataset:
         """Return the samples of `split`: "train", "val" or "test"."""
         raise NotImplementedError(f"{type(self).__name__} must define dataset(split)")
+
+    def stream(self, split: str, shard: int, num_shards: int) -> Iterable[Any]:
+        """Return the samples of a shard of `split`, in a fixed order: an iterable, instead of `dataset`.
+
+        Each sample belongs to one of the `num_shards` shards (`data.shards`). Called for each pass over a shard. What
+        it returns may have `len()`, `set_epoch(epoch)`, and `state_dict` and `load_state_dict`.
+        """
+        raise NotImplementedError
 
     def sample_weights(self, dataset: Any) -> Sequence[float]:
         """Return the weight of each training sample; for `sampler=weighted`."""

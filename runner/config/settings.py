@@ -15,12 +15,16 @@ from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, 
 class DataSettings:
     """Where the samples come from.
 
-    path           folder or file in the task's own format; null: the task's own data
-    train_samples  maximum number of training samples, taken from the beginning; null: all
+    path               folder or file in the task's own format; null: the task's own data
+    train_samples      maximum number of training samples, taken from the beginning; null: all
+    shards             shards into which a stream is divided; null: as many as it has, or 1
+    shards_per_update  shards of a stream from which an update takes its samples; null: all
     """
 
     path: Place | None = None
     train_samples: PositiveInt | None = None
+    shards: PositiveInt | None = None
+    shards_per_update: PositiveInt | None = None
 
 
 @dataclass(frozen=True)

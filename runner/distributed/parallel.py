@@ -140,7 +140,7 @@ class Parallel:
         last = False
         watch = self.watch
         while not last:
-            batch, last, skipped, _, _ = next(batches)
+            batch, last, skipped, *_ = next(batches)
             watch.lap("data")
             with passes.forward():
                 loss, count = passes.loss(passes.model, batch)

@@ -89,7 +89,7 @@ class Replicated(Parallel):
         bad: tuple[tuple[int, str], ...] = ()
         last = False
         while not last:
-            batch, last, skipped, counts, _ = next(batches)
+            batch, last, skipped, counts, *_ = next(batches)
             watch.lap("data")
             bad += skipped
             if counts:

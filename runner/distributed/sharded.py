@@ -169,7 +169,7 @@ class Sharded(Parallel):
         bad: tuple[tuple[int, str], ...] = ()
         last, is_first = False, True
         while not last:
-            batch, last, skipped, counts, _ = next(batches)
+            batch, last, skipped, counts, *_ = next(batches)
             watch.lap("data")
             if last and not is_first:
                 _unify_dtypes(passes.model)

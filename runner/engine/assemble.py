@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
-from runner.base.errors import CannotCreate, DataError, TaskFault
+from runner.base.errors import CannotCreate, ConfigError, DataError, Problem, TaskFault
 from runner.base.global_rng import seed_everything
 from runner.base.order import seed_of_rank
 from runner.base.sample_rng import seeded_generators
@@ -35,6 +35,8 @@ from runner.engine.advice import odd_sizes
 from runner.engine.coupled import check_strategy, is_coupled
 from runner.engine.error_diagnosis import place_of
 from runner.engine.objectives import objectives_of, refused
+from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
+from runner.engine.stream_source import StreamSource, is_stream
 from runner.engine.task_loading import explained, load_task
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
 from runner.plan.run_plan import Plan
@@ -61,29 +63,71 @@ class Parts:
     attention: Attention
     notes: tuple[str, ...]
 
-    def fetcher(self, split: str) -> Fetcher:
-        """Return the samples of a split.
+    def fetcher(self, split: str, *, evaluates: bool = False) -> Fetcher:
+        """Return the samples of a split. Those of a stream are kept in memory, except for training.
 
+        evaluates  the training split is evaluated
         Raises DataError if it is empty, NotImplementedError if the task lacks a split other than the training split.
         """
-        allowed = () if split == "train" else NotImplementedError
-        # Use the same seed on every rank: a data set that is split at random must be split identically.
-        draws = seeded_generators(self.plan.settings.seed, split, "dataset")
-        with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
-            dataset = self.task.dataset(split)
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            what = (
-                f'dataset("{split}") must return samples with len() and [index], but returned {type(dataset).__name__}'
-            )
-            raise TaskFault(what, where=place_of(self.task.dataset, self.source), fix="a list of samples will do")
+        dataset = self._dataset(split)
         limit = self.plan.settings.data.train_samples if split == "train" else None
-        bad = str(self.plan.choices["dataloader"].options["bad_samples"])
+        options = self.plan.choices["dataloader"].options
+        if isinstance(dataset, StreamSource) and split == "train" and not evaluates:
+            self._check_options()
+            stream = replace(dataset, limit=limit)
+            with explained(self.source, 'stream("train")'):
+                lengths = stream.lengths()
+            samples = StreamSamples(stream, lengths, self.plan.settings.seed)
+            return StreamFetcher(samples, self.task.collate, model=self.bare)
+        if isinstance(dataset, StreamSource):
+            dataset = self._held(dataset)
+        bad = str(options["bad_samples"])
         fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare, split=split)
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
             fix = f"dataset({split!r}) must hold samples; see data.path and data.train_samples"
             raise DataError(f"the data set of split {split} is empty", where=where, fix=fix)
         return fetcher
+
+    def _dataset(self, split: str) -> Any:
+        """Return the data set of a split, or the source of a stream."""
+        task, wanted = self.task, self.plan.settings.data.shards
+        allowed = () if split == "train" else NotImplementedError
+        # Use the same seed on every rank: a data set that is split at random must be split identically.
+        draws = seeded_generators(self.plan.settings.seed, split, "dataset")
+        if type(task).stream is not Task.stream and (split == "train" or type(task).dataset is Task.dataset):
+            return StreamSource(split, wanted or 1, make=task.stream)
+        with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
+            dataset = task.dataset(split)
+        if is_stream(dataset):
+            return StreamSource(split, wanted or int(getattr(dataset, "num_shards", 1)), dataset)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            what = (
+                f'dataset("{split}") must return samples with len() and [index], or a stream to iterate over, but'
+                f" returned {type(dataset).__name__}"
+            )
+            raise TaskFault(what, where=place_of(task.dataset, self.source), fix="a list of samples will do")
+        return dataset
+
+    def _held(self, stream: StreamSource) -> list[Any]:
+        """Return the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
+        settings = self.plan.settings
+        with explained(self.source, f'stream("{stream.split}")', letting=NotImplementedError):
+            return all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
+
+    def _check_options(self) -> None:
+        """Raise ConfigError for options of the data loader that a stream excludes."""
+        options = self.plan.choices["dataloader"].options
+        problems = []
+        if options["cache"] != "none":
+            problems.append(
+                Problem("a stream is not kept in memory", f"dataloader.cache={options['cache']}", "use none")
+            )
+        if options["bad_samples"] != "stop":
+            what = "a stream cannot continue after a sample that raises an error"
+            problems.append(Problem(what, "dataloader.bad_samples=skip", "use stop, and skip them in the stream"))
+        if problems:
+            raise ConfigError(problems)
 
     def loader(self, fetcher: Fetcher) -> Loader:
         """Return the data loader selected by the dataloader axis."""

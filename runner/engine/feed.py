@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from runner.base import noise
-from runner.base.batch import MicroBatch, first_shape
+from runner.base.batch import MicroBatch, ShardMark, first_shape
 from runner.engine.loop import Position
 from runner.engine.watchdog import DATA, UPDATE, ProgressMark
 
@@ -16,6 +16,7 @@ class Feed:
 
     shapes  shapes of the first tensor of each batch seen so far
     shape   shape of the last one
+    marks   positions in the shards of a stream after the batches since it was emptied
     last    the last batch; kept only on a CPU, where values are checked within the same update
     """
 
@@ -31,6 +32,7 @@ class Feed:
         self.batches, self.pulse, self.position = batches, pulse, position
         self.shapes, self.keeps, self.last = shapes, keeps, None
         self.shape: object = None
+        self.marks: dict[int, ShardMark] = {}
 
     def __iter__(self) -> Feed:
         return self
@@ -51,5 +53,7 @@ class Feed:
         self.last = batch.batch if self.keeps else None
         self.shape = first_shape(batch.batch)
         self.shapes.add(self.shape)
+        if batch.marks:
+            self.marks.update(batch.marks)
         noise.start_pass(batch.samples)  # not in the loss, which backward may recompute
         return batch

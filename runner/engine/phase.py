@@ -31,6 +31,7 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.own import with_own_hooks
+from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.loop import Position, StepInfo
 from runner.engine.objective_phase import phase_kind
 from runner.engine.run import TrainingRun
@@ -217,6 +218,7 @@ class Phase(PhaseView):
         self.feed.batches, self.feed.last = self._batches(), None
 
     def _batches(self) -> Iterator[MicroBatch]:
+        self.hook(StreamPosition).place()
         keys = self.order.from_update(self.position.update, self.shares.of)
         batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.watch.lap)
         if self.run_.plan.choices["backend"].name == "fast":

@@ -280,7 +280,7 @@ class StatisticsPhase(PhaseKind):
             # Gather: ranks may run different numbers of batches, and `add` may call the model in any way.
             with parallel.update_of_buffers(), parallel.gathered(model), torch.no_grad():
                 while not last:
-                    batch, last, skipped, counts, _ = next(batches)
+                    batch, last, skipped, counts, *_ = next(batches)
                     watch.lap("data")
                     bad += skipped if is_dealt or world.is_first else ()
                     if counts:

@@ -15,19 +15,21 @@ from runner.durable.checkpoint import Loaded
 
 # Keys that define the mathematics of the run; they must not change.
 FIXED = (
-    "task", "global_batch_size", "seed", "data.path", "data.train_samples", "dataloader.drop_last", "sampler", "trains",
-    "adapter",
+    "task", "global_batch_size", "seed", "data.path", "data.train_samples", "data.shards", "data.shards_per_update",
+    "dataloader.drop_last", "sampler", "trains", "adapter",
 )  # fmt: skip
 # Keys that change the mathematics from the resume on; they may change if resume_allow names them.
 BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
     "sharpness", "hook",
 )  # fmt: skip
-ADDED = {
+ADDED: Mapping[str, Any] = {
     "adapter": "none",
     "averaging": "none",
     "sampler": "shuffle",
     "sharpness": "none",
+    "data.shards": None,
+    "data.shards_per_update": None,
     "weights.strict": True,
     "weights.only": [],
     "weights.rename": {},

@@ -13,6 +13,7 @@ from typing import Any
 
 from runner.axes.attention import Attention
 from runner.base.order import Order
+from runner.base.stream_order import ENDLESS
 from runner.base.text import metric_text
 from runner.console.progress_display import ProgressDisplay, make_progress
 from runner.console.run_summary import (
@@ -79,13 +80,13 @@ class Screen:
 
     def begin(self, phase: str, done: int, total: int, order: Order) -> None:
         """Start the progress display of a phase."""
-        self.event("phase", phase=phase, update=done, total=total, samples=order.num_samples)
+        samples = order.num_samples if order.num_samples < ENDLESS else None
+        self.event("phase", phase=phase, update=done, total=total, samples=samples)
         epochs = total / order.updates_per_epoch
         left = f"{total - done} of {total}" if done else str(total)
-        self.say(
-            f"{phase}: {left} updates, {order.num_samples:,} samples, batch {order.global_batch_size}"
-            f" ({epochs:.2g} epochs)"
-        )
+        length = "a stream" if samples is None else f"{samples:,} samples"
+        passes = "" if samples is None else f" ({epochs:.2g} epochs)"
+        self.say(f"{phase}: {left} updates, {length}, batch {order.global_batch_size}{passes}")
         is_terse = self._level not in ("debug", "info")
         draws = self.speaks and (sys.stdout.isatty() or not is_terse)
         self.progress = make_progress(sys.stdout if draws else None)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from runner.axes.dataloader import Fetcher
 from runner.axes.sampler import SAMPLERS, TrainingSamples, shuffle
-from runner.base.errors import DataError, TaskFault
+from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.order import Order, Sampler
+from runner.base.stream_order import StreamSampler
 from runner.base.task import Task
 from runner.config.option_table import make
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import place_of
+from runner.engine.stream_reader import StreamFetcher, StreamSamples
 from runner.engine.task_loading import explained
-from runner.plan.run_plan import PhasePlan
+from runner.plan.run_plan import PhasePlan, Plan
 
 
 def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
@@ -37,7 +41,11 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
         lengths=lambda: _lengths(parts, fetcher),
         sizes=lambda: _sizes(parts, fetcher),
     )
-    sampler = make(SAMPLERS, choice.function, facts, **choice.options) if is_trained else shuffle(facts)
+    if isinstance(fetcher, StreamFetcher):
+        fetcher.is_in_step = parts.parallel.in_step
+        sampler = _of_stream(fetcher.dataset, plan, phase, drop_last=facts.drop_last)
+    else:
+        sampler = make(SAMPLERS, choice.function, facts, **choice.options) if is_trained else shuffle(facts)
     if not isinstance(sampler, Sampler):
         raise TaskFault(
             f"sampler={choice.name} must return a sampler, but returned {type(sampler).__name__}",
@@ -61,6 +69,56 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
             fix="use dataloader.drop_last=false, or a smaller global_batch_size",
         )
     return order
+
+
+def _of_stream(samples: StreamSamples, plan: Plan, phase: PhasePlan, *, drop_last: bool) -> Sampler:
+    """Return the order of a stream. Raises ConfigError with all settings that it excludes."""
+    data, num_shards = plan.settings.data, samples.source.num_shards
+    together = data.shards_per_update or num_shards
+    problems = []
+    if plan.choices["sampler"].name != "shuffle":
+        what = "a stream is read in its own order"
+        problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a data set"))
+    if num_shards % together:
+        what = f"must divide the number of shards, {num_shards}"
+        problems.append(Problem(what, f"data.shards_per_update={together}", _divisors(num_shards)))
+    if plan.choices["parallelism"].options.get("shares") == "speed":
+        what = "shares that change would make ranks read the stream from its beginning"
+        problems.append(Problem(what, "parallelism.shares=speed", "use parallelism.shares=memory, or numbers"))
+    if samples.lengths is None and (phase.updates is None or phase.kind == "fit"):
+        what = f"an epoch of phase {phase.name} needs the length of the stream, which has none"
+        where = "" if phase.kind == "fit" else f"epochs={phase.epochs:g}"
+        fix = "use updates=N, data.train_samples=N, or return from stream what has len(): samples of the shard"
+        problems.append(Problem(what, where, fix))
+    if problems:
+        raise ConfigError(problems)
+    if samples.lengths is not None and not sum(samples.lengths):
+        raise DataError("the stream has a length of 0", where="stream", fix="check the files that it reads")
+    return StreamSampler(samples.lengths, num_shards, together, phase.batch.global_batch_size, drop_last=drop_last)
+
+
+def reading_of(order: Order, samples: StreamSamples, plan: Plan) -> list[str]:
+    """Return lines that tell how the stream is divided, and how many processes read the same shards."""
+    num_shards, workers = samples.source.num_shards, max(1, plan.num_workers)
+    ranks = [dataclasses.replace(order, rank=rank) for rank in range(max(1, len(order.shares)))]
+    copies = plan.world_size // len(ranks)  # stages of a pipeline read the same
+    readers: set[tuple[int, int, int]] = set()
+    for number, rank in enumerate(ranks):
+        micros = chain.from_iterable(rank.micros(update) for update in range(min(_LOOKED_AT, order.updates_per_epoch)))
+        for count, micro in enumerate(micros):
+            readers |= {(number, count % workers, code % num_shards) for code in micro.indices}
+    times = copies * len(readers) / max(1, len({shard for _, _, shard in readers}))
+    length = "unknown length" if samples.lengths is None else f"{sum(samples.lengths):,} samples"
+    lines = [f"stream of {length} in {num_shards} {'shard' if num_shards == 1 else 'shards'}"]
+    if times > 1:
+        lines[0] += f"; each is read by {times:.2g} processes, which skip what others use"
+        lines.append("docs/streams.md explains how data.shards and data.shards_per_update divide the reading")
+    return lines
+
+
+def _divisors(number: int) -> str:
+    found = [each for each in range(1, number + 1) if number % each == 0]
+    return f"use {', '.join(map(str, found[:-1]))} or {found[-1]}"
 
 
 def _lengths(parts: Parts, fetcher: Fetcher) -> Any:
@@ -107,3 +165,6 @@ def _fault(parts: Parts, method: Callable[[Any], Any], what: str) -> TaskFault:
         where=place_of(method, parts.source),
         fix=f"def {name}(self, dataset): return {examples[name]}",
     )
+
+
+_LOOKED_AT = 64  # updates

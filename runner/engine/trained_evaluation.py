@@ -85,7 +85,7 @@ def _fetcher(parts: Parts, split: str) -> Fetcher:
     fix = did_you_mean(split, SPLITS) or "use a split that its dataset(split) returns"
     lacking = Problem(f"the task has no split {split}", f"split={split}", fix)
     try:
-        return parts.fetcher(split)
+        return parts.fetcher(split, evaluates=True)
     except NotImplementedError as error:
         raise ConfigError(lacking) from error
     except InputMissing as error:  # for the standard splits, the message of the task is more specific

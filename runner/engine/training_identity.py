@@ -34,11 +34,11 @@ Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
 def data_of(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
-    """Return, per split, the data set length and the hashes of its first, middle and last sample.
+    """Return, per split, the data set length and the hashes of its `Fetcher.probes`.
 
     If a sample is slow to read, the others are skipped, because training waits for this.
     """
-    wanted = {split: sorted({0, len(each) // 2, len(each) - 1}) for split, each in fetchers.items()}
+    wanted = {split: each.probes for split, each in fetchers.items()}
     found = _hashes(fetchers, wanted, loader)
     return {split: {"samples": len(each), "hashes": found.get(split, {})} for split, each in fetchers.items()}
 
@@ -90,11 +90,16 @@ def sample_hash(fetcher: Fetcher, index: int) -> str | None:
         try:
             if fetcher.set_epoch is not None:
                 fetcher.set_epoch(0)
-            digest = hashlib.blake2b(digest_size=16)
-            _add(digest, fetcher.dataset[index])
-            return digest.hexdigest()
+            return content_hash(fetcher.dataset[index])
         except BaseException:  # a task may raise anything, including SystemExit
             return None
+
+
+def content_hash(sample: Any) -> str:
+    """Return the hash of the content of a sample."""
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, sample)
+    return digest.hexdigest()
 
 
 def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

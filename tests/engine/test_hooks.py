@@ -18,6 +18,7 @@ from tests.engine.test_saving_of_runs import opened
 # Resumed runs and all ranks do the same in the same order; the reasons are in runner/engine/hooks/__init__.py.
 ORDER = [
     "DataChanges",
+    "StreamPosition",
     "NanSearch",
     "OutOfMemory",
     "Metrics",

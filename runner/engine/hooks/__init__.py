@@ -24,10 +24,12 @@ from runner.engine.hooks.optimizer_average import OptimizerAverage
 from runner.engine.hooks.profiling import Profiling
 from runner.engine.hooks.progress import ShowProgress
 from runner.engine.hooks.rank_sync import RankSync
+from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.hooks.timekeeping import Timekeeping
 
 HOOKS: Sequence[type[Hook]] = [
     DataChanges,  # refuses other data before anything is computed with it
+    StreamPosition,  # checks a stream before anything is computed with it, and notes what an update has read
     NanSearch,  # explains an update that is not finite before other hooks interpret its error
     OutOfMemory,  # knows the sizes of micro-batches, which evaluations need
     Metrics,  # writes the row of an update before a decision about it writes into the same file

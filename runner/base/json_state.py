@@ -1,0 +1,92 @@
+"""Convert the state of a foreign object to JSON and back: nested containers of numbers, texts, bytes and arrays."""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def encode_state(value: Any) -> Any:
+    """Return a JSON-serializable copy of a state. Raises TypeError for a value of a type that cannot be stored."""
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return value if math.isfinite(value) else _tagged("float", repr(value))
+    if isinstance(value, bytes):
+        return _tagged("bytes", _text(value))
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        sort = "array" if isinstance(value, np.ndarray) else "scalar"
+        return _tagged(sort, [array.dtype.str, list(array.shape), _text(np.ascontiguousarray(array).tobytes())])
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu().contiguous()
+        content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tagged("tensor", [str(plain.dtype).removeprefix("torch."), list(plain.shape), _text(content)])
+    if isinstance(value, list):
+        return [encode_state(each) for each in value]
+    if isinstance(value, (tuple, set, frozenset)):
+        items = value if isinstance(value, tuple) else sorted(value, key=repr)
+        return _tagged(
+            type(value).__name__ if type(value) in (set, frozenset) else "tuple", [*map(encode_state, items)]
+        )
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and _TAG not in value:
+            return {key: encode_state(each) for key, each in value.items()}
+        return _tagged("dict", [[encode_state(key), encode_state(each)] for key, each in value.items()])
+    raise TypeError(f"a {type(value).__name__} cannot be stored")
+
+
+def decode_state(value: Any) -> Any:
+    """Return the state that `encode_state` converted."""
+    if isinstance(value, list):
+        return [decode_state(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode_state(each) for key, each in value.items()}
+    sort, content = value[_TAG], value["value"]
+    match sort:
+        case "float":
+            return float(content)
+        case "bytes":
+            return _bytes(content)
+        case "array" | "scalar":
+            array = np.frombuffer(_bytes(content[2]), dtype=np.dtype(content[0])).reshape(content[1]).copy()
+            return array if sort == "array" else array[()]
+        case "tensor":
+            flat = torch.frombuffer(bytearray(_bytes(content[2])), dtype=torch.uint8) if content[2] else torch.empty(0)
+            return flat.view(_DTYPES[content[0]]).reshape(content[1])
+        case "tuple":
+            return tuple(map(decode_state, content))
+        case "set":
+            return set(map(decode_state, content))
+        case "frozenset":
+            return frozenset(map(decode_state, content))
+    return {decode_state(key): decode_state(each) for key, each in content}
+
+
+def _tagged(sort: str, value: Any) -> dict[str, Any]:
+    return {_TAG: sort, "value": value}
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+_TAG = "~type"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip

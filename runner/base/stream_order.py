@@ -1,0 +1,103 @@
+"""The order of a stream: which sample of which shard is at a position, without reading anything.
+
+A stream has a fixed number of shards, which is part of the mathematics of a run, like the seed. An update takes its
+samples from its shards in turn. So its content depends neither on the number of ranks nor on that of workers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from runner.base.order import Indices, Sampler
+
+ENDLESS = 2**40  # samples of a shard of unknown length: it is repeated
+
+
+def code_of(shard: int, item: int, num_shards: int) -> int:
+    """Return the index of a sample, as in `Micro`: unique in an epoch."""
+    return item * num_shards + shard
+
+
+def shard_and_item(code: int, num_shards: int) -> tuple[int, int]:
+    """Return the shard of a sample, and its number in the shard."""
+    item, shard = divmod(code, num_shards)
+    return shard, item
+
+
+class RoundRobin:
+    """Takes one element of each sequence in turn, leaving out those that have ended.
+
+    lengths  of the sequences
+    """
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths, self.total = lengths, sum(lengths)
+        self._levels = [0, *sorted({length for length in lengths if length})][:-1]  # rounds where the turn gets shorter
+        self._taking = [[which for which, length in enumerate(lengths) if length > level] for level in self._levels]
+        self._starts = [sum(min(length, level) for length in lengths) for level in self._levels]
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the sequence at this position, and the number of the element in it."""
+        segment = bisect_right(self._starts, position) - 1
+        rounds, place = divmod(position - self._starts[segment], len(self._taking[segment]))
+        return self._taking[segment][place], self._levels[segment] + rounds
+
+    def taken(self, position: int) -> list[int]:
+        """Return how many elements of each sequence are before this position."""
+        if position >= self.total:
+            return list(self.lengths)
+        segment = bisect_right(self._starts, position) - 1
+        rounds, place = divmod(position - self._starts[segment], len(self._taking[segment]))
+        found = [min(length, self._levels[segment] + rounds) for length in self.lengths]
+        for which in self._taking[segment][:place]:
+            found[which] += 1
+        return found
+
+
+class StreamSampler(Sampler):
+    """Updates of `global_batch_size` samples from groups of shards, one group after the other.
+
+    In each group one update per epoch is smaller, or dropped with `drop_last`. The samples of an update are ordered by
+    shard, so that a rank, whose share is a slice of them, reads few shards.
+
+    lengths            of the shards; None: unknown, each shard is repeated by itself, and the epoch never ends
+    shards_per_update  shards of a group
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | None,
+        num_shards: int,
+        shards_per_update: int,
+        global_batch_size: int,
+        *,
+        drop_last: bool = False,
+    ) -> None:
+        assert num_shards % shards_per_update == 0, "the shards form groups"
+        self.is_endless = lengths is None
+        self.lengths = tuple(lengths or [ENDLESS] * num_shards)
+        self.num_shards, self.shards_per_update = num_shards, shards_per_update
+        self.global_batch_size = global_batch_size
+        firsts = range(0, num_shards, shards_per_update)
+        self._groups = [RoundRobin(self.lengths[first : first + shards_per_update]) for first in firsts]
+        updates = [group.total // global_batch_size for group in self._groups]
+        if not drop_last:
+            updates = [-(-group.total // global_batch_size) for group in self._groups]
+        self._updates = RoundRobin(updates)
+        self.updates_per_epoch = self._updates.total
+        self.num_samples = sum(self.lengths)
+
+    def start(self, seed: int, epoch: int, window: int) -> int:
+        taken = self._updates.taken(window)
+        return sum(
+            min(number * self.global_batch_size, group.total) for number, group in zip(taken, self._groups, strict=True)
+        )
+
+    def draw(self, seed: int, epoch: int, window: int) -> Indices:
+        number, visit = self._updates.locate(window)
+        group, first = self._groups[number], visit * self.global_batch_size
+        places = range(first, min(first + self.global_batch_size, group.total))
+        found = sorted(group.locate(place) for place in places)
+        offset = number * self.shards_per_update
+        return [code_of(offset + shard, item, self.num_shards) for shard, item in found]

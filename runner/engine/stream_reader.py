@@ -1,0 +1,297 @@
+"""Read the samples of a stream by their index: forward in each shard, skipping those that other processes use.
+
+Every process reads the shards that its samples are in. What others use of these shards is read too and dropped, because
+a stream has no other way to get past a sample. `Micro.indices` of a stream are those of `base/stream_order.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from runner.axes.dataloader import Collate, Fetcher
+from runner.base.batch import MicroBatch, ShardMark
+from runner.base.errors import AccelRunError, DataError
+from runner.base.order import Micro
+from runner.base.sample_rng import EverySample, keyed_generators
+from runner.base.stream_order import ENDLESS, code_of, shard_and_item
+from runner.base.text import error_line, raised
+from runner.engine.stream_source import OpenShard, StreamSource
+from runner.engine.training_identity import content_hash
+from runner.host.loader_processes import traceback_line
+
+Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): derive the global generators
+
+
+class ShardReader:
+    """Reads one shard forward, and knows how to return to where it was.
+
+    length  of the shard, None: unknown, it is repeated
+    mark    where an earlier process was; an older position is reached from the beginning of a pass
+    """
+
+    def __init__(
+        self, source: StreamSource, shard: int, length: int | None, seed: Seed, mark: ShardMark | None
+    ) -> None:
+        self._source, self._shard, self._length, self._seed, self._start = source, shard, length, seed, mark
+        self._open: OpenShard | None = None
+        self._epoch = self._passed = self._next = 0
+        self._seconds, self._read = 0.0, 0
+        self._note = ""
+        self._last: ShardMark | None = None
+        self.unsaved = ""  # why its state cannot be stored
+
+    def read(self, epoch: int, item: int, *, keep: bool) -> Any:
+        """Return a sample; with `keep`, `mark` returns the position after it."""
+        if not self._is_before(epoch, item):
+            self._begin(epoch, item)
+        while self._next < item:
+            self._advance()
+        before = (self._epoch, self._passed, self._state()) if keep else None
+        sample = self._advance()
+        if before is not None:
+            self._last = ShardMark(
+                item + 1, before[0], before[1], content_hash(sample), before[2], self._seconds / self._read, self._note
+            )
+        if self._next == self._length and self._source.limit is None:
+            self._check_end()
+        return sample
+
+    @property
+    def has_state(self) -> bool:
+        """True if the stream has a state."""
+        return self._open is not None and self._open.has_state
+
+    @property
+    def mark(self) -> ShardMark:
+        """The position after the last sample that was read with `keep`."""
+        assert self._last is not None, "something was read"
+        return self._last
+
+    def _is_before(self, epoch: int, item: int) -> bool:
+        """Return whether the open iterator is the shortest way to a sample."""
+        if self._open is None or self._next > item or (self._length is not None and epoch != self._epoch):
+            return False
+        start = self._start
+        return start is None or not self._is_usable(start, epoch, item) or start.item - 1 <= self._next
+
+    def _is_usable(self, mark: ShardMark, epoch: int, item: int) -> bool:
+        return mark.item <= item and (self._length is None or mark.epoch == epoch)
+
+    def _begin(self, epoch: int, item: int) -> None:
+        mark = self._start
+        if mark is None or not self._is_usable(mark, epoch, item):
+            self._open_pass(0 if self._length is None else epoch, 0)
+            return
+        if mark.state is not None:
+            why = self.restore(mark)
+            if not why:
+                return
+            self._note = f"{self._named()}: {why}; it was read again from its beginning"
+        self._replay(mark)
+
+    def restore(self, mark: ShardMark) -> str:
+        """Load the state of the mark; return why the stream is not where it was then, empty if it is."""
+        try:
+            self._open_pass(mark.epoch, mark.passed, mark.state)
+            self._next = mark.item - 1
+            found = content_hash(self._advance())
+        except Exception as error:  # of load_state_dict, or of an iterator that it broke
+            return f"load_state_dict does not restore its state ({error_line(error)})"
+        return "" if found == mark.hash else ANOTHER_SAMPLE
+
+    def _replay(self, mark: ShardMark) -> None:
+        self._open_pass(mark.epoch, mark.passed)
+        sample = None
+        while self._next < mark.item:
+            sample = self._advance()
+        if content_hash(sample) != mark.hash:
+            raise DataError(
+                f"sample {mark.item - 1} of {self._named()} is not the one that it was before the run was stopped",
+                where="stream",
+                fix="return the same samples in the same order, given the epoch; or start a new run with run=NAME",
+            )
+
+    def _open_pass(self, epoch: int, passed: int, state: Any = None) -> None:
+        self._epoch, self._passed, self._next = epoch, passed, passed
+        self._seed("open", epoch, [self._shard])
+        try:
+            self._open = OpenShard(self._source, self._shard, epoch, state)
+        except AccelRunError:
+            raise
+        except BaseException as error:
+            raise self._fault(f"{self._named()} cannot be opened", error) from error
+
+    def _state(self) -> Any:
+        assert self._open is not None, "it is read"
+        try:
+            return self._open.state()
+        except TypeError as error:  # reported before training, by the check of the stream
+            self.unsaved = f"state_dict of the stream cannot be stored: {error}"
+            return None
+
+    def _advance(self) -> Any:
+        assert self._open is not None, "it is read"
+        self._seed("sample", 0 if self._length is None else self._epoch, [self._code()])
+        began = time.perf_counter()
+        try:
+            sample = next(self._open)
+        except StopIteration:
+            return self._next_pass()
+        except AccelRunError:
+            raise
+        except BaseException as error:  # torch ends a worker silently on a BaseException
+            raise self._fault(f"sample {self._next - self._passed} of {self._named()} cannot be read", error) from error
+        self._seconds += time.perf_counter() - began
+        self._read += 1
+        self._next += 1
+        return sample
+
+    def _next_pass(self) -> Any:
+        found = self._next - self._passed
+        if self._length is not None:
+            raise DataError(
+                f"{self._named()} ended after {found:,} samples, but its length is {self._length:,}",
+                where="stream",
+                fix="correct its len(), or give none and use updates=N",
+            )
+        if not found:
+            raise DataError(
+                f"{self._named()} has no samples",
+                where=f"data.shards={self._source.num_shards}",
+                fix="use fewer shards, so that each has samples",
+            )
+        self._open_pass(self._epoch + 1, self._next)
+        return self._advance()
+
+    def _check_end(self) -> None:
+        assert self._open is not None, "it is read"
+        try:
+            next(self._open)
+        except StopIteration:
+            return
+        raise DataError(
+            f"{self._named()} has more samples than its length of {self._length:,}",
+            where="stream",
+            fix="correct its len(), or give none and use updates=N",
+        )
+
+    def _code(self) -> int:
+        return code_of(self._shard, self._next, self._source.num_shards)
+
+    def _named(self) -> str:
+        many = self._source.num_shards > 1
+        return f"shard {self._shard} of the {self._source.split} stream" if many else f"the {self._source.split} stream"
+
+    def _fault(self, what: str, error: BaseException) -> DataError:
+        told = raised(error)
+        return DataError(
+            f"{what}: {told}", where=traceback_line(told), fix="fix it, or skip such samples in the stream"
+        )
+
+
+class StreamSamples:
+    """The samples of a stream by index. Reading them in order is fast; going back starts a pass over the shard again.
+
+    lengths  of the shards, None if unknown
+    """
+
+    def __init__(self, source: StreamSource, lengths: tuple[int, ...] | None, seed: int) -> None:
+        self.source, self.lengths, self.draws = source, lengths, EverySample(source.split)
+        self._seed, self._epoch = seed, 0
+        self._start: Mapping[int, ShardMark] = {}
+        self._readers: dict[int, ShardReader] = {}
+        self._last: Mapping[int, int] = {}
+
+    def __len__(self) -> int:
+        return sum(self.lengths) if self.lengths is not None else ENDLESS * self.source.num_shards
+
+    def start_from(self, marks: Mapping[int, ShardMark]) -> None:
+        """Return to these positions at the next read."""
+        self._start, self._readers = dict(marks), {}
+
+    def begin(self, key: Micro) -> None:
+        """Prepare for reading the samples of a batch: for the last one of each shard, its position is kept."""
+        self._epoch, self._last = key.epoch, {}
+        located = (shard_and_item(code, self.source.num_shards) for code in key.indices)
+        self._last = dict(located)  # the samples of a shard are in order
+
+    def __getitem__(self, code: int) -> Any:
+        shard, item = shard_and_item(code, self.source.num_shards)
+        if shard not in self._readers:
+            self._readers[shard] = self.reader(shard)
+        return self._readers[shard].read(self._epoch, item, keep=self._last.get(shard) == item)
+
+    def reader(self, shard: int) -> ShardReader:
+        """Return a new reader of a shard. It is used inside `draws.read`, which provides the generators."""
+        length = None if self.lengths is None else self.lengths[shard]
+        return ShardReader(self.source, shard, length, self._derive, self._start.get(shard))
+
+    def marks(self) -> dict[int, ShardMark]:
+        """Return the positions after the batch, of the shards that it read."""
+        return {shard: self._readers[shard].mark for shard in self._last}
+
+    def _derive(self, what: str, epoch: int, indices: list[int]) -> None:
+        self.draws.begin(what, self._seed, epoch, indices)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit open shards, which a spawned worker opens for itself."""
+        return {**self.__dict__, "_readers": {}}
+
+
+class StreamFetcher(Fetcher):
+    """Loads the batches of a stream."""
+
+    dataset: StreamSamples
+
+    def __init__(self, samples: StreamSamples, collate: Collate, *, model: nn.Module | None = None) -> None:
+        super().__init__(samples, collate, bad_samples="stop", model=model, split=samples.source.split)
+        self.streams = samples.draws
+        self.is_in_step = False  # ranks run dummy micro-batches, which repeat the last one
+        self._repeated: tuple[Micro, MicroBatch] | None = None
+
+    @property
+    def probes(self) -> list[int]:
+        return []
+
+    def real(self, indices: list[int]) -> list[int]:
+        return indices
+
+    def __getitem__(self, key: Micro) -> MicroBatch:
+        if not key.indices:
+            return super().__getitem__(key)
+        if not key.counts and self._repeated is not None and self._repeated[0].indices == key.indices:
+            return self._repeated[1]._replace(last=key.last, counts=False)  # it cannot be read again
+        self.dataset.begin(key)
+        read = super().__getitem__(key)
+        if self.is_in_step:
+            self._repeated = (key, read)
+        return read._replace(marks=self.dataset.marks())
+
+
+def all_samples(source: StreamSource, limit: int | None, seed: int) -> list[Any]:
+    """Return the samples of an undivided stream, or the first `limit` of them; for evaluation."""
+    found: list[Any] = []
+    with keyed_generators() as derive:
+        derive(seed, source.split, "open", 0, 0)
+        opened = OpenShard(source, 0, 0)
+        while limit is None or len(found) < limit:
+            derive(seed, source.split, "sample", 0, len(found))
+            try:
+                found.append(next(opened))
+            except StopIteration:
+                break
+            if limit is None and len(found) > _MOST_HELD:
+                raise DataError(
+                    f"the {source.split} stream has more than {_MOST_HELD:,} samples, which would be kept in memory",
+                    where="evaluate.samples=null",
+                    fix="use evaluate.samples=N, the number of samples to take from its beginning",
+                )
+    return found
+
+
+ANOTHER_SAMPLE = "load_state_dict does not restore its state: another sample follows"
+_MOST_HELD = 100_000

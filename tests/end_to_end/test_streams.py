@@ -1,0 +1,104 @@
+"""A run on a stream equals itself after a kill, with workers and on ranks with unequal shares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.laws.streams import KINDS
+from tests.rounding import PROMISED, distance
+
+TASK = Path(__file__).with_name("task_of_streams.py")
+TRAIN = f"train --task {TASK} run=mine device=cpu monitor=off checkpoint.every=1"
+ON_RANKS = {
+    "two ranks": "parallelism=ddp parallelism.world_size=2 parallelism.shares=[5,3] dataloader.num_workers=1",
+    "three ranks": "parallelism=ddp parallelism.world_size=3 micro_batch_size=2 dataloader.num_workers=0",
+    "lockstep": "parallelism=fsdp parallelism.world_size=2 parallelism.shares=[7,1] micro_batch_size=2",
+}
+KILL: dict[str, Any] = {"at": "update", "number": 7, "by": "SIGKILL"}
+Result = tuple[dict[str, torch.Tensor], list[float]]
+
+
+def trained(server: ForkServer, folder: Path, *lines: str) -> Result:
+    """Return the weights and the losses of a run. It is killed after each of the lines but the last."""
+    folder.mkdir()
+    for number, words in enumerate(lines, 1):
+        fault = KILL if number < len(lines) else {}
+        env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
+        ended = server.run(f"{TRAIN} {words}", folder, env)
+        assert (ended.code == 0) is not bool(fault), ended.err
+    directory = folder / "outputs" / "mine"
+    path = newest_valid(directory / "checkpoints")
+    assert path is not None
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return load(path).tensors("model"), [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def assert_close(one: Result, other: Result) -> None:
+    tolerance = 20 * PROMISED[torch.float32]
+    assert len(one[1]) == len(other[1])
+    assert distance(one[1], other[1]) <= tolerance
+    assert all(distance(tensor.tolist(), other[0][name].tolist()) <= tolerance for name, tensor in one[0].items())
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "length" in kind or kind == "plain"])
+@pytest.mark.parametrize("shards", ["data.shards=1", "data.shards=4 data.shards_per_update=2"])
+@pytest.mark.parametrize("way", ON_RANKS)
+def test_a_kill_workers_and_ranks_do_not_change_the_run(
+    kind: str, shards: str, way: str, server: ForkServer, tmp_path: Path
+) -> None:
+    length = "epochs=2" if "length" in kind else "updates=18"
+    words = f"task.kind={kind} {shards} {length}"
+    alone, ranks = f"{words} dataloader.num_workers=0", f"{words} {ON_RANKS[way]}"
+    weights, losses = trained(server, tmp_path / "alone", alone)
+    resumed, again = trained(server, tmp_path / "killed", f"{words} dataloader.num_workers=2", alone)
+    assert again == losses
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
+    assert_close((weights, losses), trained(server, tmp_path / "ranks", ranks))
+    assert_close((weights, losses), trained(server, tmp_path / "fewer ranks", ranks, alone))
+
+
+WRONG = [
+    ("task.kind=plain epochs=1", 78, "epochs=1"),
+    ("task.kind=plain updates=3 data.shards=4 data.shards_per_update=3", 78, "data.shards_per_update=3"),
+    ("task.kind=plain updates=3 sampler=sequential", 78, "sampler=sequential"),
+    ("task.kind=plain updates=3 dataloader.cache=memory", 78, "dataloader.cache=memory"),
+    ("task.kind=plain updates=3 dataloader.bad_samples=skip", 78, "dataloader.bad_samples=skip"),
+    ("task.kind=plain updates=9 data.shards=7", 65, "data.shards=7"),
+    ("task.kind=undivided updates=3 data.shards=2", 65, "data.shards=2"),
+    ("task.kind=unseeded updates=3", 65, "stream"),
+    (f"task.kind=plain updates=3 {ON_RANKS['two ranks'].replace('[5,3]', 'speed')}", 78, "parallelism.shares=speed"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
+def test_what_a_stream_excludes_is_refused(
+    words: str, code: int, named: str, server: ForkServer, tmp_path: Path
+) -> None:
+    ended = server.run(f"{TRAIN} {words}", tmp_path)
+    assert ended.code == code, ended.err
+    assert named in ended.err
+
+
+def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> None:
+    more = "updates=5 resume_allow=[updates]"
+    ended = [server.run(f"{TRAIN} {words}", tmp_path) for words in ("updates=3", f"{more} data.shards=2", more)]
+    assert [each.code for each in ended] == [0, 88, 0]
+
+
+def test_a_lying_state_is_announced(server: ForkServer, tmp_path: Path) -> None:
+    ended = server.run(f"{TRAIN} task.kind=lying_state updates=3", tmp_path)
+    assert ended.code == 0
+    assert "load_state_dict" in ended.out + ended.err
+
+
+def test_a_trained_run_is_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:
+    lines = (f"{TRAIN} updates=3", "evaluate run=mine split=train evaluate.samples=20")
+    assert [server.run(line, tmp_path).code for line in lines] == [0, 0]

@@ -1,0 +1,129 @@
+"""Streams of `datasets`, `webdataset` and `torchdata`: each sample once, on ranks, in workers and after a stop."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import tarfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.base.batch import MicroBatch
+from runner.base.order import Order
+from runner.base.stream_order import StreamSampler
+from runner.engine.stream_check import raise_fault
+from runner.engine.stream_source import StreamSource, is_stream
+from tests.laws.test_streams import BATCH, SEED, marks_after, read, verdict_of
+
+SIZES = (17, 23, 5, 16, 10)
+NUMBERS = list(range(sum(SIZES)))
+
+
+@pytest.fixture(autouse=True)
+def _files_left_open() -> Iterator[None]:
+    """webdataset leaves the closing of files to the garbage collector."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+        gc.collect()
+
+
+def files_of(folder: Path, write: Callable[[Path, list[int]], None], suffix: str) -> list[str]:
+    first, found = 0, []
+    for number, size in enumerate(SIZES):
+        path = folder / f"part-{number}{suffix}"
+        write(path, NUMBERS[first : first + size])
+        first += size
+        found.append(str(path))
+    return found
+
+
+def lines(path: Path, numbers: list[int]) -> None:
+    path.write_text("".join(json.dumps({"number": number}) + "\n" for number in numbers))
+
+
+def tar(path: Path, numbers: list[int]) -> None:
+    with tarfile.open(path, "w") as archive:
+        for number in numbers:
+            content = str(number).encode()
+            info = tarfile.TarInfo(f"{number:05}.cls")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def hugging_face(folder: Path, *, shuffle: bool) -> Any:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    files = files_of(folder, lines, ".jsonl")
+    found = datasets.load_dataset(
+        "json", data_files=files, split="train", streaming=True, cache_dir=str(folder / "cache")
+    ).with_format("torch")
+    return found.shuffle(seed=1, buffer_size=6) if shuffle else found
+
+
+def web_dataset(folder: Path, *, shuffle: bool) -> Any:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
+    found = webdataset.WebDataset(files_of(folder, tar, ".tar"), shardshuffle=False).decode()
+    found = found.shuffle(6, seed=1) if shuffle else found
+    return found.map(lambda sample: {"number": torch.tensor(sample["cls"])})
+
+
+def nodes(folder: Path, *, shuffle: bool) -> Any:
+    package = pytest.importorskip("torchdata.nodes", reason="torchdata is not installed")
+    if shuffle:
+        pytest.skip("a sampler of torchdata is no stream")
+    source = package.Mapper(package.IterableWrapper(NUMBERS), lambda number: {"number": torch.tensor(number)})
+    return package.Loader(source)
+
+
+PACKAGES = {"datasets": hugging_face, "webdataset": web_dataset, "torchdata": nodes}
+cases = [(name, num, shuffle) for name in PACKAGES for num in (1, 5, 2) for shuffle in (False, True)]
+
+
+def numbers_of(updates: list[list[MicroBatch]]) -> list[list[int]]:
+    return [[int(n) for micro in update if micro.counts for n in micro.batch["number"]] for update in updates]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_shards", "shuffle"),
+    [case for case in cases if case[0] != "torchdata" or case[1:] == (1, False)],
+)
+def test_a_stream_of_a_package_is_read_once_and_resumed(
+    name: str, num_shards: int, shuffle: bool, tmp_path: Path
+) -> None:
+    dataset = PACKAGES[name](tmp_path, shuffle=shuffle)
+    assert is_stream(dataset)
+    source = StreamSource("train", num_shards, dataset, limit=len(NUMBERS) if num_shards == 1 else None)
+    verdict = verdict_of(source)
+    raise_fault(verdict, num_shards)
+    order = Order(0, BATCH, 4, SEED, sampler=StreamSampler(source.lengths(), num_shards, num_shards, BATCH))
+    whole = read(source, 12, order=order)
+    expected = numbers_of(whole)
+    if num_shards == 1:
+        epoch = [number for update in expected[: order.updates_per_epoch] for number in update]
+        assert sorted(epoch) == NUMBERS
+        assert (epoch == NUMBERS) is not shuffle
+    for start in (3, 10):
+        marks = marks_after(whole[:start])
+        assert numbers_of(read(source, 12 - start, start=start, marks=marks, order=order)) == expected[start:]
+    ranks = [Order(0, BATCH, 4, SEED, sampler=order.sampler, shares=(5, 3), rank=rank) for rank in range(2)]
+    parts = [numbers_of(read(source, 12, order=each, workers=rank)) for rank, each in enumerate(ranks)]
+    assert [one + other for one, other in zip(*parts, strict=True)] == expected
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_states_of_packages_are_used_where_they_are_exact(name: str, tmp_path: Path) -> None:
+    """The buffer of `shuffle` is no part of the state of `datasets`: its state does not return to the samples."""
+    plain = verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=False)))
+    assert (plain.has_state, plain.why_lost) == (name != "webdataset", "")
+    if name == "datasets":
+        assert verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=True))).why_lost
+
+
+def test_a_stream_of_hugging_face_knows_its_shards(tmp_path: Path) -> None:
+    assert hugging_face(tmp_path, shuffle=False).num_shards == len(SIZES)

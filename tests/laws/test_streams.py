@@ -1,0 +1,369 @@
+"""A stream is trained on in the same updates by any number of ranks and workers, and after a stop anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.axes.dataloader import Loader, default
+from runner.base.batch import MicroBatch, ShardMark
+from runner.base.errors import DataError
+from runner.base.json_state import decode_state, encode_state
+from runner.base.order import Order
+from runner.base.stream_order import RoundRobin, StreamSampler, shard_and_item
+from runner.base.task import Task
+from runner.engine.stream_check import StreamVerdict, check_stream, raise_fault
+from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
+from runner.engine.stream_source import StreamSource, is_stream
+from tests.laws.streams import FILES, KINDS, NUMBERS, ByWorker, Files, Liar, Stateful, Undivided, Unseeded, WithLength
+
+CPU = torch.device("cpu")
+SEED, BATCH = 3, 8
+
+
+def source_of(kind: type[Files], shards: int, **other: Any) -> StreamSource:
+    return StreamSource("train", shards, make=lambda _, shard, num: kind(FILES[shard::num]), **other)
+
+
+def fetcher_of(source: StreamSource) -> StreamFetcher:
+    return StreamFetcher(StreamSamples(source, source.lengths(), SEED), Task.collate.__get__(Task()))
+
+
+def order_of(source: StreamSource, micro: int = BATCH, together: int | None = None, **ranks: Any) -> Order:
+    sampler = StreamSampler(source.lengths(), source.num_shards, together or source.num_shards, BATCH)
+    return Order(sampler.num_samples, BATCH, micro, SEED, sampler=sampler, **ranks)
+
+
+def read(
+    source: StreamSource,
+    updates: int,
+    *,
+    start: int = 0,
+    marks: dict[int, ShardMark] | None = None,
+    workers: int = 0,
+    order: Order | None = None,
+) -> list[list[MicroBatch]]:
+    """Return the micro-batches of each update of a rank."""
+    fetcher, found = fetcher_of(source), [[]]
+    fetcher.dataset.start_from(marks or {})
+    reader = default(fetcher, CPU, num_workers=workers, pin_memory=False)
+    try:
+        for micro in reader.batches((order or order_of(source)).from_update(start)):
+            found[-1].append(micro)
+            if micro.last and len(found) == updates:
+                return found
+            if micro.last:
+                found.append([])
+    finally:
+        reader.close()
+    raise AssertionError("the order has no end")
+
+
+def rows(updates: list[list[MicroBatch]]) -> list[torch.Tensor]:
+    """Return the samples of each update."""
+    return [torch.cat([micro.batch for micro in update if micro.counts] or [torch.empty(0, 4)]) for update in updates]
+
+
+def marks_after(updates: list[list[MicroBatch]]) -> dict[int, ShardMark]:
+    """Return the marks after these updates, as a checkpoint would store them."""
+    found = {shard: mark for update in updates for micro in update for shard, mark in micro.marks.items()}
+    return {shard: ShardMark(*json.loads(json.dumps([*mark]))) for shard, mark in found.items()}
+
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+shards = pytest.mark.parametrize(("num_shards", "together"), [(1, 1), (2, 2), (3, 3), (4, 2), (5, 5), (4, 1)])
+
+
+# ---------------------------------------------------------------- order
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_round_robin_takes_each_element_once_and_in_turn(lengths: list[int]) -> None:
+    turns = RoundRobin(lengths)
+    expected = sorted((item, which) for which, length in enumerate(lengths) for item in range(length))
+    assert [turns.locate(position)[::-1] for position in range(turns.total)] == expected
+    for position in range(turns.total + 1):
+        taken = Counter(which for _, which in expected[:position])
+        assert turns.taken(position) == [taken[which] for which in range(len(lengths))]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),
+    groups=st.integers(1, 3),
+    batch=st.integers(1, 12),
+    drop_last=st.booleans(),
+)
+@settings(deadline=None)
+def test_every_sample_of_a_stream_is_in_one_update(
+    lengths: list[int], groups: int, batch: int, drop_last: bool
+) -> None:
+    sampler = StreamSampler(lengths * groups, len(lengths) * groups, len(lengths), batch, drop_last=drop_last)
+    drawn = [sampler.draw(0, 0, window) for window in range(sampler.updates_per_epoch)]
+    counts = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
+    assert counts == [sampler.start(0, 0, window) for window in range(sampler.updates_per_epoch + 1)]
+    found = Counter(shard_and_item(code, len(lengths) * groups) for each in drawn for code in each)
+    expected = {(shard, item) for shard, length in enumerate(lengths * groups) for item in range(length)}
+    assert set(found.values()) <= {1}
+    assert found.keys() <= expected if drop_last else found.keys() == expected
+    small = sum(len(each) < batch for each in drawn)
+    assert small == 0 if drop_last else small <= groups
+
+
+# ---------------------------------------------------------------- reading
+
+
+@shards
+@pytest.mark.parametrize("kind", ["length", "state_and_length", "shuffled"])
+def test_each_sample_is_read_once_per_epoch(kind: str, num_shards: int, together: int) -> None:
+    source = source_of(KINDS[kind], num_shards)
+    order = order_of(source, together=together)
+    found = rows(read(source, 2 * order.updates_per_epoch, order=order))
+    for epoch in range(2):
+        part = torch.cat(found[epoch * order.updates_per_epoch : (epoch + 1) * order.updates_per_epoch])
+        assert sorted(part[:, 0].tolist()) == NUMBERS
+        assert set(part[:, 1].tolist()) == {float(epoch)}
+
+
+@shards
+def test_a_stream_without_a_length_repeats_each_shard_completely(num_shards: int, together: int) -> None:
+    source = source_of(Files, num_shards)
+    updates = read(source, 40, order=order_of(source, together=together))
+    assert all(len(each) == BATCH for each in rows(updates))
+    drawn = torch.cat(rows(updates))
+    for shard in range(num_shards):
+        numbers = [*chain(*FILES[shard::num_shards])]
+        mine = drawn[torch.isin(drawn[:, 0], torch.tensor(numbers, dtype=torch.float32))]
+        for each in range(len(mine) // len(numbers)):
+            part = mine[each * len(numbers) : (each + 1) * len(numbers)]
+            assert part[:, 0].tolist() == numbers
+            assert set(part[:, 1].tolist()) == {float(each)}
+
+
+@pytest.mark.sampled(8)
+@kinds
+@shards
+@pytest.mark.parametrize("shares", [(5, 3), (4, 1, 3)], ids=str)
+@pytest.mark.parametrize("micro", [8, 2])
+def test_ranks_divide_the_updates_of_one_process(
+    kind: str, num_shards: int, together: int, shares: tuple[int, ...], micro: int
+) -> None:
+    source = source_of(KINDS[kind], num_shards)
+    alone = rows(read(source, 20, order=order_of(source, together=together)))
+    ranks = [order_of(source, micro, together, shares=shares, rank=rank) for rank in range(len(shares))]
+    parts = [rows(read(source, 20, order=order)) for order in ranks]
+    assert all(torch.equal(torch.cat(of_ranks), whole) for whole, *of_ranks in zip(alone, *parts, strict=True))
+
+
+@pytest.mark.sampled(6)
+@kinds
+@pytest.mark.parametrize(("num_shards", "together"), [(1, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("micro", [8, 3])
+def test_workers_read_the_same_samples(kind: str, num_shards: int, together: int, workers: int, micro: int) -> None:
+    source = source_of(KINDS[kind], num_shards)
+    order = order_of(source, micro, together)
+    mine, theirs = (rows(read(source, 14, order=order, workers=number)) for number in (workers, 0))
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.sampled(10)
+@kinds
+@shards
+@pytest.mark.parametrize("start", [1, 2, 5, 9, 12])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, start: int, workers: int) -> None:
+    """On other ranks: the marks of two ranks are used by one process, and the other way round."""
+    source = source_of(KINDS[kind], num_shards)
+    whole = read(source, 18, order=order_of(source, together=together))
+    ranks = [order_of(source, 2, together, shares=(5, 3), rank=rank) for rank in range(2)]
+    before = [marks_after(read(source, start, order=order)) for order in ranks]
+    merged = {shard: max(there.get(shard, mark) for there in before) for each in before for shard, mark in each.items()}
+    order = order_of(source, together=together)
+    found = rows(read(source, 18 - start, start=start, marks=merged, order=order, workers=workers))
+    assert all(torch.equal(one, other) for one, other in zip(found, rows(whole)[start:], strict=True))
+    marks = marks_after(whole[:start])
+    parts = [rows(read(source, 18 - start, start=start, marks=marks, order=order)) for order in ranks]
+    for number, whole_update in enumerate(rows(whole)[start:]):
+        assert torch.equal(torch.cat([part[number] for part in parts]), whole_update)
+
+
+def test_a_state_saves_reading_again() -> None:
+    skipped: list[int] = []
+
+    class Counting(Stateful):
+        def __iter__(self) -> Any:
+            skipped.append(self.position)
+            return super().__iter__()
+
+    source = source_of(Counting, 1)
+    marks = marks_after(read(source, 5))
+    skipped.clear()
+    read(source, 1, start=5, marks=marks)
+    assert skipped[-1] == 5 * BATCH - 1  # the last sample before the stop is read again, to see that it is the same
+
+
+def test_going_back_reads_the_same_samples_again() -> None:
+    fetcher, order = fetcher_of(source_of(Stateful, 2)), order_of(source_of(Stateful, 2))
+    keys = [next(order.micros(update)) for update in range(4)]
+    first = [fetcher[key].batch for key in keys]
+    again = [fetcher[key].batch for key in (keys[2], keys[0], keys[3])]
+    assert all(torch.equal(one, first[number]) for one, number in zip(again, (2, 0, 3), strict=True))
+
+
+def test_dummy_micro_batches_repeat_what_was_read() -> None:
+    source = source_of(Files, 1)
+    fetcher = fetcher_of(source)
+    fetcher.is_in_step = True
+    order = order_of(source, 2, shares=(7, 1), rank=1, in_step=True)
+    micros = list(islice((fetcher[key] for key in order.from_update(0)), 12))
+    assert [micro.counts for micro in micros] == [True, False, False, False] * 3
+    assert all(torch.equal(micros[first].batch, micros[first + 1].batch) for first in (0, 4, 8))
+
+
+def test_a_stream_does_not_touch_the_global_generators() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    read(source_of(KINDS["shuffled"], 2), 5)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_that_divides_itself_among_workers_is_divided_into_shards(num_shards: int, workers: int) -> None:
+    source = StreamSource("train", num_shards, ByWorker())
+    found = torch.cat(rows(read(source, 8, workers=workers)))
+    assert len(set(found[:64, 0].tolist())) == 64
+
+
+def test_the_first_samples_of_each_epoch_are_used_where_they_are_limited() -> None:
+    source = source_of(Files, 1, limit=20)
+    order = order_of(source)
+    assert order.updates_per_epoch == 3
+    assert sorted(torch.cat(rows(read(source, 3)))[:, 0].tolist()) == NUMBERS[:20]
+    assert sorted(torch.cat(rows(read(source, 6)))[20:, 0].tolist()) == NUMBERS[:20]
+
+
+def test_samples_for_an_evaluation_are_kept() -> None:
+    source = source_of(Files, 1)
+    assert [int(sample[0]) for sample in all_samples(source, None, SEED)] == NUMBERS
+    assert len(all_samples(source, 7, SEED)) == 7
+
+
+def test_what_can_only_be_iterated_over_is_a_stream() -> None:
+    assert all(map(is_stream, (ByWorker(), Files(FILES), iter(NUMBERS))))
+    assert not any(map(is_stream, ([1], torch.zeros(2), torch.utils.data.TensorDataset(torch.zeros(2)), 3)))
+
+
+# ---------------------------------------------------------------- lies
+
+
+class Short(Files):
+    def __len__(self) -> int:
+        return 2 + sum(map(len, self.files))
+
+
+class Long(Files):
+    def __len__(self) -> int:
+        return sum(map(len, self.files)) - 2
+
+
+class Raising(Files):
+    def __iter__(self) -> Any:
+        yield from islice(super().__iter__(), 11)
+        raise ValueError("cut off")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "num_shards", "what"),
+    [
+        (Short, 1, "ended after 71 samples, but its length is 73"),
+        (Long, 2, "has more samples than its length"),
+        (Raising, 1, "sample 11 of the train stream cannot be read: ValueError: cut off"),
+        (Files, 7, "shard 5 of the train stream has no samples"),
+    ],
+)
+def test_a_stream_that_breaks_its_promises_is_named(kind: Any, num_shards: int, what: str, workers: int) -> None:
+    with pytest.raises(DataError, match=what):
+        read(source_of(kind, num_shards), 12, workers=workers)
+
+
+def verdict_of(source: StreamSource) -> StreamVerdict:
+    fetcher = fetcher_of(source)
+    return check_stream(fetcher, Loader(fetcher))
+
+
+@kinds
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_stream_is_checked_before_training(kind: str, num_shards: int) -> None:
+    verdict = verdict_of(source_of(KINDS[kind], num_shards))
+    assert verdict.has_state == ("state" in kind)
+    assert bool(verdict.why_lost) == (kind == "lying_state")
+    raise_fault(verdict, num_shards)
+
+
+@pytest.mark.parametrize("dataset", [Undivided(), Unseeded()], ids=["undivided", "unseeded"])
+def test_a_stream_that_would_repeat_or_miss_samples_is_refused(dataset: Any) -> None:
+    source = StreamSource("train", 2, dataset)
+    with pytest.raises(DataError):
+        raise_fault(verdict_of(source), 2)
+    if isinstance(dataset, Undivided):
+        raise_fault(verdict_of(StreamSource("train", 1, dataset)), 1)
+
+
+def test_a_state_that_cannot_be_stored_is_reported() -> None:
+    class Foreign(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": self.position, "file": object()}
+
+    assert "object" in verdict_of(source_of(Foreign, 1)).why_lost
+    assert marks_after(read(source_of(Foreign, 1), 2))[0].state is None
+
+
+def test_a_lost_state_is_noted_and_the_samples_are_the_same() -> None:
+    source = source_of(Liar, 1)
+    updates = read(source, 4)
+    resumed = read(source, 1, start=3, marks=marks_after(updates[:3]))
+    assert torch.equal(rows(resumed)[0], rows(updates)[3])
+    assert "load_state_dict" in resumed[0][0].marks[0].note
+
+
+@pytest.mark.parametrize("kind", [WithLength, Stateful])
+def test_other_samples_after_a_stop_are_refused(kind: type[Files]) -> None:
+    marks = marks_after(read(source_of(kind, 1), 3))
+    changed = StreamSource("train", 1, make=lambda *_: kind([[number + 1 for number in NUMBERS]]))
+    with pytest.raises(DataError, match="is not the one that it was"):
+        read(changed, 1, start=3, marks=marks)
+
+
+STATES: list[Any] = [
+    {"a": [1, 2.5, None, True, "x"], "b": (1, (2,)), "c": {3, 4}, "d": frozenset("ab"), 5: "key"},
+    {"bytes": b"\x00\xff", "inf": float("inf"), "~type": "mine", "nested": {("a", 1): [{}]}},
+    {"array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(1.5), "bool": np.bool_(True)},
+    {"tensor": torch.arange(4).view(2, 2), "half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.empty(0)},
+    {"generator": torch.Generator().manual_seed(1).get_state()},
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+def test_a_state_is_the_same_after_json(state: Any) -> None:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        if isinstance(one, (list, tuple)):
+            return type(one) is type(other) and all(map(same, one, other))
+        if isinstance(one, torch.Tensor):
+            return one.dtype == other.dtype and torch.equal(one, other)
+        if isinstance(one, (np.ndarray, np.generic)):
+            return type(one) is type(other) and one.dtype == other.dtype and np.array_equal(one, other)
+        return type(one) is type(other) and bool(one == other)
+
+    assert same(decode_state(json.loads(json.dumps(encode_state(state)))), state)
