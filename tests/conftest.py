@@ -42,7 +42,7 @@ LONGEST = (
 )  # fmt: skip
 
 MANY = 10  # tests, for which it pays to import all at once
-FILE_BUDGET_S = 15  # of CPU time; reported, never asserted
+FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -205,7 +205,8 @@ def test_an_old_way_to_write_the_setting_and_the_new_one_are_equal(server: ForkS
 def test_trials_of_a_sweep_start_from_a_run_by_its_name(server: ForkServer, tmp_path: Path) -> None:
     common = ["train", "--task", str(TASK), "updates=1", "device=cpu", "monitor=off", "backend.threads=1"]
     assert server.run([*common, "run=first"], tmp_path).code == 0
-    assert server.run([*common, "-m", "weights=last", "seed=1,2", "run=sweep"], tmp_path).code == 0
+    forked = {"IMPORT_FIRST": "tests.forked_trials"}
+    assert server.run([*common, "-m", "weights=last", "seed=1,2", "run=sweep"], tmp_path, forked).code == 0
     for number in (1, 2):
         log = (tmp_path / "outputs" / "sweep" / f"sweep-{number}" / "console.log").read_text()
         assert "run first," in log
