@@ -182,23 +182,49 @@ def named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[
 def _renamed(tensors: dict[str, Tensor], given: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors, the longest old first."""
     rename = {str(old): str(new) for old, new in given.items()}
-    unused = set(rename)
+    if problems := _unknown(rename, tensors):
+        raise ConfigError(problems)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         old = max((old for old in rename if _under(name, [old])), key=len, default=None)
-        unused.discard(str(old))
         new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
         if new in found:
             what = f"two tensors would be named {new}"
             raise ConfigError(Problem(what, "weights.rename", "rename one of them to another name"))
         found[new] = tensor
-    if unused:
-        modules = _modules(tensors)
-        raise ConfigError(
-            Problem(f"the weights have no {old}; they have {shortened(sorted(tensors), _NUM_SHOWN)}",
-                    f"weights.rename.{old}", did_you_mean(old, modules)) for old in sorted(unused)
-        )  # fmt: skip
     return found
+
+
+def check_names(source: WeightSource, options: WeightsSettings) -> None:
+    """Raise ConfigError for names in `weights.rename` that the source lacks; only headers are read.
+
+    A file that is not in the safetensors format is reported when it is loaded.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    for file in source.files if options.rename else ():
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                names.update(opened.keys())
+        except (SafetensorError, OSError):
+            return
+    if problems := _unknown([str(old) for old in options.rename], names):
+        raise ConfigError(problems)
+
+
+def _unknown(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
+    """Return a problem for each module or tensor that is not the longest one above any of the names."""
+    used = {max((old for old in renamed if _under(name, [old])), key=len, default=None) for name in names}
+    return [
+        Problem(
+            f"the weights have no {old}; they have {shortened(sorted(names), _NUM_SHOWN)}",
+            f"weights.rename.{old}",
+            did_you_mean(old, _modules(names)),
+        )
+        for old in sorted(renamed)
+        if old not in used
+    ]
 
 
 def _check_modules(only: Iterable[str], wanted: Collection[str]) -> None:

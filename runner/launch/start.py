@@ -76,8 +76,10 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> tu
         Console(level=level_said()).info(f"starting run {name}: loading PyTorch")
     if member is None and configuration.settings.weights.source and not (configuration.settings.root / name).exists():
         from runner.durable.weight_source import find_weights
+        from runner.engine.weights import check_names
 
-        find_weights(configuration.settings.weights.source, configuration.settings.root)
+        weights = configuration.settings.weights
+        check_names(find_weights(str(weights.source), configuration.settings.root), weights)
     if member is not None:
         ended, job = _as_member(request, configuration, name, member, predicts=predicts)
         if member.rank:

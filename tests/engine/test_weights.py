@@ -196,6 +196,15 @@ def test_a_run_its_name_and_its_checkpoints_are_sources(server: ForkServer, tmp_
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), value
 
 
+def test_a_name_that_the_weights_lack_leaves_no_run_folder(server: ForkServer, tmp_path: Path) -> None:
+    save_file(source(), tmp_path / "w.safetensors")
+    words = ["train", "--task", str(TASK), "device=cpu", "run=mine", "weights=w.safetensors"]
+    ended = server.run([*words, "weights.rename={bakbone: body}"], tmp_path)
+    assert ended.code == 78
+    assert " backbone?" in ended.err
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_an_old_way_to_write_the_setting_and_the_new_one_are_equal(server: ForkServer, tmp_path: Path) -> None:
     missing = [server.run(f"train task=gpt {key}=nowhere", tmp_path) for key in ("weights", "weights.source")]
     assert [ended.code for ended in missing] == [66, 66]
