@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PLANTED = Path(__file__).resolve().parents[2] / "tests" / "measure" / "planted"
+PLANTED = Path(__file__).resolve().parents[2] / "tests" / "tools" / "measure" / "planted"
 
 
 @dataclass(frozen=True)

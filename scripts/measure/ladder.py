@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TASK = ROOT / "tests" / "measure" / "planted" / "gradients.py"
+TASK = ROOT / "tests" / "tools" / "measure" / "planted" / "gradients.py"
 SETTINGS = ("device=cpu", "backend.threads=1", "global_batch_size=64")
 SHARE = 0.1  # of the baseline's update, that `slow` sleeps
 

@@ -46,8 +46,8 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
     with Comparison(request, cores) as comparison, comparison.alone(Variant("probe"), CompareLimits()) as (ask, opened):
         made, report, there = ask({"do": "run", "updates": UPDATES}), ask({"do": "report"}), opened.opened
     demand, rank = needs.demands[there["phase"]], plan.ranks[0]
-    thought = predicted(demand, there["micro_batch_size"], dataclasses.replace(rank, unseen=0.0))
-    tensors = sum(size for part, size in thought.parts.items() if part != "libraries")
+    prediction = predicted(demand, there["micro_batch_size"], dataclasses.replace(rank, unseen=0.0))
+    tensors = sum(size for part, size in prediction.parts.items() if part != "libraries")
     is_gpu = "reserved_gib" in report
     held = round(report["reserved_gib" if is_gpu else "peak_host_gib"] * GIB)
     share, micro = there["global_batch_size"], there["micro_batch_size"]
@@ -63,11 +63,11 @@ def probe(request: Request, say: Callable[[str], None]) -> list[str]:
         flops_per_s={precision: flops / seconds} if flops else {},
     )
     before = corrections().get(rank.name)
-    said = tensors if is_gpu else thought.total
+    expected = tensors if is_gpu else prediction.total
     estimate = update_seconds(demand, passes, peaks_of(rank.name, precision, facts_of_profiles().values()))
     return [
         f"{UPDATES} updates of {found.task} on {rank.name}, micro-batches of {micro}",
-        f"memory       measured {sized(held)}, predicted {sized(said)} ({said / held - 1:+.0%})"
+        f"memory       measured {sized(held)}, predicted {sized(expected)} ({expected / held - 1:+.0%})"
         + (", of torch's allocator" if is_gpu else ", with libraries"),
         f"update time  measured {seconds * 1e3:,.3g} ms" + (f", estimated {estimate}" if estimate else ""),
         *([f"{'':<11}  replaces the correction by {before.task} of {before.date}"] if before else []),

@@ -110,13 +110,13 @@ def _carried(before: Choice, option: str, words: Iterable[str], group: str = "op
     group  where they are set: of the run, or of a phase, which then gets the other optimizer
     """
     signature = function_of("optimizer", option)
-    said = {word.partition("=")[0] for word in words}
+    given = {word.partition("=")[0] for word in words}
     if signature is None or option == before.name:
         return []
     return [f"{group}={option}"] * (group != "optimizer") + [
         f"{group}.{key}={_word(value)}"
         for key, value in before.options.items()
-        if key in signature.keys and f"optimizer.{key}" not in said and f"{group}.{key}" not in said
+        if key in signature.keys and f"optimizer.{key}" not in given and f"{group}.{key}" not in given
     ]
 
 

@@ -113,7 +113,7 @@ class Ladder:
             members = self._left(members)
             if "cumulative" in self.asked.modes:
                 members = self._without_rivals(members)
-        if self.asked.members and set(self.skipped) >= {each.name for each in self.asked.members}:
+        if self._is_impossible():
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             raise ConfigError(Problem(f"none can be measured here: {why}", "techniques", "use techniques=all"))
         if "cumulative" in self.asked.modes and members:
@@ -122,6 +122,12 @@ class Ladder:
                 return
             with self._kept():
                 self.measure_stack(self.startable(members))
+
+    def _is_impossible(self) -> bool:
+        """Return whether no technique can be measured, whatever the budget."""
+        names = [each.name for each in self.asked.members]
+        has_time = [name for name in names if not (name in self.rows and self.rows[name].outcome.is_untried)]
+        return bool(names) and has_time == names and set(names) <= self.skipped.keys()
 
     def _left(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         return tuple(technique for technique in members if technique.name not in self.skipped)
@@ -133,9 +139,8 @@ class Ladder:
         try:
             yield
         finally:
-            rows = {name: row for name, row in self.rows.items() if name not in before}
-            if any(row.updates_ms for name, row in rows.items() if name != BASELINE) or not self.asked.members:
-                self.keep(rows)
+            if not self._is_impossible():
+                self.keep({name: row for name, row in self.rows.items() if name not in before})
 
     def measure_isolated(self, members: Sequence[Technique]) -> None:
         """Measure each technique alone against the baseline."""

@@ -473,3 +473,14 @@ def test_numbers_that_are_not_known_are_null_in_json() -> None:
 )
 def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]) -> None:
     assert ladder.evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
+
+
+def test_techniques_that_had_no_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:
+    """That they were not tried is no error: a larger budget tries them."""
+    (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")
+    wanted = replace(wanted_in(tmp_path, config_dir, "late", steps="4", rounds="3"), budget_s=12.0)
+
+    report = run(wanted)
+
+    assert report.skipped["late"].startswith("not tried")
+    assert set(columns_of(tmp_path)) == {BASELINE}
