@@ -198,7 +198,7 @@ def test_statistics_that_stopped_being_finite_are_not_saved(server: ForkServer, 
 # ---------------------------------------------------------------- going on, and ranks
 
 
-def test_once_it_is_mended_the_same_command_ends_as_if_nothing_had_been(server: ForkServer, tmp_path: Path) -> None:
+def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()

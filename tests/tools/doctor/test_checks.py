@@ -354,7 +354,7 @@ def test_a_package_that_cannot_be_imported_is_told_with_the_last_line_of_its_err
     assert optional.seen.endswith(f"ImportError: {why}")
 
 
-def test_a_torch_that_cannot_be_imported_is_told_with_the_line_that_mends_it(
+def test_a_torch_that_cannot_be_imported_is_reported_with_its_fix(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needing(monkeypatch, software.Package("torch", ">=2.11"))

@@ -155,7 +155,7 @@ def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built:
     assert (cudnn["state"], cudnn["seen"]) == ("ok", "9.10.2 (of torch 2.13.0)")
 
 
-def test_a_machine_without_a_gpu_has_nothing_to_mend(nvml_stub: NvmlStub) -> None:
+def test_a_machine_without_a_gpu_has_nothing_to_fix(nvml_stub: NvmlStub) -> None:
     for findings in told(nvml_stub, None).values():
         assert {each["state"] for each in findings} == {"skip"}
 
