@@ -2,8 +2,9 @@
 # Create the virtual environment for the other scripts. If it is up to date, return within milliseconds.
 #
 #   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, tasks (or one of them: hyperspectral, tractodiff),
-#                                               search, metrics, 8bit, bpe, docs, onnx, slurm, tensorboard; cape and plots
-#                                               are accepted and add nothing: matplotlib is always installed
+#                                               search, metrics, 8bit, bpe, docs, lora, onnx, schedulefree, slurm,
+#                                               tensorboard, transformers; cape and plots are accepted and add nothing
+#                                               (matplotlib is always installed)
 #   source scripts/setup.sh; set_up [--quiet] [EXTRA...]
 #
 # Sets $root (the checkout) and $venv (the environment). Installed extras are kept. Concurrent calls wait for each
