@@ -430,10 +430,11 @@ def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]
         if idle := [
             key for key in ("seconds", "interval_s", *parsed.flags - {"--json"}) if key in {*given, *parsed.flags}
         ]:
-            what = f"leave it out: run={given['run']} shows recorded metrics"
-            problems.append(Problem(what, ", ".join(idle)))
+            what = f"has no effect with run={given['run']}, which shows recorded metrics"
+            problems.append(Problem(what, ", ".join(idle), "leave it out"))
     elif "--once" in parsed.flags and (idle := [key for key in ("seconds", "log_dir") if given.get(key) is not None]):
-        problems.append(Problem("leave it out: --once prints one sample and writes nothing", ", ".join(idle)))
+        what = "has no effect with --once, which prints one sample and writes nothing"
+        problems.append(Problem(what, ", ".join(idle), "leave it out"))
     if problems:
         raise ConfigError(problems)
     return MonitorOptions(**given), set(given), parsed.flags

@@ -68,7 +68,8 @@ def _of_packages() -> Parsed:
 
     found: dict[tuple[str, str], OwnOption] = {}
     problems: list[Problem] = []
-    points = {point: None for group in (*TABLE_POINTS, TASK_POINTS) for point in entry_points(group=group)}
+    known = entry_points()  # once: it reads a file of each installed package
+    points = {point: None for group in (*TABLE_POINTS, TASK_POINTS) for point in known.select(group=group)}
     for point in sorted(points, key=lambda each: (each.dist.name if each.dist else "", each)):
         package = f"{point.dist.name} {point.dist.version}" if point.dist else point.name
         file = _file_of_module(point.module)

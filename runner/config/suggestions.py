@@ -60,8 +60,11 @@ def translate_key(name: str, value: str, own_keys: tuple[str, ...]) -> str:
     """Return a suggestion for a key of another tool, or for one of ours in a group of another tool."""
     if name.lower() in own_keys:
         return f"use {name.lower()}={value or '...'}" if name not in own_keys else ""
-    if (own := f"inference.{name.lower()}") in own_keys:
+    is_batch, of_prediction = _NAMES_A_BATCH.search(name), [own for own in own_keys if own.startswith("inference.")]
+    if (own := f"inference.{'batch_size' if is_batch else name.lower()}") in of_prediction:
         return f"use {own}={value or '...'}"
+    if is_batch and of_prediction:
+        return f"the task's prediction has no batch size; it has {', '.join(of_prediction)}"
     if suggestion := fix_of_key(name, value):
         parts = name.lower().split("_")
         if len(parts) == 2 and (own := next((each for each in own_keys if each in parts), "")):
@@ -71,6 +74,9 @@ def translate_key(name: str, value: str, own_keys: tuple[str, ...]) -> str:
         if own != name and (own in GROUPS or own in all_keys()):
             return with_valid_values(f"use {own}={value or '...'}", own_keys)
     return ""
+
+
+_NAMES_A_BATCH = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")
 
 
 def with_valid_values(suggestion: str, own_keys: tuple[str, ...] = ()) -> str:

@@ -55,7 +55,7 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
         problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line"))
         return TaskFile(source, label)
     except (RecursionError, MemoryError):  # raised as MemoryError: the parser's stack is exhausted
-        problems.append(Problem("is nested too deeply for Python's parser", str(source)))
+        problems.append(Problem("is nested too deeply for Python's parser", str(source), "simplify its expressions"))
         return TaskFile(source, label)
     except (UnicodeDecodeError, ValueError) as error:
         problems.append(Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py"))

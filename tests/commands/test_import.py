@@ -36,6 +36,7 @@ def prefixed(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
     return {prefix + name: tensor for name, tensor in state.items()}
 
 
+torch.manual_seed(0)
 STATE = model().state_dict()
 TAKEN: dict[str, Any] = {
     "plain": STATE,

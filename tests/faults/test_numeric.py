@@ -153,7 +153,7 @@ Precision.__init__ = late
 """
 LATE_KERNELS = {
     "fused": "at update 12: first in the output of middle (Middle), whose inputs are finite",
-    "foreach": "at update 12: it had changed body.0.weight, ",
+    "foreach": "at update 12: the update had changed body.0.weight, ",
 }
 
 

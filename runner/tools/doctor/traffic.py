@@ -81,7 +81,7 @@ def sum_over_processes(name: str, devices: tuple[str, ...], scratch: Path, sum_a
         errors[number] = wrong_by
     for rank, other in others.items():
         if other.exitcode or rank not in errors:
-            return failed(name, f"process {rank} of {len(devices)} left with exit code {other.exitcode}", _ON_ONE)
+            return failed(name, f"process {rank} of {len(devices)} exited with code {other.exitcode}", _ON_ONE)
     wrong = [f"by {each:g} in process {rank}" for rank, each in sorted(errors.items()) if each]  # also of NaN
     if wrong:
         return failed(name, f"the sum over {len(devices)} processes is wrong {', '.join(wrong)}", _ON_ONE)

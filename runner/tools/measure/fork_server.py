@@ -26,7 +26,7 @@ class OutOfTime(AccelRunError):
     exit_code = Exit.CONFIG
 
 
-def _out_of_time() -> OutOfTime:
+def out_of_time() -> OutOfTime:
     return OutOfTime(
         "must be longer: the time was over before a variant had answered", where="budget_s", fix=_MORE_TIME
     )
@@ -163,7 +163,7 @@ class VariantProcess(JsonSocket):
         try:
             answer = self.receive(min(timeout_s, left_s))
         except NoAnswer as error:
-            raise _out_of_time() if left_s < timeout_s else error from None
+            raise out_of_time() if left_s < timeout_s else error from None
         if answer is None:
             raise self._death()
         if "error" in answer:

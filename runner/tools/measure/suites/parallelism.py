@@ -12,6 +12,7 @@ from runner.config.request import Request, merge_overrides
 from runner.host.subprocesses import in_subprocess
 from runner.tools.measure.compare import Comparison, enough
 from runner.tools.measure.comparison_result import ComparisonResult, RankSetup, Variant, VariantResult
+from runner.tools.measure.fork_server import out_of_time
 from runner.tools.measure.measuring_place import planned
 from runner.tools.measure.suite import SuiteReport, SuiteRequest, gain_of, saved, table_of
 
@@ -19,7 +20,7 @@ from runner.tools.measure.suite import SuiteReport, SuiteRequest, gain_of, saved
 def run(wanted: SuiteRequest) -> SuiteReport:
     """Compare forms of parallelism on CPU ranks over gloo; every rank has as many threads as the single one.
 
-    Raises ConfigError for invalid numbers and fewer than two ranks.
+    Raises ConfigError for invalid numbers and fewer than two ranks, OutOfTime if there was no time for a block.
     """
     wanted.refuse_words()
     names = wanted.some_of("forms", FORMS)
@@ -35,6 +36,8 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     limits = dataclasses.replace(wanted.limits(), min_updates=updates)
     with Comparison(_request(wanted.request, threads)) as comparison:
         trials = comparison.compare(variants, limits, wanted.say)
+    if not trials.baseline.blocks:
+        raise out_of_time()
     each = f"{threads} thread{'s' if threads > 1 else ''} each"
     notes = [f"CPU ranks over gloo, {each}: gains on other devices depend on the links between them"]
     if ranks * threads > cores:
