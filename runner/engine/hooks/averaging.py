@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from runner.base.optimizer_state import copy_values
@@ -70,8 +71,8 @@ class Averaging(Hook):
     @staticmethod
     def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
         if _is_evaluated(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
-            averaged = {**checkpoint.tensors("model"), **checkpoint.tensors(Averaging.name)}
-            parts.parallel.load(parts.bare, averaged)
+            averaged = under_all_names(parts.bare, checkpoint.tensors(Averaging.name))
+            parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: weight.detach() for name, weight in self.phase.work.own.items()}
@@ -84,6 +85,15 @@ class Averaging(Hook):
                 before = weights[name].clone()
                 weights[name].copy_(average)
                 average.copy_(before)
+
+
+def under_all_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of parameters under each name of a shared one: the last that is loaded counts."""
+    names = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[parameter].append(name)
+    aliases = {name: shared for shared in names.values() for name in shared}
+    return {name: tensor for known, tensor in tensors.items() for name in aliases.get(known, [known])}
 
 
 def _is_evaluated(options: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from runner.base.errors import IncompatibleResume
 from runner.base.world import World
 from runner.config.request import Request
 from runner.durable import checkpoint
+from runner.engine.hooks.averaging import under_all_names
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
@@ -154,3 +155,14 @@ def test_a_checkpoint_from_before_the_option_is_one_without_an_average(tmp_path:
     told: list[str] = []
     check_resume(plan, start, told.append)
     assert not told
+
+
+def test_an_averaged_weight_that_two_modules_share_is_under_both_names() -> None:
+    """A checkpoint holds it once as an average and twice in the model: the last that is loaded counts."""
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
+    model["last"].weight = model["first"].weight
+    average = torch.full((2, 2), 3.0)
+    found = under_all_names(model, {"first.weight": average, "foreign": average})
+    assert set(found) == {"first.weight", "last.weight", "foreign"}
+    model.load_state_dict({**model.state_dict(), **{name: found[name] for name in model.state_dict()}})
+    assert torch.equal(model["last"].weight, average)
