@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from runner.base.errors import AccelRunError, TaskFault
@@ -45,12 +46,22 @@ def file_of_reference(reference: str) -> Path:
     return Path(str(module.__file__))
 
 
+class UncachedLoader(SourceFileLoader):
+    """Compiles a file at each start: kept bytecode is stale if an edit keeps second and size of the file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
 def load_file(file: Path) -> ModuleType:
     """Execute a Python file as a module of its name, which data workers can import from the file's folder.
 
     Raises TaskFault if the name is taken.
     """
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    loader = UncachedLoader(file.stem, str(file)) if file.suffix == ".py" else None
+    spec = importlib.util.spec_from_file_location(file.stem, file, loader=loader)
     if spec is None or spec.loader is None:
         raise TaskFault("is not a Python file", where=str(file), fix="its name must end with .py")
     if file.stem in sys.modules and getattr(sys.modules[file.stem], "__file__", None) != str(file):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner.config.option_table import load_file
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED
 
@@ -110,3 +113,15 @@ def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: 
         json.loads((tmp_path / "outputs" / "mine" / "predictions" / "summary.json").read_text())["checkpoint_update"]
         == 30
     )
+
+
+def test_a_task_file_is_compiled_at_each_start(tmp_path: Path) -> None:
+    """Bytecode is kept by the second and the size of its file: an edit within both would not be seen."""
+    file = tmp_path / "compiled_twice.py"
+    for value in (1, 2):
+        file.write_text(f"VALUE = {value}\n")
+        os.utime(file, (10**9, 10**9))
+        assert value == load_file(file).VALUE
+        del sys.modules["compiled_twice"]
+        sys.path.remove(str(tmp_path))
+    assert not (tmp_path / "__pycache__").exists()
