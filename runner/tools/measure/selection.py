@@ -78,7 +78,7 @@ def select(
         variants, dataclasses.replace(first, rounds=confirmation.rounds or limits.rounds) if is_one else first
     )
     trials.needs_s /= share
-    outcomes = {each.name: trials.outcome(each) for each in trials.variants[1:] if may_win(each)}
+    outcomes = {each.name: trials.outcome(each) for each in trials.variants[1:] if each.blocks and may_win(each)}
     faster = [name for name, outcome in outcomes.items() if outcome.is_faster]
     if not faster:
         return Selection(trials)

@@ -1,0 +1,21 @@
+"""The best variant is chosen among those that were measured."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from runner.tools.measure.compare import CompareLimits
+from runner.tools.measure.selection import select
+
+
+def test_a_variant_that_never_started_is_not_asked_whether_it_may_win() -> None:
+    """Its process has reported no settings."""
+    unstarted = SimpleNamespace(name="other", blocks={}, opened={})
+    trials: Any = SimpleNamespace(needs_s=0.0, variants=[SimpleNamespace(name="base"), unstarted])
+
+    def may_win(each: Any) -> bool:
+        return bool(each.opened["values"])
+
+    found = select(lambda *_: trials, [SimpleNamespace()] * 3, CompareLimits(), may_win=may_win)  # type: ignore[list-item]
+    assert found.leader == ""
