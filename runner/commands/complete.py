@@ -485,7 +485,7 @@ _COMMANDS: Mapping[str, Accepts] = {
     "resume": Accepts(_run_names, settings="listed"),
     "runs": Accepts(flags=("--json",)),
     "status": Accepts(_run_or_sweep, _keys("output_root")),
-    "report": Accepts(_runs_and_sweeps, _keys("out", "output_root")),
+    "report": Accepts(_runs_and_sweeps, _keys("out", "output_root", "every_s"), ("--watch",)),
     "evaluate": Accepts(_run_names, _keys("split", *_USUAL_KEYS, "weights"), ("--json",), "values"),
     "export": Accepts(_run_names, _keys("format", *_USUAL_KEYS), settings="values"),
     "monitor": Accepts(flags=("--once", "--json")),

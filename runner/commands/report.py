@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,9 @@ from runner.commands.arguments import own_arguments, teller
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
+    from runner.tools.report.watch import Content
 
-HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [output_root=outputs]
+HELP = """usage: accel-run report [last|NAME|DIR ...] [out=FILE.html] [output_root=outputs] [--watch [every_s=5]]
 
 Writes a self-contained HTML page: task and machine, key figures, the bottleneck, training curves, time and memory by
 part, machine metrics over time, predictions, settings, and how to reproduce the run. Missing data is listed with the
@@ -24,70 +26,133 @@ or not.
                     search: the table of its trials and a comparison of the best ones
   out=FILE.html     output file (default: report.html in the run's folder; for several runs comparison.html beside the
                     first one)
+  --watch           rewrite the page every 5 s, or every_s=N, until training has ended; a browser that shows it
+                    reloads it
 
 examples
   accel-run report
+  accel-run report --watch
   accel-run report first second
   accel-run report outputs/first out=first.html
 """
 
-OWN = {"out": "", "output_root": "outputs", "run": ""}
+OWN = {"out": "", "output_root": "outputs", "run": "", "every_s": "5"}
+WATCH = "--watch"
 
 
 def run(words: list[str]) -> int:
-    """Write the page and print its path."""
+    """Write the page and print its path; with --watch, repeat it until training has ended."""
     from runner.base.paths import as_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import say_skipped
+    from runner.tools.report.watch import watch
 
     own, rest = read_words(words)
     root = as_path(own["output_root"])
     if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
-        return _of_sweep(folder, own["out"])
-    directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
-    for directory in directories:
-        say_skipped(directory, teller("report"))
-    _refuse_twice(directories, rest)
-    out = as_path(own["out"]) if own["out"] else _usual_place(directories)
+        source: Source = SweepSource(folder)
+        out = as_path(own["out"]) if own["out"] else folder / "report.html"
+    else:
+        directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
+        for directory in directories:
+            say_skipped(directory, teller("report"))
+        _refuse_twice(directories, rest)
+        source = RunSource(directories)
+        out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
-    from runner.tools.report.comparison import comparison_of
-    from runner.tools.report.page import html_of
-    from runner.tools.report.run_data import read_story
-    from runner.tools.report.run_page import page_of
-
-    stories = [read_story(directory) for directory in directories]
-    html = html_of(page_of(stories[0]) if len(stories) == 1 else comparison_of(stories))
-    shown = _written(html, out, directories[0])
-    print(fit_to_show(f"written to {shown} ({len(html.encode()) / 1000:.0f} KB)"))
-    for story in stories:
-        if story.missing:
-            lead = f"{story.name}: " if len(stories) > 1 else ""
-            print(fit_to_show(f"{lead}note: {'; '.join(story.missing.values())}"), file=sys.stderr)
+    if WATCH in words:
+        every_s = float(own["every_s"])
+        print(fit_to_show(f"updating {out} every {every_s:g} s while training runs; press Ctrl-C to stop"), flush=True)
+        content, size = watch(source.content, partial(source.write, out), every_s)
+    else:
+        content = source.content()
+        size = source.write(out, content)
+    print(fit_to_show(f"written to {out} ({size / 1000:.0f} KB)"))
+    for note in content.notes:
+        print(fit_to_show(note), file=sys.stderr)
     return 0
 
 
-def _of_sweep(folder: Path, given: str) -> int:
-    """Write the page about a sweep or a search and print its path."""
-    from runner.base.paths import as_path
-    from runner.durable import files
-    from runner.sweeps.trials import Sweep
-    from runner.tools.report.page import html_of
-    from runner.tools.report.sweep_page import page_of_sweep
+class Source:
+    """What a page is about."""
 
-    out = as_path(given) if given else folder / "report.html"
-    _refuse_place(out)
-    html = html_of(page_of_sweep(Sweep.read(folder)))
-    files.atomic_write(out.absolute(), html)
-    print(fit_to_show(f"written to {out} ({len(html.encode()) / 1000:.0f} KB)"))
-    return 0
+    def content(self) -> Content:
+        """Read it and return the page."""
+        raise NotImplementedError
+
+    def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
+        """Write the page and return its size in bytes."""
+        from runner.durable import files
+        from runner.tools.report.page import html_of
+
+        html = html_of(content.page, refresh_s)
+        files.atomic_write(out.absolute(), html)
+        return len(html.encode())
+
+
+class RunSource(Source):
+    """One run, or several that are compared."""
+
+    def __init__(self, directories: list[RunDirectory]) -> None:
+        self.directories = directories
+
+    def content(self) -> Content:
+        from runner.tools.report.comparison import comparison_of
+        from runner.tools.report.run_data import read_story
+        from runner.tools.report.run_page import page_of
+        from runner.tools.report.watch import Content
+
+        stories = [read_story(directory) for directory in self.directories]
+        page = page_of(stories[0]) if len(stories) == 1 else comparison_of(stories)
+        notes = [
+            f"{f'{story.name}: ' if len(stories) > 1 else ''}note: {'; '.join(story.missing.values())}"
+            for story in stories
+            if story.missing
+        ]
+        return Content(page, notes, is_live=any(story.standing.word == "running" for story in stories))
+
+    def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
+        from runner.base.errors import StorageError
+        from runner.tools.report.page import html_of
+
+        try:
+            if out.absolute() != self.directories[0].report:
+                return super().write(out, content, refresh_s)
+            html = html_of(content.page, refresh_s)
+            self.directories[0].write("report.html", html)
+            return len(html.encode())
+        except StorageError as error:  # for example no write permission in the run's folder
+            fix = error.problems[0].fix or "use out=FILE.html in a writable folder"
+            raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
+
+
+class SweepSource(Source):
+    """A sweep or a search."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def content(self) -> Content:
+        from runner.sweeps.trials import Sweep
+        from runner.tools.report.sweep_page import page_of_sweep
+        from runner.tools.report.watch import Content
+
+        sweep = Sweep.read(self.folder)
+        is_live = any(result.state == "running" for result in sweep.results())
+        return Content(page_of_sweep(sweep), (), is_live)
 
 
 def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the command's keys, and the runs. Raises ConfigError listing all problems."""
     from runner.config.schema import did_you_mean
 
+    words = [word for word in words if word != WATCH]
     own, rest, _ = own_arguments(words, OWN)
     problems = []
+    if not _is_period(own["every_s"]):
+        problems.append(
+            Problem("must be a number of seconds, at least 1", f"every_s={own['every_s']}", "use every_s=5")
+        )
     for word in words:
         key, has_value, _ = word.partition("=")
         if word.startswith("-"):
@@ -101,6 +166,13 @@ def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
     if problems:
         raise ConfigError(problems)
     return own, rest or ([own["run"]] if own["run"] else [])
+
+
+def _is_period(text: str) -> bool:
+    try:
+        return 1 <= float(text) < float("inf")
+    except ValueError:
+        return False
 
 
 def _refuse_twice(directories: list[RunDirectory], words: list[str]) -> None:
@@ -131,20 +203,3 @@ def _refuse_place(out: Path) -> None:
         is_ours = is_small and MARK.encode() in files.read(out)[:4096]
         if not is_ours:
             raise ConfigError(Problem("already exists and is not a report", f"out={out}", "choose another name"))
-
-
-def _written(html: str, out: Path, directory: RunDirectory) -> Path:
-    """Write the page, through RunDirectory if it belongs to the run. Returns the path as given."""
-    from runner.base.errors import StorageError
-    from runner.durable import files
-
-    is_of_the_run = out.absolute() == directory.report
-    try:
-        if is_of_the_run:
-            directory.write("report.html", html)
-        else:
-            files.atomic_write(out.absolute(), html)
-    except StorageError as error:  # for example no write permission in the run's folder
-        fix = error.problems[0].fix or "use out=FILE.html in a writable folder"
-        raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
-    return directory.shown / "report.html" if is_of_the_run else out

@@ -205,7 +205,7 @@ def _line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) ->
     is_crowded = len(canvas.labels) > _BANDS
     points = canvas.points // 4 if is_crowded else canvas.points
     line = thinned(canvas.x, values, canvas.samples.gaps(), points)
-    (drawn,) = axes.plot(line.x, line.mean, color=color, linewidth=1.4, zorder=3)
+    (drawn,) = axes.plot(line.x, line.mean, color=color, linewidth=1.4, zorder=3, label=label or None)
     alone = np.full(len(line.x), True) if len(line.x) <= _MARKED else _alone(line.mean)
     if alone.any():
         axes.plot(line.x[alone], line.mean[alone], "o", color=color, markersize=2.5, zorder=3)

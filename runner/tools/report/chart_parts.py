@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure, and what it shows in a sentence with its numbers; `note` is shown below it."""
+    """A figure with a text alternative.
+
+    described  what it shows, in a sentence with its numbers, for readers who cannot see it
+    note       shown below the figure
+    stacked    curves of a stack plot in the first axes, whose values cannot be read from its areas
+    """
 
     figure: Any
     described: str
     note: str = ""
+    stacked: Mapping[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

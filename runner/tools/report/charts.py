@@ -46,7 +46,7 @@ def charts_of(story: RunData, kinds: Sequence[Kind]) -> tuple[list[Chart], list[
                 if isinstance(drawn, str):
                     missing.append(Missing(kind.title, drawn))
                     continue
-                svg = as_svg(drawn.figure, kind.id, kind.title, drawn.described)
+                svg = as_svg(drawn, kind.id, kind.title)
             except (ArithmeticError, ValueError) as error:  # figures that no run has written
                 missing.append(Missing(kind.title, fit(f"cannot be drawn: {error_line(error)}")))
                 continue
@@ -174,7 +174,9 @@ def step_time(story: RunData) -> Drawing | str:
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", fontsize=8)
     shares = sorted(((row.sum() / total, part) for part, row in rows.items()), reverse=True)
     said = ", ".join(f"{part} {share:.0%}" for share, part in shares if share >= _LEAST_SHARE)
-    return Drawing(figure, f"time of updates by part: {said}", f"other: {', '.join(small)}" if small else "")
+    note = f"other: {', '.join(small)}" if small else ""
+    stacked = {part: Curve(at.tolist(), line.mean.tolist()) for part, line in lines.items()}
+    return Drawing(figure, f"time of updates by part: {said}", note, stacked)
 
 
 # ---------------------------------------------------------------- where time and memory went

@@ -119,7 +119,7 @@ def _charts(stories: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Cha
                     name,
                     title,
                     drawn.described,
-                    as_svg(drawn.figure, name, title, drawn.described),
+                    as_svg(drawn, name, title),
                     drawn.note,
                     wide=False,
                 )

@@ -112,10 +112,13 @@ class Page:
     missing: Sequence[Missing] = ()
 
 
-def html_of(page: Page) -> str:
-    """Return the page as HTML of less than MOST_BYTES; what has no room is left out, and the page says so."""
+def html_of(page: Page, refresh_s: float | None = None) -> str:
+    """Return the page as HTML of less than MOST_BYTES; what has no room is left out, and the page says so.
+
+    refresh_s  interval in seconds at which a browser reloads the page; None: never
+    """
     while True:
-        html = _rendered(page)
+        html = _rendered(page, refresh_s)
         if len(html.encode()) < MOST_BYTES:
             return html
         page = _smaller(page)
@@ -161,7 +164,7 @@ def _letters(table: PageTable) -> int:
     return sum(len(cell) for row in (table.head, *table.rows) for cell in row)
 
 
-def _rendered(page: Page) -> str:
+def _rendered(page: Page, refresh_s: float | None) -> str:
     import jinja2
 
     folder = Path(__file__).parent
@@ -174,7 +177,7 @@ def _rendered(page: Page) -> str:
     style = (folder / "page.css").read_text(encoding="utf-8")
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
     template = environment.get_template("page.html.jinja")
-    return template.render(page=page, style=style, version=__version__, made=made)
+    return template.render(page=page, style=style, version=__version__, made=made, refresh_s=refresh_s)
 
 
 _SMALL = 1000  # letters of a part, below which dropping it gains little

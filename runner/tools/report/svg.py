@@ -11,8 +11,9 @@ from typing import Any
 from xml.etree import ElementTree as Tree
 
 from runner.base.picture import COLORS
+from runner.tools.report.chart_parts import Drawing
+from runner.tools.report.hover import SPACE, add_hover_bands
 
-SPACE = "http://www.w3.org/2000/svg"
 _LINK = "{http://www.w3.org/1999/xlink}href"
 
 
@@ -26,14 +27,13 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def as_svg(figure: Any, name: str, title: str, described: str) -> str:
-    """Return the figure as an <svg> element for the page; to be called inside `drawing`.
+def as_svg(drawn: Drawing, name: str, title: str) -> str:
+    """Return the figure as an <svg> element for the page; must be called inside `drawing`.
 
-    name       begins every id in it, so that several figures on a page have none in common
-    described  text alternative for readers who cannot see it
+    name  prefix of every id in it, so that the ids of several figures on a page differ
     """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawn.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     root = Tree.fromstring(buffer.getvalue())  # what matplotlib wrote a line ago
     for parent in list(root.iter()):
         for child in list(parent):
@@ -44,9 +44,10 @@ def as_svg(figure: Any, name: str, title: str, described: str) -> str:
         for key, value in element.attrib.items():
             element.attrib[key] = _shortened(key, _recoloured(value))
     _, _, width, height = (float(number) for number in root.attrib["viewBox"].split())
+    add_hover_bands(root, drawn)
     root.attrib |= {"width": "100%", "role": "img", "aria-labelledby": f"{name}-title {name}-desc", "id": name}
     root.attrib.pop("height", None)
-    for tag, text in (("desc", described), ("title", title)):
+    for tag, text in (("desc", drawn.described), ("title", title)):
         element = Tree.Element(f"{{{SPACE}}}{tag}", {"id": f"{name}-{tag}"})
         element.text = text
         root.insert(0, element)

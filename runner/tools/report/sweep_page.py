@@ -70,7 +70,7 @@ def _charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[Mi
             [(f"{goal.metric} over trials", _over_trials(known, goal)), *_over_settings(known, goal)]
         ):
             name = f"trials{number}"
-            svg = as_svg(drawn.figure, name, title, drawn.described)
+            svg = as_svg(drawn, name, title)
             charts.append(Chart(name, fit(title), drawn.described, svg, drawn.note, wide=False))
     return charts, []
 

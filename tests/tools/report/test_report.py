@@ -25,8 +25,10 @@ from runner.cli import main
 from runner.durable.directory import RunDirectory
 from runner.tools.report.chart_parts import Drawing, binned, smoothed
 from runner.tools.report.charts import gradient_norm
-from runner.tools.report.page import MOST_BYTES
+from runner.tools.report.page import MOST_BYTES, html_of
+from runner.tools.report.page import Page as PageContent
 from runner.tools.report.run_data import Curve, flat, read_story
+from runner.tools.report.watch import Content, watch
 from tests.tools.report.runs import full_run, make_run, plan, record, rows, watched
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -309,6 +311,81 @@ def test_figures_that_no_run_writes_cost_no_other_chart(tmp_path: Path, capsys: 
     assert labelled(page).keys() == {"chart0", "chart2"}
     assert ": one, two" in page.words
     assert "Warning" not in capsys.readouterr().err
+
+
+def bands(page: Page, chart: str) -> list[str]:
+    """Return what the bands of a chart show under the pointer, from left to right."""
+    svg = page.text[page.text.index(f'id="{chart}"') :]
+    return re.findall(r"<title>([^<]*)</title></rect>", svg[: svg.index("</svg>")])
+
+
+def test_charts_show_their_values_under_the_pointer(full: Page) -> None:
+    (*_, last) = bands(full, "loss")
+    assert last.splitlines()[0] == "update 400"
+    assert dict(line.split(": ") for line in last.splitlines()[1:])["validation"] == "2.1"
+    parts = [line.split(": ")[0] for line in bands(full, "steps")[0].splitlines()[1:]]
+    assert set(parts) == {"data", "forward", "backward", "optimizer", "wait"}
+    assert {"GPU 0", "GPU 1"} <= {line.split(": ")[0] for line in bands(full, "machine")[0].splitlines()[1:]}
+    for chart in CHARTS - {"time", "pipeline"}:
+        assert len(bands(full, chart)) >= 1, chart
+    assert bands(full, "time") == []
+
+
+class Interval:
+    """Time between two pages: the n-th wait calls the n-th action."""
+
+    def __init__(self, *actions: Callable[[], None]) -> None:
+        self.actions = list(actions)
+
+    def __call__(self, seconds: float) -> None:
+        self.actions.pop(0)()
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("ends", "is_interrupted"), [([False, False], False), ([], True)], ids=["training ends", "Ctrl-C"]
+)
+def test_a_watched_page_reloads_until_training_ends(ends: list[bool], is_interrupted: bool) -> None:
+    live = [True, *ends]
+    written: list[tuple[bool, float | None]] = []
+
+    def read() -> Content:
+        return Content(PageContent(), (), is_live=live.pop(0) if len(live) > 1 else live[0])
+
+    def write(content: Content, refresh_s: float | None = None) -> int:
+        written.append((content.is_live, refresh_s))
+        return 1
+
+    nothing: Callable[[], None] = lambda: None  # noqa: E731
+    waits = Interval(interrupt) if is_interrupted else Interval(nothing, nothing)
+    content, size = watch(read, write, 5.0, waits)
+    assert size == 1
+    assert written[0] == (True, 5.0)
+    assert written[-1] == (content.is_live, None), "the last page does not reload"
+    assert [refresh for _, refresh in written[:-1]] == [5.0] * (len(written) - 1)
+    assert not waits.actions
+
+
+def test_a_page_reloads_only_while_it_is_watched(full: Page) -> None:
+    def reloads(text: str) -> list[str | None]:
+        return [attrs["content"] for attrs in Page(text).all("meta") if attrs.get("http-equiv") == "refresh"]
+
+    assert reloads(full.text) == []
+    assert reloads(html_of(PageContent(), 2.5)) == ["2.5"]
+
+
+def test_watching_a_finished_run_writes_its_page_once_and_returns(
+    tmp_path: Path,
+) -> None:
+    path = full_run(tmp_path)
+    assert main(["report", "full", "--watch", f"output_root={tmp_path}"]) == 0
+    page = Page((path / "report.html").read_text())
+    is_sound(page)
+    assert not [attrs for attrs in page.all("meta") if attrs.get("http-equiv") == "refresh"]
+    assert main(["report", "full", "--watch", "every_s=0", f"output_root={tmp_path}"]) == 78
 
 
 def test_whatever_is_long_has_room_and_the_first_chart_stays(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""Rewrite a page while training runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from runner.tools.report.page import Page
+
+
+@dataclass(frozen=True)
+class Content:
+    """A page, what could not be read for it, and whether training still runs."""
+
+    page: Page
+    notes: Sequence[str]
+    is_live: bool
+
+
+class Write(Protocol):
+    """Writes a page and returns its size in bytes; a browser reloads the page every `refresh_s` seconds."""
+
+    def __call__(self, content: Content, refresh_s: float | None = None) -> int: ...
+
+
+def watch(
+    read: Callable[[], Content], write: Write, every_s: float, wait: Callable[[float], None] = time.sleep
+) -> tuple[Content, int]:
+    """Write the page every `every_s` seconds until training has ended or Ctrl-C; return the last page and its size.
+
+    The last page does not reload. Once training was seen to run, it has ended if two reads in a row say so: between
+    two trials of a sweep none is running.
+    """
+    was_live = False
+    try:
+        while True:
+            content = read()
+            if not content.is_live and not was_live:
+                break
+            write(content, refresh_s=every_s)
+            was_live = content.is_live
+            wait(every_s)
+    except KeyboardInterrupt:
+        content = read()
+    return content, write(content)
