@@ -175,8 +175,8 @@ def step_time(story: RunData) -> Drawing | str:
     shares = sorted(((row.sum() / total, part) for part, row in rows.items()), reverse=True)
     said = ", ".join(f"{part} {share:.0%}" for share, part in shares if share >= _LEAST_SHARE)
     note = f"other: {', '.join(small)}" if small else ""
-    stacked = {part: Curve(at.tolist(), line.mean.tolist()) for part, line in lines.items()}
-    return Drawing(figure, f"time of updates by part: {said}", note, stacked)
+    curves = {part: Curve(at.tolist(), line.mean.tolist()) for part, line in lines.items()}
+    return Drawing(figure, f"time of updates by part: {said}", note, curves)
 
 
 # ---------------------------------------------------------------- where time and memory went
