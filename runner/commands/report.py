@@ -50,14 +50,14 @@ def run(words: list[str]) -> int:
     own, rest = read_words(words)
     root = as_path(own["output_root"])
     if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
-        source: Source = SweepSource(folder)
+        source: PageSource = SweepPageSource(folder)
         out = as_path(own["out"]) if own["out"] else folder / "report.html"
     else:
         directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
         for directory in directories:
             say_skipped(directory, teller("report"))
         _refuse_twice(directories, rest)
-        source = RunSource(directories)
+        source = RunPageSource(directories)
         out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
     if WATCH in words:
@@ -73,7 +73,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-class Source:
+class PageSource:
     """What a page is about."""
 
     def content(self) -> Content:
@@ -90,7 +90,7 @@ class Source:
         return len(html.encode())
 
 
-class RunSource(Source):
+class RunPageSource(PageSource):
     """One run, or several that are compared."""
 
     def __init__(self, directories: list[RunDirectory]) -> None:
@@ -126,7 +126,7 @@ class RunSource(Source):
             raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
 
 
-class SweepSource(Source):
+class SweepPageSource(PageSource):
     """A sweep or a search."""
 
     def __init__(self, folder: Path) -> None:
