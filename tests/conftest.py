@@ -6,9 +6,10 @@ import gc
 import os
 import random
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,16 @@ LONGEST = (
 )  # fmt: skip
 
 MANY = 10  # tests, for which it pays to import all at once
+THREAD_ENDS_S = 30  # for a thread that is already ending when its test ends
 FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hydra composes the same groups of the shipped files once for all tests; else it takes half of their time."""
+    with suppress(ImportError):  # an extra
+        import tqdm
+
+        tqdm.tqdm.monitor_interval = 0  # the first progress bar would start a thread that never ends
     shared = ExitStack()
     shared.enter_context(folder_for_all())
     config.add_cleanup(shared.close)
@@ -136,10 +142,18 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
 
 
 @pytest.fixture(autouse=True)
-def _no_forward_pass_is_left() -> Iterator[None]:
-    """End the forward pass of a test that runs one without a phase: its samples would give the draws of the next."""
+def _leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves a thread behind, because ranks are forked from this process in later tests.
+
+    Threads of fixtures with a wider scope may stay. Also end the forward pass of a test that runs one without a
+    phase: its samples would determine the random draws of the next test.
+    """
+    before = set(threading.enumerate())
     yield
     noise.start_pass(None)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(THREAD_ENDS_S)
+        assert not thread.is_alive(), f"this test leaves the thread {thread.name} behind"
 
 
 @pytest.fixture

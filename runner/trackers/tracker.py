@@ -118,9 +118,11 @@ class BackgroundTracker(Tracker):
         self._attempts, self._id = attempts, run_id
         self._reasons = [reason] if reason else []
         self._queue: queue.SimpleQueue[Row | Replay | None] = queue.SimpleQueue()  # None: the end
-        self._batches = _batches(self._queue)
+        self._batches = self._read_batches()
         self._unconfirmed: list[Row] = []
         self._recent: deque[tuple[float, Row]] = deque()  # sent recently: may not be on disk yet
+        # A thread that does not end in time owns the lists above, so rows are counted where they come in and go out.
+        self._num_logged = self._num_replayed = self._num_safe = 0
         self._num_dropped = 0
         self._accepts = True
         self._ends_at = math.inf  # monotonic; set by finish
@@ -153,6 +155,7 @@ class BackgroundTracker(Tracker):
 
     def log(self, row: Row) -> None:
         if self._accepts and self._queue.qsize() < QUEUE_ROWS:
+            self._num_logged += 1
             self._queue.put(dict(row))
         else:
             self._num_dropped += 1
@@ -172,9 +175,9 @@ class BackgroundTracker(Tracker):
             self._process.kill()  # a process started after this receives no request and exits
         if self._thread.is_alive():
             self._thread.join(FAREWELL_S)
-        # A thread that still hangs owns the batches; its rows were not confirmed either.
-        left = [] if self._thread.is_alive() else [len(batch) for batch in self._batches]
-        self._num_dropped += len(self._unconfirmed) + sum(left)
+        if not self._thread.is_alive():
+            deque(self._batches, maxlen=0)  # counts the rows of a replay that the thread did not reach
+        self._num_dropped += self._num_logged + self._num_replayed - self._num_safe
 
     def _work(self) -> None:
         try:
@@ -230,7 +233,8 @@ class BackgroundTracker(Tracker):
                 if self._may_leave(process):
                     process.leave([])
                 elif not unsent:  # it is killed, so the rows of the last seconds may be lost
-                    self._unconfirmed = [row for _, row in self._recent]
+                    return True
+            self._all_rows_are_safe()
         return True
 
     def _may_leave(self, process: TrackerProcess) -> bool:
@@ -242,6 +246,10 @@ class BackgroundTracker(Tracker):
         batches = [self._unconfirmed, *self._batches] if self._unconfirmed else list(self._batches)
         self._unconfirmed = []
         process.leave([*({"rows": batch} for batch in batches), {"finish": self._exit_code}])
+        self._all_rows_are_safe()
+
+    def _all_rows_are_safe(self) -> None:
+        self._num_safe = self._num_logged + self._num_replayed
 
     def _remember(self, flush_s: float) -> None:
         """Mark the rows as confirmed; those newer than `flush_s`, and the last batch, may still be lost."""
@@ -249,6 +257,7 @@ class BackgroundTracker(Tracker):
         self._recent.extend((now, row) for row in self._unconfirmed)
         while len(self._recent) > len(self._unconfirmed) and self._recent[0][0] < now - flush_s:
             self._recent.popleft()
+            self._num_safe += 1
         self._unconfirmed = []
 
     def _fall_back(self, attempt: Attempt, error: TrackerFailed) -> None:
@@ -260,6 +269,29 @@ class BackgroundTracker(Tracker):
     def _take(self) -> bool:
         self._unconfirmed = next(self._batches, [])
         return bool(self._unconfirmed)
+
+    def _read_batches(self) -> Iterator[list[Row]]:
+        """Yield available rows in lists of at most BATCH_ROWS; block for the first row of each; stop at None."""
+        batch: list[Row] = []
+        while True:
+            if batch and self._queue.empty():
+                yield batch
+                batch = []
+            item = self._queue.get()
+            if item is None:
+                break
+            for row in self._replayed(item) if isinstance(item, Replay) else (item,):
+                batch.append(row)
+                if len(batch) == BATCH_ROWS:
+                    yield batch
+                    batch = []
+        if batch:
+            yield batch
+
+    def _replayed(self, replay: Replay) -> Iterator[Row]:
+        for row in replay.rows():
+            self._num_replayed += 1
+            yield row
 
 
 def none(run_dir: Path, run_name: str, config: Mapping[str, Any], previous_id: str | None) -> Tracker:
@@ -382,25 +414,6 @@ class Replay:
                     row = json.loads(line)
                     if isinstance(row, dict) and int(row.get("update", 0)) >= self.from_update:
                         yield row
-
-
-def _batches(rows: queue.SimpleQueue[Row | Replay | None]) -> Iterator[list[Row]]:
-    """Yield available rows in lists of at most BATCH_ROWS; block for the first row of each; stop at None."""
-    batch: list[Row] = []
-    while True:
-        if batch and rows.empty():
-            yield batch
-            batch = []
-        item = rows.get()
-        if item is None:
-            break
-        for row in item.rows() if isinstance(item, Replay) else (item,):
-            batch.append(row)
-            if len(batch) == BATCH_ROWS:
-                yield batch
-                batch = []
-    if batch:
-        yield batch
 
 
 class TrackerFailed(Exception):
