@@ -198,8 +198,8 @@ def _doctor(words: list[str]) -> None:
     if words[:1] == [doctor.CONTACT]:
         doctor.read_contact(words[1:])
         return
-    settings, flags = doctor.read_words(words)
-    doctor.chosen_checks(settings.checks, "--quick" in flags)
+    settings, _ = doctor.read_words(words)
+    doctor.chosen_checks(settings.checks)
 
 
 def _import(words: list[str]) -> None:
@@ -461,8 +461,8 @@ def test_the_table_of_groups_has_every_group_with_every_option() -> None:
 
 def test_the_page_about_the_doctor_has_every_check_in_the_words_of_the_command() -> None:
     text = (DOCS / "doctor.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)`( \*)? \| (.+) \| (.+) \|$", text, re.MULTILINE)
-    assert rows == [(name, "" if check.is_quick else " *", check.tries, check.why) for name, check in CHECKS.items()]
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
+    assert rows == [(name, check.tries, check.why) for name, check in CHECKS.items()]
 
 
 def test_a_setting_in_a_sentence_is_one() -> None:

@@ -492,7 +492,7 @@ _COMMANDS: Mapping[str, Accepts] = {
     "advise": Accepts(_run_names, flags=("--json",), settings="listed"),
     "tune": Accepts(flags=("--json",), settings="listed"),
     "benchmark": Accepts(_benchmark_words, _benchmark_keys, ("--json",), "listed"),
-    "doctor": Accepts(lambda line: ("first_contact",), flags=("--quick", "--json")),
+    "doctor": Accepts(lambda line: ("first_contact",), flags=("--json",)),
     "doctor first_contact": Accepts(flags=("--json",), settings="listed"),
     "import": Accepts(_files_to_import, lambda line: ("key",) if line.lone else ()),
     "completion": Accepts(_shells),

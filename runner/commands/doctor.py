@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from runner.tools.doctor.examine import Examination
     from runner.tools.doctor.findings import CheckResult
 
-HELP = """usage: accel-run doctor [--quick] [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
+HELP = """usage: accel-run doctor [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
-Checks what training needs on this machine: matrix products against float64, attention kernels, compile, all-reduce
-between processes, workers, limits, disk, packages, driver. Each check prints ok, warn, FAIL or skip with its result,
+Checks what training needs on this machine: packages, driver, versions, limits, disk, other processes on each GPU,
+matrix products against float64, attention kernels. Each check prints ok, warn, FAIL or skip with its result,
 and below it why it matters and how to fix it. A check that crashes or hangs counts as FAIL; the remaining checks still
 run. To measure how fast the machine is, use accel-run benchmark suite=machine.
 
@@ -33,7 +33,6 @@ first_contact compares the program's predictions for a GPU (formats, kernels, me
 in at most five minutes. Use it for a kind of GPU that accel-run has not been tested on. It writes first_contact.json
 and first_contact.md, a page to send, to output_root. Settings of train select another model.
 
-  --quick           skip compile and the packages of the extras
   --json            print one JSON object: findings, counts, hardware
   device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps
   checks=[NAME,..]  run only these checks and those they depend on; list them with accel-run doctor checks=help
@@ -43,7 +42,6 @@ Exit codes: 0 if no check fails (warnings included), 69 if any check FAILs.
 
 examples
   accel-run doctor
-  accel-run doctor --quick
   accel-run doctor checks=[matmul,attention] device=cuda:1
   accel-run doctor --json > doctor.json
   accel-run doctor first_contact device=cuda:1
@@ -75,7 +73,7 @@ def run(words: list[str]) -> int:
 
         print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
         return int(Exit.DONE)
-    names, is_json = chosen_checks(options.checks, "--quick" in flags), "--json" in flags
+    names, is_json = chosen_checks(options.checks), "--json" in flags
     examination = Examination(names, options.device, options.root)
     findings, took_s, code = _examined(examination, is_json=is_json)
     if is_json:
@@ -159,15 +157,12 @@ def read_words(words: list[str]) -> tuple[DoctorOptions, set[str]]:
     return DoctorOptions(**parsed.given), parsed.flags
 
 
-def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
-    """Return the names of the checks to run; text None: all, or all quick ones.
-
-    Raises ConfigError for an unknown name, an empty list, and a check that --quick skips.
-    """
+def chosen_checks(text: str | None) -> list[str]:
+    """Return the names of the checks to run, all for None. Raises ConfigError for unknown names and an empty list."""
     from runner.tools.doctor.checks import CHECKS
 
     if text is None:
-        return [name for name, check in CHECKS.items() if check.is_quick or not is_quick]
+        return list(CHECKS)
     names = [name.strip() for name in text.strip().removeprefix("[").removesuffix("]").split(",") if name.strip()]
     problems = []
     for name in dict.fromkeys(names):
@@ -175,8 +170,6 @@ def chosen_checks(text: str | None, is_quick: bool) -> list[str]:
             close = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.5)
             fix = f"did you mean {close[0]}?" if close else f"available: {', '.join(CHECKS)}"
             problems.append(Problem(f"unknown check {name}", "checks", fix))
-        elif is_quick and not CHECKS[name].is_quick:
-            problems.append(Problem(f"includes {name}, which --quick skips", "checks", "remove one of them"))
     if not names:
         problems.append(Problem("names no check", "checks", "leave it out to run all checks"))
     if problems:
@@ -192,6 +185,6 @@ def _shown(value: Any) -> str:
 
 
 CONTACT = "first_contact"
-_FLAGS = ("--quick", "--json")
+_FLAGS = ("--json",)
 OWN = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

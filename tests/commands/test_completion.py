@@ -134,7 +134,7 @@ OFFERS = {
     "accel-run evaluate first split=t": "split=train split=test",
     "accel-run evaluate first checkpoint=": "checkpoint=best checkpoint=last",
     "accel-run export first format=onnx,p": "format=onnx,program",
-    "accel-run doctor -": "--quick --json --help",
+    "accel-run doctor -": "--json --help",
     "accel-run doctor f": "first_contact",
     "accel-run doctor first_contact optimizer.l": "optimizer.lr= optimizer.lr_scales=",
     "accel-run doctor checks=[disk,m": "checks=[disk,memory checks=[disk,matmul",

@@ -1,10 +1,10 @@
-"""The table of checks, in the order in which they run: quick ones first. Their docstrings say what they check."""
+"""The table of checks, in the order in which they run. Their docstrings say what they check."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from runner.tools.doctor import arithmetic, gpu_checks, host_checks, kernels, software, storage, traffic
+from runner.tools.doctor import arithmetic, gpu_checks, host_checks, kernels, software, storage
 from runner.tools.doctor.findings import DoctorCheck
 
 CHECKS: Mapping[str, DoctorCheck] = {
@@ -17,7 +17,6 @@ CHECKS: Mapping[str, DoctorCheck] = {
         storage.disk, "checkpoints and metrics are written there and must survive a power failure", limit_s=30.0
     ),
     "temp": DoctorCheck(storage.temporary, "processes of a run communicate through it; data is cached"),
-    "clock": DoctorCheck(host_checks.clock, "certificates, records and the newest run depend on it"),
     "environment": DoctorCheck(host_checks.environment, "they are often set temporarily and forgotten"),
     "driver": DoctorCheck(gpu_checks.driver, "required for using and monitoring GPUs"),
     "processes": DoctorCheck(gpu_checks.processes, "they use its memory and time"),
@@ -36,18 +35,8 @@ CHECKS: Mapping[str, DoctorCheck] = {
     "threads": DoctorCheck(
         host_checks.threads, "too many threads wait for each other, too few leave cores idle", needs="gpus"
     ),
-    "loader": DoctorCheck(traffic.loader, "data workers use this path", limit_s=30.0, needs="gpus"),
     "matmul": DoctorCheck(arithmetic.matmul, "most of the computation in training", limit_s=60.0, needs="gpus"),
     "attention": DoctorCheck(
         kernels.attention, "attention=auto uses the first kernel that runs", limit_s=60.0, needs="gpus"
-    ),
-    "allreduce": DoctorCheck(
-        traffic.allreduce, "ranks all-reduce gradients in every update", limit_s=40.0, needs="gpus"
-    ),
-    "extras": DoctorCheck(
-        software.extras, "some options and tasks need them", limit_s=60.0, needs="torch", is_quick=False
-    ),
-    "compile": DoctorCheck(
-        kernels.compiling, "compile= speeds up most models on a GPU", limit_s=90.0, needs="gpus", is_quick=False
     ),
 }

@@ -136,14 +136,12 @@ class DoctorCheck:
     why       why it matters
     limit_s   seconds after which its process is killed
     needs     another check whose answer this one requires
-    is_quick  included in --quick
     """
 
     function: Callable[[CheckContext], Iterable[CheckResult | Answer]]
     why: str
     limit_s: float = 10.0
     needs: Literal["", "torch", "gpus"] = ""
-    is_quick: bool = True
 
     @property
     def tries(self) -> str:

@@ -1,4 +1,4 @@
-"""The machine without its GPUs: processor, threads, memory, limits, clock, and variables that slow torch down."""
+"""The machine without its GPUs: processor, threads, memory, limits, and variables that slow torch down."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 
-from runner.base.paths import PACKAGE
 from runner.host.cgroup import cgroup_processes
 from runner.host.resources import free_memory_bytes, memory_bytes
 from runner.plan.inventory import GIB, read_cpu
@@ -82,22 +81,6 @@ def limits(context: CheckContext) -> Iterator[CheckResult]:
     found, _ = read_cpu()
     yield _open_files(found.logical_cores * DESCRIPTORS_PER_WORKER + DESCRIPTORS_BESIDES)
     yield _processes(found.logical_cores * 2 + PROCESSES_BESIDES)
-
-
-def clock(context: CheckContext) -> Iterator[CheckResult]:
-    """System clock."""
-    now, installed = time.time(), max(path.stat().st_mtime for path in PACKAGE.rglob("*.py"))
-    shown = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
-    if now < installed - _CLOCK_SLACK_S:
-        behind = f"{shown}, which is before accel-run was installed"
-        yield warn("", behind, "sudo timedatectl set-ntp true")
-    else:
-        yield ok("", shown)
-    wall, even = time.time(), time.monotonic()
-    time.sleep(0.1)
-    ahead = (time.time() - wall) - (time.monotonic() - even)
-    if abs(ahead) > 0.05:
-        yield warn("pace", f"it was set by {ahead:+.2f} s within 0.1 s", "see who sets it: timedatectl status")
 
 
 def environment(context: CheckContext) -> Iterator[CheckResult]:
@@ -187,7 +170,6 @@ _BUSY_S, _GOT_ENOUGH = 0.25, 0.8  # a quota is refilled every 0.1 s
 _WHY_LOAD = "torch on a busy processor is slower by far more than its share, and no figure taken now is a good one"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WHY_FILES = "each tensor that a worker hands over holds an open file on both sides: too few end training with exit 71"
-_CLOCK_SLACK_S = 86400.0  # time zones of archives
 # variable -> (values that do no harm, what the others do)
 SLOWING: Mapping[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("0",), "each kernel is waited for; meant for debugging"),

@@ -1,20 +1,12 @@
-"""Attention kernels and torch.compile: which run here, and in torch's words why not."""
+"""Attention kernels: which run here, and in torch's words why not."""
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr
-from importlib.util import find_spec
-from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from runner.base.errors import ConfigError
 from runner.base.text import first_line
 from runner.plan.inventory import Device
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, skip, warn
@@ -40,13 +32,6 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
             why = "the full score matrix is written to memory: slower, and far more memory for long sequences"
             fix = "train on a GPU of capability 8.0 or above"
             yield warn(f"{name} fused", "no fused kernel runs here", fix, why)
-
-
-def compiling(context: CheckContext) -> Iterator[CheckResult]:
-    """Torch.compile of a small function, with a separate cache."""
-    for device in context.each(context.devices, lambda device: device.torch_name):
-        missing = _missing_compiler(device)
-        yield skip(device.torch_name, *missing) if missing else _compiled(device, context)
 
 
 def reason_of(kernel: str, said: Sequence[str]) -> str:
@@ -138,78 +123,5 @@ def allowed_error(dtype: torch.dtype) -> float:
     return _MARGIN * (torch.finfo(dtype).eps + 4 * math.sqrt(128) * 2.0**-24)
 
 
-# ---------------------------------------------------------------- torch.compile
-
-
-def _missing_compiler(device: Device) -> tuple[str, str] | None:
-    """Return what torch.compile lacks here, and how to get it."""
-    if device.kind == "cuda" and find_spec("triton") is None:
-        return "Triton is not installed, which torch.compile needs for GPUs", "pip install triton"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if device.kind == "cpu" and not shutil.which(compiler):
-        return f"the C++ compiler {compiler} is not installed", "apt install g++, or export CXX=/path/to/one"
-    return None
-
-
-def _compiled(device: Device, context: CheckContext) -> CheckResult:
-    os.environ.update(
-        TORCHINDUCTOR_CACHE_DIR=str(context.scratch / "inductor"),
-        TRITON_CACHE_DIR=str(context.scratch / "triton"),
-        TORCHINDUCTOR_COMPILE_THREADS="1",  # no pool of processes for one function
-    )
-    tempfile.tempdir = str(context.scratch)  # torch keeps precompiled headers there, whatever is said above
-    import torch
-
-    from runner.axes.compile import default
-
-    where = torch.device(device.torch_name)
-    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).to(where)
-    generated = context.scratch / "inductor"
-    before = set(generated.rglob("*.py"))
-    model = _Small()
-    expected = model(x)
-    said = StringIO()
-    try:
-        with redirect_stderr(said):
-            default(model, (), where)
-        found = model(x)
-    except ConfigError as error:
-        return skip(device.torch_name, error.problems[0].what, error.problems[0].fix)
-    except Exception as error:  # whatever it does not like
-        what = first_line(str(error)) or type(error).__name__
-        fix = "compile=off; TORCH_LOGS=inductor accel-run doctor checks=[compile] tells more"
-        return failed(device.torch_name, f"{type(error).__name__}: {what}", fix)
-    if not set(generated.rglob("*.py")) - before:
-        return _not_compiled(device)
-    wrong = float((found - expected).abs().max())
-    if not wrong < 1e-4:
-        return failed(
-            device.torch_name, f"the compiled function is wrong by {wrong:.1e}", "compile=off", figures={"error": wrong}
-        )
-    return ok(device.torch_name, "a function was compiled, and computes the same")
-
-
-def _not_compiled(device: Device) -> CheckResult:
-    """Tell that the function ran as it is written: torch.compile does so without a word where it is switched off."""
-    seen = "nothing was compiled: torch ran the function as it is written"
-    for name in _SWITCHES:
-        if os.environ.get(name, "0") != "0":
-            return warn(device.torch_name, f"{seen}, because {name}={os.environ[name]}", f"unset {name}", _WHY_OFF)
-    return failed(device.torch_name, seen, "TORCH_LOGS=dynamo accel-run doctor checks=[compile] tells more", _WHY_OFF)
-
-
-def _Small() -> Any:  # noqa: N802 - it is a class, made where torch is there
-    """Return a small model."""
-    import torch
-
-    class Small(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (torch.sigmoid(x) * x + x.mean()).tanh()
-
-    return Small()
-
-
 _MARGIN = 4.0  # some kernels round scores and weights once more
 _SCATTER = 8.0  # the largest of many errors against a typical one; gradients of the first keys are sums over all rows
-_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
-_WHY_OFF = "compile= would change nothing, and be taken for a gain that is not there"

@@ -1,11 +1,10 @@
-"""Python, the packages that accel-run needs and those that its extras bring: imported, not listed."""
+"""Python and the packages that accel-run needs: imported, not listed."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from importlib import import_module
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from runner.base.paths import PACKAGE
 from runner.base.secret import fit_to_show
 from runner.base.text import error_line
-from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip, warn
+from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip
 
 DISTRIBUTION = "accel-run"
 
@@ -34,21 +32,11 @@ def python(context: CheckContext) -> Iterator[CheckResult]:
 
 def packages(context: CheckContext) -> Iterator[CheckResult]:
     """Required packages: import, version."""
-    needed = [each for each in required_packages() if not each.extra and each.name != "torch"]
+    needed = [each for each in required_packages() if each.name != "torch"]
     if not needed:
         yield skip("", f"{DISTRIBUTION} is not installed, so nothing says what it needs", "pip install -e .")
     for package in context.each(needed, lambda package: package.name):
         yield _required(package)
-
-
-def extras(context: CheckContext) -> Iterator[CheckResult]:
-    """Optional packages: import, version."""
-    by_name: dict[str, list[Package]] = {}
-    for package in required_packages():
-        if package.extra and package.extra not in _FOR_DEVELOPERS:
-            by_name.setdefault(package.name, []).append(package)
-    for wanted in context.each(sorted(by_name.values(), key=lambda group: group[0].name), lambda group: group[0].name):
-        yield _optional(wanted[0], [each.extra for each in wanted])
 
 
 def configuration(context: CheckContext) -> Iterator[CheckResult]:
@@ -105,7 +93,6 @@ class Package:
 
     name: str
     specifier: str
-    extra: str = ""
 
     @property
     def module(self) -> str:
@@ -117,16 +104,15 @@ class Package:
 
 
 def required_packages() -> list[Package]:
-    """Return what the installed metadata of accel-run names as required; nothing where it is not installed."""
+    """Return what the installed metadata of accel-run requires, without extras; nothing if it is not installed."""
     found = []
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     for requirement in map(Requirement, lines):
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        if requirement.name != DISTRIBUTION:
-            found.append(Package(requirement.name, str(requirement.specifier), extra[1] if extra else ""))
+        if "extra" not in str(requirement.marker or ""):
+            found.append(Package(requirement.name, str(requirement.specifier)))
     return found
 
 
@@ -153,21 +139,6 @@ def _required(package: Package) -> CheckResult:
     return ok(package.name, f"{version} ({package.specifier})")
 
 
-def _optional(package: Package, extras: list[str]) -> CheckResult:
-    version = _version_of(package.name)
-    if version is None:
-        return skip(package.name, "is not installed", _extra(extras[0]))
-    broken = import_error(package.module)
-    if broken:
-        again = f'pip install --force-reinstall "{package.name}{package.specifier}"'
-        return warn(package.name, f"{version} cannot be imported: {broken}", again)
-    if not package.fits(version):
-        return warn(
-            package.name, f"must be {package.specifier}, but is {version}", _line(package.name, package.specifier)
-        )
-    return ok(package.name, f"{version} (extra {', '.join(extras)})")
-
-
 def import_error(module: str) -> str:
     """Return why a module cannot be imported: the last line of its traceback."""
     try:
@@ -188,13 +159,6 @@ def _line(name: str, specifier: str) -> str:
     return f'pip install "{name}{specifier}"'
 
 
-def _extra(extra: str) -> str:
-    """Return the line that installs an extra: of a checkout, or of an installed package."""
-    setup = PACKAGE.parent / "scripts" / "setup.sh"
-    return f"scripts/setup.sh {extra}" if setup.is_file() else f'pip install "{DISTRIBUTION}[{extra}]"'
-
-
-_FOR_DEVELOPERS = ("dev", "tasks")
 # Where the module has another name; of packages that load their parts when they are used, a part that accel-run uses.
 _MODULES = {
     "dipy": "dipy.reconst.dti",

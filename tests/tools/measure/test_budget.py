@@ -30,7 +30,6 @@ from runner.tools.measure.comparison_result import (
     fuller_report,
 )
 from runner.tools.measure.fork_server import NoAnswer, VariantProcess
-from runner.tools.measure.rules import RuleFinding
 from runner.tools.measure.statistics import Ratio
 
 LIMITS = CompareLimits(budget_s=60, rounds=(6, 12))
@@ -351,10 +350,7 @@ def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable
 @pytest.mark.parametrize("budget_s", [20.0, 60.0])
 def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], budget_s: float) -> None:
     candidates = [cell(f"cell {at}", 10.0, 0.02, noise=0.3) for at in range(6)]
-    found = [
-        RuleFinding(each.name, "slow", (Candidate((each.overrides[0], f"name={at}")),))
-        for at, each in enumerate(candidates)
-    ]
+    wanted = [(each.name, Candidate((each.overrides[0], f"name={at}"))) for at, each in enumerate(candidates)]
 
     def tried(budget_s: float) -> list[str]:
         arena = fake()
@@ -365,8 +361,8 @@ def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], 
         with arena:
             arena.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
             limits = CompareLimits(budget_s=budget_s)
-            trials = try_candidates(arena, limits, found, budget_s, opened, lambda _: None)
-            return [each.outcome.why_not for each in trials.tried]
+            trials = try_candidates(arena, limits, wanted, budget_s, opened, lambda _: None)
+            return [each.why_not for each in trials.variants[1:]]
 
     said = next(why_not for why_not in tried(budget_s) if why_not)
     needed = re.search(r"about budget_s=(\d+) tries all", said)
