@@ -18,8 +18,12 @@ from torch import nn
 from runner.base import noise
 from runner.base.accelerator import accelerator_of
 from runner.base.errors import ConfigError, Problem
+from runner.base.values import Auto, NonNegative
 
 # torch itself caches compiled code on disk between runs, in the folder of host/scratch.keep_compiled_code_private.
+
+
+_FIRST_PART_BYTES = 1 << 20  # as in DistributedDataParallel: the exchange begins early
 
 
 def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -34,6 +38,7 @@ def default(
     backend: Literal["inductor", "eager", "aot_eager"] = "inductor",
     dynamic: bool | None = None,
     fullgraph: bool = False,
+    split_mib: NonNegative | Auto = "auto",
 ) -> None:
     """Compile the whole model.
 
@@ -41,11 +46,14 @@ def default(
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
     fullgraph  raise an error if the model cannot be one graph
+    split_mib  MiB of parameters after which the graph is split, so that ranks exchange the gradients of one part while
+               another part computes; 0: one graph; auto: 25 with parallelism=ddp, else 0
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile.
     """
     _check_compiler(device, backend)
-    _compile(model, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
+    size = 0 if split_mib == "auto" else int(split_mib * (1 << 20))
+    _compile(model, backend=_split(backend, size) if size else backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def reduce_overhead(
@@ -141,6 +149,25 @@ def _compile(module: nn.Module, **options: Any) -> None:
         module.compile(**options)
     finally:
         del module._call_impl
+
+
+def _split(backend: str, part_bytes: int) -> Callable[..., Any]:
+    """Return a backend that compiles a graph in parts with at least `part_bytes` of parameters each.
+
+    The backward pass of a compiled graph returns all its gradients at its end, so none could be exchanged before.
+    DDPOptimizer does this for DistributedDataParallel; it is private and was checked on torch 2.13.
+    """
+    from torch._dynamo import lookup_backend  # imports the compiler, which takes seconds
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    compile_part = lookup_backend(backend)
+
+    def compile_parts(graph: Any, inputs: Any, **options: Any) -> Any:
+        return DDPOptimizer(part_bytes, compile_part, min(_FIRST_PART_BYTES, part_bytes)).compile_fn(
+            graph, inputs, **options
+        )
+
+    return compile_parts
 
 
 def _check_compiler(device: torch.device, backend: str) -> None:

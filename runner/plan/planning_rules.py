@@ -6,6 +6,8 @@ from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 
+SPLIT_MIB = 25  # the size of a bucket of gradients
+
 
 def _precision(planner: Decisions, gpu: Device | None) -> None:
     name = planner.choices["precision"].function
@@ -117,6 +119,10 @@ def _compile(planner: Decisions, gpu: Device | None) -> None:
     if planner.choices["compile"].function != "off" and not gpu:
         slow = "compile on a CPU has been slower than eager mode in every measurement so far"
         planner.notes.append(f"{slow}; measure before using it")
+    if planner.choices["compile"].options.get("split_mib") == "auto":
+        overlaps = planner.choices["parallelism"].function == "ddp" and len(planner.ranks) > 1
+        why = "auto: ranks exchange the gradients of one part while another computes" if overlaps else "auto: one graph"
+        planner.set("compile", "split_mib", SPLIT_MIB if overlaps else 0, why)
 
 
 def _parallelism(planner: Decisions, gpu: Device | None) -> None:

@@ -53,6 +53,28 @@ def test_compiling_changes_no_name_and_no_number(option: str) -> None:
     assert len(found) == 6
 
 
+def backward_passes(loss: Tensor) -> int:
+    """Return the number of compiled graphs whose backward passes give the gradients of `loss`."""
+    seen, found = set(), [loss.grad_fn]
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [before for before, _ in node.next_functions]
+    return sum(type(node).__name__ == "CompiledFunctionBackward" for node in seen)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+def test_a_split_graph_gives_the_gradients_of_its_parts_one_after_the_other_with_the_same_bits() -> None:
+    """One layer has 80 bytes of parameters. A graph gives all gradients at the end of its backward pass."""
+    plain, one, parts = stack(), stack(), stack()
+    default(one, [], CPU, backend="aot_eager", split_mib=0)
+    default(parts, [], CPU, backend="aot_eager", split_mib=80 / (1 << 20))
+    assert backward_passes(one(torch.ones(2, 4)).sum()) == 1
+    assert backward_passes(parts(torch.ones(2, 4)).sum()) == 3
+    assert all(map(torch.equal, gradients(parts), gradients(plain)))
+
+
 class Own(nn.Module):
     """A model of a task, whose class is not one of torch."""
 

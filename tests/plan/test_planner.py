@@ -446,6 +446,22 @@ def test_a_batch_that_does_not_divide_is_said_with_those_that_do(
     assert found.fix.endswith(f" {instead}")
 
 
+@pytest.mark.parametrize(
+    ("words", "on", "split_mib"),
+    [
+        (("parallelism=ddp",), machine(T4, T4_TOO), 25),
+        (("parallelism=ddp", "compile.split_mib=0"), machine(T4, T4_TOO), 0),
+        (("parallelism=ddp",), machine(T4), 0),
+        (("parallelism=fsdp",), machine(T4, T4_TOO), 0),
+    ],
+    ids=["ranks", "by hand", "one rank", "shards"],
+)
+def test_a_compiled_graph_is_split_where_ranks_exchange_gradients(
+    words: tuple[str, ...], on: Inventory, split_mib: float
+) -> None:
+    assert plan("compile=default", *words, on=on).choices["compile"].options["split_mib"] == split_mib
+
+
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
 
 

@@ -1,0 +1,216 @@
+"""All-reduce gradients in buckets during the last backward pass of an update.
+
+Which parameters share a bucket depends on their registration only, so the sums have the same bits in every run of the
+same ranks, also after a resume. The order in which buckets are exchanged follows the order in which their gradients
+arrived in the previous update. Every rank computes it from the same all-reduced numbers, so all ranks agree on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from runner.base.world import World
+from runner.distributed.parallel import dense_gradient
+
+BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
+FIRST_BUCKET_BYTES = 1 << 20
+
+
+class _Bucket:
+    """Gradients that are all-reduced in one flat tensor.
+
+    views       slices of the parameters
+    awaited     parameter -> how often its gradient is expected in the last backward pass: usually once, several times
+                if the parameter is shared by reentrant checkpoints, never if it is unused
+    arrived     parameter -> how often its gradient arrived in this pass
+    missing     number of expected gradients that have not arrived
+    position    number of gradients of the model that had arrived when the last one of this bucket did
+    is_late     a gradient arrived after the bucket was launched: it must be exchanged again
+    is_patient  was late before, so it expects as many gradients as ever arrived
+    is_unused   no rank had a gradient for it in the previous update, so it is exchanged only if a rank has one now
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(sum(weight.numel() for weight in parameters), dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        start = 0
+        for weight in parameters:
+            # with the parameter's layout: optimizer kernels require gradients of the same layout
+            self.views.append(
+                self.flat[start : start + weight.numel()].as_strided(weight.shape, _strides(weight), start)
+            )
+            start += weight.numel()
+        self.awaited = Counter(map(id, parameters))
+        self.is_patient = self.is_unused = False
+        self.work: Any = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Start an update, in which no gradient has arrived."""
+        self.arrived: Counter[int] = Counter()
+        self.missing = self.awaited.total()
+        self.position, self.is_late = 0, False
+
+    def arrive(self, weight: Tensor, position: int) -> None:
+        """Record the arrival of a gradient."""
+        key = id(weight)
+        self.missing -= self.arrived[key] < self.awaited[key]
+        self.arrived[key] += 1
+        self.position = position
+        self.is_late |= self.work is not None
+
+    def launch(self) -> None:
+        """Copy the gradients, zeros for missing ones, and start the all-reduce."""
+        present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
+        if len(present) < len(self.parameters):
+            self.flat.zero_()
+        if present:
+            torch._foreach_copy_(
+                [self.views[index] for index in present], [dense_gradient(self.parameters[index]) for index in present]
+            )
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the all-reduce, if one was started."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def finish(self) -> None:
+        """Set the gradients to the sums, and start the next update."""
+        for weight, view in zip(self.parameters, self.views, strict=True):
+            weight.grad = view
+        self.restart()
+
+
+class Reducer:
+    """All-reduce gradients in buckets, in the order in which their gradients arrived in the previous update.
+
+    is_last  the last backward pass of the update: buckets are launched as soon as their gradients have arrived
+
+    The first update takes the registration order, from the last parameter to the first. A gradient that arrives
+    after its bucket was launched is still correct: all ranks exchange that bucket again at the end.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, bucket_bytes: int) -> None:
+        self.parameters = list(parameters)
+        self.world = world
+        self.buckets = [_Bucket(group) for group in _grouped(self.parameters, bucket_bytes)]
+        self.is_last = False
+        self._order = list(self.buckets)  # the same on all ranks
+        self._next = 0  # next bucket of the order
+        self._num_arrived = 0
+        self._hooks = [
+            weight.register_post_accumulate_grad_hook(self._arrival_in(bucket))  # type: ignore[no-untyped-call]
+            for bucket in self.buckets
+            for weight in bucket.parameters
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
+        """Finish the all-reduce of all gradients; None if no rank had one.
+
+        flags  arbitrary, on the host
+
+        Returns `sums` added over the ranks, the number of ranks that `failed` (then no gradients are valid), and
+        `flags` added over the ranks.
+        """
+        absent = [float(weight.grad is None) for weight in self.parameters]
+        late = [float(bucket.is_late) for bucket in self.buckets]
+        mine = torch.cat([torch.tensor([*absent, *late, *self._positions(), float(failed)]), flags])
+        while self._next < len(self._order):  # first, as on ranks whose buckets were launched earlier
+            self._launch()
+        on_host = sums.device.type == "cpu"
+        numbers = torch.cat([sums, mine.to(sums.dtype)]) if on_host else sums
+        work = dist.all_reduce(numbers, async_op=True)
+        other = None if on_host else dist.all_reduce(mine, async_op=True)
+        for bucket in self.buckets:
+            bucket.wait()
+        work.wait()
+        if other is not None:
+            other.wait()  # gloo, on the host: no device synchronization
+        reduced = numbers[len(sums) :] if on_host else mine
+        sizes = [len(absent), len(late), len(late), 1, len(flags)]
+        num_absent, num_late, positions, num_failed, rest = torch.split(reduced, sizes)
+        is_absent = (num_absent == self.world.world_size).tolist()
+        if not num_failed:
+            self._adapt(is_absent, num_late.tolist(), positions.tolist())
+        for bucket in self.buckets:
+            bucket.finish()
+        for weight, is_none in zip(self.parameters, is_absent, strict=True):
+            if is_none:
+                weight.grad = None
+        self._next, self._num_arrived, self.is_last = 0, 0, False
+        return numbers[: len(sums)], int(num_failed), rest
+
+    def _arrival_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+        def arrival(weight: Tensor) -> None:
+            if self.is_last:
+                self._num_arrived += 1
+                bucket.arrive(weight, self._num_arrived)
+                while self._next < len(self._order) and not self._order[self._next].missing:
+                    self._launch()
+
+        return arrival
+
+    def _launch(self) -> None:
+        self._order[self._next].launch()
+        self._next += 1
+
+    def _positions(self) -> list[float]:
+        """Return when each bucket was complete on this rank; zeros if no gradient arrived here."""
+        never = self._num_arrived + 1 if self._num_arrived else 0
+        return [float(never if bucket.missing else bucket.position) for bucket in self.buckets]
+
+    def _adapt(self, is_absent: Sequence[bool], num_late: Sequence[float], positions: Sequence[float]) -> None:
+        """Exchange late buckets again, and predict the next update from this one.
+
+        All arguments are all-reduced. What a rank awaits is its own prediction: ranks may use different parameters.
+        """
+        nowhere = {id(weight) for weight, absent in zip(self.parameters, is_absent, strict=True) if absent}
+        for bucket, late in zip(self.buckets, num_late, strict=True):
+            is_unused = all(id(weight) in nowhere for weight in bucket.parameters)
+            if late or (bucket.is_unused and not is_unused):
+                bucket.launch()
+                bucket.wait()
+            bucket.is_patient |= late > 0
+            bucket.is_unused = is_unused
+            if self._num_arrived:
+                bucket.awaited = bucket.awaited | bucket.arrived if bucket.is_patient else bucket.arrived
+        place = dict(zip(map(id, self.buckets), positions, strict=True))
+        used = [bucket for bucket in self.buckets if not bucket.is_unused]
+        self._order = sorted(used, key=lambda bucket: (bucket.is_patient, place[id(bucket)]))
+
+
+def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters from last to first, in groups of one dtype and about `bucket_bytes`."""
+    limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    group: list[nn.Parameter] = []
+    size = 0
+    for weight in reversed(parameters):
+        if group and (size >= limit or weight.dtype != group[0].dtype or weight.device != group[0].device):
+            yield group
+            group, size, limit = [], 0, bucket_bytes
+        group.append(weight)
+        size += weight.numel() * weight.element_size()
+    if group:
+        yield group
+
+
+def _strides(weight: Tensor) -> tuple[int, ...]:
+    """Return the strides of a dense tensor; row-major strides for others."""
+    dense = torch.empty_like(weight, memory_format=torch.preserve_format, device="meta")
+    return tuple(dense.stride())

@@ -1,0 +1,166 @@
+"""Gradients are exchanged during the backward pass, whatever the model registers and uses, and with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from runner.base.batch import MicroBatch
+from runner.base.world import World
+from runner.distributed.parallel import ForwardPasses
+from runner.distributed.replicated import Replicated
+from tests.distributed.ranks import run_ranks
+
+WIDTH, LAYERS, UPDATES = 16, 12, 4
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
+
+
+class Layers(nn.Module):
+    """Layers that are registered in the order 0, 1, 2, ... and used in any order."""
+
+    def __init__(self, used: Sequence[int], registered: int = LAYERS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(registered))
+        self.used = list(used)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.used:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+class Traffic:
+    """Counts the bytes of gradients that are exchanged; gradients are float32, sums float64.
+
+    late  bytes that were sent after the last gradient of the backward pass arrived
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self.sent = self.late = 0
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self.arrival)
+
+    def arrival(self, weight: Tensor) -> None:
+        self.late = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        plain = dist.all_reduce
+
+        def all_reduce(tensor: Tensor, *given: Any, **options: Any) -> Any:
+            if tensor.dtype == torch.float32:
+                self.sent += tensor.nbytes
+                self.late += tensor.nbytes
+            return plain(tensor, *given, **options)
+
+        dist.all_reduce = all_reduce
+        try:
+            yield
+        finally:
+            dist.all_reduce = plain
+
+    def taken(self) -> tuple[int, int]:
+        found = self.sent, self.late
+        self.sent = self.late = 0
+        return found
+
+
+Choice = Callable[[Layers, World, int], None]
+
+
+def exchanged(world: World, model: Layers, choose: Choice = lambda *_: None, again: bool = False) -> dict[str, Any]:
+    """Return the bytes of each update, sent and sent late, and its gradients.
+
+    choose  called before each update; changes what the model uses
+    again   start the phase again before each update, so that nothing is known of previous ones
+    """
+    torch.manual_seed(world.rank)
+    parallel = Replicated(world, bucket_bytes=LAYER_BYTES)
+    parallel.wrap(model, list, [])
+    weights = list(model.parameters())
+    traffic = Traffic(weights)  # its hooks run before those of the reducer
+    passes = ForwardPasses(model, lambda net, x: (net(x).square().sum(), len(x)), nullcontext, Tensor.backward)
+    found: dict[str, Any] = {"bytes": [], "gradients": []}
+    parallel.begin(weights)
+    with traffic.counted():
+        for update in range(UPDATES):
+            if again:
+                parallel.end()
+                parallel.begin(weights)
+            choose(model, world, update)
+            x = torch.randn(8, WIDTH)
+            parallel.reduce(parallel.accumulate(passes, iter([MicroBatch(x[:4], False), MicroBatch(x[4:], True)])))
+            found["bytes"].append(traffic.taken())
+            found["gradients"].append([None if each.grad is None else each.grad.tolist() for each in weights])
+            for each in weights:
+                each.grad = None
+    parallel.end()
+    return found
+
+
+USED = {
+    "in order": [*range(LAYERS)],
+    "first used registered last": [LAYERS - 1, *range(LAYERS - 1)],
+    "every second first": [*range(0, LAYERS, 2), *range(1, LAYERS, 2)],
+    "last unused": [*range(LAYERS - 1)],
+    "first unused": [*range(1, LAYERS)],
+    "one used twice": [*range(LAYERS), 3],
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_gradients_are_exchanged_before_the_backward_pass_ends(name: str) -> None:
+    """All but those that arrive last, which are one layer of twelve."""
+    for result in run_ranks(lambda world: exchanged(world, Layers(USED[name])), 2):
+        for sent, late in result["bytes"][1:]:
+            assert late <= 0.1 * sent
+
+
+def test_ranks_that_use_different_layers_exchange_them_during_the_backward_pass() -> None:
+    def choose(model: Layers, world: World, update: int) -> None:
+        model.used = [*range(LAYERS - 2), LAYERS - 2 + world.rank]
+
+    for result in run_ranks(lambda world: exchanged(world, Layers([]), choose), 2):
+        for sent, late in result["bytes"][1:]:
+            assert late <= 0.1 * sent
+
+
+def test_what_no_rank_uses_is_not_exchanged() -> None:
+    for result in run_ranks(lambda world: exchanged(world, Layers([0, 1, 2])), 2):
+        assert [sent // LAYER_BYTES for sent, _ in result["bytes"]] == [LAYERS] + [3] * (UPDATES - 1)
+
+
+def changing(model: Layers, world: World, update: int) -> None:
+    """Use layers that were not used before, in another order, and not the same on all ranks."""
+    ways = [[0, 1, 2, 3], [5, 1, 0], [2, 3, 4, 0, 2], [4, 5, 1, 3, 0, 2], [1]]
+    model.used = ways[(update + 2 * world.rank) % len(ways)]
+
+
+def recomputing(model: Layers, world: World, update: int) -> None:
+    """Give the gradient of a layer in several parts: reentrant checkpoints run separate backward passes."""
+    layer = model.layers[0]
+
+    def forward(x: Tensor) -> Tensor:
+        for _ in range(1 + update % 3):
+            x = checkpoint(layer, x.requires_grad_() if x.is_leaf else x, use_reentrant=True)
+        return model.layers[1](x)
+
+    model.forward = forward
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("choose", [changing, recomputing])
+def test_the_order_of_the_exchange_changes_no_bit(choose: Choice, num_ranks: int) -> None:
+    """Neither do predictions of it that turn out wrong: with and without knowledge of previous updates."""
+    known = run_ranks(lambda world: exchanged(world, Layers([], 6), choose), num_ranks)
+    unknown = run_ranks(lambda world: exchanged(world, Layers([], 6), choose, again=True), num_ranks)
+    assert [result["gradients"] for result in known] == [result["gradients"] for result in unknown]
+    assert all(result["gradients"] == known[0]["gradients"] for result in known)
