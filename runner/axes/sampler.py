@@ -115,6 +115,13 @@ def mixture(
         raise _wrong(f"weights={weights}", what, "give one weight per data set")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
         raise _wrong(f"weights={weights}", "must have weights of at least 0, and one above 0", "e.g. [0.7, 0.3]")
+    empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
+    if empty:
+        raise DataError(
+            f"data sets {shortened(empty)} of the mixture, counted from 0, are empty",
+            where="sampler=mixture",
+            fix="leave them out of the ConcatDataset, or give them the weight 0 in sampler.weights",
+        )
     shares = shares / shares.sum()
     count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
     per_epoch = _quotas(shares, count)
@@ -268,9 +275,9 @@ def _passes(seed: int, source: int, size: int, draws: range, offset: int) -> Int
 
     offset  added once in the second pass, twice in the third and so on: repeated samples get other random numbers
     """
-    begin, end = draws.start // size, -(-draws.stop // size)
     if not draws:
         return np.arange(0)
+    begin, end = draws.start // size, -(-draws.stop // size)
     shuffles = [
         order_rng(seed, _OF_MIXTURES, source, number).permutation(size) + (number - begin) * offset
         for number in range(begin, end)

@@ -32,11 +32,12 @@ from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.parallel import Parallel
 from runner.engine.advice import odd_sizes
+from runner.engine.contract_checks import check_length, checked_modules
 from runner.engine.coupled import check_strategy, is_coupled
 from runner.engine.error_diagnosis import place_of
 from runner.engine.objectives import objectives_of, refused
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
-from runner.engine.stream_source import StreamSource, is_stream
+from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
 from runner.engine.task_loading import explained, load_task
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
 from runner.plan.run_plan import Plan
@@ -99,6 +100,12 @@ class Parts:
             return StreamSource(split, wanted or 1, make=task.stream)
         with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
             dataset = task.dataset(split)
+        if is_exhaustible(dataset):
+            raise TaskFault(
+                f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
+                where=place_of(task.dataset, self.source),
+                fix="return a list of samples, or define def stream(self, split, shard, num_shards): yield ...",
+            )
         if is_stream(dataset):
             return StreamSource(split, wanted or int(getattr(dataset, "num_shards", 1)), dataset)
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -107,6 +114,7 @@ class Parts:
                 f" returned {type(dataset).__name__}"
             )
             raise TaskFault(what, where=place_of(task.dataset, self.source), fix="a list of samples will do")
+        check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
         return dataset
 
     def _held(self, stream: StreamSource) -> list[Any]:
@@ -167,7 +175,7 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronized(bare, world)
     with explained(source, "blocks"):
-        blocks = list(task.blocks())
+        blocks = checked_modules(task.blocks(), task.blocks, source)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         notes = list(_made(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
@@ -179,7 +187,7 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with explained(source, "distributing the model"):
-        model = parallel.wrap(bare, task.layers, blocks)
+        model = parallel.wrap(bare, lambda: checked_modules(task.layers(), task.layers, source), blocks)
     notes += parallel.described()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
 from runner.base.secret import redacted
@@ -142,6 +142,25 @@ def must_count(count: Number, what: str, method: Callable[..., Any], source: Pat
             where=place_of(method, source),
             fix="return (the sum, the number of items): len(y), or mask.sum()",
         )
+
+
+def checked_modules(found: Any, method: Callable[..., Any], source: Path) -> list[nn.Module]:
+    """Return the modules returned by `blocks` or `layers`. Raises TaskFault for anything else."""
+    modules = list(found) if isinstance(found, Iterable) else None
+    if modules is not None and all(isinstance(each, nn.Module) for each in modules):
+        return modules
+    name = _name_of(method)
+    what = f"{name} must return a list of modules of the model, but returned {described(found)}"
+    raise TaskFault(what, where=place_of(method, source), fix=f"return list(self.model.{name})")
+
+
+def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Path) -> None:
+    """Raise TaskFault if a data set has no valid length."""
+    try:
+        len(dataset)
+    except (TypeError, ValueError) as error:
+        what = f"len() of the samples that {name} returned is invalid: {error}"
+        raise TaskFault(what, where=place_of(method, source), fix="return a whole number from __len__") from error
 
 
 def described(answer: Any) -> str:

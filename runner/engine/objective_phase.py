@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
@@ -21,7 +20,6 @@ from runner.base.text import shortened
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
-from runner.engine.error_diagnosis import place_of
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
 from runner.engine.loop import Around, Position, Training
@@ -30,6 +28,7 @@ from runner.engine.oom_retry import OomRetry, RetryPolicy
 from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, updates_of
 from runner.engine.sharpness import with_sharpness
 from runner.engine.task_loading import CheckedLoss
+from runner.engine.task_members import check_arguments
 from runner.plan.run_plan import PhasePlan
 
 
@@ -188,11 +187,5 @@ def check_signature(task: Task, source: Path, *, several: bool) -> None:
         what = f"{kind.__name__} defines embed and couple, and OBJECTIVES"
         raise TaskFault(what, where=str(source), fix="remove OBJECTIVES, or define loss(model, batch, objective)")
     given = ("model", "batch", "objective")[: 3 if several else 2]
-    try:
-        inspect.signature(task.loss).bind(*given)
-    except TypeError as error:
-        raise TaskFault(
-            f"loss is called with {', '.join(given)}: {error}",
-            where=place_of(task.loss, source),
-            fix=f"def loss(self, {', '.join(given)}):" + ("" if several else " or declare OBJECTIVES in the file"),
-        ) from error
+    fix = f"def loss(self, {', '.join(given)}):" + ("" if several else " or declare OBJECTIVES in the file")
+    check_arguments(task.loss, "loss", given, source, fix=fix)

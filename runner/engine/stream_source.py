@@ -6,22 +6,29 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.worker import WorkerInfo
 
-from runner.base.errors import DataError
+from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
 from runner.base.text import error_line
+from runner.engine.error_diagnosis import place_of
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a data set can only be iterated over: torch's IterableDataset, one of `datasets`, a generator."""
+    """Return whether a data set can only be iterated over: torch's IterableDataset, one of `datasets`."""
     if isinstance(dataset, IterableDataset):  # it inherits a __getitem__ that raises
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def is_exhaustible(dataset: Any) -> bool:
+    """Return whether a data set can be read only once: a generator or another iterator without a state."""
+    return hasattr(dataset, "__next__") and not isinstance(dataset, IterableDataset) and not _has_state(dataset)
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class StreamSource:
     def samples(self, shard: int, epoch: int) -> Any:
         """Return the samples of a shard in a pass over it."""
         if self.make is not None:
-            found: Any = self.make(self.split, shard, self.num_shards)
+            found: Any = self._made(shard)
         elif self.num_shards > 1 or _has_state(self.dataset):
             found = self._copied()
         else:
@@ -50,6 +57,16 @@ class StreamSource:
         set_epoch = getattr(found, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
+        return found
+
+    def _made(self, shard: int) -> Any:
+        assert self.make is not None
+        found = self.make(self.split, shard, self.num_shards)
+        if not hasattr(found, "__iter__"):
+            what = f'stream("{self.split}", {shard}, {self.num_shards}) must return an iterable of samples'
+            fix = "yield the samples of the shard, or return an IterableDataset"
+            where = place_of(self.make, Path("stream"))
+            raise TaskFault(f"{what}, but returned {type(found).__name__}", where=where, fix=fix)
         return found
 
     def _copied(self) -> Any:
@@ -79,7 +96,7 @@ class StreamSource:
         if self.make is None:  # the length of a data set is that of all shards
             total = _length(self.dataset)
             return None if total is None else tuple(_even_part(total, shard, self.num_shards) for shard in shards)
-        found = [_length(self.make(self.split, shard, self.num_shards)) for shard in shards]
+        found = [_length(self._made(shard)) for shard in shards]
         return None if None in found else tuple(length for length in found if length is not None)
 
     @contextmanager

@@ -23,6 +23,7 @@ from runner.config.own_options import module_of_task
 from runner.engine.adapter import adapter_of
 from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import explain, place_of
+from runner.engine.task_members import check_members
 from runner.plan.run_plan import Plan
 
 
@@ -47,6 +48,7 @@ def load_task(plan: Plan) -> Task:
     if not isinstance(getattr(task, "model", None), nn.Module):
         what = f"{type(task).__name__}.model must be a torch.nn.Module"
         raise TaskFault(what, where=place_of(type(task), source), fix="self.model = ...")
+    check_members(task, source)
     adapter_of(plan.choices["adapter"]).add_to(task)
     return task
 

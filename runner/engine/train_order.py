@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from runner.axes.dataloader import Fetcher
 from runner.axes.sampler import SAMPLERS, TrainingSamples, shuffle
@@ -15,6 +16,7 @@ from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.order import Order, Sampler
 from runner.base.stream_order import StreamSampler
 from runner.base.task import Task
+from runner.base.text import error_line
 from runner.config.option_table import make
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import place_of
@@ -133,7 +135,11 @@ def _of_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]) -> An
     if getattr(method, "__func__", None) in (Task.sample_weights, Task.sample_lengths):
         raise _fault(parts, method, "is not defined")
     with explained(parts.source, method.__name__):
-        found = np.asarray(method(fetcher.dataset))
+        returned = method(fetcher.dataset)
+    try:
+        found = np.asarray(returned.detach().cpu() if isinstance(returned, Tensor) else returned)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _fault(parts, method, f"must return numbers, but {error_line(error)}") from error
     if found.shape != (len(fetcher.dataset),) or not np.issubdtype(found.dtype, np.number):
         what = f"must return one number for each of the {len(fetcher.dataset):,} samples, but returned"
         raise _fault(parts, method, f"{what} an array of {found.dtype} with shape {found.shape}")

@@ -25,6 +25,7 @@ from runner.distributed.layer_placement import Placement, PlacementRequest, chec
 from runner.distributed.pipelined import Pipelined, model_not_called
 from runner.distributed.stages import Call, Called, Shapes
 from runner.engine.assemble import assemble
+from runner.engine.contract_checks import checked_modules
 from runner.engine.cuda_autocast import AsCuda
 from runner.engine.task_loading import explained
 from runner.engine.train_order import order_of
@@ -60,7 +61,7 @@ class StagePrediction:
         with _quiet(), self.phantom, self.phantom.building():
             self.parts = assemble(self.plan, self._stack)
         with explained(self.parts.source, "layers"):
-            self.layers = list(self.parts.task.layers())
+            self.layers = checked_modules(self.parts.task.layers(), self.parts.task.layers, self.parts.source)
         check_layers(self.parts.bare, self.layers)
         with _quiet(), self.phantom:
             self.costs, self.num_samples = self._costs()

@@ -18,6 +18,7 @@ from typing import Any
 from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
 from runner.base.rank_env import RankInfo
+from runner.base.text import shortened
 from runner.host import output, stacks
 from runner.host.process_tree import LAST_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
@@ -109,14 +110,13 @@ def run_ranks(
     of all are collected, the blocking rank is reported, and all are killed (exit code 83).
 
     This process must have one thread, must not have initialized CUDA, and must not have computed on several threads:
-    locks and thread pools do not survive a fork. Raises SystemLimit or CannotCreate if the ranks cannot be started.
+    locks and thread pools do not survive a fork. Raises SystemLimit if that is not so, as in a debugger, and
+    SystemLimit or CannotCreate if the ranks cannot be started.
 
     say  called immediately when a rank fails; default: a warning on the console
     """
     output.stop_threads()  # one runs while the terminal is stalled
-    assert threading.current_thread() is threading.main_thread(), "ranks die with the thread that started them"
-    assert threading.active_count() == 1, f"cannot fork while other threads run: {threading.enumerate()}"
-    assert not cuda_is_initialized(), "CUDA does not survive a fork: query devices in a subprocess"
+    _check_can_fork(num_ranks)
     with private_folder() as folder, _SignalRequests() as requests, _cleanup() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
@@ -125,6 +125,22 @@ def run_ranks(
         watch = _Watch(ranks, folder, requests, started, grace_s, say or _warn)
         watch.until_the_end()
         return watch.ending()
+
+
+def _check_can_fork(num_ranks: int) -> None:
+    """Raise SystemLimit if ranks forked from this process would not work."""
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    if threading.current_thread() is not threading.main_thread():
+        what = f"ranks are started in thread {threading.current_thread().name}, and would end with it"
+    elif others:
+        what = f"ranks cannot be forked while other threads run: {shortened(others)}; a debugger or profiler has some"
+    elif cuda_is_initialized():
+        what = "ranks cannot be forked after CUDA was initialized in this process"
+    else:
+        return
+    raise SystemLimit(
+        what, fix=f"start the ranks with torchrun: torchrun --nproc-per-node={num_ranks} -m runner train ..."
+    )
 
 
 def _warn(notice: RankNotice) -> None:

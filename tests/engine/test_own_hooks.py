@@ -158,6 +158,9 @@ def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable
         ('return {"seen": self.seen, "sum": self.sum}', 'return {"seen": object()}'),
         ('"drift/seen": self.seen}', '"drift/seen": "many"}'),
         ('"drift/seen": self.seen}', '"update": self.seen}'),
+        ("def after_update(self, step)", "def after_update(self)"),
+        ("def state_dict", "def wants(self):\n        return None\n    def state_dict"),
+        ("def state_dict", "def readings(self):\n        return 1\n    def state_dict"),
     ],
 )
 def test_a_fault_of_a_hook_is_the_tasks_and_names_the_line(

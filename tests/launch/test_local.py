@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -722,19 +723,24 @@ def test_handlers_and_orphans_are_as_before_whatever_happens() -> None:
 
 def test_a_process_with_threads_does_not_fork() -> None:
     gate = threading.Event()
-    thread = threading.Thread(target=gate.wait)
+    thread = threading.Thread(target=gate.wait, name="debugger-7")
     thread.start()
     try:
-        with pytest.raises(AssertionError, match="threads"):
+        with pytest.raises(SystemLimit, match=r"debugger-7(.|\n)*torchrun"):
             run_ranks(lambda member: (0, None))
     finally:
         gate.set()
         thread.join()
 
 
+def test_ranks_are_not_forked_from_another_thread() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(SystemLimit, match="torchrun"):
+        pool.submit(run_ranks, lambda member: (0, None)).result()
+
+
 def test_a_process_that_has_started_cuda_does_not_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(AssertionError, match="CUDA"):
+    with pytest.raises(SystemLimit, match="torchrun"):
         run_ranks(lambda member: (0, None))
 
 

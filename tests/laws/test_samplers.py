@@ -314,6 +314,7 @@ WRONG: list[tuple[str, Callable[[], object], type[AccelRunError]]] = [
     ("weights of other data sets", lambda: mixture(samples(), weights=[0.5, 0.5]), ConfigError),
     ("a data set of weight below 0", lambda: mixture(samples(), weights=[0.5, 0.5, -1.0]), ConfigError),
     ("no data set with weight", lambda: mixture(samples(), weights=[0.0, 0.0, 0.0]), ConfigError),
+    ("an empty data set", lambda: mixture(samples(sizes=[3, 0])), DataError),
     ("a sample over the budget", lambda: token_budget(samples(lengths=[5, 90], weights=[1, 1]), tokens=64), DataError),
     ("a length of 0", lambda: token_budget(samples(lengths=[5, 0], weights=[1, 1])), DataError),
     ("micro-batches above updates", lambda: token_budget(samples(), tokens=64, micro_tokens=65), ConfigError),

@@ -258,7 +258,7 @@ def test_samples_for_an_evaluation_are_kept() -> None:
 
 
 def test_what_can_only_be_iterated_over_is_a_stream() -> None:
-    assert all(map(is_stream, (ByWorker(), Files(FILES), iter(NUMBERS))))
+    assert all(map(is_stream, (ByWorker(), Files(FILES))))
     assert not any(map(is_stream, ([1], torch.zeros(2), torch.utils.data.TensorDataset(torch.zeros(2)), 3)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,21 @@ from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
 from runner.config.option_table import file_of_reference, make
 from runner.config.own_tables import ENABLED, HOOK
+from runner.engine.contract_checks import described
+from runner.engine.error_diagnosis import place_of
 from runner.engine.hooks.forward_state import ForwardState
-from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.task_loading import explained
+from runner.engine.task_members import check_methods
 
 _EXPLAINED = (
     "begin", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict", "end",
 )  # fmt: skip
+
+_RETURNS: Mapping[str, tuple[type, str]] = {
+    "wants": (Wants, "return runner.Wants(stop=False)"),
+    "readings": (Mapping, 'return {"name": value}'),
+}
 
 
 def with_own_hooks(phase: PhaseView, kinds: Sequence[type[Hook]]) -> tuple[Hook, ...]:
@@ -40,6 +48,7 @@ def _built(phase: PhaseView, choice: Choice) -> Hook:
     if getattr(hook, "phase", None) is not phase:
         fix = "call super().__init__(phase) in its __init__"
         raise TaskFault(f"the hook {choice.name} does not initialize runner.Hook", where=str(source), fix=fix)
+    check_methods(hook, Hook, source)
     hook.name = f"{HOOK}.{choice.name}"
     for name in _EXPLAINED:
         if getattr(type(hook), name) is not getattr(Hook, name):
@@ -56,6 +65,10 @@ def _explaining(method: Callable[..., Any], source: Path, name: str) -> Callable
             found = method(*given)
         if method.__name__ == "state_dict":
             _check_state(found, source, name)
+        kind, fix = _RETURNS.get(method.__name__, (object, ""))
+        if not isinstance(found, kind):
+            what = f"{method.__name__} of the hook {name} must return a {kind.__name__}, but returned"
+            raise TaskFault(f"{what} {described(found)}", where=place_of(method, source), fix=fix)
         return found
 
     return call

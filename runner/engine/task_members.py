@@ -1,0 +1,103 @@
+"""Check members of a task or hook before the first update: the arguments they take, and the types of attributes."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from runner.base.errors import TaskFault
+from runner.base.task import Fit, Task
+from runner.engine.contract_checks import described
+from runner.engine.error_diagnosis import place_of
+
+
+def check_members(task: Task, source: Path) -> None:
+    """Raise TaskFault if a member of the task cannot be used as class Task declares it.
+
+    `loss` is excluded: its arguments depend on the phase, see `check_arguments`.
+    """
+    check_methods(task, Task, source, but=("loss",))
+    for name, declared in vars(Task).items():
+        if isinstance(declared, property):
+            _check_mapping(task, name, source)
+    for name, (is_right, what, fix) in _ATTRIBUTES.items():
+        value = getattr(task, name)
+        if not is_right(value):
+            where = place_of(type(task), source)
+            raise TaskFault(f"{name} must be {what}, but is {value!r}", where=where, fix=f"{name} = {fix}")
+
+
+def check_methods(found: object, base: type, source: Path, *, but: tuple[str, ...] = ()) -> None:
+    """Raise TaskFault if a method that overrides one of `base` does not take the arguments of that one."""
+    for name, declared in vars(base).items():
+        if name.startswith("_") or name in but or not isinstance(declared, FunctionType):
+            continue
+        method = getattr(found, name)
+        if getattr(method, "__func__", None) is declared:
+            continue
+        given = [
+            parameter.name for parameter in inspect.signature(declared).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ][1:]  # fmt: skip
+        takes_options = inspect.signature(declared).parameters.keys() & {"options"}
+        options = ["*", "samples: int = 3"] if takes_options else []
+        fix = f"def {name}({', '.join(['self', *given, *options])}):"
+        check_arguments(method, name, given, source, fix=fix)
+
+
+def check_arguments(
+    function: Callable[..., Any], name: str, given: list[str] | tuple[str, ...], source: Path, *, fix: str
+) -> None:
+    """Raise TaskFault if a function cannot be called with these positional arguments.
+
+    Required keyword-only parameters are settings, which the configuration must give.
+    """
+    where = place_of(function, source)
+    if not callable(function):
+        raise TaskFault(f"{name} must be a method, but is {described(function)}", where=str(source), fix=fix)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without a signature
+        return
+    settings = [one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
+    try:
+        signature.bind(*given, **dict.fromkeys(settings))
+    except TypeError as error:
+        arguments = f"with {', '.join(given)}" if given else "without arguments"
+        raise TaskFault(f"{name} is called {arguments}: {error}", where=where, fix=fix) from error
+
+
+def _check_mapping(task: Task, name: str, source: Path) -> None:
+    try:
+        value = getattr(task, name)
+    except Exception:  # it may need begin_phase; where it is used, the error is reported
+        return
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(each, _VALUES[name]):
+                what = f"{name}[{key!r}] must be a {_VALUES[name].__name__}, but is {described(each)}"
+                raise TaskFault(what, where=place_of(type(task), source), fix=f"see {name} of runner.Task")
+        return
+    if inspect.ismethod(value):
+        what, fix = "is a method", f"write @property above def {name}(self):"
+        raise TaskFault(f"{name} must be a property, but {what}", where=place_of(value, source), fix=fix)
+    what = f"{name} must be a mapping, but is {described(value)}"
+    raise TaskFault(what, where=place_of(type(task), source), fix=f"@property\ndef {name}(self): return {{}}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+# mapping of a task -> type of its values
+_VALUES: Mapping[str, Any] = {"losses": Callable, "fits": Fit, "packages": Mapping, "objectives": Mapping}
+# attribute -> whether a value is right, what it must be, an example
+_ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "item": (lambda value: isinstance(value, str) and bool(value), "the name of what is counted", '"token"'),
+    "items_per_sample": (_is_positive, "a number above 0", "1.0"),
+    "loss_is_additive": (lambda value: isinstance(value, bool), "True or False", "False"),
+}
