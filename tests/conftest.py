@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("tests.screens")  # its assertion shows the difference
@@ -48,9 +49,17 @@ FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Set up Hypothesis and what all tests share."""
+    # Without a deadline, because a busy machine exceeds any; the same examples each time, except in the long form.
+    hypothesis.settings.register_profile("accel-run", deadline=None, derandomize=not tallies.IS_LONG)
+    hypothesis.settings.load_profile("accel-run")
+    _compose_once(config)
+
+
+def _compose_once(config: pytest.Config) -> None:
     """Hydra composes the same groups of the shipped files once for all tests; else it takes half of their time."""
     with suppress(ImportError):  # an extra
-        import tqdm
+        import tqdm  # type: ignore[import-untyped]
 
         tqdm.tqdm.monitor_interval = 0  # the first progress bar would start a thread that never ends
     shared = ExitStack()
@@ -205,7 +214,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport) and report.when == "teardown":
-                cpu_s[report.nodeid.partition("::")[0]] += dict(report.user_properties).get("cpu_s", 0.0)
+                cpu_s[report.nodeid.partition("::")[0]] += float(str(dict(report.user_properties).get("cpu_s", 0.0)))
     over = sorted((total, name) for name, total in cpu_s.items() if total > FILE_BUDGET_S)
     if over:
         terminalreporter.section(f"files over their budget of {FILE_BUDGET_S} s of CPU time")

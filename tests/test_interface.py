@@ -39,7 +39,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- a pipeline in one process
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_layers=st.integers(1, 8),
     num_stages=st.integers(1, 4),

@@ -125,13 +125,13 @@ class EndOfRun:
 
 
 def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
-    """Return the report before the first update: machine, techniques with a tick or the reason they are off, batch."""
-    off_last = sorted(start.techniques, key=lambda technique: not technique.on)
+    """Return the report before the first update: machine, techniques in use, those that are off on one line, batch."""
     rows = [
         ("run", f"{start.run_name} ({start.task})"),
         *_repeat("device", start.devices),
         ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
-        *_repeat("technique", (_technique(technique) for technique in off_last)),
+        *_repeat("technique", (f"✓ {each.name} — {each.why}" for each in start.techniques if each.on)),
+        *_repeat("off", _off(each for each in start.techniques if not each.on)),
         ("parameters", f"{_count(start.num_parameters)} total, {_count(start.num_trainable)} trainable"),
         *(_repeat("phase", start.phases) or [("batch", _batch(start.batch))]),
         *_repeat("memory", start.memory),
@@ -172,8 +172,13 @@ def prints_only_ascii(stream: TextIO) -> bool:
     return False
 
 
-def _technique(technique: TechniqueLine) -> str:
-    return f"✓ {technique.name} — {technique.why}" if technique.on else f"– {technique.name}: {technique.why}"  # noqa: RUF001
+def _off(techniques: Iterable[TechniqueLine]) -> list[str]:
+    """Return one line with the techniques that are off, those with the same reason together; none without any."""
+    by_reason: dict[str, list[str]] = {}
+    for technique in techniques:
+        by_reason.setdefault(technique.why, []).append(technique.name.removesuffix(" none"))
+    listed = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+    return ["; ".join(listed)] if listed else []
 
 
 def _batch(batch: Batch) -> str:
@@ -207,4 +212,4 @@ def _in_ascii(text: str) -> str:
     return text.encode("ascii", errors="replace").decode()
 
 
-ASCII: Mapping[str, str] = {"✓": "+", "–": "-", "—": "-"}  # noqa: RUF001
+ASCII: Mapping[str, str] = {"✓": "+", "–": "-", "—": "-"}  # noqa: RUF001 - notes may have an en dash

@@ -81,7 +81,7 @@ def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> 
     return (max(seconds), max(shares), squares) if balance == "time" else (max(shares), squares)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(case=cases(), balance=st.sampled_from(["memory", "time"]))
 def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balance) -> None:
     devices = [StageDevice(size, speed) for size, speed in zip(case["memory"], case["speed"], strict=True)]
@@ -108,7 +108,7 @@ def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balan
     assert all(used <= size for used, size in zip(found.used_bytes, case["memory"], strict=True))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(num_layers=st.integers(1, 12), num_stages=st.integers(1, 4), cost=st.floats(0.01, 10))
 def test_equal_layers_on_equal_devices_differ_by_one(num_layers: int, num_stages: int, cost: float) -> None:
     if num_layers >= num_stages:
@@ -186,7 +186,7 @@ def test_each_stage_passes_each_micro_batch_once_forward_and_back(
         assert {stage % num_devices for _, stage, _ in row} == {device}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seconds=st.lists(st.floats(0.01, 5), min_size=1, max_size=4),
     count=st.integers(1, 8),

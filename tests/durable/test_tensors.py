@@ -31,7 +31,7 @@ def some_tensor(word: str, shape: tuple[int, ...]) -> Tensor:
 
 
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WORDS), st.lists(st.integers(0, 3), max_size=3)), max_size=12))
-@settings(max_examples=200 if IS_LONG else 50, deadline=None)
+@settings(max_examples=200 if IS_LONG else 50)
 def test_the_bytes_are_those_that_the_library_writes(drawn: dict[str, tuple[str, list[int]]]) -> None:
     made = {name: some_tensor(word, tuple(shape)) for name, (word, shape) in drawn.items()}
     assert b"".join(pieces(made)) == bytes_of(made)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
@@ -284,7 +284,6 @@ def test_no_length_is_always_in_the_incomplete_update(drop_last: bool) -> None:
     batch=st.integers(1, 20),
     bucket=st.integers(1, 9),
 )
-@settings(deadline=None)
 def test_no_update_is_over_the_token_budget(lengths: list[int], tokens: int, batch: int, bucket: int) -> None:
     facts = samples(batch, lengths=lengths, weights=lengths)
     sampler = token_budget(facts, tokens=tokens, bucket=bucket)

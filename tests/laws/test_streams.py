@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.axes.dataloader import Loader, default
@@ -101,7 +101,6 @@ def test_round_robin_takes_each_element_once_and_in_turn(lengths: list[int]) -> 
     batch=st.integers(1, 12),
     drop_last=st.booleans(),
 )
-@settings(deadline=None)
 def test_every_sample_of_a_stream_is_in_one_update(
     lengths: list[int], groups: int, batch: int, drop_last: bool
 ) -> None:

@@ -35,7 +35,7 @@ def events_of(steps: Steps) -> list[tuple[int, int]]:
 
 
 @given(STEPS, st.sampled_from(ALLOCATORS))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_byte_is_reserved_twice_and_none_is_handed_out_that_is_not_reserved(
     steps: Steps, allocator: Allocator
 ) -> None:
@@ -55,7 +55,7 @@ def test_no_byte_is_reserved_twice_and_none_is_handed_out_that_is_not_reserved(
 
 
 @given(STEPS, st.sampled_from([each for each in ALLOCATORS if each.max_split is None]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_once_all_is_freed_whatever_was_there_finds_room_again(steps: Steps, allocator: Allocator) -> None:
     """Free neighbors have become one block again, down to whole segments."""
     events = events_of(steps)
@@ -67,7 +67,7 @@ def test_once_all_is_freed_whatever_was_there_finds_room_again(steps: Steps, all
 
 
 @given(STEPS, st.sampled_from(ALLOCATORS[:2]), st.integers(1, 400))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_limit_is_kept_and_is_refused_only_where_it_is_too_small(
     steps: Steps, allocator: Allocator, limit_mib: int
 ) -> None:

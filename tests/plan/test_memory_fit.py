@@ -64,7 +64,7 @@ def plan(*words: str, needs: Needs | None, on: Inventory = HERE) -> Plan:
 
 
 @given(st.integers(1, 64), st.sampled_from([(8,), (2, 8), (1, 4, 16)]))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_what_was_traced_is_told_as_it_was_and_more_samples_never_take_less(
     samples: int, sizes: tuple[int, ...]
 ) -> None:
@@ -79,7 +79,7 @@ def test_what_was_traced_is_told_as_it_was_and_more_samples_never_take_less(
 @given(
     st.floats(0.5, 40), st.integers(1, 64), st.sampled_from(["single", "ddp", "fsdp", "pipeline"]), st.integers(2, 8)
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_most_samples_that_fit_fit_and_one_more_does_not(gib: float, most: int, strategy: str, count: int) -> None:
     need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
     part = RankPart(strategy, 1 if strategy == "single" else count)
@@ -266,7 +266,7 @@ def test_seconds_are_a_range_that_grows_with_the_work_and_rests_on_the_profile()
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(1, 4))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_no_update_on_a_gpu_is_shorter_than_the_launches_of_its_kernels(each: int, of_update: int, passes: int) -> None:
     need = demand(2, 8)
     points = tuple(

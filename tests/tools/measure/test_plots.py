@@ -398,7 +398,7 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
         size_of(png_of(figure))
 
 
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.sampled_from([BASELINE, "a", "b", "up to b"]),

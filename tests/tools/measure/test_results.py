@@ -67,7 +67,6 @@ def fresh() -> Iterator[Any]:
 
 
 def test_what_is_put_is_read_again(fresh: Any) -> None:
-    @settings(deadline=None)
     @given(tables)
     def law(table: dict[str, list[float]]) -> None:
         results = fresh()
@@ -93,7 +92,6 @@ def test_every_value_of_a_row_is_read_again(results: Results) -> None:
 
 
 def test_a_technique_that_is_measured_again_replaces_only_its_column(fresh: Any) -> None:
-    @settings(deadline=None)
     @given(tables, tables)
     def law(first: dict[str, list[float]], second: dict[str, list[float]]) -> None:
         results = fresh()
@@ -264,7 +262,7 @@ def test_any_json_is_read_or_refused(fresh: Any) -> None:
     keys = st.sampled_from(["techniques", "a", "updates_ms", "ratio", "middle", "numerics", "members", "session"])
     values = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4))
 
-    @settings(deadline=None, max_examples=300)
+    @settings(max_examples=300)
     @given(values)
     def law(row: Any) -> None:
         results = fresh()

@@ -55,7 +55,7 @@ def lines_of(axes: Any) -> list[list[float]]:
     return [list(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) > 1]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
@@ -77,7 +77,7 @@ def test_every_column_has_the_baseline_of_its_own_run_beside_it(given_runs: list
         assert all(row.mode == str(run_of(columns[name])) for name, row in rows.items())
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])

@@ -150,7 +150,7 @@ def test_the_best_of_every_axis_is_found() -> None:
     assert {each.candidate.name for each in found.tried} == {"a=1", "a=2", "a=3", "a=4", "a=5", "b=1", "b=2", "c=1"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=5, max_size=5),
     st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2),
