@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-import os
 import pickle
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +21,22 @@ from runner.tasks.tractodiff.lines import directions_of, every, length, mdf, trk
 from torch import Tensor
 
 from runner.base.errors import DataError, InputMissing
+from tests.forkserver import ForkServer
+from tests.tasks.few_streamlines import few_streamlines
 
 pytest.importorskip("dipy")
 nibabel = pytest.importorskip("nibabel")
 
 AFFINE = np.array([[0.0, -2.0, 0.0, 30.0], [-2.0, 0.0, 0.0, 5.0], [0.0, 0.0, 2.5, -7.0], [0.0, 0.0, 0.0, 1.0]])
 SHAPE = (12, 11, 10)
+M_PERTURB = -6  # of mallopt(3)
 
 
 @pytest.fixture(scope="module")
 def traced() -> Any:
-    """The subject of the volume, whose streamlines take seconds to trace."""
-    (found,) = sources.volume()
+    """The subject of the volume."""
+    with few_streamlines():
+        (found,) = sources.volume()
     return found
 
 
@@ -187,14 +189,22 @@ def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: 
     assert (latest[latest.any(dim=1), 1] > 0.99).all()  # and they go along A
 
 
-def test_the_streamlines_of_the_volume_do_not_depend_on_what_memory_held_before(traced: Any) -> None:
-    script = (
-        "import hashlib; from runner.tasks.tractodiff.sources import volume; (found,) = volume()\n"
-        "print(hashlib.sha256(b''.join(line.tobytes() for line in found.streamlines)).hexdigest())"
-    )
-    env = {**os.environ, "MALLOC_PERTURB_": "165"}
-    filled = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True).stdout
-    assert hashlib.sha256(b"".join(line.tobytes() for line in traced.streamlines)).hexdigest() == filled.strip()
+def digest_of(subject: sources.Subject) -> str:
+    return hashlib.sha256(b"".join(line.tobytes() for line in subject.streamlines)).hexdigest()
+
+
+def digest_in_filled_memory() -> str:
+    """Trace the volume while the allocator fills what it hands out."""
+    assert ctypes.CDLL(None).mallopt(M_PERTURB, 165)
+    with few_streamlines():
+        (found,) = sources.volume()
+    return digest_of(found)
+
+
+def test_the_streamlines_of_the_volume_do_not_depend_on_what_memory_held_before(
+    traced: Any, server: ForkServer
+) -> None:
+    assert digest_of(traced) == server.call(digest_in_filled_memory)
 
 
 def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:

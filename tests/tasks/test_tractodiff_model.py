@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from runner.base.errors import ConfigError
 from runner.base.task import Context
+from tests.tasks.few_streamlines import few_streamlines
 
 pytest.importorskip("dipy")
 nibabel = pytest.importorskip("nibabel")
@@ -30,8 +32,9 @@ SMALL = Shape((32, 16), time=8, hidden=16, head=(8,), channels=(8, 16, 16), num_
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with few_streamlines():
+        yield tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
