@@ -675,8 +675,6 @@ def run_pytest(tree: Path, arguments: Sequence[str], plugins: Sequence[Any]) -> 
         "ignore:Module already imported",
         "-p",
         "no:cacheprovider",
-        "-p",
-        "no:xdist",
         "--hypothesis-seed=0",
         "--rootdir",
         str(tree),

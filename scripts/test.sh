@@ -28,4 +28,4 @@ if (($#)); then
 fi
 # One thread each: oversubscribed threads busy-wait for each other. Files run in the order of tests/conftest.py,
 # longest first.
-OMP_NUM_THREADS=1 exec "${pytest[@]}" -n 3 --dist loadfile --no-loadscope-reorder
+OMP_NUM_THREADS=1 exec "${pytest[@]}" --workers 3

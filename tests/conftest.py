@@ -25,6 +25,7 @@ from tests.forkserver import ForkServer
 from tests.nvml_stub import NvmlStub, build_stub
 from tests.screens import screen_of
 from tests.warm import import_all
+from tests.workers import SERVER, run_all
 
 # The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
 LONGEST = (
@@ -46,6 +47,19 @@ LONGEST = (
 MANY = 10  # tests, for which it pays to import all at once
 THREAD_ENDS_S = 30  # for a thread that is already ending when its test ends
 FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=0, help="run tests in N forked processes; default: in this one")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in workers, if the command line asks for them and nothing failed before."""
+    if not session.config.option.workers or session.testsfailed or session.config.option.collectonly:
+        return None
+    run_all(session, session.config.option.workers)
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,10 +100,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_gpu() -> bool:
-    """Return whether torch sees a GPU. This initializes CUDA, so that no process forked from here could use one."""
+    """Return whether torch sees a GPU, without initializing CUDA, which would not survive the fork of a worker."""
     import torch
 
-    return torch.cuda.is_available()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+        return torch.cuda.is_available()
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -138,8 +154,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
-    """accel-run in processes of its own, without importing torch each time."""
+def server(pytestconfig: pytest.Config) -> Iterator[ForkServer]:
+    """A server that runs accel-run in separate processes, without importing torch each time."""
+    if SERVER in pytestconfig.stash:
+        yield pytestconfig.stash[SERVER]
+        return
     with ForkServer.started() as made:
         yield made
 
@@ -191,18 +210,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if call.when == "teardown":
         item.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_AT_START]))
     yield
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take the counts of a process that has run a part of the tests."""
-    tallies.unpack(getattr(node, "workeroutput", {}).get("tallies", []))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the counts of this process on, where it runs only a part of the tests."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["tallies"] = tallies.packed()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

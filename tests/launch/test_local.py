@@ -520,7 +520,7 @@ def test_what_a_signal_raises_while_a_rank_starts_leaves_no_rank(
         if len(opened) == of_rank + 1:
             if is_at_once:
                 raise TooLateError
-            signal.pthread_kill(threading.get_ident(), signal.SIGALRM)  # not to a thread of pytest-xdist
+            signal.pthread_kill(threading.get_ident(), signal.SIGALRM)  # not to another thread of this process
         return pidfd_open(pid)
 
     def too_late(number: int, frame: object) -> NoReturn:

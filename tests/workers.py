@@ -1,0 +1,178 @@
+"""Run collected tests in forked worker processes: `pytest --workers 3`.
+
+Each worker of pytest-xdist imports and collects all tests again, which takes 14 s of CPU time for 8,000 tests. Here
+the session collects once, and workers are forks of it. A worker takes one file after another, in the order of
+collection, so that fixtures of a module are set up once and no worker is idle while files are left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+
+from tests.faults import tallies
+from tests.forkserver import ForkServer
+
+Files = Sequence[Sequence[pytest.Item]]
+NUMBER = struct.Struct("H")  # of a file, in a pipe that all workers read: it holds 32,768 numbers
+SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # in the configuration of a worker
+
+
+def run_all(session: pytest.Session, num_workers: int) -> None:
+    """Run the collected tests and report them here, as pytest does for tests that run in its process."""
+    assert threading.active_count() == 1, f"cannot fork while other threads run: {threading.enumerate()}"
+    files = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
+    temporary: Any = session.config._tmp_path_factory  # type: ignore[attr-defined]  # lint-tests: private: of pytest
+    temporary.getbasetemp()  # one folder for all workers
+    with ExitStack() as stack:
+        queue, filling = os.pipe()
+        stack.callback(os.close, queue)
+        with os.fdopen(filling, "wb") as file:
+            file.write(b"".join(NUMBER.pack(number) for number in range(len(files))))
+        server = stack.enter_context(ForkServer.started())
+        workers = [
+            stack.enter_context(Worker(session, files, queue, stack.enter_context(server.twin())))
+            for _ in range(min(num_workers, len(files)))
+        ]
+        while any(worker.runs for worker in workers):
+            wait([channel for worker in workers for channel in worker.channels])
+            for worker in workers:
+                worker.report()
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+
+
+class Worker:
+    """A forked process that runs files of tests until none is left."""
+
+    def __init__(self, session: pytest.Session, files: Files, queue: int, server: ForkServer) -> None:
+        self._session = session
+        self._hook = session.config.hook
+        self._test: dict[str, Any] = {"nodeid": "no test", "location": ("", None, "no test")}  # that runs now
+        self._reports, sending = Pipe(duplex=False)
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = 1
+            try:
+                session.config.stash[SERVER] = server
+                _work(session, files, queue, sending)
+                code = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        sending.close()
+        self._end = os.pidfd_open(self._pid)
+        self.runs = True
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.runs:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        self._reports.close()
+        os.close(self._end)
+
+    @property
+    def channels(self) -> list[Any]:
+        """What becomes readable when there is something to report."""
+        return [self._reports, self._end] if self.runs else []
+
+    def report(self) -> None:
+        """Report what the process has sent; if it died, fail the test that it ran."""
+        if not self.runs:
+            return
+        has_ended = bool(wait([self._end], 0))
+        while self._reports.poll():
+            try:
+                kind, content = self._reports.recv()
+            except EOFError:
+                break
+            getattr(self, kind)(content)
+        if has_ended:
+            self.runs = False
+            if code := os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]):
+                reason = f"its process ended with exit code {code}; the remaining tests of this file did not run"
+                lost = pytest.TestReport(**self._test, keywords={}, outcome="failed", longrepr=reason, when="call")
+                self._hook.pytest_runtest_logreport(report=lost)
+
+    def started(self, test: dict[str, Any]) -> None:
+        self._test = test
+        self._hook.pytest_runtest_logstart(**test)
+
+    def reported(self, content: dict[str, Any]) -> None:
+        report = self._hook.pytest_report_from_serializable(config=self._session.config, data=content)
+        self._hook.pytest_runtest_logreport(report=report)
+
+    def finished(self, test: dict[str, Any]) -> None:
+        self._hook.pytest_runtest_logfinish(**test)
+
+    def counted(self, output: dict[str, Any]) -> None:
+        tallies.unpack(output["tallies"])
+        snapshots: Any = self._session.config._syrupy  # type: ignore[attr-defined]  # lint-tests: private: of syrupy
+        snapshots.add_worker_report(output["syrupy_report"])
+
+
+def _work(session: pytest.Session, files: Files, queue: int, sending: Connection) -> None:
+    """Run files until none is left; send what happens."""
+    config = session.config
+    output: dict[str, Any] = {}
+    sender = _Sender(config, sending)
+    config.pluginmanager.unregister(name="terminalreporter")
+    config.pluginmanager.register(sender, "terminalreporter")
+    capture: Any = config.pluginmanager.get_plugin("capturemanager")
+    capture.stop_global_capturing()  # its files are those of the process that has forked
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    for item, following in _lookahead(itertools.chain.from_iterable(files[number] for number in _numbers(queue))):
+        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    os.environ["PYTEST_XDIST_WORKER"] = "worker"  # syrupy knows workers of pytest-xdist
+    config.workeroutput = output  # type: ignore[attr-defined]
+    syrupy: Any = config.pluginmanager.get_plugin("syrupy")
+    syrupy.pytest_sessionfinish(session, 0)
+    sending.send(("counted", {**output, "tallies": tallies.packed()}))
+
+
+def _numbers(queue: int) -> Iterator[int]:
+    while number := os.read(queue, NUMBER.size):
+        yield NUMBER.unpack(number)[0]
+
+
+def _lookahead(items: Iterator[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+    """Yield each item with the next one, which determines the fixtures to tear down."""
+    item = next(items, None)
+    while item is not None:
+        following = next(items, None)
+        yield item, following
+        item = following
+
+
+class _Sender:
+    """The terminal reporter of a worker: sends what that of the session reports."""
+
+    def __init__(self, config: pytest.Config, sending: Connection) -> None:
+        self._config, self._sending = config, sending
+        self._tw = config.get_terminal_writer()  # for plugins that write to the terminal: stacks after a timeout
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._sending.send(("started", {"nodeid": nodeid, "location": location}))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        content = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._sending.send(("reported", content))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._sending.send(("finished", {"nodeid": nodeid, "location": location}))
