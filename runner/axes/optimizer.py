@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.fused_adam import FusedAdam, FusedAdamW
 from runner.base.packages import check_installed
 from runner.base.schedule_free import ready_to_train
 from runner.base.values import Factor, NonNegative, Positive, PositiveInt
@@ -48,7 +49,8 @@ def adamw(
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     flags = _kernel_flags(parameters, kernel)
-    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, **flags)
+    kind = FusedAdamW if flags["fused"] else torch.optim.AdamW
+    return kind(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, **flags)
 
 
 def adam(
@@ -77,7 +79,8 @@ def adam(
     """
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     flags = _kernel_flags(parameters, kernel)
-    return torch.optim.Adam(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, **flags)
+    kind = FusedAdam if flags["fused"] else torch.optim.Adam
+    return kind(groups, lr=lr, betas=(betas[0], betas[1]), eps=eps, **flags)
 
 
 def sgd(

@@ -167,7 +167,8 @@ def _places(optimizer: Optimizer) -> Iterator[_Place]:
 
 def _kind(optimizer: Optimizer) -> str:
     """Return library and class: bitsandbytes.AdamW8bit and torchao.AdamW8bit keep different states."""
-    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
+    library = type(optimizer).__module__.partition(".")[0]
+    return getattr(optimizer, "kind", f"{library}.{type(optimizer).__name__}")
 
 
 def _parts(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, Tensor]]:

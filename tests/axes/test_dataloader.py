@@ -8,17 +8,19 @@ import queue
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from runner.axes.dataloader import DATALOADERS, Fetcher, cached, default, thread
 from runner.base.errors import DataError, Exit
 from runner.base.order import Micro, Order
+from runner.base.task import Task
 from runner.base.text import RemoteError
 from runner.config.configuration import compose
 from runner.config.option_table import make
@@ -26,6 +28,7 @@ from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner
+from tests.operations import Operations
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -261,3 +264,63 @@ def test_a_worker_that_ran_out_of_files_is_told_from_one_that_died(code: int, ex
         next(loader.batches(Order(4, 2, 2, seed=0).from_update(0)))
     loader.close()
     assert type(caught.value) is expected
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def make_tensors() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(9, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+    return TensorDataset(images, torch.arange(9), torch.arange(27).view(9, 3) > 5)
+
+
+class OneByOne(torch.utils.data.Dataset[Any]):
+    """The same samples, but not in a class of torch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+SETS: dict[str, Callable[[], Any]] = {
+    "tensors": make_tensors,
+    "subset": lambda: Subset(make_tensors(), [8, 2, 5, 1]),
+    "subset of subset": lambda: Subset(Subset(make_tensors(), [8, 2, 5, 1]), torch.tensor([3, 0, 1])),
+    "from the end": lambda: Subset(make_tensors(), [-1, 2, -3, 1]),
+}
+KEY = Micro(0, [2, 0, 1, 5], last=True, seed=3)
+
+
+def fetcher(dataset: Any, bad_samples: str = "stop", **options: Any) -> Fetcher:
+    return Fetcher(dataset, Task.collate.__get__(Task()), bad_samples=bad_samples, num_samples=3, **options)
+
+
+@pytest.mark.parametrize("bad_samples", ["stop", "skip"])
+@pytest.mark.parametrize("name", SETS)
+def test_a_batch_of_tensors_equals_its_collated_samples(name: str, bad_samples: str) -> None:
+    """Sample 5 of 3 is sample 2, drawn again."""
+    found, wanted = (fetcher(each, bad_samples)[KEY] for each in (SETS[name](), OneByOne(SETS[name]())))
+    assert type(found.batch) is type(wanted.batch) is list
+    for mine, theirs in zip(found.batch, wanted.batch, strict=True):
+        assert torch.equal(mine, theirs)
+        assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
+    assert found._replace(batch=None) == wanted._replace(batch=None)
+
+
+def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
+    read = fetcher(make_tensors())
+    with Operations() as operations:
+        read[KEY]
+    assert operations.names.count("index_select") == 3
+    assert len(operations.names) <= 2 * 3  # and those that make the tensor of indices
+
+
+def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
+    with pytest.raises(DataError, match="sample 1 cannot be read"):
+        fetcher(Subset(make_tensors(), [0, 99, 1]))[Micro(0, [0, 1], last=True)]

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from runner.axes.optimizer import OPTIMIZERS, adam, adamw, adamw8bit, set_learning_rate, sgd
 from runner.base.errors import ConfigError, IncompatibleResume
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+from tests.operations import Operations
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -153,6 +154,68 @@ def test_the_rule_is_torchs_own() -> None:
     )
     train(theirs, reference, range(5))
     assert largest_difference(ours, theirs) == 0.0
+
+
+FUSED = {"adam": (adam, torch.optim.Adam), "adamw": (adamw, torch.optim.AdamW)}
+
+
+def same_updates(ours: nn.Module, theirs: nn.Module, mine: Optimizer, reference: Optimizer, updates: int = 5) -> bool:
+    """Make the same updates with both; return whether all weights and states have the same bits."""
+    for update in range(updates):
+        for optimizer in (mine, reference):
+            optimizer.param_groups[0]["lr"] = 1e-3 / (1 + update)
+        train(ours, mine, range(update, update + 1))
+        train(theirs, reference, range(update, update + 1))
+    states = zip(mine.state.values(), reference.state.values(), strict=True)
+    return largest_difference(ours, theirs) == 0.0 and all(
+        torch.equal(one[key], other[key]) for one, other in states for key in one
+    )
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("kind", ["float32", "frozen", "float64 and float32", "hooks"])
+def test_the_direct_call_of_the_fused_kernel_has_the_bits_of_torch(name: str, kind: str) -> None:
+    rule, of_torch = FUSED[name]
+    ours, theirs = network(), network()
+    for model in (ours, theirs):
+        if kind == "frozen":
+            model[0].requires_grad_(False)
+        if kind == "float64 and float32":
+            model[3].double()
+            model[2].forward = lambda x: torch.tanh(x).double()
+    mine = rule([*ours.named_parameters()], decay_1d=True, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95))
+    reference = of_torch(theirs.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    seen: list[str] = []
+    if kind == "hooks":
+        mine.register_step_pre_hook(lambda *_: seen.append("before"))
+        mine.register_step_post_hook(lambda *_: seen.append("after"))
+    assert same_updates(ours, theirs, mine, reference)
+    assert seen == ["before", "after"] * 5 * (kind == "hooks")
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("overflows", [False, True])
+def test_the_direct_call_skips_an_update_as_torch_does(name: str, overflows: bool) -> None:
+    rule, of_torch = FUSED[name]
+    ours, theirs = network(), network()
+    mine = rule([*ours.named_parameters()], decay_1d=True, weight_decay=0.1, eps=1e-8, betas=(0.9, 0.95))
+    reference = of_torch(theirs.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    assert same_updates(ours, theirs, mine, reference, updates=1)
+    for optimizer in (mine, reference):  # the interface of torch.amp.GradScaler
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(float(overflows))  # type: ignore[attr-defined]
+    assert same_updates(ours, theirs, mine, reference)
+    assert (largest_difference(ours, network()) < 2e-3) == overflows
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_step_is_two_operations_for_each_group(name: str) -> None:
+    model = network()
+    optimizer = FUSED[name][0]([*model.named_parameters()], decay_1d=False)
+    train(model, optimizer, range(1))
+    model(torch.ones(5, 6)).sum().backward()
+    with Operations() as operations:
+        optimizer.step()
+    assert operations.names == ["_foreach_add_", f"_fused_{name}_"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""Adam and AdamW that call torch's fused kernel without the Python code around it.
+
+torch's `step` spends 100 us on wrappers, on groups of devices and on checks of options that are never used here: as
+much as a small model needs for its forward pass. The results have the same bits. Checked on torch 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as of_torch
+
+
+class FusedAdam(Adam):
+    """torch.optim.Adam with `fused=True`."""
+
+    kind = "torch.Adam"  # in checkpoints
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not _step(self, torch._fused_adam_):
+            _adam_step(self)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would wrap it at construction
+
+
+class FusedAdamW(AdamW):
+    """torch.optim.AdamW with `fused=True`."""
+
+    kind = "torch.AdamW"
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        if not _step(self, torch._fused_adamw_):
+            _adamw_step(self)
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def _hooked(step: Any) -> Any:
+    return step if getattr(step, "hooked", False) else Optimizer.profile_hook_step(step)
+
+
+_adam_step, _adamw_step = _hooked(Adam.step), _hooked(AdamW.step)
+
+
+@torch.no_grad()
+def _step(optimizer: Optimizer, kernel: Any) -> bool:
+    """Update the parameters with one kernel per group; return False, without a change, where torch's `step` must.
+
+    That is at the first step, which creates the state; with hooks or a profiler; and with several dtypes or devices.
+    """
+    if _is_observed(optimizer):
+        return False
+    calls = []
+    for group in optimizer.param_groups:
+        weights = [weight for weight in group["params"] if weight.grad is not None]
+        states = [optimizer.state[weight] for weight in weights]
+        if not all(states) or not _are_alike(weights) or isinstance(group["lr"], Tensor):
+            return False
+        calls.append((group, weights, states))
+    found_inf = getattr(optimizer, "found_inf", None)
+    scales = {"grad_scale": getattr(optimizer, "grad_scale", None), "found_inf": found_inf}
+    for group, weights, states in calls:
+        if not weights:
+            continue
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        kernel(
+            weights,
+            [weight.grad for weight in weights],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            **scales,
+        )
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
+    return True
+
+
+def _is_observed(optimizer: Optimizer) -> bool:
+    """Return whether `step` has hooks, or a profiler runs."""
+    return bool(
+        of_torch._global_optimizer_pre_hooks
+        or of_torch._global_optimizer_post_hooks
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _are_alike(weights: list[Tensor]) -> bool:
+    return len({(weight.dtype, weight.device) for weight in weights}) <= 1 and not any(
+        hasattr(weight, "device_mesh")  # a DTensor
+        for weight in weights
+    )
