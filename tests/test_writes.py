@@ -38,6 +38,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/export_model.py", "_safetensors", "safetensors.torch.save_model"): "into the folder of the line above",
     ("runner/launch/slurm.py", "_clean_up", ".unlink"): "scripts that submitit wrote for a job that was refused",
     ("runner/launch/slurm.py", "_clean_up", ".rmdir"): "the empty folder of a run that never was",
+    ("runner/durable/mirror_store.py", "_opened", ".open"): "a file in object storage, to read it",
     # In the private folder that the processes of a start share in TMPDIR: nothing there outlives the start.
     ("runner/host/scratch.py", "_create", "tempfile.mkdtemp"): "the folder itself",
     ("runner/host/scratch.py", "_sweep", "shutil.rmtree"): "folders of starts that were killed",

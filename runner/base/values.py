@@ -23,12 +23,14 @@ __all__ = [
     "Literal",
     "Mapping",
     "Matches",
+    "MirrorURL",
     "NonNegative",
     "Part",
     "Place",
     "Positive",
     "PositiveInt",
     "Range",
+    "RunsFolder",
     "Seed",
     "Threads",
 ]
@@ -82,9 +84,25 @@ URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
 _ONE_SLASH = r"(?i:s3a?|gs|gcs|hf|https?|ftp|hdfs|abfss?|az|file):/"
 LOCAL_PATH = "a local path in one line without control characters; URLs such as s3:// are not supported"
 # Paths are passed to scripts line by line, and to terminals: no newlines, control or invisible characters.
-Place = Annotated[
+_LOCAL = rf"(?!{URL}|{_ONE_SLASH})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"
+Place = Annotated[str, Matches(LOCAL_PATH, _LOCAL)]
+# Locks and atomic renames need a local file system.
+RunsFolder = Annotated[
     str,
-    Matches(LOCAL_PATH, rf"(?!{URL}|{_ONE_SLASH})[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*"),
+    Matches(
+        "a local path in one line without control characters; checkpoint.mirror=URL copies checkpoints to object"
+        " storage",
+        _LOCAL,
+    ),
+]
+# No user, password, query or fragment: the value is written to files. Azure writes the container before an @.
+_NAMED_IN_URL = r"[^@?#\s\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]+"
+MirrorURL = Annotated[
+    str,
+    Matches(
+        "a URL such as s3://bucket/folder, without user, password, query and options",
+        rf"(?!.*::)(?:abfss?://[a-z0-9-]+@|{URL}){_NAMED_IN_URL}",
+    ),
 ]
 Every = Annotated[
     str,

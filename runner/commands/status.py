@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.json_values import is_number
+from runner.base.json_values import is_number, listed
 from runner.base.secret import fit_to_show
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.text import columns_of, for_terminal, metric_text, rate
+from runner.base.text import columns_of, for_terminal, metric_text, rate, shortened
 from runner.commands.arguments import read_of_a_run, teller
-from runner.durable.files import TEMPORARY, read_rows
-from runner.durable.record_files import read_error, read_plan, read_record
+from runner.durable.files import TEMPORARY, read_object, read_rows
+from runner.durable.record_files import MIRROR, read_error, read_plan, read_record
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -50,6 +50,7 @@ def run(words: list[str]) -> int:
         _print(f"  record      run.json {record.problem}")
     _phases(directory, record)
     _checkpoints(directory)
+    _mirror(directory)
     if record.process.state not in _WELL or _is_newer(directory.error, directory.run_json):
         _last_error(directory, record)
     return 0
@@ -150,3 +151,19 @@ def _checkpoints(directory: RunDirectory) -> None:
         else:
             is_begun = path.name.startswith(TEMPORARY)
             _print(f"  {lead:<11} {path.name}: {'incomplete, removed at the next start' if is_begun else 'set aside'}")
+
+
+def _mirror(directory: RunDirectory) -> None:
+    """Print what the last process has copied to `checkpoint.mirror`."""
+    found = read_object(directory.path / MIRROR)
+    if not found:
+        return
+    copied = [str(name) for name in listed(found.get("copied"))]
+    missing = sorted({path.name for path in directory.checkpoints.glob("update-*")} - {*copied})
+    _print(f"  mirror      {found.get('url')}: has {shortened(copied, 5) or 'no checkpoint'}")
+    if missing:
+        _print(f"              not copied: {shortened(missing, 5)}")
+    if found.get("skipped"):
+        _print(f"              {found['skipped']} removed here before they were copied")
+    if found.get("problem"):
+        _print(f"              {found['problem']}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from runner.base.paths import as_path
-from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, Seed
+from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, RunsFolder, Seed
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Settings:
     device: DeviceName = "auto"
     phases: list[str] | None = None
     run: str | None = None
-    output_root: Place = "outputs"
+    output_root: RunsFolder = "outputs"
     resume: str = "auto"
     resume_allow: list[str] = field(default_factory=list)
     log_every: PositiveInt = 10

@@ -165,6 +165,32 @@ def save(
     return target
 
 
+def install(target: Path, fill: Callable[[Path], None]) -> Loaded:
+    """Create the checkpoint `target` from files that `fill` writes durably into a temporary folder.
+
+    An existing one of this name is moved aside. Raises DataError if the files are no valid checkpoint of this name,
+    StorageError, and what `fill` raises; no name has then changed.
+    """
+    directory = target.parent
+    files.make_directory(directory)
+    temporary = directory / f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}"
+    try:
+        files.new_directory(temporary)
+        fill(temporary)
+        files.fsync_directory(temporary)
+        if path_of(directory, load(temporary).update) != target:
+            raise DataError("it belongs to another update", where=str(target))
+        if files.exists(target):
+            _move_aside(target, "damaged")
+        files.rename(temporary, target)
+        files.fsync_directory(directory)
+    except BaseException:
+        with suppress(StorageError):  # removed when the run is opened again
+            files.remove(temporary)
+        raise
+    return load(target)
+
+
 def load(path: Path) -> Loaded:
     """Load and verify the checkpoint at `path`.
 

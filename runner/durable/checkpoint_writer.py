@@ -37,6 +37,7 @@ class Writer:
     """Save snapshots on a background thread, one at a time, while training continues.
 
     sync_first  syncs the files that a checkpoint depends on, before its final rename
+    in_use      returns checkpoints that are being read, and not removed now
 
     A save is attempted three times, each time in a new folder: a failure before the last is passed to `on_retry`.
     A final failure is passed to `on_failure` and training continues; after three in a row `submit` and `wait`
@@ -50,6 +51,7 @@ class Writer:
         *,
         keep_last: int = 2,
         on_saved: Callable[[Path], None] = lambda _: None,
+        in_use: Callable[[], Collection[Path]] = tuple,
         on_retry: Callable[[StorageError], None] = lambda _: None,
         on_failure: Callable[[StorageError], None] = lambda _: None,
         sync_first: Callable[[], None] = lambda: None,
@@ -62,6 +64,7 @@ class Writer:
         self.failures: list[StorageError] = []  # all of them, including those of retention
         self._in_a_row = 0
         self._on_saved = on_saved
+        self._in_use = in_use
         self._on_retry = on_retry
         self._on_failure = on_failure
         self._sync_first = sync_first
@@ -149,7 +152,7 @@ class Writer:
             write_s = time.monotonic() - self._began
             self._on_saved(path)
             try:
-                retain(self.directory, self.keep_last, best, known=self._valid)
+                retain(self.directory, self.keep_last, (*best, *self._in_use()), known=self._valid)
             except StorageError as error:  # too many checkpoints do not prevent saving
                 self._report(error)
             nbytes = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())

@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -49,10 +49,9 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     """Write each path atomically and durably, like `atomic_write`, with one sync for all of them.
 
-    Syncing a thousand small files one by one waits for the disk a thousand times. A crash leaves for each file either
-    the old content or the new. Files are synced one by one if the system cannot sync a file system, or if they are
-    few, because a sync of the file system also writes the data of all other programs.
-    Raises StorageError; each file then has either its old content or its new.
+    Syncing a thousand small files one by one waits for the disk a thousand times. Files are synced one by one if the
+    system cannot sync a file system, or if they are few, because that also writes the data of all other programs.
+    Raises StorageError; each file then has either its old content or its new, as after a crash.
     """
     temporaries: dict[Path, Path] = {}
     folders = list(dict.fromkeys(path.parent for path in contents))
@@ -111,27 +110,41 @@ def write_new(
     exists, even as a link; an incomplete file is removed.
     """
     views = [memoryview(chunk).cast("B") for chunk in chunks]
-    with storage("write", path), closing(HashThread(views)) as hashed:
+    with closing(HashThread(views)) as hashed:
+        with _created(path) as descriptor:
+            size = _write_in_blocks(descriptor, views)
+            if is_synced:
+                _system.fsync(descriptor)
+        return size, hashed.hexdigest()
+
+
+def write_stream(path: Path, chunks: Iterable[bytes]) -> None:
+    """Create the file `path` with the content of `chunks` and sync it, like `write_new` for what is not in memory."""
+    with _created(path) as descriptor:
+        for chunk in chunks:
+            _write_all(descriptor, memoryview(chunk))
+            has_answered()
+        _system.fsync(descriptor)
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[int]:
+    """Yield the descriptor of a new file, which is removed if the context fails."""
+    with storage("write", path):
         descriptor = _system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             try:
-                size = _write_in_blocks(descriptor, views)
-                if is_synced:
-                    _system.fsync(descriptor)
+                yield descriptor
             finally:
                 _system.close(descriptor)
         except Exception:
             with suppress(OSError):
                 _system.unlink(path)
             raise
-        return size, hashed.hexdigest()
 
 
 def make_directory(path: Path) -> None:
-    """Create the folder `path` and missing parents with mode 0700, and sync their names.
-
-    Names above an existing parent are assumed durable; see `sync_names_of`.
-    """
+    """Create the folder `path` and missing parents with mode 0700, and sync their names (see `sync_names_of`)."""
     if not _is_directory(path):
         make_directory(path.parent)
         with storage("create the folder", path):

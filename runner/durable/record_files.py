@@ -12,6 +12,7 @@ from runner.records.plan_record import PlanRecord
 from runner.records.run_record import ErrorRecord, RunRecord
 
 RUN, ERROR, PLAN = "run.json", "error.json", "plan.json"
+MIRROR = "mirror.json"  # which checkpoints have been copied to checkpoint.mirror
 
 
 def read_record(folder: Path, clean: Callable[[Any], Any] | None = None) -> RunRecord:

@@ -12,6 +12,7 @@ from runner.base.json_converter import decode_valid, encode
 from runner.base.json_values import finite, nan_for_none
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
+from runner.durable.mirror_thread import NoMirror
 from runner.durable.signals import StopRequest
 from runner.durable.tensors import HostBuffer
 from runner.engine.assemble import Parts
@@ -193,6 +194,7 @@ class TrainingRun:
     pulse          read by the watchdog
     forward_state  names of the state that forward passes change
     dropped        ranks to drop: the run continues without them, because it is faster
+    mirror         copies checkpoints to object storage
     """
 
     plan: Plan
@@ -208,6 +210,7 @@ class TrainingRun:
     pulse: ProgressMark = field(default_factory=ProgressMark)
     forward_state: ForwardNames = field(default_factory=ForwardNames)
     dropped: tuple[int, ...] = ()
+    mirror: NoMirror = field(default_factory=NoMirror)
 
     @property
     def reached(self) -> int:

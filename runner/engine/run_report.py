@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import torch
 
 from runner.base.text import metric_text, sized, sized_gib
-from runner.config.option_table import make
 from runner.console import bottleneck
 from runner.console.run_summary import (
     EndOfRun,
@@ -22,9 +21,10 @@ from runner.console.run_summary import (
 )
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
+from runner.engine.mirroring import policy_of
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.run_screen import Screen
-from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy
+from runner.engine.save_policy import SaveCost
 from runner.plan.inventory import Inventory
 from runner.plan.prediction_text import short
 from runner.plan.run_plan import Plan, rank_table
@@ -158,12 +158,15 @@ def _busy_percent(run: TrainingRun) -> dict[str, float]:
 
 
 def _saves(plan: Plan) -> list[str]:
-    return [] if plan.choices["profiler"].options.get("only") else [f"checkpoint interval: {_policy(plan)}"]
-
-
-def _policy(plan: Plan) -> SavePolicy:
-    choice = plan.choices["checkpoint"]
-    return make(CHECKPOINTS, choice.function, **choice.options)
+    if plan.choices["profiler"].options.get("only"):
+        return []
+    policy = policy_of(plan)
+    lines = [f"checkpoint interval: {policy}"]
+    if policy.mirror is not None:
+        lines.append(
+            f"checkpoints are copied to {policy.mirror}; the end waits up to {policy.mirror_wait_s:g} s for it"
+        )
+    return lines
 
 
 def _toll(toll: SaveCost, total_s: float) -> str:

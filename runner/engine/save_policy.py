@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from runner.base.values import Every, Positive, PositiveInt
+from runner.base.values import Every, MirrorURL, NonNegative, Positive, PositiveInt
 from runner.durable.checkpoint_choice import Ranking
 from runner.durable.checkpoint_writer import Saved
 
@@ -30,6 +30,8 @@ class SavePolicy:
     keep_best  number of best checkpoints to keep
     better   "min" or "max": whether lower or higher values are better
     grace_s  seconds from a stop request to the kill, None if unknown
+    mirror   URL of the copies, or None
+    mirror_wait_s  longest wait for them at the end of the run
     """
 
     updates: int | None = None
@@ -41,6 +43,8 @@ class SavePolicy:
     keep_best: int = 1
     better: str = "min"
     grace_s: float | None = None
+    mirror: str | None = None
+    mirror_wait_s: float = 60.0
     _last: float = field(default_factory=time.monotonic)
     _again_at: float | None = None  # retry time after a failed save
     _has_failed: bool = False  # the previous save failed
@@ -214,6 +218,8 @@ def default(
     keep_best: PositiveInt = 1,
     best_is: Literal["min", "max"] = "min",
     grace_s: Positive | None = None,
+    mirror: MirrorURL | None = None,
+    mirror_wait_s: NonNegative = 60.0,
 ) -> SavePolicy:
     """Save periodically, at the end of each phase, and when stopped.
 
@@ -224,8 +230,13 @@ def default(
     keep_best  number of best checkpoints to keep
     best_is  min or max: whether lower or higher values are better
     grace_s  seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null: unknown
+    mirror   URL of a folder, such as s3://bucket/runs, to which checkpoints are copied in the background; null: none
+    mirror_wait_s  longest wait for copies at the end of the run, in seconds
     """
-    policy = SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s)
+    policy = off(
+        keep=keep, best=best, keep_best=keep_best, best_is=best_is, grace_s=grace_s, mirror=mirror,
+        mirror_wait_s=mirror_wait_s,
+    )  # fmt: skip
     if every == "auto":
         policy.seconds, policy.is_auto = SHORTEST_S, True
         return policy
@@ -246,6 +257,8 @@ def off(
     keep_best: PositiveInt = 1,
     best_is: Literal["min", "max"] = "min",
     grace_s: Positive | None = None,
+    mirror: MirrorURL | None = None,
+    mirror_wait_s: NonNegative = 60.0,
 ) -> SavePolicy:
     """Save only at the end of each phase and when stopped.
 
@@ -254,8 +267,13 @@ def off(
     keep_best  number of best checkpoints to keep
     best_is  min or max: whether lower or higher values are better
     grace_s  seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null: unknown
+    mirror   URL of a folder, such as s3://bucket/runs, to which checkpoints are copied in the background; null: none
+    mirror_wait_s  longest wait for copies at the end of the run, in seconds
     """
-    return SavePolicy(keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s)
+    return SavePolicy(
+        keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s, mirror=mirror,
+        mirror_wait_s=mirror_wait_s,
+    )  # fmt: skip
 
 
 def parse_every(every: int | str) -> tuple[float, str]:

@@ -72,6 +72,7 @@ def _lead(job: Job, world: World) -> SessionEnd:
 
 def _follow(job: Job, world: World) -> SessionEnd:
     """Train as any other rank, without output."""
+    from runner.engine.mirroring import await_download
     from runner.engine.opening import open_silently
     from runner.engine.training import train
     from runner.engine.watchdog import HangTraces, watched
@@ -82,6 +83,7 @@ def _follow(job: Job, world: World) -> SessionEnd:
         # Without `record`: rank 0 records how the run ended.
         traces = HangTraces(lambda stacks: directory.write(name, stacks), checkpoints=directory.checkpoints, file=name)
         pulse = stack.enter_context(watched(job.plan, world, traces))
+        await_download(job.plan, world)
         run, start = open_silently(job, world, stack)
         run.pulse = pulse
         with _expected_errors(job.plan):
@@ -101,6 +103,7 @@ def _spare() -> Iterator[ExitStack]:
 
 def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> SessionEnd:
     """Open the run, train, and report the result."""
+    from runner.engine.mirroring import begin_copies, download, end_copies
     from runner.engine.opening import open_recorded
     from runner.engine.run_evidence import evidence_of
     from runner.engine.run_report import report_end, report_start
@@ -120,8 +123,10 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
     with ExitStack() as stack:
         traces = HangTraces(lambda stacks: directory.write("stacks.txt", stacks), note, directory.checkpoints)
         pulse = stack.enter_context(watched(job.plan, world, traces))
+        mirror = download(job.plan, world, directory, screen, pulse)
         run, start = open_recorded(job, world, attempt, screen, stack)
         run.pulse = pulse
+        begin_copies(run, mirror, resumes=start is not None and start.path.parent == directory.checkpoints)
         uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.predicts else [])]
         check_packages(run.parts.task, uses, run.parts.source)
         before = attempt.record.evidence
@@ -129,11 +134,12 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         run.provenance.on_change = lambda: attempt.save(changes=tuple(run.provenance.changes))
         opened.append(run)
         report_start(screen, job.plan, run.parts, job.inventory, start)
-        exit_code = 1
+        exit_code, waits = 1, True
         try:
             outcome = train(run, start, before.phases if before else ())
             exit_code = int(outcome.exit_code)
-        except BaseException:
+        except BaseException as error:
+            waits = isinstance(error, Exception)
             with suppress(Exception):  # must not hide the original error
                 made = replace(evidence_of(run, job.inventory), unfinished=True)
                 evidence = better_known(before, made) if made.updates else before or made
@@ -145,6 +151,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             run.stop.begin_end()
             attempt.reached = run.reached
             run.observers.tracker.finish(FINISH_S, exit_code=exit_code, leaves=True)
+            end_copies(run, waits=waits)
         evidence = evidence_of(run, job.inventory)
         result = RunResult(
             update=outcome.update,

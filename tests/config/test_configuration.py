@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.paths import shipped
 from runner.config.aliases import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES, fix_of_key, fix_of_option
 from runner.config.config_files import selected_options, shipped_options
@@ -540,6 +540,22 @@ def test_a_url_is_no_local_path(key: str, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         composed(f'{key}="{url}"')
     assert [problem.where.partition("=")[0] for problem in caught.value.problems] == [MAIN_KEYS.get(key, key)]
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/runs", "gs://b", "file:///tmp/runs", "abfs://box@account.dfs.core.windows.net/x", "memory://x"]
+)
+def test_a_mirror_is_a_url(url: str) -> None:
+    assert composed(f'checkpoint.mirror="{url}"').flat()["checkpoint.mirror"] == url
+
+
+@pytest.mark.parametrize(
+    "url", ["/mnt/x", "s3:/b", "s3://user@b/x", "https://u:pw@h/x", "abfs://u:pw@h/x", "s3://b/x?key=1", "s3://b/x#y",
+            "simplecache::s3://b", "s3://b c"]
+)  # fmt: skip
+def test_a_mirror_holds_no_credentials_and_no_options(url: str) -> None:
+    with pytest.raises(AccelRunError):
+        composed(f'checkpoint.mirror="{url}"')
 
 
 @pytest.mark.parametrize("path", ["x9:/b", "a/b:c", "://b", "1x://b", "./s3://b"])

@@ -68,6 +68,8 @@ class Checkpointing(Hook):
                 on_failure=lambda error: screen.warn(f"the checkpoint was not saved: {error}"),
                 sync_first=run.observers.metrics.sync,
                 check=self._check_finite,
+                on_saved=run.mirror.notify,
+                in_use=run.mirror.in_use,
             )
         on_disk, bests = (start.update, bests_beside(start, policy.ranking)) if start else (None, [])
         return Saver(policy, writer, run.toll, run.rooms, screen, on_disk=on_disk, bests=bests)

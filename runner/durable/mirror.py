@@ -1,0 +1,271 @@
+"""Copies of a run's checkpoints in object storage.
+
+    owner.json                             uid of the run, and the process that may write
+    UID/update-0000001200-3f2a.../         one checkpoint; the suffix is from the hash of its manifest
+        model.safetensors ... state.json   as on the local disk
+        metrics.jsonl                      the rows that the checkpoint covers
+        MANIFEST.json                      uploaded last: without it, the folder is not a checkpoint
+
+Object storage has neither locks nor atomic renames. So the name of a folder depends on its content: two processes that
+save different states under one number never mix their files. An upload is read back and compared with the hashes of
+the manifest before the manifest itself is uploaded, and a download is verified before it gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import DataError, IncompatibleResume
+from runner.base.json_values import listed, mapped, object_in
+from runner.base.text import shortened
+from runner.durable import files
+from runner.durable.checkpoint import MANIFEST, Loaded, install, load, load_newest, path_of, sealed
+from runner.durable.directory import RunDirectory
+from runner.durable.mirror_store import MirrorError, MirrorStore
+from runner.durable.run_identity import is_uid, uid_of
+
+METRICS = "metrics.jsonl"
+
+
+class OwnerChanged(Exception):
+    """Another process writes to the mirror now."""
+
+
+@dataclass(frozen=True)
+class MirrorOwner:
+    """The run of a mirror, and the process that may write to it.
+
+    uid     of the run; None: the mirror is new
+    writer  random name of the process that started last
+    """
+
+    uid: str | None
+    writer: str | None = None
+
+
+class Mirror:
+    """The copies of one run's checkpoints in a store. All methods raise MirrorError."""
+
+    def __init__(self, store: MirrorStore) -> None:
+        self.store = store
+
+    # ------------------------------------------------------------ ownership
+
+    def owner(self) -> MirrorOwner:
+        """Return whose checkpoints the mirror holds. Raises DataError if that cannot be determined."""
+        content = self.store.read(_OWNER, _SMALL_BYTES)
+        found = object_in(content) if content is not None else None
+        uid, writer = mapped(found).get("run_uid"), mapped(found).get("writer")
+        if is_uid(uid):
+            return MirrorOwner(uid, writer if isinstance(writer, str) else None)
+        uids = [name for name in self.store.names() if is_uid(name)]
+        if len(uids) > 1 or (content is not None and not uids):
+            what = f"{_OWNER} is missing or damaged, and there are {len(uids)} runs of this name"
+            raise DataError(what, where=self.store.shown, fix="use another run=NAME, or resume=fresh")
+        return MirrorOwner(uids[0] if uids else None)
+
+    def claim(self, uid: str, writer: str) -> None:
+        """Record this process as the only one that may write."""
+        self.store.write(_OWNER, json.dumps({"run_uid": uid, "writer": writer}).encode())
+
+    def must_be_owned(self, uid: str, writer: str) -> None:
+        """Raise OwnerChanged if another process has claimed the mirror."""
+        if self.owner() != MirrorOwner(uid, writer):
+            raise OwnerChanged
+
+    # ------------------------------------------------------------ contents
+
+    def checkpoints(self, uid: str) -> list[str]:
+        """Return the names of the complete checkpoints of a run, newest first."""
+        return [name for name in self._folders(uid) if self._is_complete(f"{uid}/{name}")]
+
+    def candidates(self, uid: str) -> list[str]:
+        """Return the names of the checkpoints of a run that have been complete, newest first, damaged or not."""
+        return [name for name in self._folders(uid) if self.store.size(f"{uid}/{name}/{MANIFEST}") is not None]
+
+    def _is_complete(self, folder: str) -> bool:
+        """Return whether a folder has its valid manifest; some stores leave half a file when they are cut off."""
+        content = self.store.read(f"{folder}/{MANIFEST}", _SMALL_BYTES) or b""
+        manifest = object_in(content) or {}
+        sha256 = str(manifest.pop("sha256", ""))
+        return sha256[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and sealed(manifest) == content
+
+    def _folders(self, uid: str) -> list[str]:
+        return [name for name in reversed(self.store.names(uid)) if _NAME.fullmatch(name)]
+
+    def upload(self, path: Path, metrics: Path, uid: str) -> str:
+        """Copy a local checkpoint, verify the copy and return its name; `metrics` are the rows of the run.
+
+        Raises DataError if the local checkpoint is damaged, and StorageError if it was removed meanwhile.
+        """
+        found = load(path)
+        name = mirrored_name(found.path)
+        folder = f"{uid}/{name}"
+        for entry in found.manifest["files"]:
+            there = f"{folder}/{entry['name']}"
+            if self._difference(there, entry["size"], entry["sha256"]):  # otherwise an earlier attempt copied it
+                self.store.upload(path / entry["name"], there)
+                self._must_be_equal(there, entry["size"], entry["sha256"])
+        rows = files.read(metrics)[: found.manifest.get("metrics_bytes", 0)] if files.exists(metrics) else b""
+        self._put(f"{folder}/{METRICS}", rows)
+        self._put(f"{folder}/{MANIFEST}", files.read(path / MANIFEST))
+        return name
+
+    def _put(self, name: str, data: bytes) -> None:
+        sha256 = hashlib.sha256(data).hexdigest()
+        if self._difference(name, len(data), sha256):
+            self.store.write(name, data)
+            self._must_be_equal(name, len(data), sha256)
+
+    def _must_be_equal(self, name: str, size: int, sha256: str) -> None:
+        difference = self._difference(name, size, sha256)
+        if difference:
+            raise MirrorError(f"{name} {difference}", where=self.store.shown)
+
+    def _difference(self, name: str, size: int, sha256: str) -> str:
+        """Read a file of the store back; return how it differs from the local one, or an empty text."""
+        found = self.store.size(name)
+        if found != size:
+            return f"must have {size} bytes, but has {found}"
+        digest = hashlib.sha256()
+        for chunk in self.store.chunks(name):
+            digest.update(chunk)
+        return "" if digest.hexdigest() == sha256 else "was changed on its way"
+
+    def download(self, uid: str, name: str, directory: Path) -> Loaded:
+        """Copy a checkpoint to the local folder `directory`, where it appears only once it is verified.
+
+        Raises DataError if it is damaged, and StorageError.
+        """
+        folder = f"{uid}/{name}"
+
+        def fill(temporary: Path) -> None:
+            content = self.store.read(f"{folder}/{MANIFEST}", _SMALL_BYTES) or b""
+            for entry in _entries_of(content, f"{self.store.shown}/{folder}"):
+                there = f"{folder}/{entry['name']}"
+                if self.store.size(there) != entry["size"]:
+                    raise DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)
+                files.write_stream(temporary / entry["name"], self.store.chunks(there))
+            files.write_new(temporary / MANIFEST, [content])
+
+        return install(path_of(directory, update_in(name)), fill)
+
+    def metrics(self, uid: str, name: str, size: int) -> bytes | None:
+        """Return the rows that a checkpoint covers, None if they are not complete."""
+        rows = self.store.read(f"{uid}/{name}/{METRICS}", _METRICS_BYTES)
+        return rows if rows is not None and len(rows) == size else None
+
+    # ------------------------------------------------------------ retention
+
+    def prune(self, uid: str, kept: Collection[str], keep_last: int) -> list[str]:
+        """Remove all checkpoints but `kept` and the newest `keep_last`, and incomplete ones before the newest.
+
+        Call it only when no upload is running. Returns the removed names.
+        """
+        complete = self.checkpoints(uid)
+        keep = {*kept, *complete[: max(keep_last, _FEWEST)]}
+        newest = complete[0] if complete else ""
+        outgoing = [name for name in self._folders(uid) if name not in keep and name < newest]
+        for name in outgoing:
+            self.store.remove(f"{uid}/{name}/{MANIFEST}")  # first: what a crash leaves must not look complete
+            self.store.remove(f"{uid}/{name}")
+        return outgoing
+
+
+def fetch(mirror: Mirror, run: RunDirectory, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Download what the run needs to resume, if the mirror is ahead of the local disk.
+
+    That is the newest valid checkpoint, the best ones and those of earlier phases that it names, and the metrics.
+    Raises MirrorError, IncompatibleResume if the mirror belongs to another run of this name, and DataError if it has
+    checkpoints of which none is valid, while there is none here: a run never silently restarts at update 0.
+    """
+    owner, own = mirror.owner(), run.owner
+    local = load_newest(run.checkpoints, own)
+    uid = own.uid or (uid_of(local.manifest) if local else None)
+    if owner.uid is None:
+        return
+    if uid is not None and uid != owner.uid:
+        raise IncompatibleResume(
+            f"the mirror holds checkpoints of another run of this name: {owner.uid}; this run is {uid}",
+            where=mirror.store.shown,
+            fix="use another run=NAME or checkpoint.mirror=URL; or resume=fresh, which starts a new run",
+        )
+    ahead = [name for name in mirror.candidates(owner.uid) if local is None or update_in(name) > local.update]
+    rejected = []
+    for name in ahead:
+        try:
+            start = mirror.download(owner.uid, name, run.checkpoints)
+        except DataError as error:
+            rejected.append(name)
+            warn(f"{name} of the mirror is skipped: {error.problems[0].what}")
+            continue
+        say(f"downloaded {start.path.name} from {mirror.store.shown}")
+        _fetch_rest(mirror, owner.uid, start, name, run, warn)
+        return
+    if rejected and local is None:
+        what = f"none of its checkpoints is valid: {shortened(rejected, 5)}"
+        raise DataError(what, where=mirror.store.shown, fix="use another run=NAME, or resume=fresh")
+
+
+def _fetch_rest(
+    mirror: Mirror, uid: str, start: Loaded, name: str, run: RunDirectory, warn: Callable[[str], None]
+) -> None:
+    """Download the metrics of the checkpoint `name`, and the other checkpoints that it refers to."""
+    size = start.manifest.get("metrics_bytes", 0)
+    rows = mirror.metrics(uid, name, size) if isinstance(size, int) else None
+    if rows is None:
+        warn(f"{METRICS} of the mirror is incomplete: its rows are lost, the checkpoint is valid")
+    else:
+        run.write(METRICS, rows)
+    there = {update_in(each): each for each in reversed(mirror.checkpoints(uid))}
+    for number in _referred(start):
+        if number in there and not files.exists(path_of(run.checkpoints, number)):
+            try:
+                mirror.download(uid, there[number], run.checkpoints)
+            except DataError as error:
+                warn(f"{there[number]} of the mirror is skipped: {error.problems[0].what}")
+
+
+def _entries_of(manifest: bytes, where: str) -> list[dict[str, Any]]:
+    """Return the files of a manifest, as far as needed to copy them; the copy is verified as a whole."""
+    entries = [mapped(entry) for entry in listed(mapped(object_in(manifest)).get("files"))]
+    for entry in entries:
+        name, size = entry.get("name"), entry.get("size")
+        if not isinstance(name, str) or name != Path(name).name or name.startswith(".") or not isinstance(size, int):
+            raise DataError(f"its {MANIFEST} is damaged", where=where)
+    return entries
+
+
+def _referred(start: Loaded) -> Iterator[int]:
+    """Yield the numbers of the best checkpoints, and of those of earlier phases."""
+    bests = [pair[1] for pair in listed(start.state.get("bests")) if isinstance(pair, list) and len(pair) == 2]
+    for number in (*bests, *listed(start.state.get("kept"))):
+        if type(number) is int and 0 <= number < start.update:
+            yield number
+
+
+def mirrored_name(path: Path) -> str:
+    """Return the name of a local checkpoint in the mirror."""
+    sha256 = files.read_object(path / MANIFEST).get("sha256")
+    if not isinstance(sha256, str) or not sha256:
+        raise DataError(f"its {MANIFEST} is damaged", where=str(path))
+    return f"{path.name}-{sha256[:_NUM_DIGITS]}"
+
+
+def update_in(name: str) -> int:
+    """Return the number of a checkpoint of the mirror."""
+    return int(name.split("-")[1])
+
+
+_OWNER = "owner.json"
+_NUM_DIGITS = 16
+_NAME = re.compile(r"update-\d{10}-[0-9a-f]{16}", re.ASCII)
+_SMALL_BYTES = 16 << 20
+_METRICS_BYTES = 1 << 30
+_FEWEST = 2  # complete checkpoints that are never removed

@@ -1,0 +1,133 @@
+"""Object storage for copies of checkpoints: a folder behind a URL such as s3://bucket/folder, through fsspec.
+
+Other modules see names relative to the folder of the run, and one kind of error. fsspec comes with torch; the package
+for a protocol (s3fs, gcsfs, adlfs) is installed by the user, who also passes credentials as that package expects them:
+in environment variables, files of the cloud's own tools, or the identity of the machine. They never pass through
+accel-run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import AccelRunError, Exit, MissingPackage
+from runner.base.packages import require
+from runner.base.secret import redacted_message
+from runner.base.text import error_line
+
+
+class MirrorError(AccelRunError):
+    """The mirror cannot be read or written."""
+
+    exit_code = Exit.INPUT_OUTPUT
+
+
+class MirrorStore:
+    """The folder `name` below a URL. Thread-safe if the file system is.
+
+    shown  its URL, which holds no secret: `checkpoint.mirror` does not accept user, password or query
+    """
+
+    def __init__(self, url: str, name: str) -> None:
+        """Raises MissingPackage without the package for the protocol, and MirrorError."""
+        self.shown = f"{url.rstrip('/')}/{name}"
+        core = require("fsspec.core", "mirror")
+        # Other processes write there too: a listing must not be cached, nor an instance shared with the task's code.
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        if url.startswith(("file:", "local:")):
+            options["auto_mkdir"] = True
+        try:
+            with self._answered("open"):
+                self._fs, root = core.url_to_fs(url, **options)
+        except MirrorError as error:
+            if isinstance(error.__cause__, (ImportError, ValueError)):
+                fix = "install the package for the protocol: pip install s3fs (s3://), gcsfs (gs://) or adlfs (abfs://)"
+                raise MissingPackage(error.problems[0].what, where="checkpoint.mirror", fix=fix) from error.__cause__
+            raise
+        self._root = f"{root.rstrip('/')}/{name}"
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the sorted names in a folder; empty if it does not exist."""
+        with self._answered("list", folder):
+            try:
+                found = self._fs.ls(self._place(folder), detail=False)
+            except FileNotFoundError:
+                return []
+        own = self._place(folder).rstrip("/").rpartition("/")[2]
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {own, ""})
+
+    def size(self, name: str) -> int | None:
+        """Return the size of a file in bytes, None if it does not exist."""
+        with self._answered("read", name):
+            try:
+                return int(self._fs.info(self._place(name))["size"])
+            except FileNotFoundError:
+                return None
+
+    def read(self, name: str, at_most: int) -> bytes | None:
+        """Return the content of a small file, None if it does not exist."""
+        size = self.size(name)
+        if size is None:
+            return None
+        if size > at_most:
+            raise MirrorError(f"{name} must have at most {at_most:,} bytes, but has {size:,}", where=self.shown)
+        return b"".join(self.chunks(name))
+
+    def chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a file in pieces of a few megabytes."""
+        with self._answered("read", name), self._opened(name) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file, replacing an existing one."""
+        with self._answered("write", name):
+            self._fs.pipe_file(self._place(name), data)
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copy the local file `path`, in parts that the file system chooses."""
+        with self._answered("write", name):
+            self._fs.put_file(str(path), self._place(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a file or a folder with its content; a no-op if it does not exist."""
+        with self._answered("remove", name):
+            try:
+                self._fs.rm(self._place(name), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def _place(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        # Without a read-ahead cache: the file is read once, from its beginning to its end.
+        with self._fs.open(self._place(name), "rb", block_size=_CHUNK_BYTES, cache_type="none") as file:
+            yield file
+
+    @contextmanager
+    def _answered(self, action: str, name: str = "") -> Iterator[None]:
+        """Convert any error of the file system, whose message may repeat a secret, into a MirrorError."""
+        try:
+            yield
+        except AccelRunError:
+            raise
+        except Exception as error:  # of a package that is not ours, or of the network
+            what = f"cannot {action} {name}".rstrip() + f": {redacted_message(error_line(error))}"
+            refused = MirrorError(what, where=self.shown)
+            if _is_denied(error):
+                refused.exit_code = Exit.PERMISSION
+            raise refused from error
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Return whether credentials are missing or wrong; packages report it in different ways."""
+    kind = type(error).__name__
+    return isinstance(error, PermissionError) or "Credential" in kind or "Authentication" in kind or "Auth" in kind
+
+
+_CHUNK_BYTES = 8 << 20

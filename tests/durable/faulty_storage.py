@@ -1,0 +1,77 @@
+"""Object storage in memory that fails as told: `faulty://NAME`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+Fault = Callable[[str, str], None]  # (operation, path): raises
+
+
+class FaultyStorage(MemoryFileSystem):
+    """Each call that reads or writes is counted and first passed to `fault`.
+
+    half     a failing write leaves the first half of its content
+    changed  path -> content that is stored instead of the one that was sent
+    """
+
+    protocol = "faulty"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    calls: ClassVar[list[tuple[str, str]]] = []
+    fault: Fault = staticmethod(lambda operation, path: None)
+    half = False
+    changed: Callable[[str, bytes], bytes] = staticmethod(lambda path, data: data)
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.store.clear()
+        cls.pseudo_dirs[:] = [""]
+        cls.calls.clear()
+        cls.fault = staticmethod(lambda operation, path: None)
+        cls.half = False
+        cls.changed = staticmethod(lambda path, data: data)
+
+    def _asked(self, operation: str, path: str) -> None:
+        with _guard:
+            self.calls.append((operation, path))
+        type(self).fault(operation, path)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        self._asked("list", path)
+        return super().ls(path, detail, **kwargs)
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        self._asked("info", path)
+        return super().info(path, **kwargs)
+
+    def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if mode == "rb":
+            self._asked("read", path)
+        return super().open(path, mode, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        data = type(self).changed(path, value)
+        try:
+            self._asked("write", path)
+        except Exception:
+            if self.half:
+                super().pipe_file(path, data[: len(data) // 2], mode, **kwargs)
+            raise
+        super().pipe_file(path, data, mode, **kwargs)
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **kwargs: Any) -> None:
+        self.pipe_file(rpath, Path(lpath).read_bytes())
+
+    def rm(self, path: str, *args: Any, **kwargs: Any) -> None:
+        self._asked("remove", path)
+        super().rm(path, *args, **kwargs)
+
+
+_guard = threading.Lock()
+fsspec.register_implementation("faulty", FaultyStorage, clobber=True)

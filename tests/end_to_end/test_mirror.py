@@ -1,0 +1,153 @@
+"""A run that goes on from its mirror, on a machine that has nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.cli import main
+from runner.durable.checkpoint import load, newest_first, path_of
+from tests.durable.faulty_storage import FaultyStorage
+
+TASK = Path(__file__).with_name("task_with_everything.py")
+WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=6", "checkpoint.every=2"]
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the folder of a machine."""
+    FaultyStorage.reset()
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    yield tmp_path
+    FaultyStorage.reset()
+
+
+def tensors(folder: Path, update: int) -> dict[str, torch.Tensor]:
+    found = load(path_of(folder / "outputs" / "mine" / "checkpoints", update))
+    return {f"{stem}/{name}": tensor for stem in found.stems for name, tensor in found.tensors(stem).items()}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if not key.startswith("perf/")} for line in lines]
+
+
+def copies(folder: Path) -> list[Path]:
+    return sorted(folder.glob("mirror/mine/*/update-*"))
+
+
+def test_an_empty_machine_resumes_bit_identically(
+    there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, f"checkpoint.mirror=file://{there}/mirror"]
+    assert main(words) == 0
+    local = {path.name for path in newest_first(there / "a" / "outputs" / "mine" / "checkpoints")}
+    assert {path.name.rpartition("-")[0] for path in copies(there)} == local
+    capsys.readouterr()
+    assert main(["status", "mine"]) == 0
+    assert f"file://{there}/mirror/mine" in capsys.readouterr().out
+    for path in copies(there):
+        if "update-0000000006" in path.name:  # as if it had been killed before the last update
+            shutil.rmtree(path)
+    newest = max(path.name for path in copies(there))
+    (there / "b").mkdir()
+    monkeypatch.chdir(there / "b")
+    assert main(words) == 0
+    assert newest.rpartition("-")[0] in capsys.readouterr().out
+    mine, theirs = tensors(there / "b", 6), tensors(there / "a", 6)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert rows(there / "b") == rows(there / "a")
+    identity = [json.loads((there / name / "outputs" / "mine" / "run.json").read_text())["uid"] for name in "ab"]
+    assert identity[0] == identity[1]
+    monkeypatch.chdir(there)
+    assert main([*words, "resume=fresh", "updates=2"]) == 0  # a new run, beside the old one
+    assert len(list(there.glob("mirror/mine/*/"))) == 2
+
+
+def test_training_continues_without_its_mirror(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "checkpoint.mirror=faulty://bucket", "checkpoint.mirror_wait_s=0"]
+
+    def cut(operation: str, path: str) -> None:
+        if path.endswith("model.safetensors"):
+            raise ConnectionResetError("cut")
+
+    FaultyStorage.fault = staticmethod(cut)
+    assert main(words) == 0
+    assert tensors(there / "a", 6)
+    FaultyStorage.fault = staticmethod(lambda *_: None)
+    assert main([*words, "checkpoint.mirror_wait_s=60"]) == 0  # finished, and copied now
+    assert any("update-0000000006" in path and path.endswith("MANIFEST.json") for path in FaultyStorage.store)
+    assert "mirror" in capsys.readouterr().out
+
+
+def test_a_new_run_does_not_start_without_the_mirror_it_names(there: Path) -> None:
+    def denied(operation: str, path: str) -> None:
+        raise PermissionError("Access Denied")
+
+    FaultyStorage.fault = staticmethod(denied)
+    assert main([*WORDS, "checkpoint.mirror=faulty://bucket"]) == 77
+    assert not list(there.rglob("*.safetensors"))
+
+
+# ---------------------------------------------------------------- a real server of S3
+
+needs_s3 = pytest.mark.skipif(
+    importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None,
+    reason="needs a server of S3: pip install -c scripts/constraints.txt 'moto[server]' s3fs",
+)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Start a server of S3 and return its URL of an empty bucket."""
+    from moto.server import ThreadedMotoServer
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    import s3fs
+
+    s3fs.S3FileSystem(skip_instance_cache=True).makedirs("bucket", exist_ok=True)
+    yield "s3://bucket/runs"
+    server.stop()
+
+
+@needs_s3
+@pytest.mark.filterwarnings("ignore")
+def test_an_empty_machine_resumes_from_s3_and_no_credential_is_written(
+    bucket: str, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*WORDS, f"checkpoint.mirror={bucket}"]
+    assert main(words) == 0
+    (there / "b").mkdir()
+    monkeypatch.chdir(there / "b")
+    assert main(words) == 0
+    assert all(torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items())
+    for file in there.rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert b"wJalrXUtnFEMI" not in content, file
+            assert b"AKIAIOSFODNN7EXAMPLE" not in content, file
+
+
+@needs_s3
+@pytest.mark.filterwarnings("ignore")
+def test_a_missing_bucket_ends_a_new_run_at_its_start(bucket: str, there: Path) -> None:
+    assert main([*WORDS, "checkpoint.mirror=s3://nosuchbucket/runs"]) in (74, 77)
+    assert not list(there.rglob("*.safetensors"))
