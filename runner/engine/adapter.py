@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from runner.config.option_table import make
 from runner.config.schema import did_you_mean
 
 _BASE = ".base_layer."  # peft: the name of a layer of the model inside of its adapter
+TIED = "leave it out of adapter.target; adapter.train=[NAME] trains a shared weight in full"
 _KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
@@ -40,11 +41,11 @@ class Adapter:
         """Return the name of a tensor in the model without adapter; None for a tensor of the adapter."""
         return name
 
-    def saved(self, state: Mapping[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
+    def saved(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return the tensors that a checkpoint holds.
 
         state       state_dict of the model
-        parameters  names of its parameters; buffers are always saved
+        parameters  of the model, a tied one under each of its names; buffers are always saved
         """
         return dict(state)
 
@@ -68,7 +69,7 @@ def lora(
     Needs the package peft.
 
     target      layers by name or by the end of it, such as [q_proj,v_proj]: linear, convolution or embedding;
-                []: all linear layers
+                []: all linear layers without a shared weight
     rank        inner dimension of the product
     alpha       the product is scaled by alpha / rank
     dropout     dropout of the inputs of the product
@@ -113,7 +114,7 @@ class LoraAdapter(Adapter):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about models of transformers, which this may be
             require("peft", "lora").inject_adapter_in_model(config, model)
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
             if any(is_under(self.plain(name) or "", one) for one in self.train):
                 parameter.requires_grad_(True)
         for name, value in vars(task).items():  # it would bypass the adapter
@@ -124,20 +125,25 @@ class LoraAdapter(Adapter):
     def plain(self, name: str) -> str | None:
         return None if _is_added(name) else f".{name}".replace(_BASE, ".").removeprefix(".")
 
-    def saved(self, state: Mapping[str, Tensor], parameters: Iterable[str]) -> dict[str, Tensor]:
-        frozen = {name for name in parameters if not self._is_trained(name)} if self.is_apart else set()
+    def saved(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        if not self.is_apart:
+            return dict(state)
+        trained = {id(weight) for name, weight in parameters.items() if self._is_trained(name)}
+        frozen = {name for name, weight in parameters.items() if id(weight) not in trained}
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
     def _is_trained(self, name: str) -> bool:
         return _is_added(name) or any(is_under(self.plain(name) or "", one) for one in self.train)
 
     def _layers_of(self, model: nn.Module) -> list[str]:
-        """Return the names of the layers to adapt. Raises ConfigError for a name that fits none."""
+        """Return the names of the layers to adapt. Raises ConfigError for a name that fits none, or a tied layer."""
         known = {name: module for name, module in model.named_modules() if name and isinstance(module, _kinds())}
+        tied = _tied_layers(model, known)
         found = [
             name
             for name, module in known.items()
-            if (not self.target and isinstance(module, nn.Linear)) or any(_ends(name, one) for one in self.target)
+            if (not self.target and isinstance(module, nn.Linear) and name not in tied)
+            or any(_ends(name, one) for one in self.target)
         ]
         there = f"the model has {shortened(sorted({name.rpartition('.')[2] for name in known}), 8) or 'none'}"
         problems = [
@@ -145,17 +151,39 @@ class LoraAdapter(Adapter):
             for one in self.target
             if not any(_ends(name, one) for name in known)
         ]
-        names = [name for name, _ in model.named_parameters()]
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         problems += [
             Problem(f"no parameter's name starts with {one}", "adapter.train", did_you_mean(one, prefixes(names)))
             for one in self.train
             if not any(is_under(name, one) for name in names)
+        ]
+        problems += [
+            Problem(f"the weight of {name} is shared with {tied[name]}, which has no adapter", "adapter.target", TIED)
+            for name in found
+            if name in tied
         ]
         if not found and not problems:
             problems = [Problem("the model has no linear layer inside of it", "adapter.target", "name its layers")]
         if problems:
             raise ConfigError(problems)
         return found
+
+
+def _tied_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return each layer that shares a parameter with another module -> the name of that parameter there.
+
+    Merging the product into a shared weight would change the other module as well.
+    """
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    found = {}
+    for layer, module in layers.items():
+        for weight in module.parameters():
+            others = [name for name in names[id(weight)] if not is_under(name, layer)]
+            if others:
+                found[layer] = others[0]
+    return found
 
 
 def merge(model: nn.Module) -> None:

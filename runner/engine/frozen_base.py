@@ -24,8 +24,8 @@ def saved_state(parts: Parts) -> dict[str, Tensor]:
 
 
 def _saved_of(parts: Parts, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    names = [name for name, _ in parts.bare.named_parameters(remove_duplicate=False)]
-    return adapter_of(parts.plan.choices["adapter"]).saved(tensors, names)
+    parameters = dict(parts.bare.named_parameters(remove_duplicate=False))
+    return adapter_of(parts.plan.choices["adapter"]).saved(tensors, parameters)
 
 
 def frozen_digest(parts: Parts) -> str | None:

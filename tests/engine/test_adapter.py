@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from runner.base.errors import AccelRunError, ConfigError, IncompatibleResume
 from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
+from runner.base.task import Task
 from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable import checkpoint
+from runner.engine.adapter import lora
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
@@ -185,6 +187,40 @@ def test_a_name_that_the_model_lacks_is_refused(words: list[str], where: str, tm
     with pytest.raises(ConfigError) as caught, open_phase(request_of(tmp_path, *words)):
         pass
     assert [problem.where for problem in caught.value.problems] == [where]
+
+
+class Tied(Task):
+    """The output layer shares its weight with the embedding, as in most language models."""
+
+    def __init__(self) -> None:
+        self.model = nn.Module()
+        self.model.embedding = nn.Embedding(7, 4)
+        self.model.body = nn.Linear(4, 4)
+        self.model.head = nn.Linear(4, 7, bias=False)
+        self.model.head.weight = self.model.embedding.weight
+
+
+@pytest.mark.parametrize("layer", ["head", "embedding"])
+def test_a_layer_with_a_shared_weight_is_refused(layer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        lora(target=[layer, "body"]).add_to(Tied())
+    assert [problem.where for problem in caught.value.problems] == ["adapter.target"]
+
+
+def test_a_layer_with_a_shared_weight_is_not_adapted_by_default() -> None:
+    task = Tied()
+    lora().add_to(task)
+    assert {name.split(".")[0] for name, weight in task.model.named_parameters() if weight.requires_grad} == {"body"}
+
+
+@pytest.mark.parametrize("name", ["head", "embedding"])
+def test_a_shared_weight_that_is_trained_in_full_is_saved_under_each_of_its_names(name: str) -> None:
+    task, adapter = Tied(), lora(train=[name])
+    adapter.add_to(task)
+    parameters = dict(task.model.named_parameters(remove_duplicate=False))
+    saved = adapter.saved(task.model.state_dict(), parameters)
+    assert {each for each in saved if "lora_" not in each} == {"head.weight", "embedding.weight"}
+    assert all(parameters[each].requires_grad for each in saved)
 
 
 def test_all_linear_layers_are_adapted_by_default(tmp_path: Path) -> None:
