@@ -42,6 +42,3 @@ class Text(Task):
         logits = model(input_ids=tokens[:, :-1]).logits  # not labels=...: that loss is already a mean
         targets = tokens[:, 1:].flatten()
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum"), len(targets)
-
-    def blocks(self):  # for memory=checkpoint, compile=regional, parallelism=fsdp
-        return max((list(m) for m in self.model.modules() if isinstance(m, torch.nn.ModuleList)), key=len, default=[])

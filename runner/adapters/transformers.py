@@ -82,14 +82,13 @@ class TransformersTask(Task):
             return {}
         return {"metrics": Gather(lambda logits, labels: compute((logits.cpu().numpy(), labels.cpu().numpy())))}
 
-    def blocks(self) -> Sequence[nn.Module]:
-        lists = (list(module) for module in self.model.modules() if isinstance(module, nn.ModuleList))
-        return max(lists, key=len, default=[])
-
     def _outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         """Call the model; with labels only where they are also the inputs of a decoder."""
         kept = {"labels"} if self._is_seq2seq else set()
-        return model(**{name: value for name, value in batch.items() if name in kept or name not in _LABELS})
+        given: dict[str, Any] = {name: value for name, value in batch.items() if name in kept or name not in _LABELS}
+        if "use_cache" in self._inputs:  # a block that is computed again would add its keys to the cache twice
+            given["use_cache"] = False
+        return model(**given)
 
 
 def loss_of(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:

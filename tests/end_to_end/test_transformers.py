@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from runner.adapters.transformers import TransformersTask, loss_of
+from runner.axes.memory import checkpoint
 from runner.base.errors import InputMissing, TaskFault
 from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
@@ -166,6 +167,28 @@ def test_each_head_has_the_loss_of_its_model(
     batch = {"input_ids": torch.randint(1, 32, (2, 7)), **given}
     total, count = TransformersTask(model, {"train": []}).loss(model, batch)
     assert float(total.detach() / count) == pytest.approx(float(model(**batch).loss.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5"])
+def test_checkpointed_blocks_have_the_same_gradients(kind: str) -> None:
+    """Decoders keep a cache by default, to which a recomputed block would add its keys again."""
+    gradients = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        size = {**(T5 if kind == "t5" else SMALL), "num_layers" if kind == "t5" else "num_hidden_layers": 2}
+        config = transformers.AutoConfig.for_model(kind, **size, bos_token_id=None, eos_token_id=None)
+        head = {"t5": "AutoModelForSeq2SeqLM", "bert": "AutoModelForMaskedLM"}.get(kind, "AutoModelForCausalLM")
+        model = getattr(transformers, head).from_config(config)
+        task = TransformersTask(model, {"train": []})
+        if is_checkpointed:
+            assert len(task.blocks()) == (4 if kind == "t5" else 2)
+            checkpoint(model, task.blocks(), torch.device("cpu"))
+        torch.manual_seed(1)
+        tokens = torch.randint(1, 32, (2, 7))
+        total, _ = task.loss(model, {"input_ids": tokens, "labels": tokens})
+        total.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
