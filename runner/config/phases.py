@@ -13,7 +13,8 @@ from runner.config.settings import Settings
 KINDS = ("train", "fit")
 INFERENCE = "infer"  # phase of every task that predicts with the trained model
 GROUPS = ("optimizer", "scheduler")  # groups for which a phase may choose another option
-TASK_GROUPS = (*GROUPS, "sampler")  # groups for which a task may choose another option
+# groups for which a task may choose another option, because they are part of the mathematics
+TASK_GROUPS = (*GROUPS, "sampler", "averaging", "adapter", "sharpness")
 _OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate.samples")
 _OF_TRAIN = (*_OF_FIT, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")
 _STRUCTURE = ("kind", "needs")  # structure of a phase; cannot be changed on the command line

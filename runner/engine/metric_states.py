@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from runner.distributed.row_gather import RowSpec, gather_rows, gather_tensors
 from runner.engine.contract_checks import checked_figures, checked_loss, described
 from runner.engine.coupled import Embedding, check_rows, checked_embedding, is_coupled
 from runner.engine.error_diagnosis import place_of
+
+MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
 
 class MetricState(Protocol):
@@ -227,7 +230,15 @@ class _TorchMetricState:
             self._merge(world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns if a merged metric was never updated
-            return _figures(self.name, self.metric.compute(), self.metric.compute, self.source)
+            found = self.metric.compute()
+        numbers = dict(itertools.islice(_by_place(self.name, found), MAX_NUMBERS + 1))
+        if len(numbers) > MAX_NUMBERS:
+            raise TaskFault(
+                f"metric {self.name} computes more than {MAX_NUMBERS:,} numbers",
+                where=str(self.source),
+                fix="reduce them in a subclass of the metric, or log a picture of them in a hook",
+            )
+        return checked_figures(numbers, self.metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
         """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
@@ -284,6 +295,18 @@ def _called(compute: Callable[..., Any], packed: Any) -> Any:
     if isinstance(packed, Mapping):
         return compute(**packed)
     return compute(*packed) if isinstance(packed, tuple) else compute(packed)
+
+
+def _by_place(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers of mappings, vectors and matrices with their names: `name.key`, `name.0`, `name.0.1`."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _by_place(f"{name}.{key}", each)
+    elif isinstance(value, Tensor) and value.dim():
+        for place in itertools.product(*map(range, value.shape)):
+            yield ".".join(map(str, (name, *place))), value[place]
+    else:
+        yield name, value
 
 
 def _figures(name: str, value: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:

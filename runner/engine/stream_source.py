@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
 from runner.base.text import error_line
 from runner.engine.error_diagnosis import place_of
+
+_OF_SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def is_stream(dataset: Any) -> bool:
@@ -103,12 +106,13 @@ class StreamSource:
     def reading(self, shard: int) -> Iterator[None]:
         """Let `torch.utils.data.get_worker_info` return the shard: data sets divide themselves by it.
 
-        Without a shard it returns None, also in workers of a loader, which do not divide anything here.
+        Without a shard it returns None, also in workers of a loader, which do not divide anything here. Nor do ranks:
+        webdataset, which divides its files by RANK and WORLD_SIZE or refuses to, sees a single one.
         """
         info = None
         if self.make is None and self.num_shards > 1:
             info = WorkerInfo(id=shard, num_workers=self.num_shards, seed=0, dataset=self.dataset)
-        with _worker_info(info):
+        with _worker_info(info), _single_rank():
             yield
 
 
@@ -170,3 +174,18 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
         yield
     finally:
         worker._worker_info = before
+
+
+@contextmanager
+def _single_rank() -> Iterator[None]:
+    """Set the environment variables of torchrun to those of a single rank."""
+    before = {name: os.environ.get(name) for name in _OF_SINGLE_RANK}
+    os.environ.update(_OF_SINGLE_RANK)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

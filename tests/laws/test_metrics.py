@@ -235,6 +235,73 @@ def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> Non
     assert all(other == first for other in others)
 
 
+class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
+    """Computes a number and a vector, as MeanAveragePrecision of detections does, which needs torchvision."""
+
+    def __init__(self) -> None:
+        super().__init__(num_classes=2, average=None)
+
+    def compute(self) -> Any:
+        found = super().compute()
+        return {"map": found.mean(), "map_per_class": found}
+
+
+class SeveralNumbers(Points):
+    """Metrics of torchmetrics that compute a vector, a matrix, or a mapping with vectors, also of texts and boxes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Any] = {
+            "confusion": torchmetrics.ConfusionMatrix(task="multiclass", num_classes=2),
+            "precision": torchmetrics.AveragePrecision(task="multiclass", num_classes=2, average=None),
+            "bleu": torchmetrics.text.BLEUScore(n_gram=2),
+            "map": MeanOfClasses(),
+        }
+
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        return self.kept
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        x, y = batch
+        chance = model(x).sigmoid()
+        both = torch.cat([1 - chance, chance], 1)
+        words = [" ".join("abcdef"[int(3 + each)] for each in row.clamp(-3, 2).floor()) for row in x]
+        target = [[" ".join("abcdef"[int(3 + each)] for each in row.clamp(-2, 2).floor())] for row in x]
+        return {"confusion": (both, y), "precision": (both, y), "bleu": (words, target), "map": (both, y)}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_metric_of_several_numbers_gives_each_a_name(world_size: int) -> None:
+    (first, *others) = run_ranks(lambda world: measured(world, SeveralNumbers(), 5), world_size)
+    task = SeveralNumbers()
+    with torch.no_grad():
+        answers = task.evaluate(task.model, data())
+    for name, metric in task.kept.items():
+        metric.update(*answers[name])
+    found = {name: metric.compute() for name, metric in task.kept.items()}
+    whole = {f"confusion.{i}.{j}": found["confusion"][i, j] for i in range(2) for j in range(2)}
+    whole |= {f"precision.{i}": found["precision"][i] for i in range(2)} | {"bleu": found["bleu"]}
+    whole |= {"map.map": found["map"]["map"]} | {
+        f"map.map_per_class.{i}": found["map"]["map_per_class"][i] for i in range(2)
+    }
+    whole = {name: float(value) for name, value in whole.items()}
+    assert first == pytest.approx(whole, rel=PROMISED[torch.float32])
+    assert all(other == first for other in others)
+
+
+def test_a_metric_of_too_many_numbers_is_refused() -> None:
+    class Large(Points):
+        def metrics(self, split: str) -> Any:
+            return {"auroc": torchmetrics.ConfusionMatrix(task="multiclass", num_classes=200)}
+
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"auroc": (batch[1], batch[1])}
+
+    with pytest.raises(TaskFault):
+        measured(ALONE, Large(), 8)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_kept_metric_starts_empty_in_each_evaluation(world_size: int) -> None:
     def twice(world: World) -> list[dict[str, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import os
 import tarfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from runner.base.batch import MicroBatch
 from runner.base.order import Order
 from runner.base.stream_order import StreamSampler
 from runner.engine.stream_check import raise_fault
-from runner.engine.stream_source import StreamSource, is_stream
+from runner.engine.stream_source import OpenShard, StreamSource, is_stream
 from tests.laws.test_streams import BATCH, SEED, marks_after, read, verdict_of
 
 SIZES = (17, 23, 5, 16, 10)
@@ -127,3 +128,13 @@ def test_states_of_packages_are_used_where_they_are_exact(name: str, tmp_path: P
 
 def test_a_stream_of_hugging_face_knows_its_shards(tmp_path: Path) -> None:
     assert hugging_face(tmp_path, shuffle=False).num_shards == len(SIZES)
+
+
+def test_a_stream_is_not_divided_by_the_ranks_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    opened = OpenShard(StreamSource("train", 1, web_dataset(tmp_path, shuffle=False)), 0, 0)
+    assert [int(sample["number"]) for sample in iter(lambda: next(opened, None), None)] == NUMBERS
+    assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")

@@ -1,0 +1,225 @@
+"""Twenty projects as they are usually written: each trains as a plain loop, resumes after a kill, and runs on ranks.
+
+A project is a task file. `plain_loops.py` has its loop without the runner; the samples of an update, the random numbers
+of a sample and the initial weights are those of the run.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runner.axes.sampler import TrainingSamples, length_buckets
+from runner.base import noise
+from runner.base.batch import BatchSamples
+from runner.base.global_rng import seed_everything
+from runner.base.order import Sampler, permutation
+from runner.base.sample_rng import seeded_generators
+from runner.base.task import Context
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+from tests.projects import local_files, plain_loops
+from tests.rounding import distance
+
+HERE = Path(__file__).parent
+SEED = 3
+COMMON = f"run=mine device=cpu monitor=off seed={SEED} dataloader.num_workers=0 log_every=1 checkpoint.every=2"
+TWO = "parallelism=ddp parallelism.world_size=2"
+KILLED = {"at": "save", "save": 2, "number": 5, "by": "SIGKILL"}  # the save after update 4
+TOLERANCE = 1e-9  # float64; Adam divides by gradients, some of which are of the size of their rounding errors
+OF_FLOAT32 = dict.fromkeys(("hf_gpt2", "hf_bert"), 1e-6)  # transformers computes losses in float32
+
+# project -> packages that it needs
+PROJECTS: dict[str, tuple[str, ...]] = {
+    "nano_gpt": (),
+    "hf_gpt2": ("transformers",),
+    "hf_bert": ("transformers",),
+    "vit_mixup": (),
+    "resnet_augmented": (),
+    "unet_diffusion": (),
+    "vae": (),
+    "dcgan": (),
+    "clip": (),
+    "simclr": (),
+    "triplets": (),
+    "actor_critic": (),
+    "lora_classifier": ("peft",),
+    "distillation": (),
+    "speech_ctc": (),
+    "tabular": ("torchmetrics",),
+    "streaming_text": (),
+    "webdataset_images": ("webdataset",),
+    "lightning_module": (),
+    "graph_network": (),
+}
+# A batch norm depends on the samples of a forward pass: it is exact without micro-batches, normalizing over all ranks.
+OF_RANKS = dict.fromkeys(("resnet_augmented", "dcgan"), "parallelism.batch_norm=sync")
+
+
+@pytest.fixture(autouse=True)
+def _files_left_open() -> Iterator[None]:
+    """webdataset leaves the closing of files to the garbage collector."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield
+        gc.collect()
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Set the default type, and restore the global generators afterwards."""
+    state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_rng_state(state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+        noise.start_pass(None)
+
+
+def module_of(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(task: Any, dataset: Any, split: str, epoch: int, indices: list[int], first: int) -> Any:
+    """Return the batch of these samples, each read with its own random numbers, and begin its forward pass."""
+    samples = []
+    for index in indices:
+        with seeded_generators(SEED, split, "sample", epoch, index):
+            samples.append(dataset[index])
+    of_pass = noise.EVALUATION if split == "val" else epoch
+    noise.start_pass(BatchSamples(SEED, of_pass, indices, range(first, first + len(indices))))
+    return task.collate(samples)
+
+
+def drawn(sampler: Sampler, epoch: int) -> list[int]:
+    return [index for update in range(sampler.updates_per_epoch) for index in sampler.draw(SEED, epoch, update)]
+
+
+def batches_of_data_set(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    dataset, size = task.dataset("train"), settings["global_batch_size"]
+    total = len(dataset)
+    order: Callable[[int], Any] = partial(permutation, SEED, num_samples=total)
+    if settings.get("sampler") == "length_buckets":
+        facts = TrainingSamples(
+            num_samples=total, global_batch_size=size, drop_last=False,
+            weights=list, lengths=lambda: np.asarray(dataset.lengths), sizes=list,
+        )  # fmt: skip
+        sampler = length_buckets(facts, bucket=settings["sampler.bucket"])
+        order = partial(drawn, sampler)
+    for update in range(settings["updates"]):
+        epoch, number = divmod(update, total // size)
+        indices = [int(index) for index in order(epoch)[number * size : (number + 1) * size]]
+        yield read(task, dataset, "train", epoch, indices, number * size)
+
+
+def batches_of_stream(task: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    """Take samples from the shards in turn."""
+    number = settings.get("data.shards", 1)
+    is_divided = number > 1
+    shards = [
+        iter(task.stream("train", each, number) if is_divided else task.dataset("train")) for each in range(number)
+    ]
+    size = settings["global_batch_size"]
+    for update in range(settings["updates"]):
+        samples = []
+        for place in range(update * size, (update + 1) * size):
+            with seeded_generators(SEED, "train", "sample", 0, place):
+                samples.append(next(shards[place % number]))
+        yield task.collate(samples)
+
+
+def by_hand(name: str, data: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the weights and metrics of the plain loop."""
+    with float64():
+        module = module_of(name)
+        seed_everything(SEED)
+        task = module.build(*([Context(SEED, data, data)] if "context" in module.build.__code__.co_varnames else []))
+
+        def held() -> Any:
+            dataset = task.dataset("val")
+            return read(task, dataset, "val", 0, list(range(len(dataset))), 0)
+
+        is_stream = name in ("streaming_text", "webdataset_images")
+        batches = batches_of_stream if is_stream else batches_of_data_set
+        settings = module.SETTINGS
+        loop = plain_loops.Loop(task, task.model, settings["updates"], lambda: batches(task, settings), held)
+        metrics = dict(getattr(plain_loops, name)(loop))
+        return {key: tensor.detach() for key, tensor in task.model.state_dict().items()}, metrics
+
+
+def trained(
+    server: ForkServer, folder: Path, name: str, words: str = "", fault: dict[str, Any] | None = None
+) -> tuple[dict[str, Tensor], dict[str, float], str]:
+    """Train a project; return its weights, its metrics, and what the command printed."""
+    env = {"IMPORT_FIRST": "tests.projects.in_float64 tests.faults.ending", "FAULT": json.dumps(fault or {})}
+    ended = server.run(f"train --task {HERE / name}.py {COMMON} data.path=data {words}", folder, env)
+    if fault:
+        assert ended.code == -9, ended.err
+        return {}, {}, ended.out
+    assert ended.code == 0, ended.err
+    directory = folder / "outputs" / "mine"
+    path = newest_valid(directory / "checkpoints")
+    assert path is not None
+    metrics = json.loads((directory / "run.json").read_text())["metrics"]
+    return dict(load(path).tensors("model")), metrics, ended.out + ended.err
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() <= wanted.keys()
+    for name, tensor in found.items():
+        assert distance(wanted[name].tolist(), tensor.tolist()) <= tolerance, name
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", PROJECTS)
+def test_a_project_equals_its_plain_loop(
+    name: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process; after a kill, bit for bit; and on two unequal ranks."""
+    for package in PROJECTS[name]:
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    prepare = getattr(local_files, name, None)
+    folders = [tmp_path / each for each in ("whole", "killed", "ranks")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "data").mkdir()
+        if prepare is not None:
+            prepare(folder)
+    monkeypatch.chdir(folders[0])
+    tolerance = OF_FLOAT32.get(name, TOLERANCE)
+    wanted, metrics = by_hand(name, folders[0] / "data")
+    whole, found, _ = trained(server, folders[0], name)
+    assert_equal(whole, wanted, tolerance)
+    assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)
+
+    trained(server, folders[1], name, fault=KILLED)
+    resumed, _, _ = trained(server, folders[1], name)
+    assert_equal(resumed, whole, 0.0)
+
+    size = module_of(name).SETTINGS["global_batch_size"]
+    words = OF_RANKS.get(name, "micro_batch_size=2")
+    on_ranks, found, _ = trained(server, folders[2], name, f"{TWO} parallelism.shares=[{size - 3},3] {words}")
+    assert_equal(on_ranks, wanted, tolerance)
+    assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)
