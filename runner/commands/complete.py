@@ -9,18 +9,21 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from runner.base.paths import shipped
 from runner.base.values import Matches
+from runner.config.objective_keys import OBJECTIVE, keys_of_objectives
 from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
 from runner.config.own_options import own_hooks
 from runner.config.own_tables import HOOK, keys_of_hook
+from runner.config.phases import GROUPS as PHASE_GROUPS
 from runner.config.schema import Key, Signature, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
+from runner.config.task_file import objectives_in
 from runner.tools.measure.suites import MODES, SUITES, SuiteDeclaration
 
 HELP = """usage: accel-run complete -- WORDS...
@@ -136,6 +139,10 @@ class TypedLine:
                 keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
         if prefix and (HOOK.startswith(prefix) or prefix.startswith(f"{HOOK}.")):
             keys |= {name: key for hook in own_hooks(self.task_file) for name, key in keys_of_hook(hook).items()}
+        if prefix and (OBJECTIVE.startswith(prefix) or prefix.startswith(f"{OBJECTIVE}.")):
+            chosen = {group: self._function(group) for group in PHASE_GROUPS}
+            declared = objectives_in(task_source(self.chosen.get("task", ""), self.task_file))
+            keys |= keys_of_objectives(declared, chosen, partial(function_of, task_file=self.task_file))
         build = self.task.get("build")
         keys |= {f"task.{name}": key for name, key in (build.keys if build else {}).items()}
         return {name: key for name, key in (keys | self.inference_keys()).items() if name.startswith(prefix)}

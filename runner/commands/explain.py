@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from runner.base.secret import fit_to_show
@@ -142,11 +143,14 @@ def _file(name: str, request: Request) -> str:
 
 def _key(key: str, configuration: Configuration) -> Key | None:
     """Return the documented key."""
+    from runner.config.objective_keys import OBJECTIVE, keys_of_objectives
     from runner.config.options import AXES, function_of, task_source
     from runner.config.own_options import by_reference
     from runner.config.own_tables import keys_of_hook
+    from runner.config.phases import GROUPS as PHASE_GROUPS
     from runner.config.schema import read_functions, settings_keys
     from runner.config.settings import Settings
+    from runner.config.task_file import objectives_in
 
     group, _, name = key.partition(".")
     if group in AXES and name:
@@ -156,6 +160,12 @@ def _key(key: str, configuration: Configuration) -> Key | None:
     own = by_reference(hook.function) if hook else None
     if own is not None:
         return keys_of_hook(own)[key]
+    if group == OBJECTIVE:
+        file = task_source(configuration.choices["task"].name, configuration.request.task_file)
+        chosen = {of: configuration.choices[of].function for of in PHASE_GROUPS}
+        given = {**chosen, **configuration.objective_keys}
+        signature_of = partial(function_of, task_file=configuration.request.task_file)
+        return keys_of_objectives(objectives_in(file), given, signature_of).get(key)
     if group in ("task", "inference") and name:
         functions = read_functions(task_source(configuration.choices["task"].name, configuration.request.task_file))
         found = [functions[one].keys for one in functions if one == "build" or one.endswith(".predict")]

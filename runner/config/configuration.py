@@ -32,6 +32,7 @@ from runner.config.layers import (
     unused_of_files,
     values_of,
 )
+from runner.config.objective_keys import OBJECTIVE, nested_objectives, problems_of_objectives
 from runner.config.options import AXES, names_of_options, notes_of_own, reference_of
 from runner.config.overrides import parse, split
 from runner.config.own_options import own_hooks, table_problems
@@ -82,6 +83,7 @@ class Configuration:
     choices  group -> choice, for every group but hardware
     phases   all phases of the task, in order; `settings.phases` selects those that run
     hooks    hooks of the task file and of packages, each with its keys and `enabled`
+    objective_keys  keys of the objectives, `objective.NAME.KEY`
     own_keys keys of the phases; empty if the task declares none, so its only phase has the settings of the run
     hardware facts of the chosen profile; its name is `profile`
     for_auto keys of the task for the option that the plan chooses for `auto`, such as precision.keep_fp32
@@ -101,6 +103,12 @@ class Configuration:
     phases: tuple[PhaseSettings, ...] = ()
     own_keys: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Choice, ...] = ()
+    objective_keys: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def objectives(self) -> dict[str, dict[str, Any]]:
+        """Return objective -> the keys that the user sets, with their values."""
+        return nested_objectives({key: value for key, value in self.objective_keys.items() if key in self.sources})
 
     def is_set_by_user(self, key: str) -> bool:
         """Return whether the user set this key or group on the command line; it must then not be changed silently."""
@@ -113,6 +121,7 @@ class Configuration:
             found[group] = choice.name
             found.update({f"{group}.{key}": value for key, value in choice.options.items()})
         found.update({f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()})
+        found.update(self.objective_keys)
         found.update(self.own_keys)
         found["hardware"] = self.profile
         found.update({f"inference.{key}": value for key, value in self.inference.items()})
@@ -144,7 +153,9 @@ def compose(request: Request) -> Configuration:
     choices = composed.pop("hydra_choices")
     functions = functions_behind(choices, composed, request, problems)
     of_phases = [phase_choices(phase, chosen, functions, typed, request.task_file, problems) for phase in task.phases]
-    schema = schema_of(functions, task, [values_of(each) for each in of_phases], request)
+    given = {setting.key: setting.value for setting in typed}
+    schema = schema_of(functions, task, [values_of(each) for each in of_phases], request, given)
+    problems += problems_of_objectives(task.objectives, given, request.task_file)
 
     unused = unused_of_files(chosen, choices["hardware"], schema, request.config_dir)
     of_composed = of_files(composed, choices, schema, request, problems, unused=unused, notes=notes)
@@ -186,6 +197,8 @@ def to_yaml(configuration: Configuration) -> str:
         tree.setdefault("phase", {}).setdefault(phase, {})[name] = value
     if configuration.hooks:
         tree[HOOK] = {hook.name: dict(hook.options) for hook in configuration.hooks}
+    if configuration.objectives:
+        tree[OBJECTIVE] = configuration.objectives
     tree["inference"] = dict(configuration.inference)
     tree["hardware"] = {"profile": configuration.profile, **configuration.hardware}
     return str(OmegaConf.to_yaml(OmegaConf.create(tree)))
@@ -229,6 +242,7 @@ def _frozen(
         hooks=tuple(
             Choice(hook.name, hook.reference, under(f"{HOOK}.{hook.name}")) for hook in own_hooks(request.task_file)
         ),
+        objective_keys={key: value for key, value in tree.items() if key.startswith(f"{OBJECTIVE}.")},
         **rest,
     )
 

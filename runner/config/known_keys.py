@@ -12,6 +12,7 @@ from runner.base.errors import ConfigError, Problem, readable
 from runner.base.secret import looks_random
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.config_files import shipped_options, variant_of
+from runner.config.objective_keys import keys_of_objectives
 from runner.config.options import AXES, GROUPS, function_of, option_with, options_of
 from runner.config.own_options import own_hooks
 from runner.config.own_tables import keys_of_hook
@@ -106,9 +107,16 @@ def functions_behind(
 
 
 def schema_of(
-    functions: Mapping[str, str], task: TaskFile, phase_options: Sequence[Mapping[str, str]], request: Request
+    functions: Mapping[str, str],
+    task: TaskFile,
+    phase_options: Sequence[Mapping[str, str]],
+    request: Request,
+    typed: Mapping[str, Any],
 ) -> Schema:
-    """Return the keys of the settings, of the chosen options, of the task, its phases and its predictions."""
+    """Return the keys of the settings, of the chosen options, of the task, its phases and its predictions.
+
+    typed  key -> value of the command line
+    """
     keys = settings_keys(Settings)
     signature_of = partial(function_of, task_file=request.task_file)
     for group, function in functions.items():
@@ -116,6 +124,7 @@ def schema_of(
         keys.update({f"{group}.{key.name}": key for key in (signature.keys.values() if signature else ())})
     for hook in own_hooks(request.task_file):
         keys.update(keys_of_hook(hook))
+    keys.update(keys_of_objectives(task.objectives, {**functions, **typed}, signature_of))
     keys.update({f"task.{key.name}": key for key in task.build.values()})
     keys.update({f"inference.{key.name}": key for key in task.predict.values()})
     keys["inference.seed"] = Key("inference.seed", int, 0, "seed of the sampling")

@@ -26,7 +26,7 @@ from runner.config.config_files import (
     shipped_options,
 )
 from runner.config.known_keys import PhaseKeys, Schema, for_auto_of, unknown, why_not_for
-from runner.config.options import AXES, GROUPS, function_of, options_of
+from runner.config.options import AXES, GROUPS, options_of, options_with_function
 from runner.config.own_options import own_options
 from runner.config.own_tables import ENABLED, HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
@@ -337,7 +337,7 @@ def phase_choices(
             where = f"PHASES[{declared.name!r}]"
             settings.append(Setting(of_run.key, declared.settings[group], Rank.TASK, TASK, where, of_phase=True))
         winner = merge(settings)[of_run.key]
-        known = [option for option in options_of(group, None, file) if function_of(group, option, file)]
+        known = options_with_function(group, file)
         if winner.value not in (*known, functions[group]):
             what = f"unknown {group}; must be one of {', '.join(known)}"
             problems.append(Problem(what, winner.where, did_you_mean(str(winner.value), known)))

@@ -92,6 +92,11 @@ def function_of(group: str, option: str, task_file: Path | None = None) -> Signa
     return own.signature if own else read_functions(SOURCES[group]).get(option.replace("-", "_"))
 
 
+def options_with_function(group: str, task_file: Path | None) -> list[str]:
+    """Return the options of a group that a phase or an objective may choose: shipped ones and those of the task."""
+    return [option for option in options_of(group, None, task_file) if function_of(group, option, task_file)]
+
+
 def reference_of(group: str, option: str, task_file: Path | None) -> str:
     """Return the reference to the function of an option for `option_table.make`: its name if it is shipped."""
     own = own_options(task_file).get((group, option))

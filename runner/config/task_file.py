@@ -28,7 +28,8 @@ from runner.config.schema import (
 class TaskFile:
     """Declarations of a task file: the keys of `build` and `predict`, and its literals.
 
-    label  source of its values in messages: `task gpt`
+    label       source of its values in messages: `task gpt`
+    objectives  OBJECTIVES, if it is a literal; checked when the task is loaded
     """
 
     source: Path
@@ -37,6 +38,7 @@ class TaskFile:
     predict: Keys = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     phases: tuple[Declared, ...] = ()
+    objectives: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_task(name: str, request: Request, size_of: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
@@ -105,7 +107,15 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
         if phase not in names:
             problems.append(Problem("PHASES has no such phase", f"SETTINGS[{setting!r}]", did_you_mean(phase, names)))
     rest = {key: value for key, value in settings.items() if key not in of_phases}
-    return TaskFile(source, label, build, predict, rest, declared)
+    return TaskFile(source, label, build, predict, rest, declared, objectives_in(source))
+
+
+def objectives_in(file: Path) -> Mapping[str, Any]:
+    """Return the OBJECTIVES of a task file; empty if they are no literal, or the file cannot be read."""
+    try:
+        return _literal(read_module(file), "OBJECTIVES", file, [])
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return {}
 
 
 def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:

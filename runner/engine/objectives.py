@@ -22,7 +22,7 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
 from runner.config.configuration import Choice
-from runner.config.options import function_of, options_of, reference_of
+from runner.config.options import function_of, options_with_function, reference_of
 from runner.config.schema import defaults, did_you_mean, fault
 from runner.distributed.parallel import Parallel
 from runner.engine.gradient_source import Around as Wrapper
@@ -68,7 +68,7 @@ def objectives_of(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
         return []
     problems: list[Problem] = []
     found = []
-    declared: Mapping[str, Any] = task.objectives
+    declared = {name: _changed(content, phase.objectives.get(name, {})) for name, content in task.objectives.items()}
     file = _file_of(task)
     for name, content in declared.items():
         where = f"OBJECTIVES[{name!r}]"
@@ -115,8 +115,8 @@ def _choice(
     function = of_phase.function if name == of_phase.name else reference_of(group, str(name), file)
     signature = function_of(group, function, file)
     if signature is None:
-        known = [option for option in options_of(group, None, file) if function_of(group, option, file)]
-        problems.append(Problem(f"unknown {group} {name}", "", did_you_mean(str(name), known)))
+        hint = did_you_mean(str(name), options_with_function(group, file))
+        problems.append(Problem(f"unknown {group} {name}", "", hint))
         return of_phase
     given = {key.partition(".")[2]: value for key, value in content.items() if key.startswith(f"{group}.")}
     for key, value in given.items():
@@ -126,6 +126,15 @@ def _choice(
             problems.append(Problem(f"{group}.{key}: {wrong}", "", hint))
     options = of_phase.options if name == of_phase.name else defaults(signature.keys)
     return Choice(name, function, {**options, **given})
+
+
+def _changed(content: Any, given: Mapping[str, Any]) -> Any:
+    """Return a declared objective with the keys of the command line; keys of another option do not apply."""
+    if not isinstance(content, Mapping) or not given:
+        return content
+    replaced = {group for group in GROUPS if given.get(group, content.get(group)) != content.get(group)}
+    kept = {key: value for key, value in content.items() if key.partition(".")[0] not in replaced}
+    return {**kept, **{key: value for key, value in given.items() if value is not None}}
 
 
 def _file_of(task: Task) -> Path | None:

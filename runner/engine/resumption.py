@@ -21,7 +21,7 @@ FIXED = (
 # Keys that change the mathematics from the resume on; they may change if resume_allow names them.
 BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
-    "sharpness", "hook",
+    "sharpness", "hook", "objective",
 )  # fmt: skip
 ADDED: Mapping[str, Any] = {
     "adapter": "none",

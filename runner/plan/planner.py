@@ -273,7 +273,9 @@ class _Planner(Decisions):
             optimizer = dataclasses.replace(optimizer, options={**optimizer.options, "kernel": kernel})
             if lead:
                 self.own_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
-        return PhasePlan(**{**vars(phase), "optimizer": optimizer}, batch=batch)
+        return PhasePlan(
+            **{**vars(phase), "optimizer": optimizer}, batch=batch, objectives=self.configuration.objectives
+        )
 
     def choose_blocks(self, phases: Sequence[PhasePlan]) -> None:
         """Replace memory.recompute=auto by the blocks of the phase that must recompute most."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner.base.division import Batch
 from runner.base.json_converter import decode_valid, encode
 from runner.base.shares import lines, table
 from runner.config.configuration import Choice, PhaseSettings
+from runner.config.objective_keys import flat_objectives
 from runner.config.own_tables import HOOK
 from runner.config.phases import GROUPS as PHASE_GROUPS
 from runner.config.settings import Settings
@@ -21,9 +22,13 @@ from runner.plan.rank_devices import RankDevice
 
 @dataclass(frozen=True)
 class PhasePlan(PhaseSettings):
-    """The plan of one phase: its settings, with `auto` resolved in its optimizer, and its batch divided."""
+    """The plan of one phase: its settings, with `auto` resolved in its optimizer, and its batch divided.
+
+    objectives  objective -> the keys that the user sets, which replace declared ones
+    """
 
     batch: Batch
+    objectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return a one-line summary of the phase."""
@@ -141,6 +146,8 @@ class Plan:
             found[group] = choice.name
             found |= {f"{group}.{key}": value for key, value in choice.options.items()}
         found |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
+        for phase in self.phases:  # they are the same in all of them
+            found |= flat_objectives(phase.objectives)
         found |= self.own_keys
         plain = dataclasses.asdict(self.settings)
         nested = {key: value for key, value in plain.items() if isinstance(value, dict)}

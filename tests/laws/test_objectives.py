@@ -125,7 +125,7 @@ def batches_of(order: Order, dtype: torch.dtype) -> Iterator[MicroBatch]:
 def specs_of(task: Task) -> list[ObjectiveSpec]:
     phase: Any = SimpleNamespace(
         name="train", max_grad_norm=0.5, optimizer=Choice("adam", "adam", {}),
-        scheduler=Choice("constant", "constant", {}),
+        scheduler=Choice("constant", "constant", {}), objectives={},
     )  # fmt: skip
     return objectives_of(task, phase)
 

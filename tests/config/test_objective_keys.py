@@ -1,0 +1,93 @@
+"""What OBJECTIVES of a task file declares can be changed on the command line, key by key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from runner.base.errors import ConfigError
+from runner.base.task import Task
+from runner.cli import main
+from runner.commands.complete import candidates
+from runner.config.configuration import Choice, compose
+from runner.config.request import Request
+from runner.engine.objectives import objectives_of
+from runner.plan.planner import plan_here
+
+OBJECTIVES = {
+    "actor": {"trains": ["actor"], "optimizer": "adam", "optimizer.lr": 0.5, "every": 2},
+    "critic": {"trains": ["critic"], "max_grad_norm": 3.0},
+}
+
+
+class Pair(Task):
+    objectives = OBJECTIVES
+
+    def __init__(self) -> None:
+        self.model = nn.ModuleDict({"actor": nn.Linear(1, 1), "critic": nn.Linear(1, 1)})
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(f"OBJECTIVES = {OBJECTIVES}\ndef build(): ...\n")
+    return file
+
+
+def planned(task: Path, *words: str) -> Any:
+    return plan_here(compose(Request((*words, "device=cpu"), task)))[0]
+
+
+def specs(task: Path, *words: str) -> dict[str, Any]:
+    return {spec.name: spec for spec in objectives_of(Pair(), planned(task, *words).phases[0])}
+
+
+def test_a_key_of_the_command_line_replaces_what_is_declared(task: Path) -> None:
+    found = specs(
+        task, "objective.actor.optimizer.lr=1e-4", "objective.actor.every=3", "objective.critic.max_grad_norm=0.5"
+    )
+    assert found["actor"].optimizer.options["lr"] == 1e-4
+    assert (found["actor"].every, found["critic"].max_grad_norm) == (3, 0.5)
+    assert found["critic"].optimizer == specs(task)["critic"].optimizer
+
+
+def test_another_optimizer_has_its_own_keys(task: Path) -> None:
+    found = specs(task, "objective.actor.optimizer=sgd", "objective.actor.optimizer.momentum=0.3")["actor"].optimizer
+    assert isinstance(found, Choice)
+    assert (found.name, found.options["momentum"], found.options["lr"]) == ("sgd", 0.3, 0.01)
+
+
+def test_a_key_that_is_set_is_part_of_the_plan_and_others_are_not(task: Path) -> None:
+    values = planned(task, "objective.actor.optimizer.lr=1e-4").values()
+    assert {key: value for key, value in values.items() if key.startswith("objective.")} == {
+        "objective.actor.optimizer.lr": 1e-4
+    }
+    assert not [key for key in planned(task).values() if key.startswith("objective.")]
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "objective.actor.optimizer.lrr=1",
+        "objective.actr.optimizer.lr=1",
+        "objective.actor.optimizer.lr=-1",
+        "objective.actor.optimizer.lr=much",
+        "objective.actor.every=0",
+        "objective.actor.optimizer=adem",
+        "objective.actor.trains=[critic]",
+    ],
+)
+def test_a_wrong_key_or_value_is_refused(word: str, task: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(task, word)
+    assert [problem.where for problem in caught.value.problems] == [word]
+
+
+def test_explain_and_completion_know_the_keys(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    key = "objective.actor.optimizer.lr"
+    assert main(["explain", key, "--task", str(task)]) == 0
+    assert f"{key} = 0.5" in capsys.readouterr().out
+    assert f"{key}=" in candidates(["train", "--task", str(task), "objective.actor.optimizer."])
