@@ -171,6 +171,17 @@ class Parallel:
         """Return whether a gradient overflowed on any rank, given this rank's flag; 0 or 1."""
         return found
 
+    def send_along(self, numbers: Tensor | None) -> bool:
+        """Add `numbers` up over the ranks with the gradients of the next updates, until others or None replace them.
+
+        They are on the host, as many on each rank. Returns False if this strategy sends no message that can carry them.
+        """
+        return False
+
+    def sent_along(self) -> Tensor | None:
+        """Return the sums of what was sent along with the last update; None if nothing was."""
+        return None
+
     def idle(self) -> Mapping[str, float]:
         """Return the idle fractions of devices in the last update, by metric name; collective."""
         return {}

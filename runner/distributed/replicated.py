@@ -34,6 +34,8 @@ class Replicated(Parallel):
         self._reducer: Reducer | None = None
         self._of_groups: list[Reducer] = []
         self._buffers: BufferSync
+        self._along: Tensor | None = None
+        self._sent_along: Tensor | None = None
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
@@ -110,7 +112,10 @@ class Replicated(Parallel):
         assert self._reducer is not None, "begin comes first"
         assert isinstance(sums.items, Tensor)
         numbers = torch.stack([sums.loss_sum, sums.items])
-        total, num_failed, changed = self._reducer.finish(numbers, self._buffers.flags(), failed=sums.failed)
+        flags = self._buffers.flags()
+        along = [] if self._along is None else [self._along]
+        total, num_failed, rest = self._reducer.finish(numbers, torch.cat([flags, *along]), failed=sums.failed)
+        changed, self._sent_along = rest[: len(flags)], rest[len(flags) :] if along else None
         if not num_failed:
             self._buffers.apply(changed)
         self.watch.lap("wait")
@@ -118,6 +123,13 @@ class Replicated(Parallel):
             raise Discarded
         loss_sum, items = total
         return Sums(loss_sum, items, sums.bad)
+
+    def send_along(self, numbers: Tensor | None) -> bool:
+        self._along, self._sent_along = numbers, None
+        return self._reducer is not None
+
+    def sent_along(self) -> Tensor | None:
+        return self._sent_along
 
     def update_of_buffers(self) -> AbstractContextManager[None]:
         return self._buffers.update()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.base.batch import MicroBatch
 from runner.base.world import World
+from runner.config.request import Request
 from runner.distributed.parallel import ForwardPasses
 from runner.distributed.replicated import Replicated
+from runner.tools.measure.forked_ranks import opened
 from tests.distributed.ranks import run_ranks
 
 WIDTH, LAYERS, UPDATES = 16, 12, 4
@@ -164,3 +167,52 @@ def test_the_order_of_the_exchange_changes_no_bit(choose: Choice, num_ranks: int
     unknown = run_ranks(lambda world: exchanged(world, Layers([], 6), choose, again=True), num_ranks)
     assert [result["gradients"] for result in known] == [result["gradients"] for result in unknown]
     assert all(result["gradients"] == known[0]["gradients"] for result in known)
+
+
+TASK = '''
+"""A small model."""
+import torch
+from torch import nn
+from runner import Task
+
+def build() -> Task:
+    return Small()
+
+class Small(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.arange(512.0).view(128, 4) / 512)
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+'''
+
+
+def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) -> Callable[..., Any]:
+    def call(*given: Any, **options: Any) -> Any:
+        calls.append((name, str(getattr(given[0], "dtype", "")) if given else ""))
+        return plain(*given, **options)
+
+    return call
+
+
+def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path) -> None:
+    """It carries sums, flags, times and the requests of hooks."""
+    (tmp_path / "task.py").write_text(TASK)
+    words = ("updates=30", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=ddp", "evaluate.every=0")
+
+    def counted(world: World) -> list[list[tuple[str, str]]]:
+        calls: list[tuple[str, str]] = []
+        for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier"):
+            setattr(dist, name, noted(name, getattr(dist, name), calls))
+        found = []
+        with ExitStack() as stack:
+            request = Request((*words, f"output_root={tmp_path}", "run=counted"), tmp_path / "task.py")
+            phase = opened(world, stack, request)
+            for _ in phase.updates():
+                found.append([*calls])
+                calls.clear()
+        return found[2:-1]  # the first two agree on more; the last ends the phase
+
+    for updates in run_ranks(counted, 2):
+        assert updates == [[["all_reduce", "torch.float32"], ["all_reduce", "torch.float64"]]] * 27

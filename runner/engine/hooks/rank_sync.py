@@ -11,6 +11,7 @@ import torch
 
 from runner.base.stopwatch import PARTS
 from runner.base.world import World
+from runner.distributed.parallel import Parallel
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.loop import StepInfo
 
@@ -32,10 +33,13 @@ class StepStatus:
 
 
 class Exchange:
-    """All-reduces one small vector after each update and reads the previous one, so that no rank waits."""
+    """All-reduces one small vector after each update and reads the previous one, so that no rank waits.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    The vector travels with the gradients of the next update where the strategy can carry it, else in its own message.
+    """
+
+    def __init__(self, world: World, parallel: Parallel) -> None:
+        self.world, self.parallel = world, parallel
         self._sent: tuple[torch.Tensor, Any] | None = None
 
     def __call__(
@@ -47,8 +51,14 @@ class Exchange:
         rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)
+        carried = self.parallel.sent_along()
+        if self.parallel.send_along(vector):
+            return None if carried is None else self._read(carried)
         before, self._sent = self._sent, (vector, self.world.sum_async(vector))
-        return None if before is None else self._read(*before)
+        if before is None:
+            return None
+        before[1].wait()
+        return self._read(before[0])
 
     def settle(self) -> None:
         """Wait until the last all-reduce is complete; its result is read later."""
@@ -59,9 +69,9 @@ class Exchange:
         """Wait for the last all-reduce, and discard its result."""
         self.settle()
         self._sent = None
+        self.parallel.send_along(None)
 
-    def _read(self, vector: torch.Tensor, work: Any) -> StepStatus:
-        work.wait()
+    def _read(self, vector: torch.Tensor) -> StepStatus:
         num = len(Wants._fields)
         numbers = vector.tolist()
         wants, num_bad, rest = numbers[:num], numbers[num], numbers[num + 1 :]
@@ -84,7 +94,7 @@ class RankSync(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self.exchange = Exchange(phase.parts.world)
+        self.exchange = Exchange(phase.parts.world, phase.parts.parallel)
         self.agreed, self.of = Wants(), 0
         self._wanting: list[Hook] = []
         self.status: StepStatus | None = None
