@@ -102,35 +102,47 @@ def checked_figures(
 
 def checked_prediction(found: Any, predict: Callable[..., Any], source: Path) -> Prediction:
     """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files."""
-    where = place_of(predict, source)
+    _must_be_prediction(found, predict, source)
+    for name in (*found.files, *found.plots):
+        _must_be_public(name, predict, source)
+    return found
+
+
+def _must_be_prediction(found: Any, predict: Callable[..., Any], source: Path) -> None:
+    problem = _problem_of_prediction(found)
+    if problem is not None:
+        what, fix = problem
+        # only here: finding the line of a function takes longer than most predictions
+        raise TaskFault(what, where=place_of(predict, source), fix=fix)
+
+
+def _problem_of_prediction(found: Any) -> tuple[str, str] | None:
+    """Return what is wrong with a prediction and how to fix it, or None."""
     fix = 'yield Prediction({"sample.txt": text}), from runner.base.task'
     if not isinstance(found, Prediction):
-        raise TaskFault(f"predict must yield Prediction, but yielded {described(found)}", where=where, fix=fix)
+        return f"predict must yield Prediction, but yielded {described(found)}", fix
     tables: list[tuple[str, Any, tuple[type, ...], str]] = [
         ("files", found.files, (str, bytes, np.ndarray), "text, bytes or a NumPy array"),
         ("plots", found.plots, (bytes,), "bytes of a picture"),
     ]
     for part, held, kinds, of in tables:
         if not isinstance(held, Mapping) or not all(isinstance(name, str) for name in held):
-            what = f"{part} of a Prediction must map names of files to {of}, but is {described(held)}"
-            raise TaskFault(what, where=where, fix=fix)
+            return f"{part} of a Prediction must map names of files to {of}, but is {described(held)}", fix
         for name, content in held.items():
             if not is_plain_path(name):
                 what = f"files of a Prediction are named with letters, digits, '.', '_' and '-', unlike {name!r}"
-                raise TaskFault(what, where=where, fix=fix)
-            _must_be_public(name, predict, source)
+                return what, fix
             if not isinstance(content, kinds) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
                 what = f"{part} of a Prediction must hold {of}, but {name} is {described(content)}"
-                more = "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
-                raise TaskFault(what, where=where, fix=more)
+                return what, "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
     text: Any = found.text
     if not isinstance(text, str):
-        raise TaskFault(f"text of a Prediction must be text, but is {described(text)}", where=where, fix=fix)
+        return f"text of a Prediction must be text, but is {described(text)}", fix
     items: Any = found.items
     if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
         what = f"items of a Prediction must be a number of items, 0 or more, but is {described(items)}"
-        raise TaskFault(what, where=where, fix="items=len(tokens)")
-    return found
+        return what, "items=len(tokens)"
+    return None
 
 
 def must_count(count: Number, what: str, method: Callable[..., Any], source: Path) -> None:

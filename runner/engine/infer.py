@@ -227,8 +227,8 @@ def timed_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls
 class Outbox:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    Files wait for at most `OUTBOX_S`, however long the next prediction takes. Completed predictions are written even if
-    a later prediction fails.
+    Files wait for at most `OUTBOX_S`, however long the next prediction takes, and the next predictions do not wait for
+    that write. Completed predictions are written even if a later prediction fails.
 
     show  prints the text of a prediction once its files are on disk, so shown predictions are never lost
     """
@@ -237,7 +237,9 @@ class Outbox:
         self.directory, self.show = directory, show
         self._contents: dict[str, bytes] = {}
         self._texts: list[str] = []
-        self._lock = threading.RLock()
+        self._size = 0
+        self._lock = threading.Lock()  # of the queue
+        self._writing = threading.Lock()  # held for a whole write: writes are in order, each text after its files
         self._timer: threading.Timer | None = None
         self._error: Exception | None = None  # set by the timer thread
 
@@ -246,27 +248,32 @@ class Outbox:
         with self._lock:
             self._contents |= contents
             self._texts += [text] if text else []
-            size = sum(map(len, self._contents.values()))
-            if self._error is not None or len(self._contents) >= OUTBOX_FILES or size >= OUTBOX_BYTES:
-                self.write()
-            elif self._timer is None:
+            self._size += sum(map(len, contents.values()))
+            is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES or self._error is not None
+            if not is_full and self._timer is None:
                 self._timer = threading.Timer(OUTBOX_S, self._write_late)
                 self._timer.daemon = True
                 self._timer.start()
+        if is_full:
+            self.write()
 
     def write(self) -> None:
         """Write all queued files. Raises StorageError, also for an earlier background write."""
+        with self._writing:
+            self._write_queued()
+
+    def _write_queued(self) -> None:
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
             contents, texts, error = self._contents, self._texts, self._error
-            self._contents, self._texts, self._timer, self._error = {}, [], None, None
-            if error is not None:
-                raise error
-            if contents:
-                self._write_as_many_as_possible(contents)
-            for text in texts:
-                self.show(text)
+            self._contents, self._texts, self._size, self._timer, self._error = {}, [], 0, None, None
+        if error is not None:
+            raise error
+        if contents:
+            self._write_as_many_as_possible(contents)
+        for text in texts:
+            self.show(text)
 
     def _write_as_many_as_possible(self, contents: Mapping[str, bytes]) -> None:
         try:
@@ -276,9 +283,9 @@ class Outbox:
                 self.directory.write(name, content)
 
     def _write_late(self) -> None:
-        with self._lock:
+        with self._writing:
             try:
-                self.write()
+                self._write_queued()
             except Exception as error:
                 self._error = error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import threading
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from runner.base import stopwatch
 from runner.base.errors import StorageError
+from runner.base.task import Prediction, Task
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
+from runner.engine.contract_checks import checked_prediction
 from runner.engine.infer import OUTBOX_FILES, Outbox, PredictionSummary, timed_calls
 from tests.faults.recording import Faults, Quick
 from tests.forkserver import ForkServer
@@ -212,6 +215,32 @@ def test_a_text_is_shown_after_its_files_are_on_disk_and_while_the_next_predicti
         assert shown.wait(60)  # nothing else is put or written
         assert found == [("a", True)]
     assert found == [("a", True)]
+
+
+def test_the_next_prediction_does_not_wait_for_a_late_write(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OUTBOX_S", 0.0)
+    begun, may_end = threading.Event(), threading.Event()
+    write_all = run.write_all
+
+    def write(contents: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        write_all(contents)
+
+    monkeypatch.setattr(run, "write_all", write)
+    with Outbox(run, print) as outbox:
+        outbox.put({"predictions/a.txt": b"x"})
+        assert begun.wait(60)
+        outbox.put({"predictions/b.txt": b"x"})  # would never return
+        may_end.set()
+    assert sorted(path.name for path in run.predictions.iterdir()) == ["a.txt", "b.txt"]
+
+
+def test_a_valid_prediction_reads_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only an error names the line of `predict`: finding it takes longer than a small prediction."""
+    monkeypatch.setattr(inspect, "getsourcelines", lambda *_: pytest.fail("source was read"))
+    prediction = Prediction({"a.txt": "text"})
+    assert checked_prediction(prediction, Task.predict, Path("task.py")) is prediction
 
 
 def test_an_error_of_a_late_write_is_raised_by_what_follows(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
