@@ -28,31 +28,35 @@ def test_every_floor_has_files() -> None:
     assert packages - {None} == set(FLOORS)
 
 
-def uses_of_cuda(source: str) -> Iterator[int]:
-    """Yield the lines that name the module torch.cuda, in whatever way."""
-    if "torch" not in source or "cuda" not in source:
+VENDORS = ("cuda", "xpu")  # modules of torch
+
+
+def uses_of_vendors(source: str) -> Iterator[int]:
+    """Yield the lines that name the module torch.cuda or torch.xpu, in whatever way."""
+    if "torch" not in source or not any(vendor in source for vendor in VENDORS):
         return
+    modules = tuple(f"torch.{vendor}" for vendor in VENDORS)
     for node in ast.walk(ast.parse(source)):
-        is_attribute = isinstance(node, ast.Attribute) and node.attr == "cuda" and ast.unparse(node.value) == "torch"
+        is_attribute = isinstance(node, ast.Attribute) and node.attr in VENDORS and ast.unparse(node.value) == "torch"
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        if is_attribute or any(f"{module}.{name}".lstrip(".").startswith("torch.cuda") for name in names):
+        if is_attribute or any(f"{module}.{name}".lstrip(".").startswith(modules) for name in names):
             yield node.lineno  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     "source",
     ["torch.cuda.synchronize()", "a = torch.cuda", "import torch.cuda as c", "from torch import cuda",
-     "from torch.cuda import Stream"],
+     "from torch.cuda import Stream", "torch.xpu.synchronize()"],
 )  # fmt: skip
-def test_each_way_to_name_torch_cuda_is_seen(source: str) -> None:
-    assert list(uses_of_cuda(source)) == [1]
-    assert not list(uses_of_cuda("torch.backends.cuda.is_built()\ntorch.device('cuda')\ntorch.version.cuda"))
+def test_each_way_to_name_a_vendors_module_is_seen(source: str) -> None:
+    assert list(uses_of_vendors(source)) == [1]
+    assert not list(uses_of_vendors("torch.backends.cuda.is_built()\ntorch.device('cuda')\ntorch.version.cuda"))
 
 
-def test_torch_cuda_is_named_in_one_file() -> None:
+def test_modules_of_vendors_are_named_in_one_file() -> None:
     """Vendors differ: what accel-run asks of a device is a method there, with an answer for each."""
-    found = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_cuda(file.read_text(encoding="utf-8")))}
+    found = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
     assert found == {"runner/base/accelerator.py"}
 
 

@@ -1,7 +1,8 @@
 """Device access beyond tensors: memory, generators, streams, names and native formats.
 
-One class per vendor. This is the only file that calls `torch.cuda` (checked by tests/test_layers.py). An operation that
-a device lacks is a no-op; a value that it does not report is None, never 0. Importing this file does not import torch.
+One class per vendor. This is the only file that calls `torch.cuda` and `torch.xpu` (checked by tests/test_layers.py).
+An operation that a device lacks is a no-op; a value that it does not report is None, never 0. Importing this file does
+not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TorchDevice:
     """A GPU as torch enumerates and describes it.
 
     capability    NVIDIA compute capability; None for other vendors, where the numbers have another meaning
-    architecture  AMD architecture name, such as gfx90a; empty for other vendors
+    architecture  AMD architecture name, such as gfx90a; on Intel XMX if it has matrix units; else empty
     uuid          identity by which the driver's interface knows it: a UUID without prefix, on AMD the PCI address
     free_bytes    free memory, set only if NVML does not know the device and torch was queried; else None
     """
@@ -97,6 +98,17 @@ def amd_formats(architecture: str) -> Formats:
 
 
 _CDNA = ("gfx90a", "gfx942", "gfx950")  # MI200, MI300, MI350
+
+
+def intel_formats(architecture: str) -> Formats:
+    """Return the native formats of Intel's matrix units (XMX), which Arc and Data Center GPUs have.
+
+    `torch.xpu.is_bf16_supported()` is not used: like that of CUDA, it returns True for emulation. TF32 is omitted:
+    torch enables it for XPU by another switch (`torch.backends.mkldnn.allow_tf32`) than `runner/base/tf32.py`.
+    Source: torch.xpu.get_device_capability, `has_subgroup_matrix_multiply_accumulate`.
+    """
+    has_units = architecture == "XMX"
+    return Formats(bf16=has_units, fp16=has_units)
 
 
 # ---------------------------------------------------------------- devices
@@ -298,20 +310,60 @@ class Rocm(Cuda):
         return _architecture(self._torch.get_device_properties(self.device))
 
 
+class Xpu(Cuda):
+    """An Intel GPU: `torch.xpu` has the functions of `torch.cuda`, except for those below."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        super().__init__(device)
+        self._torch: Any = torch.xpu
+
+    def free_memory(self) -> FreeMemory | None:
+        try:
+            return super().free_memory()
+        except RuntimeError:  # integrated GPUs do not report it
+            return None
+
+    def memory_table(self) -> str:
+        return ""
+
+    def page_lock(self, address: int, nbytes: int) -> bool:
+        return False
+
+    def capability(self) -> tuple[int, int] | None:
+        return None
+
+    def architecture(self) -> str:
+        return _matrix_units(self._torch.get_device_properties(self.device))
+
+    def l2_cache_bytes(self) -> int:
+        return int(getattr(self._torch.get_device_properties(self.device), "last_level_cache_size", 0))
+
+
 def accelerator_of(device: torch.device) -> Accelerator:
     """Return the `Accelerator` of a device, without creating a context on it."""
     if device.type == "cuda":
         return Rocm(device) if _is_rocm() else Cuda(device)
+    if device.type == "xpu":
+        return Xpu(device)
     return Metal(device) if device.type == "mps" else Accelerator(device)
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype for sums and counts: float64, or float32 on devices that lack it (Metal, many Intel GPUs)."""
+    import torch
+
+    return torch.float32 if device.type in ("mps", "xpu") else torch.float64
 
 
 # ---------------------------------------------------------------- this process
 
 
 def cuda_is_initialized() -> bool:
-    """Return whether this process has initialized CUDA (or HIP) and must not be forked; never imports torch."""
+    """Return whether this process has initialized CUDA, HIP or XPU and must not be forked; never imports torch."""
     torch: Any = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
+    return torch is not None and bool(torch.cuda.is_initialized() or torch.xpu.is_initialized())
 
 
 def cuda_is_available() -> bool:
@@ -356,6 +408,23 @@ def torch_devices() -> Iterator[TorchDevice]:
             None if is_rocm else (properties.major, properties.minor),
             _architecture(properties) if is_rocm else "",
             torch.cuda.mem_get_info(index)[0] if is_rocm else None,  # no NVML on AMD
+        )
+
+
+def intel_devices() -> Iterator[TorchDevice]:
+    """Yield torch's Intel GPUs in order."""
+    import torch
+
+    for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
+        device = Xpu(torch.device("xpu", index))
+        free = device.free_memory()
+        yield TorchDevice(
+            device.name(),
+            device.uuid(),
+            device.total_bytes() or 0,
+            None,
+            device.architecture(),
+            free.free if free else None,
         )
 
 
@@ -422,6 +491,11 @@ def _identity(properties: Any) -> str:
             f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
         )
     return str(getattr(properties, "uuid", ""))
+
+
+def _matrix_units(properties: Any) -> str:
+    """Return XMX if an Intel GPU has matrix units, else an empty string."""
+    return "XMX" if getattr(properties, "has_subgroup_matrix_multiply_accumulate", False) else ""
 
 
 def _architecture(properties: Any) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.base.accelerator import widest_dtype
 from runner.base.batch import BatchSamples
 
 EVALUATION = -1  # used as the epoch in evaluations: always the same draws, separate from training
@@ -52,7 +53,7 @@ class SampleNoise:
         uniform numbers.
         """
         dtype = dtype or torch.get_default_dtype()
-        wide = torch.float32 if self.keys.device.type == "mps" else torch.float64
+        wide = widest_dtype(self.keys.device)
         bits = self._bits(shape)
         share = _high(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, where the logarithm is infinite
         angle = bits.bitwise_and_(_mask(32)).to(wide).mul_(2 * math.pi * 2.0**-32)

@@ -77,7 +77,7 @@ Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0
 PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
 MOST_THREADS = 1024  # systems refuse some thousands, and torch then crashes
 Threads = Annotated[int, Range(f"a whole number from 1 to {MOST_THREADS}", low=1, high=MOST_THREADS)]
-DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N or mps", r"auto|cpu|cuda(:\d+)?|mps")]
+DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N, mps or xpu", r"auto|cpu|(cuda|xpu)(:\d+)?|mps")]
 # s3://bucket/x is a valid local path, in folder `s3:`, but never intended: files are read and written locally only.
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"
 # pathlib and some shells leave one slash of two. No one calls a folder so by intention.

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.base.accelerator import widest_dtype
+
 
 @dataclass(frozen=True)
 class World:
@@ -46,7 +48,7 @@ class World:
     @property
     def widest(self) -> torch.dtype:
         """float64, or float32 if the device lacks it: the dtype for sums and counts."""
-        return torch.float32 if self.device.type == "mps" else torch.float64
+        return widest_dtype(self.device)
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros on this world's device, in its widest dtype."""

@@ -344,7 +344,7 @@ def fix_of_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str
         return f"use --task {argument}"
     if argument.endswith((".yaml", ".yml")):
         return "use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
-    if argument.startswith(("cuda", "cpu", "mps")):
+    if argument.startswith(("cuda", "cpu", "mps", "xpu")):
         return f"use device={argument}"
     for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):
         if argument.lower() in groups[group]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
+from runner.base.accelerator import widest_dtype
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.distributed.parallel import Parallel
@@ -79,4 +79,4 @@ def _wide(number: Tensor | float) -> Tensor | float:
     """Return a number in the widest dtype of its device: sums of many micro-batches must not stop growing."""
     if not isinstance(number, Tensor):
         return float(number)
-    return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
+    return number.detach().to(widest_dtype(number.device))

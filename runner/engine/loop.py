@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runner.axes.optimizer import set_learning_rate
 from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule
+from runner.base.accelerator import widest_dtype
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Sum
@@ -172,4 +173,4 @@ def _exact(items: Tensor | int | float) -> Tensor | int | float:
         if items == 0:
             raise TaskFault("the losses of a whole update count no items", fix="return (the sum, the number of items)")
         return items
-    return items.to(torch.float32 if items.device.type == "mps" else torch.float64)
+    return items.to(widest_dtype(items.device))

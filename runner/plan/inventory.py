@@ -20,6 +20,8 @@ from runner.base.accelerator import (
     amd_formats,
     compiled_architectures,
     cuda_is_initialized,
+    intel_devices,
+    intel_formats,
     nvidia_formats,
     torch_devices,
 )
@@ -32,7 +34,7 @@ from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, everything, visible
 
 GIB = 2**30
-Kind = Literal["cuda", "mps", "cpu"]
+Kind = Literal["cuda", "mps", "xpu", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Device:
     free_bytes    free memory when the inventory was taken; None if unknown
     capability    NVIDIA compute capability; None for other devices
     why_not       why it cannot be used; empty if it can
-    architecture  AMD's name of the architecture, such as gfx90a; empty for other devices
+    architecture  AMD's name of the architecture, such as gfx90a; on Intel its matrix units; empty for other devices
 
     Native formats follow from capability or architecture, not from what torch emulates: runner/base/accelerator.py.
     """
@@ -64,6 +66,8 @@ class Device:
     @property
     def formats(self) -> Formats:
         """Formats that its matrix units compute natively."""
+        if self.kind == "xpu":
+            return intel_formats(self.architecture)
         return amd_formats(self.architecture) if self.architecture else nvidia_formats(self.capability, self.name)
 
     @property
@@ -91,12 +95,12 @@ class Device:
         """The property that determines its formats: `capability 7.5`, `gfx90a` or `no capability`."""
         if self.capability is not None:
             return "capability {}.{}".format(*self.capability)
-        return self.architecture or "no capability"
+        return self.architecture or ("no XMX" if self.kind == "xpu" else "no capability")
 
     @property
     def torch_name(self) -> str:
-        """The name for torch.device: `cuda:0`, `mps` or `cpu`."""
-        return f"cuda:{self.index}" if self.kind == "cuda" else self.kind
+        """The name for torch.device: `cuda:0`, `xpu:0`, `mps` or `cpu`."""
+        return f"{self.kind}:{self.index}" if self.kind in ("cuda", "xpu") else self.kind
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]
     """Query torch and NVML about GPUs, in a subprocess if the query would initialize CUDA."""
     import torch
 
-    if (torch.version.cuda or torch.version.hip) and not cuda_is_initialized():
+    if (torch.version.cuda or torch.version.hip or torch.version.xpu) and not cuda_is_initialized():
         try:
             return in_subprocess(_look_at_gpus)
         except BrokenProcessPool:
@@ -238,6 +242,7 @@ class TorchView:
     """torch's version, build and devices.
 
     architectures  targets of its CUDA kernels: sm_75, compute_120, ...
+    intel          its Intel GPUs
     complaint      torch's message about why it finds no CUDA device; empty if there is none
     mps_bytes      memory that Metal recommends to use; None without Metal
     """
@@ -248,6 +253,7 @@ class TorchView:
     rocm: bool = False
     architectures: tuple[str, ...] = ()
     devices: tuple[TorchDevice, ...] = ()
+    intel: tuple[TorchDevice, ...] = ()
     complaint: str = ""
     mps_bytes: int | None = None
     cpu_capability: str = ""
@@ -273,6 +279,7 @@ def ask_torch() -> TorchView:
             complaints.append(str(error))
     complaints += [str(warning.message) for warning in caught]
     metal = torch.backends.mps.is_available()
+    intel = tuple(intel_devices())
     return TorchView(
         version=torch.__version__,
         cuda_version=torch.version.cuda,
@@ -280,6 +287,7 @@ def ask_torch() -> TorchView:
         rocm=torch.version.hip is not None,
         architectures=compiled_architectures() if devices else (),
         devices=tuple(devices),
+        intel=intel,
         complaint=complaints[0].splitlines()[0] if complaints else "",
         mps_bytes=torch.mps.recommended_max_memory() if metal else None,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
@@ -296,6 +304,7 @@ def match_devices(
     devices = (
         *(_seen(index, known, gpu, nvml, torch_view) for index, (known, gpu) in enumerate(pairs)),
         *metal,
+        *(_intel(index, known) for index, known in enumerate(torch_view.intel)),
         *(_unseen(gpu, nvml, torch_view, environ) for gpu in nvml.gpus if matched.isdisjoint(everything([gpu]))),
     )
     return devices, tuple(_device_notes(nvml, torch_view, environ))
@@ -337,6 +346,18 @@ def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_vie
         capability=known.capability,
         usable=not why_not,
         why_not=why_not,
+        architecture=known.architecture,
+    )
+
+
+def _intel(index: int, known: TorchDevice) -> Device:
+    return Device(
+        kind="xpu",
+        index=index,
+        name=known.name,
+        uuid=known.uuid,
+        memory_bytes=known.memory_bytes,
+        free_bytes=known.free_bytes,
         architecture=known.architecture,
     )
 
@@ -403,7 +424,7 @@ def _why_unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[st
 
 def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Iterator[str]:
     yield from nvml.notes
-    if not nvml.gpus and nvml.why_not not in nvml.notes and not torch_view.rocm:
+    if not nvml.gpus and nvml.why_not not in nvml.notes and not (torch_view.rocm or torch_view.intel):
         yield nvml.why_not
     for known in torch_view.devices if torch_view.rocm else ():
         if not known.architecture:

@@ -14,8 +14,9 @@ def _precision(planner: Decisions, gpu: Device | None) -> None:
     if name == "auto":
         planner.choose("precision", *_native_precision(gpu))
     elif name == "bf16" and gpu and not gpu.native_bf16 and gpu.kind != "mps":
-        needed = "CDNA 2 or RDNA 3" if gpu.architecture else "capability 8.0"
-        why = f"needs a GPU of {needed} or above; {gpu.name} has {gpu.generation} and only emulates bfloat16"
+        needed = "of CDNA 2 or RDNA 3 or above" if gpu.architecture else "of capability 8.0 or above"
+        needed = "with XMX" if gpu.kind == "xpu" else needed
+        why = f"needs a GPU {needed}; {gpu.name} has {gpu.generation} and only emulates bfloat16"
         instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
         planner.refuse_or_replace("precision", why, instead, "no native bfloat16")
     elif name == "tf32" and not (gpu and gpu.native_tf32):
@@ -55,7 +56,7 @@ def _optimizer(planner: Decisions, gpu: Device | None) -> None:
 def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, str]:
     if parallelism == "fsdp" and optimizer == "sgd":
         return "foreach", "auto: torch has no fused SGD for sharded parameters"
-    if gpu and gpu.kind == "mps":
+    if gpu and gpu.kind in ("mps", "xpu"):
         return "foreach", "auto: one launch updates many tensors"
     return "fused", "auto: one kernel for the whole optimizer step, same results"
 

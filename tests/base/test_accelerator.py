@@ -16,13 +16,17 @@ from runner.base.accelerator import (
     Formats,
     Metal,
     Rocm,
+    Xpu,
     accelerator_of,
     amd_formats,
+    intel_devices,
+    intel_formats,
     torch_devices,
+    widest_dtype,
 )
 from runner.base.global_rng import random_state, restore_random_state
 
-CPU, GPU, APPLE = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps")
+CPU, GPU, APPLE, INTEL = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps"), torch.device("xpu", 0)
 
 
 @pytest.fixture
@@ -36,6 +40,69 @@ def instinct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 64 << 30))
+
+
+@pytest.fixture
+def arc(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An Arc B580 under the XPU build of torch."""
+    properties = SimpleNamespace(
+        name="Intel(R) Arc(TM) B580 Graphics",
+        total_memory=12 << 30,
+        uuid="8680e20b",
+        has_subgroup_matrix_multiply_accumulate=True,
+        last_level_cache_size=18 << 20,
+    )
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: properties.name)
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (11 << 30, 12 << 30))
+    return properties
+
+
+def test_an_intel_gpu_is_asked_through_its_own_module(arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("memory_allocated", 1), ("memory_reserved", 2)):
+        monkeypatch.setattr(torch.xpu, name, lambda device, value=value: value)
+    device = accelerator_of(INTEL)
+    assert type(device) is Xpu
+    assert device.held() == DeviceMemory(allocated=1, reserved=2)
+    assert (device.name(), device.uuid(), device.l2_cache_bytes()) == (arc.name, "8680e20b", 18 << 20)
+    assert device.capability() is None
+    assert not device.page_lock(0, 4096)
+    (seen,) = intel_devices()
+    assert (seen.memory_bytes, seen.free_bytes, seen.architecture) == (12 << 30, 11 << 30, "XMX")
+
+
+def test_an_integrated_intel_gpu_may_not_report_its_free_memory(
+    arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(device: object) -> None:
+        raise RuntimeError("The device does not support querying the available free memory.")
+
+    monkeypatch.setattr(torch.xpu, "mem_get_info", refuse)
+    arc.has_subgroup_matrix_multiply_accumulate = False
+    (seen,) = intel_devices()
+    assert (seen.free_bytes, seen.architecture) == (None, "")
+
+
+def test_formats_of_an_intel_gpu_follow_from_its_matrix_units() -> None:
+    assert intel_formats("XMX") == Formats(bf16=True, fp16=True)
+    assert intel_formats("") == Formats()
+
+
+def test_sums_are_float32_where_float64_may_be_missing() -> None:
+    assert {widest_dtype(device) for device in (CPU, GPU)} == {torch.float64}
+    assert {widest_dtype(device) for device in (APPLE, INTEL)} == {torch.float32}
+
+
+def test_the_generator_of_an_intel_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [torch.tensor([7], dtype=torch.uint8)]
+    monkeypatch.setattr(torch.xpu, "get_rng_state", lambda device: states[-1])
+    monkeypatch.setattr(torch.xpu, "set_rng_state", lambda state, device: states.append(state))
+    tensors, rest = random_state(INTEL)
+    states.append(torch.tensor([8], dtype=torch.uint8))
+    restore_random_state(tensors, rest, INTEL)
+    assert states[-1] == 7
 
 
 def test_a_cpu_has_nothing_of_a_device_and_refuses_nothing() -> None:

@@ -54,7 +54,12 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (Seed, "a whole number from 0 to 2**64 - 1", [0, 2**32, 2**64 - 1], [-1, 2**64, 1.0]),
     (PositiveInt, "a whole number of at least 1", [1], [0, -1, 1.5, False]),
     (Annotated[float, Range("a number above 1", low=1.0, low_allowed=False)], "a number above 1", [1.1], [1.0, 1]),
-    (DeviceName, "auto, cpu, cuda, cuda:N or mps", ["auto", "cuda", "cuda:12", "mps"], ["gpu", "cuda:", "cuda:x", 0]),
+    (
+        DeviceName,
+        "auto, cpu, cuda, cuda:N, mps or xpu",
+        ["auto", "cuda", "cuda:12", "mps", "xpu:1"],
+        ["gpu", "cuda:", "cuda:x", "mps:0", 0],
+    ),
     (Auto, "auto", ["auto"], ["Auto", None]),
     (Literal["a", "b", "c"], "a, b or c", ["a", "c"], ["d", "A", 1]),
     (Literal[1, True], "1 or true", [1, True], [0, False, "1"]),

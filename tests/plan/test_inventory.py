@@ -19,6 +19,7 @@ from runner.plan.inventory import (
     Device,
     Inventory,
     TorchView,
+    ask_torch,
     inventory_of_profile,
     match_devices,
     read_cpu,
@@ -128,6 +129,21 @@ def test_all_gpus_hidden_is_not_blamed_on_the_driver() -> None:
     assert devices[0].why_not.split()[-1] == "CUDA_VISIBLE_DEVICES="
 
 
+def test_a_cudnn_of_another_version_is_a_note_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One on the library path that is older than the one that torch was built with."""
+
+    def refuse() -> int:
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10, 2) but found (8, 9, 7)")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    view = replace(ask_torch(), devices=torch_with(FAST).devices)
+    devices, notes = match_devices(OtherNvml([FAST]), view, {})
+    assert view.cudnn_version is None
+    assert [device.usable for device in devices] == [True]
+    assert any("cuDNN version incompatibility" in note for note in notes)
+
+
 def test_an_old_driver_is_named_with_both_versions() -> None:
     complaint = "driver too old"
     (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, complaint=complaint), {})
@@ -223,6 +239,14 @@ def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
     assert new.generation == "gfx90a"
     assert not old.native_bf16
     assert not notes
+
+
+def test_an_intel_gpu_is_listed_with_what_its_matrix_units_compute() -> None:
+    intel = (TorchDevice("Intel Arc B580", "8680e20b", 12 * GIB, None, "XMX", 11 * GIB),)
+    (device,), notes = match_devices(OtherNvml([]), TorchView("2.13.0+xpu", intel=intel), {})
+    assert not notes, "NVML is not missed"
+    assert (device.torch_name, device.native_bf16, device.generation) == ("xpu:0", True, "XMX")
+    assert Inventory.from_json(Inventory((device,), Cpu("a CPU", 1, 1, GIB)).to_json()).devices == (device,)
 
 
 def test_an_amd_gpu_of_unknown_architecture_computes_in_float32() -> None:

@@ -42,6 +42,8 @@ GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
 MI210 = Device("cuda", 0, "AMD Instinct MI210", memory_bytes=64 * GIB, architecture="gfx90a")
 RX6800 = Device("cuda", 1, "AMD Radeon RX 6800", memory_bytes=16 * GIB, architecture="gfx1030")
 MPS = Device("mps", 0, "Apple GPU", memory_bytes=16 * GIB)
+ARC = Device("xpu", 0, "Intel Arc B580", memory_bytes=12 * GIB, architecture="XMX")
+IRIS = Device("xpu", 0, "Intel Iris Xe", memory_bytes=4 * GIB)
 BROKEN = gpu(0, "Tesla K80", 12, (3, 7), usable=False, why_not="no kernels for capability 3.7")
 
 
@@ -170,9 +172,11 @@ def test_who_typed_it_is_the_reason_of_what_was_typed() -> None:
         (machine(*PAIR), "cuda:0", "fp16", 8, True, "stream"),
         (machine(GTX), "cuda:0", "fp32", 8, True, "stream"),
         (machine(MPS), "mps", "fp32", 0, False, "none"),
+        (machine(ARC), "xpu:0", "bf16", 0, False, "none"),
+        (machine(IRIS), "xpu:0", "fp32", 0, False, "none"),
         (machine(BROKEN), "cpu", "fp32", 0, False, "none"),
     ],
-    ids=["cpu", "t4", "a100", "one core", "pair", "gtx", "mps", "unusable"],
+    ids=["cpu", "t4", "a100", "one core", "pair", "gtx", "mps", "xpu", "xpu without matrix units", "unusable"],
 )
 def test_the_mechanics_follow_from_the_machine(
     here: Inventory, device: str, precision: str, workers: int, pin_memory: bool, prefetch: str
@@ -213,6 +217,8 @@ def test_a_device_asked_for_by_name_is_taken() -> None:
     assert plan("device=cuda", on=machine(*PAIR)).device == "cuda:0"
     assert plan("device=cpu", on=machine(*PAIR)).device == "cpu"
     assert plan("device=mps", on=machine(MPS)).device == "mps"
+    assert plan("device=xpu", on=machine(ARC)).device == "xpu:0"
+    assert plan("device=xpu:0", on=machine(ARC)).device == "xpu:0"
     assert plan("device=cpu", on=machine(*PAIR)).reason("device") == "command line"
 
 
@@ -242,6 +248,8 @@ REFUSED = [
     ("precision=bf16", machine(GTX), "fp32"),
     ("precision=tf32", machine(T4), "fp32"),
     ("precision=tf32", machine(MPS), "fp32"),
+    ("precision=tf32", machine(ARC), "fp32"),
+    ("precision=bf16", machine(IRIS), "fp32"),
     ("precision=tf32", machine(), "fp32"),
     ("attention=flash", machine(T4), "efficient"),
     ("attention=cudnn", machine(), "auto"),

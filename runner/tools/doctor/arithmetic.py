@@ -66,7 +66,7 @@ def formats(device: Device, inventory: Inventory) -> list[FormatUnderTest]:
         own, half = device.native_bf16, device.fp16_tensor_cores
         missing = "torch has no TF32 on AMD GPUs" if device.architecture else "needs capability 8.0"
         tf32 = "" if device.native_tf32 else missing
-    wide = "Metal has no float64" if device.kind == "mps" else ""
+    wide = {"mps": "Metal has no float64", "xpu": "many Intel GPUs have no float64"}.get(device.kind, "")
     return [
         FormatUnderTest(device, "fp32", 24),
         *([] if device.kind == "cpu" else [FormatUnderTest(device, "tf32", 11, tf32, is_own=True)]),

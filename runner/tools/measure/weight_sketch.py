@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from runner.base.accelerator import widest_dtype
+
 NUM_SUMS = 1024
 
 
@@ -24,7 +26,7 @@ def sketch(weights: Iterable[Tensor]) -> Tensor:
             flat = weight.detach().reshape(-1)
             for begin in range(0, flat.numel(), CHUNK):
                 part = flat[begin : begin + CHUNK]
-                signed = part.to(_WIDE.get(part.device.type, torch.float64)) * _signs(part, begin, number)
+                signed = part.to(widest_dtype(part.device)) * _signs(part, begin, number)
                 rows = torch.nn.functional.pad(signed, (0, -len(signed) % NUM_SUMS)).view(-1, NUM_SUMS)
                 added = rows.sum(0).roll(number * 131)
                 sums = added if sums is None else sums + added.to(sums.device)
@@ -44,4 +46,3 @@ def _signs(part: Tensor, begin: int, number: int) -> Tensor:
 
 _MIX = ((33, -0x00AE502812AA7333), (33, -0x3B314601E57A13AD))  # as signed numbers of 64 bits
 CHUNK = 1 << 20  # values at a time: 8 MiB of signs, whatever the size of the model
-_WIDE = {"mps": torch.float32}  # it has no float64
