@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from runner.base.errors import SystemLimit
+from runner.base.rank_env import RankInfo
 from runner.base.world import World
+from runner.distributed import join
 from tests.distributed.ranks import CPU, run_ranks
 
 
@@ -41,3 +44,21 @@ def test_a_rank_that_raises_is_told_apart() -> None:
 
     with pytest.raises(AssertionError, match="this one"):
         run_ranks(broken, 2)
+
+
+def test_the_time_to_meet_grows_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL connects them pairwise."""
+    limits_s = []
+
+    def nobody_comes(limit_s: float, call: object) -> None:
+        limits_s.append(limit_s)
+        raise RuntimeError("nobody comes")
+
+    monkeypatch.setattr(join, "within", nobody_comes)
+    monkeypatch.setattr(join, "choose_interface", lambda member: None)
+    for size in (2, 200):
+        member = RankInfo(0, 0, size, 1, "tcp://127.0.0.1:29500")
+        with pytest.raises(SystemLimit), join.joined(member, CPU):
+            pass
+    few, many = limits_s
+    assert many - few == pytest.approx(0.5 * 198)
