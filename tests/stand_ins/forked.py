@@ -33,12 +33,21 @@ class StandIn:
         with ForkServer.started(environment(MACHINES["t4"])) as server:
             yield cls(server)
 
-    def command(self, machine: str, words: str, folder: Path, counted: Path | None = None) -> Ended:
+    def command(
+        self,
+        machine: str,
+        words: str,
+        folder: Path,
+        counted: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        before: str = "",
+    ) -> Ended:
         """Run accel-run in a folder.
 
         counted  folder in which each process leaves what it has counted
+        before   Python that the process runs first
         """
-        return self.server.run(words, folder, _env(machine, counted), DESCRIBE)
+        return self.server.run(words, folder, {**_env(machine, counted), **(env or {})}, DESCRIBE + before)
 
     def program(
         self, machine: str, text: str, env: Mapping[str, str] | None = None, counted: Path | None = None

@@ -1,12 +1,14 @@
 """Misuses of a GPU, each as small as it can be, with what the stand-in must call it. Run on two of its devices.
 
-A function that raises is an error that CUDA or torch raises too; `None` as a kind means that.
+A function that raises is an error that CUDA or torch raises too; `None` as a kind means that. A context on a device
+that the process does not use is not an error of CUDA: the stand-in lists the contexts, and `_run` names it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,15 @@ def host_reads_a_snapshot_before_it_is_there() -> None:
 
 
 @planted("early-host-access")
+def host_reads_a_loss_before_it_is_there() -> None:
+    """A few bytes, of which no page is full."""
+    loss = torch.zeros(3).pin_memory()
+    loss.copy_(torch.ones(3, device="cuda"), non_blocking=True)
+    loss.tolist()
+    torch.cuda.synchronize()
+
+
+@planted("early-host-access")
 def host_hashes_a_snapshot_before_it_is_there() -> None:
     import hashlib
 
@@ -198,6 +209,16 @@ def storage_used_after_it_was_freed() -> None:
     view = weights[10:]
     weights.untyped_storage().resize_(0)
     view.sum()
+
+
+@planted("foreign-context")
+def thread_that_does_not_choose_its_device() -> None:
+    """A thread starts on device 0, whatever the one that started it has chosen."""
+    torch.cuda.set_device(1)
+    on_device()
+    thread = threading.Thread(target=on_device)
+    thread.start()
+    thread.join()
 
 
 @planted(None)
@@ -291,7 +312,11 @@ def _run(name: str) -> None:
         raised = type(error).__name__
     import _stand_in
 
-    seen = {"name": name, "raised": raised, "misuses": _stand_in.misuses(), "contexts": _stand_in.contexts()}
+    misuses = dict(_stand_in.misuses())
+    if not raised:
+        foreign = set(_stand_in.contexts()) - {torch.cuda.current_device()}
+        misuses |= {f"foreign-context: cuda:{device}": 1 for device in foreign}
+    seen = {"name": name, "raised": raised, "misuses": misuses}
     os.write(1, json.dumps(seen).encode() + b"\n")
 
 

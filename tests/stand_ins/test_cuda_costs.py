@@ -1,4 +1,4 @@
-"""What an update costs on a GPU, counted on the stand-in: waits of the host, kernels and bytes beside a plain loop."""
+"""What an update costs on a GPU, counted on the stand-in: waits of the host, kernels, bytes, and what overlaps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be 
 TASK = Path(__file__).with_name("task_that_fails.py")
 UPDATES = 8  # of the short run; the other one has twice as many
 BYTES_OF_A_BATCH = 16 * (6 * 4 + 8)  # float32 inputs (16, 6) and int64 targets (16,)
+BYTES_OF_AN_UPDATE = 3 * 8  # to the host: loss, norm and items in float64
+BYTES_OF_A_LINE = 8  # of progress: loss and norm in float32
+COPY = "aten::copy_"
 
 
 Counted = dict[str, Any]
@@ -74,6 +77,28 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
     num_drawn = long["drawn"] - short["drawn"]  # lines of progress, each of which reads the loss and the norm
     assert waits.total() <= 2 * num_drawn, f"the host waited for the device: {waits}"
     assert long["bytes_to_device"] - short["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH
+    to_host = long["bytes_to_host"] - short["bytes_to_host"]
+    assert to_host <= UPDATES * BYTES_OF_AN_UPDATE + num_drawn * BYTES_OF_A_LINE
+    copies = of_updates(short, long, "side_launches")
+    assert copies.keys() <= {COPY}, "nothing else runs beside the default stream"
+    if "prefetch=stream" in words:
+        kernels_of_update = of_updates(*plain, "launches").total() / UPDATES
+        assert copies[COPY] == 2 * UPDATES, "inputs and targets of each batch are copied beside the computation"
+        assert of_updates(short, long, "overlapped")[COPY] >= copies[COPY] * kernels_of_update, "of a whole update"
+    else:
+        assert not copies
     more = of_updates(short, long, "launches") - of_updates(*plain, "launches")
     print(f"\n{words}: {more.total() / UPDATES:.2f} kernels an update beyond a plain loop: {dict(more)}")
     assert more.total() <= kernels * UPDATES, more
+
+
+def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
+    """On a stream of NCCL's own: buckets are sent while earlier layers still compute."""
+    (tmp_path / "counted").mkdir()
+    words = "task=gpt evaluate.samples=16 precision=fp32 parallelism=ddp updates=2 micro_batch_size=4 checkpoint=off"
+    ended = stand_in.command("a100x2", f"train {words} run=r device=cuda monitor=off", tmp_path, tmp_path / "counted")
+    assert ended.code == 0, ended.out + ended.err
+    for rank in read(tmp_path / "counted"):
+        assert not rank["misuses"]
+        assert rank["side_launches"]["nccl::ALLREDUCE"] > 0
+        assert rank["overlapped"]["nccl::ALLREDUCE"] > 0

@@ -133,6 +133,10 @@ def test_each_device_draws_from_a_generator_of_its_own(stand_in: StandIn) -> Non
     stand_in.program("a100x2", GENERATORS)
 
 
+def test_collectives_bring_what_they_must_on_a_stream_of_their_own(stand_in: StandIn) -> None:
+    stand_in.program("a100x2", "from tests.stand_ins.collectives import main; main()")
+
+
 VISIBLE = """
 import os, torch
 assert torch.cuda.device_count() == 1

@@ -51,7 +51,7 @@ def _key() -> str:
     import torch
 
     digest = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
-    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+    for path in [*sorted(path for path in SOURCES.rglob("*") if path.is_file()), Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -60,9 +60,10 @@ def _compile(folder: Path) -> None:
     import torch
 
     home = Path(torch.__file__).parent
-    flags = ["-std=c++20", "-O0", "-fPIC", "-w"]
+    flags = ["-std=c++20", "-O0", "-fPIC", "-w", "-DAT_PER_OPERATOR_HEADERS"]
     includes = [
-        f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}", f"-I{sysconfig.get_paths()['include']}"
+        f"-I{SOURCES / 'lean'}", f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}",
+        f"-I{sysconfig.get_paths()['include']}",
     ]  # fmt: skip
     _call(["g++", *flags, "-shared", str(SOURCES / "accelerator.cpp"), "-o", str(folder / PRELOADED), "-ldl"])
     # One translation unit: most of the time goes to torch's headers, which are read once then.

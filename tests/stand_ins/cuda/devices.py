@@ -17,6 +17,7 @@ class Device:
     memory_gib   what the driver reports as total
     context_gib  what a context and loaded kernels take of it before the first tensor
     number       its place in the machine, which CUDA_VISIBLE_DEVICES does not change
+    mig_uuid     of a MIG instance, of which CUDA shows a process one; empty for a whole GPU
     """
 
     name: str
@@ -25,6 +26,12 @@ class Device:
     multiprocessors: int
     context_gib: float = 0.4
     number: int = 0
+    mig_uuid: str = ""
+
+    @property
+    def uuid(self) -> str:
+        """The UUID as NVML writes it."""
+        return self.mig_uuid or f"GPU-00000000-0000-4000-8000-{self.number:012d}"
 
     @property
     def memory(self) -> int:
@@ -36,6 +43,12 @@ RTX_3050_TI = Device("NVIDIA GeForce RTX 3050 Ti Laptop GPU", (8, 6), 3.81, 20)
 RTX_2080_TI = Device("NVIDIA GeForce RTX 2080 Ti", (7, 5), 10.57, 68)
 RTX_3070 = Device("NVIDIA GeForce RTX 3070", (8, 6), 7.79, 46)
 A100 = Device("NVIDIA A100-SXM4-40GB", (8, 0), 39.39, 108)
+MIG = tuple(
+    Device(
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0), 39.25, 42, mig_uuid=f"MIG-0000{which}-1111-5000-8000-000000000000"
+    )
+    for which in ("aaaa", "bbbb")
+)
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 79.11, 132)
 
 MACHINES: dict[str, tuple[Device, ...]] = {
@@ -44,6 +57,7 @@ MACHINES: dict[str, tuple[Device, ...]] = {
     "pair": (RTX_2080_TI, RTX_3070),  # 11 GB + 8 GB
     "a100": (A100,),
     "a100x2": (A100, A100),
+    "a100mig": MIG,
     "h100": (H100,),
     "h100x8": (H100,) * 8,
 }

@@ -90,8 +90,10 @@ def describe() -> None:
 
 
 def _visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Those that CUDA_VISIBLE_DEVICES names, in its order; a number that does not exist ends the list."""
+    """Return those that CUDA_VISIBLE_DEVICES names, in its order; a number that does not exist ends the list."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if any(device.mig_uuid for device in devices):
+        return devices[:1] if named is None else tuple(each for each in devices if each.mig_uuid == named)
     if named is None:
         return devices
     found = []
@@ -104,13 +106,8 @@ def _visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
 
 
 def _index_of(uuid: str, devices: tuple[Device, ...]) -> int:
-    matches = [index for index in range(len(devices)) if uuid_of(index).startswith(uuid)]
+    matches = [index for index, device in enumerate(devices) if device.uuid.startswith(uuid)]
     return matches[0] if len(matches) == 1 else -1
-
-
-def uuid_of(index: int) -> str:
-    """Return the UUID of a device of the machine, as NVML writes it."""
-    return f"GPU-00000000-0000-4000-8000-{index:012d}"
 
 
 def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
@@ -179,7 +176,7 @@ def _properties(device: Device) -> Properties:
     return Properties(
         name=device.name, major=device.capability[0], minor=device.capability[1], total_memory=device.memory,
         multi_processor_count=device.multiprocessors, L2_cache_size=4 * 2**20,
-        uuid=uuid_of(device.number).removeprefix("GPU-"),
+        uuid=device.uuid.removeprefix("GPU-").removeprefix("MIG-"),
         is_integrated=0, is_multi_gpu_board=0, regs_per_multiprocessor=65536, max_threads_per_multi_processor=1024,
         shared_memory_per_block=49152, warp_size=32, gcnArchName="", pci_bus_id=device.number + 1,
         pci_device_id=0, pci_domain_id=0,

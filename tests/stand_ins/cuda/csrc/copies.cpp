@@ -73,11 +73,11 @@ void install_handler() {
   });
 }
 
-// Closes the pages that lie completely inside of [to, to + size).
+// Closes the pages that [to, to + size) has for itself.
 void close_pages(char* to, size_t size) {
   size_t page = ::sysconf(_SC_PAGESIZE);
   auto first = (reinterpret_cast<size_t>(to) + page - 1) / page * page;
-  auto last = (reinterpret_cast<size_t>(to) + size) / page * page;
+  auto last = (reinterpret_cast<size_t>(to) + size + (is_whole_pinned_allocation(to, size) ? page - 1 : 0)) / page * page;
   if (first >= last) return;
   install_handler();
   for (auto& pages : closed_pages) {

@@ -72,7 +72,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& on) const override {
     if (!event) return;
     Lock lock(state().mutex);
-    state().order.stream_waits_for(key_of(on), event_of(event)->clock);
+    stream_waits_for(key_of(on), event_of(event)->clock);
   }
   bool queryEvent(void* event) const override {
     if (event) complete(event_of(event)->clock);

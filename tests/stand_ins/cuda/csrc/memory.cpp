@@ -320,9 +320,14 @@ struct PinnedMemory final : at::HostAllocator {
     static auto* found = new std::map<char*, size_t>;
     return *found;
   }
+  static std::map<char*, size_t>& requested() {  // without the rest of the last page
+    static auto* found = new std::map<char*, size_t>;
+    return *found;
+  }
   static void release(void* context) {
     auto* pointer = static_cast<char*>(context);
     Lock lock(state().mutex);
+    requested().erase(pointer);
     auto found = all().find(pointer);
     forget_copies(pointer, found->second);
     ::munmap(pointer, found->second);
@@ -334,6 +339,7 @@ struct PinnedMemory final : at::HostAllocator {
     TORCH_CHECK(memory != MAP_FAILED, "CUDA error: out of memory (page-locked memory of the host)");
     Lock lock(state().mutex);
     all()[static_cast<char*>(memory)] = bytes;
+    requested()[static_cast<char*>(memory)] = size;
     return {memory, memory, &release, c10::Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -359,6 +365,13 @@ c10::Allocator* pinned_allocator() {
     return made;
   }();
   return allocator;
+}
+
+bool is_whole_pinned_allocation(const void* pointer, size_t size) {
+  Lock lock(state().mutex);
+  auto& all = PinnedMemory::requested();
+  auto found = all.find(static_cast<char*>(const_cast<void*>(pointer)));
+  return found != all.end() && found->second == size;
 }
 
 bool is_pinned(const void* pointer) {

@@ -72,7 +72,7 @@ class NcclWork final : public Work {
   bool wait(milliseconds = kNoTimeout) override {
     finish();
     Lock lock(state().mutex);
-    state().order.stream_waits_for(current_key(static_cast<int>(stream_ >> 32)), state().order.of(stream_));
+    stream_waits_for(current_key(static_cast<int>(stream_ >> 32)), state().order.of(stream_));
     tensors_.clear();
     return true;
   }
@@ -316,7 +316,7 @@ class ProcessGroupNCCL final : public Backend {
       Lock lock(state().mutex);
       raise_device_error();
       auto& order = state().order;
-      order.stream_waits_for(stream(), order.of(current_key(device_)));
+      stream_waits_for(stream(), order.of(current_key(device_)));
       auto name = "nccl::" + c10d::opTypeToString(type);
       last_operation_ = stand_in::launch(stream(), name.c_str());
       for (auto& tensor : read)
@@ -401,6 +401,8 @@ py::dict counts() {
   all["operations"] = state().counters.operations;
   all["host_waits"] = state().host_waits;
   all["launches"] = state().launches;
+  all["side_launches"] = state().side_launches;
+  all["overlapped"] = state().overlapped;
   all["bytes_to_device"] = state().counters.copied_bytes[0];
   all["bytes_to_host"] = state().counters.copied_bytes[1];
   return all;
@@ -448,6 +450,9 @@ PYBIND11_MODULE(_stand_in, module) {
     state().counters = {};  // a child counts for itself
     state().contexts.clear();
     state().launches.clear();
+    state().side_launches.clear();
+    state().overlapped.clear();
+    state().in_flight.clear();
     state().misuses.clear();
   });
   module.def("contexts", [] { Lock lock(state().mutex); return std::vector<int>(state().contexts.begin(), state().contexts.end()); });

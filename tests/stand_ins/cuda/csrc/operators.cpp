@@ -357,7 +357,7 @@ Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (train && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
-  return {input * mask * (p < 1 ? 1 / (1 - p) : 0.0), mask};
+  return {input.mul(mask).mul(p < 1 ? 1 / (1 - p) : 0.0), mask};
 }
 
 int64_t math_attention(

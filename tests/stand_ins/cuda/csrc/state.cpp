@@ -101,7 +101,30 @@ int64_t launch(StreamKey stream, const char* operation) {
   ++all.counters.operations;
   ++all.launches[operation];
   if (all.fails_after >= 0 && all.fails_after-- == 0) all.device_error = all.planned_error;
-  return all.order.launch(stream);
+  int64_t number = all.order.launch(stream);
+  if (stream & 0xffffffff) {
+    ++all.side_launches[operation];
+    all.in_flight.push_back({stream, number, operation, all.counters.on_default_streams});
+  } else {
+    ++all.counters.on_default_streams;
+  }
+  return number;
+}
+
+// Somebody waits for all that `clock` has: what ran beside these operations is known now.
+static void note_overlap(const Clock& clock) {
+  auto& all = state();
+  std::erase_if(all.in_flight, [&](const InFlight& each) {
+    auto seen = clock.find(each.stream);
+    if (seen == clock.end() || seen->second < each.operation) return false;
+    all.overlapped[each.name] += all.counters.on_default_streams - each.launched_after;
+    return true;
+  });
+}
+
+void stream_waits_for(StreamKey stream, const Clock& clock) {
+  note_overlap(clock);
+  state().order.stream_waits_for(stream, clock);
 }
 
 static void note_host_wait(const char* operation, bool flagged) {
@@ -113,6 +136,7 @@ static void note_host_wait(const char* operation, bool flagged) {
 
 void host_waits(const Clock& clock, const char* operation, bool flagged) {
   note_host_wait(operation, flagged);
+  note_overlap(clock);
   state().order.host_waits_for(clock);
   complete_copies();
   raise_device_error();

@@ -66,8 +66,17 @@ struct Leftover {
   std::map<StreamKey, int64_t> uses;
 };
 
+// An operation of a side stream that nobody has waited for yet.
+struct InFlight {
+  StreamKey stream;
+  int64_t operation;
+  std::string name;
+  int64_t launched_after;  // operations of default streams
+};
+
 struct Counters {
   int64_t operations = 0;  // kernels and copies launched
+  int64_t on_default_streams = 0;
   std::array<int64_t, 2> copied_bytes{};  // to a device, to the host
 };
 
@@ -82,6 +91,10 @@ struct State {
   std::map<char*, Leftover> leftovers;
   std::map<std::string, int64_t> misuses;  // "kind: detail", and how often each was seen
   std::map<std::string, int64_t> launches;  // operations by name
+  std::map<std::string, int64_t> side_launches;  // those of other streams than the default one
+  // By name of the side stream's operation: operations of default streams that were launched before one waited for it.
+  std::map<std::string, int64_t> overlapped;
+  std::vector<InFlight> in_flight;
   std::map<std::string, int64_t> host_waits;  // times that the host waited for a device, by what made it
   int sync_debug_mode = 0;  // 0 off, 1 warn, 2 error: torch.cuda.set_sync_debug_mode
   std::string device_error;  // raised at the next synchronization, and by everything after it
@@ -106,6 +119,7 @@ Usage* usage_of(const void* pointer);
 void note_use(const void* pointer, StreamKey stream, bool writes, const char* operation);
 // Starts an operation: counts it, opens a context, raises a pending device error.
 int64_t launch(StreamKey stream, const char* operation);
+void stream_waits_for(StreamKey stream, const Clock& clock);
 // The host waits for a device. `flagged`: torch's sync_debug_mode would report this one.
 void host_waits(const Clock& clock, const char* operation, bool flagged);
 void host_waits_for_device(int device);
@@ -117,6 +131,8 @@ void leave_error(std::string text);
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
+// Whether this is all that one allocation of page-locked memory was asked for; nobody else uses its pages then.
+bool is_whole_pinned_allocation(const void* pointer, size_t size);
 void register_host_memory(void* pointer, size_t size);
 bool unregister_host_memory(void* pointer);
 void set_device_memory(int device, size_t total, size_t context);

@@ -1,0 +1,91 @@
+"""Every collective that strategies use, once over the stand-in's NCCL by two ranks; each knows what must arrive."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def _run(rank: int, store: Path) -> None:
+    import _stand_in
+
+    other, device = 1 - rank, torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+
+    def numbers(*values: float) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
+    mine, both = numbers(1.0 + rank, 10.0 + rank), [[1.0, 10.0], [2.0, 11.0]]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device)
+
+    tensor = mine.clone()
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [3.0, 21.0]
+    tensor = mine.clone()
+    dist.reduce(tensor, dst=0)
+    assert rank or tensor.tolist() == [3.0, 21.0]
+    tensor = mine.clone()
+    dist.broadcast(tensor, src=1)
+    assert tensor.tolist() == both[1]
+    parts = [empty(2), empty(2)]
+    dist.all_gather(parts, mine)
+    assert [part.tolist() for part in parts] == both
+    whole = empty(4)
+    dist.all_gather_into_tensor(whole, mine)
+    assert whole.tolist() == [*both[0], *both[1]]
+    dist.gather(mine, parts if rank == 0 else None, dst=0)
+    tensor = empty(2)
+    dist.scatter(tensor, [mine, 2 * mine] if rank == 0 else None, src=0)
+    assert tensor.tolist() == ([2.0, 20.0] if rank else [1.0, 10.0])
+    share = empty(1)
+    dist.reduce_scatter_tensor(share, mine)
+    assert share.tolist() == [[3.0], [21.0]][rank]
+    dist.reduce_scatter(share, [mine[:1].clone(), mine[1:].clone()])
+    assert share.tolist() == [[3.0], [21.0]][rank]
+    tensor = empty(2)
+    dist.all_to_all_single(tensor, mine)
+    assert tensor.tolist() == [pair[rank] for pair in both]
+    tensor = empty(2)
+    if rank:
+        dist.recv(tensor, src=other)
+        assert tensor.tolist() == both[0]
+    else:
+        dist.send(mine, dst=other)
+    exchanged = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, tensor, other)]
+    for work in dist.batch_isend_irecv(exchanged):
+        work.wait()
+    assert tensor.tolist() == both[other]
+    first, second = mine.clone(), 2 * mine
+    dist.all_reduce_coalesced([first, second])
+    assert second.tolist() == [6.0, 42.0]
+    dist.barrier()
+    torch.cuda.synchronize()
+    assert not _stand_in.misuses(), _stand_in.misuses()
+    assert _stand_in.contexts() == [rank]
+    counted = _stand_in.counts()
+    launched = {name: number for name, number in counted["launches"].items() if name.startswith("nccl::")}
+    assert launched == counted["side_launches"], "all on the stream of the group"
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run both ranks in forks."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                _run(rank, Path(folder) / "store")
+                os._exit(0)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        sys.exit(f"exit codes by rank: {codes}")
