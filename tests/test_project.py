@@ -151,6 +151,12 @@ def test_the_image_is_pinned_and_its_process_is_no_root() -> None:
     assert ("ENTRYPOINT", '["accel-run"]') in found
 
 
+def test_the_image_has_the_compilers_that_compile_needs() -> None:
+    """Debian's g++ brings gcc, for Triton's launchers; Python's images have Python.h."""
+    arguments = dict(rest.partition("=")[::2] for word, rest in instructions() if word == "ARG")
+    assert "g++" in shlex.split(arguments["PACKAGES"].strip('"'))
+
+
 def test_what_the_image_installs_has_the_versions_of_the_constraints() -> None:
     installs = [
         part for word, rest in instructions() if word == "RUN" for part in rest.split("&&") if "pip install" in part
