@@ -26,6 +26,7 @@ class TrainingSamples:
     weights  () -> weight of each sample, (num_samples,)
     lengths  () -> length of each sample, (num_samples,)
     sizes    () -> numbers of samples of the data sets that are concatenated
+    is_array  the run began with an order that is drawn as an array; see `shuffled`
     """
 
     num_samples: int
@@ -34,6 +35,7 @@ class TrainingSamples:
     weights: Callable[[], FloatArray]
     lengths: Callable[[], IntArray]
     sizes: Callable[[], Sequence[int]]
+    is_array: bool = False
 
     def in_order(
         self, order: Callable[[int, int], IntArray], num_samples: int | None = None, content: Sequence[Any] = ()
@@ -52,7 +54,9 @@ class TrainingSamples:
 
 def shuffle(samples: TrainingSamples) -> Sampler:
     """Each sample once per epoch, in random order."""
-    return shuffled(samples.num_samples, samples.global_batch_size, drop_last=samples.drop_last)
+    return shuffled(
+        samples.num_samples, samples.global_batch_size, drop_last=samples.drop_last, is_array=samples.is_array
+    )
 
 
 def sequential(samples: TrainingSamples) -> Sampler:

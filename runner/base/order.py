@@ -1,7 +1,8 @@
 """Sample order as a pure function of (seed, epoch, update), independent of what reads the samples.
 
-The order of an epoch is a permutation drawn from (seed, epoch) alone. The position is the number of completed updates,
-so resuming only changes the starting index; workers, prefetching and ranks cannot change the order.
+The order of an epoch is a permutation drawn from (seed, epoch) alone: an array for up to `KEYED_ABOVE` samples, and for
+more a function, which takes neither memory nor time for samples that are not read. The position is the number of
+completed updates, so resuming only changes the starting index; workers, prefetching and ranks cannot change the order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from math import isqrt
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +19,14 @@ from runner.base.shares import Shares, slices, window_shares
 
 Indices = list[int]
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
+KEYED_ABOVE = 1 << 24  # samples; an array of their order takes 128 MiB and a second per epoch
+KEYED = "keyed permutation"  # content of a sampler, in checkpoints
+
+
+class Permutation(Protocol):
+    """The samples of an epoch in order; only slices are read."""
+
+    def __getitem__(self, places: slice, /) -> IntArray: ...
 
 
 class Micro(NamedTuple):
@@ -69,7 +79,7 @@ class EvenUpdates(Sampler):
     """
 
     def __init__(
-        self, num_samples: int, global_batch_size: int, order: Callable[[int, int], IntArray], *, drop_last: bool
+        self, num_samples: int, global_batch_size: int, order: Callable[[int, int], Permutation], *, drop_last: bool
     ) -> None:
         whole, rest = divmod(num_samples, global_batch_size)
         self.num_samples, self.global_batch_size = num_samples, global_batch_size
@@ -168,11 +178,58 @@ class Order:
             update += 1
 
 
-def shuffled(num_samples: int, global_batch_size: int, *, drop_last: bool = False) -> Sampler:
-    """Draw every sample once per epoch, in random order."""
-    return EvenUpdates(
-        num_samples, global_batch_size, partial(permutation, num_samples=num_samples), drop_last=drop_last
-    )
+def shuffled(num_samples: int, global_batch_size: int, *, drop_last: bool = False, is_array: bool = False) -> Sampler:
+    """Draw every sample once per epoch, in random order.
+
+    is_array  draw the order as an array for any number of samples, as versions before `KeyedPermutation` did
+    """
+    is_keyed = num_samples > KEYED_ABOVE and not is_array
+    kind: Callable[..., Permutation] = KeyedPermutation if is_keyed else permutation
+    found = EvenUpdates(num_samples, global_batch_size, partial(kind, num_samples=num_samples), drop_last=drop_last)
+    found.content = KEYED if is_keyed else ""
+    return found
+
+
+class KeyedPermutation:
+    """A random permutation of range(num_samples) in constant memory, of which any part is computed alone.
+
+    A Feistel network: a position is a pair (left, right) of about the root of num_samples values each; each round adds
+    a keyed hash of one half to the other, which can be undone, so pairs are permuted. The at most
+    sqrt(num_samples) pairs beyond the last sample are permuted again until they are samples (cycle walking).
+    Sources: Luby and Rackoff, How to Construct Pseudorandom Permutations, SIAM J. Comput. 1988; Black and Rogaway,
+    Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
+    """
+
+    def __init__(self, seed: int, epoch: int, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self._left = np.uint64(isqrt(num_samples - 1) + 1)
+        self._right = np.uint64(-(-num_samples // int(self._left)))
+        self._keys = _sequence(seed, epoch, _OF_KEYS).generate_state(_ROUNDS, np.uint64)
+
+    def __getitem__(self, places: slice) -> IntArray:
+        found = self._permuted(np.arange(*places.indices(self.num_samples), dtype=np.uint64))
+        while (outside := found >= self.num_samples).any():
+            found[outside] = self._permuted(found[outside])
+        return found.astype(np.int64)
+
+    def _permuted(self, pairs: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        left, right = pairs // self._right, pairs % self._right
+        for of_left, of_right in self._keys.reshape(-1, 2):
+            left = (left + _mixed(right + of_left) % self._left) % self._left
+            right = (right + _mixed(left + of_right) % self._right) % self._right
+        found: np.ndarray[Any, np.dtype[np.uint64]] = left * self._right + right
+        return found
+
+
+def _mixed(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """Return a hash of each number. Source: Steele, Lea and Flood, SplitMix, OOPSLA 2014 (the variant of Stafford)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+_ROUNDS = 12
+_OF_KEYS = 0x4665_6973  # separates these keys from other numbers of the seed and the epoch
 
 
 @lru_cache(maxsize=2)

@@ -103,9 +103,10 @@ def checked_figures(
 def checked_prediction(found: Any, predict: Callable[..., Any], source: Path) -> Prediction:
     """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files."""
     _must_be_prediction(found, predict, source)
-    for name in (*found.files, *found.plots):
+    prediction: Prediction = found
+    for name in (*prediction.files, *prediction.plots):
         _must_be_public(name, predict, source)
-    return found
+    return prediction
 
 
 def _must_be_prediction(found: Any, predict: Callable[..., Any], source: Path) -> None:

@@ -57,7 +57,7 @@ class Phase(PhaseView):
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
         fetcher.may_be_empty = not self.is_alone and not parts.parallel.in_step
-        self.order = order_of(parts, planned, fetcher)
+        self.order = order_of(parts, planned, fetcher, start)
         self._warn_of_large_updates()
         self.shares = shares_by(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)

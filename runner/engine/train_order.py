@@ -13,11 +13,12 @@ from torch import Tensor
 from runner.axes.dataloader import Fetcher
 from runner.axes.sampler import SAMPLERS, TrainingSamples, shuffle
 from runner.base.errors import ConfigError, DataError, Problem, TaskFault
-from runner.base.order import Order, Sampler
+from runner.base.order import KEYED, Order, Sampler
 from runner.base.stream_order import StreamSampler
 from runner.base.task import Task
 from runner.base.text import error_line
 from runner.config.option_table import make
+from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import place_of
 from runner.engine.stream_reader import StreamFetcher, StreamSamples
@@ -25,8 +26,10 @@ from runner.engine.task_loading import explained
 from runner.plan.run_plan import PhasePlan, Plan
 
 
-def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
+def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded | None = None) -> Order:
     """Return the order of the training samples in a phase. A fit reads each sample once, whatever the sampler.
+
+    start  checkpoint from which the phase resumes: its order is kept
 
     Raises DataError if they are too few for an update, TaskFault if the task does not describe them as the sampler
     needs.
@@ -42,6 +45,7 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher) -> Order:
         weights=lambda: _of_task(parts, fetcher, parts.task.sample_weights).astype(np.float64),
         lengths=lambda: _lengths(parts, fetcher),
         sizes=lambda: _sizes(parts, fetcher),
+        is_array=start is not None and (start.state.get("data") or {}).get("train", {}).get("sampler") != KEYED,
     )
     if isinstance(fetcher, StreamFetcher):
         fetcher.is_in_step = parts.parallel.in_step

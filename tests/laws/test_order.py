@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +18,12 @@ from hypothesis import strategies as st
 
 from runner.axes import dataloader
 from runner.axes.dataloader import Fetcher
+from runner.base import order as module
 from runner.base.errors import DataError
-from runner.base.order import Order, evenly_spread, seed_of_rank
+from runner.base.order import KEYED, KEYED_ABOVE, KeyedPermutation, Order, evenly_spread, seed_of_rank
 from runner.base.task import sample_rng
+from runner.engine.hooks.checkpointing import Checkpointing
+from tests.engine.test_saving_of_runs import opened
 
 CPU = torch.device("cpu")
 
@@ -188,3 +196,92 @@ def test_ranks_begin_with_seeds_of_their_own() -> None:
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert [seed_of_rank(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # one process and rank 0 draw alike
+
+
+# ---------------------------------------------------------------- orders too large for an array
+
+
+@pytest.mark.parametrize("sizes", [range(1, 300), [10**3, 2**12 - 1, 2**12, 2**12 + 1, 99_991]], ids=["small", "large"])
+def test_a_keyed_permutation_has_each_sample_once(sizes: Iterable[int]) -> None:
+    for size in sizes:
+        found = KeyedPermutation(seed=size, epoch=1, num_samples=size)[:size]
+        assert np.array_equal(np.sort(found), np.arange(size))
+
+
+@given(st.integers(1, 10**10), st.integers(0, 2**40), st.integers(0, 200))
+def test_any_part_of_a_keyed_permutation_is_computed_alone(size: int, seed: int, count: int) -> None:
+    order = KeyedPermutation(seed, 3, size)
+    first = seed % size
+    whole = order[first : first + count]
+    parts = [order[place : place + 1] for place in range(first, min(size, first + count))]
+    assert np.array_equal(whole, np.concatenate([*parts, np.empty(0, np.int64)]))
+    assert len(set(whole.tolist())) == len(whole)
+    assert all(0 <= index < size for index in whole.tolist())
+
+
+def surplus(counts: Any, categories: int) -> float:
+    """Return by how many standard deviations the chi-squared statistic of these counts is above that of equal odds."""
+    counts = np.array(list(counts))
+    expected = counts.sum() / categories
+    statistic = ((counts - expected) ** 2 / expected).sum() + expected * (categories - len(counts))
+    return float((statistic - (categories - 1)) / np.sqrt(2 * (categories - 1)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_every_permutation_of_a_few_samples_is_as_likely(size: int) -> None:
+    found = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))
+    assert surplus(found.values(), math.factorial(size)) < 4  # once in 30,000 choices of 4,000 seeds
+
+
+@pytest.mark.parametrize("size", [2**24 + 1, 2**25 + 12345, 10**10])
+def test_places_and_steps_of_a_large_order_are_uniform(size: int) -> None:
+    for epoch in (0, 1):
+        found = KeyedPermutation(7, epoch, size)[size // 3 : size // 3 + 100_000]
+        steps = np.diff(found) % size
+        assert surplus(np.bincount(found * 256 // size, minlength=256), 256) < 4
+        assert surplus(np.bincount(found % 251, minlength=251), 251) < 4
+        assert surplus(np.bincount(steps * 256 // size, minlength=256), 256) < 4
+    assert not np.array_equal(KeyedPermutation(7, 0, size)[:100], KeyedPermutation(7, 1, size)[:100])
+    assert not np.array_equal(KeyedPermutation(7, 0, size)[:100], KeyedPermutation(8, 0, size)[:100])
+
+
+def test_the_order_of_ten_thousand_million_samples_takes_no_memory() -> None:
+    order = Order(10**10, 64, 16, seed=3)
+    tracemalloc.start()
+    try:
+        micros = list(order.micros(order.updates_per_epoch - 1)) + list(order.micros(order.updates_per_epoch))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len({index for micro in micros for index in micro.indices}) == 2 * 64
+    assert peak < 1 << 20
+
+
+def test_orders_of_up_to_16_million_samples_are_those_of_earlier_versions() -> None:
+    """Their runs can be resumed, and their figures stay as they are."""
+    assert Order(KEYED_ABOVE, 8, 8, seed=3).draws.content == ""
+    assert Order(KEYED_ABOVE + 1, 8, 8, seed=3).draws.content == KEYED
+    assert [micro.indices for micro in Order(20, 8, 8, seed=3).micros(0)] == [[8, 0, 18, 5, 9, 3, 12, 16]]
+
+
+def begun(folder: Path) -> list[Any]:
+    """Make two updates and save; return the micro-batches of the third."""
+    with opened(folder) as phase:
+        phase.run_.provenance.is_compared = True  # as in a run of `train`
+        updates = phase.updates()
+        for _ in range(2):
+            next(updates)
+        phase.hook(Checkpointing).save()
+        return list(phase.order.micros(2))
+
+
+def test_a_run_keeps_the_kind_of_order_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of a version that had arrays only, whatever the number of samples."""
+    as_array = begun(tmp_path / "array")
+    monkeypatch.setattr(module, "KEYED_ABOVE", 8)
+    keyed = begun(tmp_path / "keyed")
+    assert as_array != keyed
+    for name, wanted in (("array", as_array), ("keyed", keyed)):
+        with opened(tmp_path / name) as phase:
+            assert phase.position.update == 2
+            assert list(phase.order.micros(2)) == wanted
