@@ -3,22 +3,26 @@
     python scripts/mutants.py collect              # once: which tests execute which statements, and how long they take
     python scripts/mutants.py run --count 140      # a seeded selection, and every restored field of a checkpoint
     python scripts/mutants.py run --only runner/durable --count 30 --seed 1
+    python scripts/mutants.py run --keys KEY --tests tests/base/test_order.py  # by chosen tests, which need no map
     python scripts/mutants.py run --resume FILE    # only those that FILE does not list as killed
     python scripts/mutants.py page FILE            # the table for docs/results
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
 Messages and asserts are not changed, and `strict=True` of zip is not removed. Tests that execute the changed
-statement run in a fork of a process that has imported torch and pytest: those in the file that mirrors the module
-first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that fails for
-the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
+statement run in a fork of a process that has imported the unchanged runner, with the changed function replaced, which
+takes seconds; a mutant that survives this is judged again in processes that import the changed file. Tests in the file
+that mirrors the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time.
+A test that fails for the first time runs again with the mutant and without it; if it does not fail and pass, it is
+left out.
 Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each call in
 them is left out in turn, so a new field has its mutant without an edit here.
 
+A mutant that a test has killed is not run again while its file and that of the test are the same.
 The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
 by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
 Survivors that cannot be noticed are listed with their reason in scripts/mutants_equivalent.toml.
 
-Exit 0: at least --least percent were killed. 1: fewer. 64: the command line.
+Exit 0: at least --least percent of those that are not equivalent were killed. 1: fewer. 64: the command line.
 """
 
 from __future__ import annotations
@@ -27,9 +31,11 @@ import argparse
 import ast
 import copy
 import ctypes
+import gc
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -45,6 +51,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,6 +105,7 @@ FRESH = {
 }  # fmt: skip
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
 RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # sees most of what is not restored
+UNKNOWN_S = 120.0
 PROCESS_LIMIT_S = 45.0  # beyond four times the recorded time: a busy machine is no hang
 WARM = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
@@ -662,13 +670,18 @@ def warm() -> None:
     assert not any(name == "runner" or name.startswith("runner.") for name in sys.modules)
 
 
+def enter(tree: Path) -> None:
+    """Import from the copy from now on."""
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(one for one in sys.path if one not in ("", str(ROOT), str(ROOT / "scripts")))]
+    os.environ["PYTHONPATH"] = str(tree)
+
+
 def run_pytest(tree: Path, arguments: Sequence[str], plugins: Sequence[Any]) -> int:
     """Run pytest in the copy, in this process."""
     import pytest
 
-    os.chdir(tree)
-    sys.path[:] = [str(tree), *(one for one in sys.path if one not in ("", str(ROOT), str(ROOT / "scripts")))]
-    os.environ["PYTHONPATH"] = str(tree)
+    enter(tree)
     common = [
         "-q",
         "-W",
@@ -790,7 +803,8 @@ def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float
 def end_children() -> None:
     """Kill and reap the remaining processes of a test; as the subreaper, this process is their parent."""
     for _ in range(200):
-        children = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        found = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        children = [pid for pid in found if pid not in KEPT]
         if not children:
             return
         for pid in children:
@@ -799,6 +813,108 @@ def end_children() -> None:
         for pid in children:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
+
+
+class WarmProcess:
+    """A process that has imported the unchanged runner; its forks run tests with one function replaced.
+
+    Most of the time of a verdict is otherwise the import of the runner. A mutant that is killed so is killed; one that
+    survives is judged again in a process that imports the changed file, because code that ran during the import, and
+    cached results, are those of the unchanged file.
+    """
+
+    def __init__(self, tree: Path, log: Path) -> None:
+        (asked, self._ask), (self._answer, answer) = os.pipe(), os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(asked)
+            os.close(answer)
+            self._requests, self._answers = os.fdopen(self._ask, "w"), os.fdopen(self._answer)
+            return
+        try:
+            os.setsid()
+            os.close(self._ask)
+            os.close(self._answer)
+            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER is not inherited
+            self._serve(tree, log, os.fdopen(asked), os.fdopen(answer, "w"))
+        finally:
+            os._exit(0)
+
+    def run(self, tests: Sequence[str], told: Path, limit_s: float, mutant: Mutant, changed: bytes) -> int | None:
+        """Run tests with the function of the mutant replaced. Returns the exit code of pytest, None after the limit.
+
+        NOT_REPLACED: the change is not inside a function that can be replaced.
+        """
+        row = [list(tests), str(told), limit_s, mutant.path, mutant.function, changed.decode()]
+        print(json.dumps(row), file=self._requests, flush=True)
+        code = json.loads(self._answers.readline())
+        return None if code is None else int(code)
+
+    def close(self) -> None:
+        self._requests.close()
+        os.waitpid(self.pid, 0)
+
+    @staticmethod
+    def _serve(tree: Path, log: Path, requests: Any, answers: Any) -> None:
+        enter(tree)
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        from tests.composed import composed
+        from tests.warm import import_all
+
+        import_all()
+        composed()
+        for path in target_files(tree):
+            importlib.import_module(path.removesuffix(".py").replace("/", "."))
+        gc.collect()
+        gc.freeze()
+        for line in requests:
+            tests, told, limit_s, path, function, changed = json.loads(line)
+
+            def judge() -> int:
+                if not replace_function(tree, path, function, changed):  # noqa: B023 - called before the next line
+                    return NOT_REPLACED
+                return run_pytest(tree, ["-x", *tests], [Ordered(tests, Path(told)).hooks()])  # noqa: B023
+
+            code, _ = in_fork(judge, log, limit_s)
+            print(json.dumps(code), file=answers, flush=True)
+
+
+NOT_REPLACED = 99
+
+
+def replace_function(tree: Path, path: str, name: str, source: str) -> bool:
+    """Replace the code of a function of an imported module by that of another source; return False if it cannot be.
+
+    name  qualified, without <locals>; of a function in a function, the outer one is replaced
+    """
+    place: Any = sys.modules[path.removesuffix(".py").replace("/", ".")]
+    for part in filter(None, name.split(".")):
+        place = vars(place).get(part)
+        place = getattr(place, "fget", None) or getattr(place, "func", None) or place
+        place = getattr(place, "__func__", place)
+        if hasattr(place, "cache_info"):
+            return False
+        place = inspect.unwrap(place) if callable(place) and not isinstance(place, type) else place
+        if isinstance(place, FunctionType):
+            break
+    if not isinstance(place, FunctionType):
+        return False
+    left = [compile(source, str(tree / path), "exec", dont_inherit=True)]
+    old = place.__code__
+    while left:
+        code = left.pop()
+        if (code.co_qualname, code.co_firstlineno) == (old.co_qualname, old.co_firstlineno):
+            if code.co_freevars != old.co_freevars:
+                return False
+            place.__code__ = code
+            return True
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return False
+
+
+KEPT: set[int] = set()  # children that are no leftovers
 
 
 class Ordered:
@@ -846,6 +962,32 @@ class Result:
     seconds: float = 0.0
 
 
+class Verdicts:
+    """Mutants that were killed, as long as the changed file and the file of the test that failed stay the same."""
+
+    def __init__(self, file: Path, tree: Path) -> None:
+        self.file, self.tree = file, tree
+        self.rows: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+
+    def known(self, mutant: Mutant) -> dict[str, Any] | None:
+        """Return the earlier result of a mutant, None if it must be judged."""
+        row = self.rows.get(mutant.key)
+        if row is None or row["files"] != self._digests(row["result"]):
+            return None
+        return {**row["result"], "line": mutant.line}
+
+    def kept(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Store the result of a mutant that was killed by a test; return the result."""
+        if result["status"] == "killed" and "::" in result["by"]:
+            self.rows[result["key"]] = {"files": self._digests(result), "result": result}
+            self.file.write_text(json.dumps(self.rows))
+        return result
+
+    def _digests(self, result: Mapping[str, Any]) -> list[str]:
+        files = (self.tree / result["path"], self.tree / result["by"].partition("::")[0])
+        return [digest_of(file) if file.exists() else "" for file in files]
+
+
 class Judge:
     """Runs tests on mutants, one mutant after the other."""
 
@@ -854,11 +996,15 @@ class Judge:
         self.tree.mkdir(parents=True, exist_ok=True)
         copied(self.tree)
         self.known = Known(cache, self.tree)
+        self.chosen: Sequence[str] = ()  # tests or files of tests to run instead of those of the map
         self.sound: dict[str, bool] = {}  # tests that failed -> whether they do so again, and pass without the mutant
         self.killers: dict[str, Counter[str]] = defaultdict(Counter)  # function -> tests that noticed a mutant of it
         for path in target_files(self.tree):
             apply(self.tree, path, (self.tree / path).read_bytes())
         warm()
+        self.warm = WarmProcess(self.tree, cache / "run.log")
+        KEPT.add(self.warm.pid)
+        self.now: tuple[Mutant, bytes] | None = None  # what is replaced in forks of the warm process
 
     def judged(self, mutant: Mutant) -> Result:
         """Apply a mutant, run its tests, and take it back."""
@@ -875,8 +1021,15 @@ class Judge:
             return result
         try:
             apply(self.tree, mutant.path, changed)
-            self._run(mutant, result, source, changed)
+            if mutant.function:
+                self.now = mutant, changed
+                self._run(mutant, result, source, changed)
+                self.now = None
+            if result.status in ("", "survived"):
+                result.num_tests = 0
+                self._run(mutant, result, source, changed)
         finally:
+            self.now = None
             apply(self.tree, mutant.path, source)
         result.seconds = round(time.monotonic() - began, 1)
         if result.status == "killed":
@@ -884,15 +1037,15 @@ class Judge:
         return result
 
     def _run(self, mutant: Mutant, result: Result, source: bytes, changed: bytes) -> None:
-        tests = [test for test in self.known.tests_of(mutant) if self.sound.get(test, True)]
-        left = self._in_order(mutant, tests)
+        tests = [test for test in self.chosen or self.known.tests_of(mutant) if self.sound.get(test, True)]
+        left = tests if self.chosen else self._in_order(mutant, tests)
         result.status = "survived" if left else "not reached"
         spent = 0.0
         while left:
             most_s = min(self.budget_s - spent, 60.0 if result.num_tests else 10.0)
             stage, stage_s = [], 0.0
-            while left and (stage_s + self.known.seconds[left[0]] <= most_s or not result.num_tests + len(stage)):
-                stage_s += self.known.seconds[left[0]]
+            while left and (stage_s + self.seconds_of(left[0]) <= most_s or not result.num_tests + len(stage)):
+                stage_s += self.seconds_of(left[0])
                 stage.append(left.pop(0))
             if not stage:
                 result.num_left, result.status = len(left), "no verdict"
@@ -909,12 +1062,18 @@ class Judge:
                     return
                 stage = [test for test in stage if test != by]  # it fails by chance: it says nothing
 
+    def seconds_of(self, test: str) -> float:
+        """Return the recorded time of a test, and a large one for a test or file that was chosen and has none."""
+        return self.known.seconds.get(test, UNKNOWN_S)
+
     def _is_sound(self, test: str, path: str, source: bytes, changed: bytes) -> bool:
         """Return whether a test that failed fails again, and passes without the mutant; tried once for each test."""
         if test not in self.sound:
-            fails_again = self._failed([test]) is not None
+            fails_again, now = self._failed([test]) is not None, self.now
             apply(self.tree, path, source)
+            self.now = now and (now[0], source)
             self.sound[test] = fails_again and self._failed([test]) is None
+            self.now = now
             apply(self.tree, path, changed)
         return self.sound[test]
 
@@ -935,12 +1094,19 @@ class Judge:
         """Return the first test that fails, and whether that is certain without a second run; None if all pass."""
         told, log = self.cache / "failed", self.cache / "run.log"
         told.unlink(missing_ok=True)
-        expected_s = sum(self.known.seconds[test] for test in tests)
+        expected_s = sum(map(self.seconds_of, tests))
 
         def run() -> int:
             return run_pytest(self.tree, ["-x", *tests], [Ordered(tests, told).hooks()])
 
-        code, _ = in_fork(run, log, PROCESS_LIMIT_S + 4 * expected_s)
+        limit_s = PROCESS_LIMIT_S + 4 * expected_s
+        code: int | None = NOT_REPLACED
+        if self.now is not None:
+            code = self.warm.run(tests, told, limit_s, *self.now)
+            if code and not told.exists():  # the function cannot be replaced, or no test could be run
+                code = NOT_REPLACED
+        if code == NOT_REPLACED:
+            code, _ = in_fork(run, log, limit_s)
         if code == 0:
             return None
         if told.exists():
@@ -968,6 +1134,12 @@ def reason_of(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], 
     return known.get((row["path"], row["function"], shown(row["before"]), shown(row["after"])), "")
 
 
+def is_equivalent(row: Mapping[str, Any], known: Mapping[tuple[str, str, str, str], str]) -> bool:
+    """Return whether a mutant that was not killed need not be: it is no program, or behaves like the original."""
+    why = reason_of(row, known)
+    return row["status"] == "invalid" or (bool(why) and not why.startswith("not equivalent"))
+
+
 def tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield the lines of the page: killed by target, survivors with their reasons."""
     rows = [row for row in rows if row["status"] != "invalid"]
@@ -980,7 +1152,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for name, group in [*sorted(groups.items()), ("all", list(rows))]:
         alive = [row for row in group if row["status"] != "killed"]
-        killed, explained = len(group) - len(alive), sum(bool(reason_of(row, known)) for row in alive)
+        killed, explained = len(group) - len(alive), sum(is_equivalent(row, known) for row in alive)
         share = f" ({killed / len(group):.1%})" if group else ""
         yield f"| {name} | {len(group)} | {killed}{share} | {len(alive)} | {explained} |"
     alive = [row for row in rows if row["status"] != "killed"]
@@ -998,6 +1170,7 @@ def run(options: argparse.Namespace) -> int:
     """Judge the selected mutants and write the result after each."""
     cache, out = options.cache, options.out
     judge = Judge(cache, options.budget)
+    judge.chosen = options.tests
     if judge.known.stale:
         print(
             f"no map of {len(judge.known.stale)} test files, or an old one: run `collect`; e.g. {judge.known.stale[0]}"
@@ -1016,12 +1189,13 @@ def run(options: argparse.Namespace) -> int:
         chosen = [mutant for mutant in every if mutant.key in before]
     print(f"{len(every)} places to change; {len(chosen)} selected by seed {options.seed}", flush=True)
     rows: list[dict[str, Any]] = []
+    verdicts = Verdicts(cache / "verdicts.json", judge.tree)
     for number, mutant in enumerate(chosen, start=1):
         done = before.get(mutant.key)
         if done is not None and done["status"] in ("killed", "invalid"):
             rows.append(done)
             continue
-        row = asdict(judge.judged(mutant))
+        row = verdicts.known(mutant) or verdicts.kept(asdict(judge.judged(mutant)))
         rows.append(row)
         row_of_log = [row["status"], row["by"], f"({row['num_tests']} tests, {row['seconds']} s)", str(mutant)]
         print(f"{number}/{len(chosen)} {mutant.key}", *filter(None, row_of_log), flush=True)
@@ -1029,7 +1203,8 @@ def run(options: argparse.Namespace) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps({**head, "mutants": rows}, indent=1))
     print("\n".join(tables(rows)))
-    counted = [row for row in rows if row["status"] != "invalid"]
+    known = reasons()
+    counted = [row for row in rows if row["status"] == "killed" or not is_equivalent(row, known)]
     killed = sum(row["status"] == "killed" for row in counted)
     return 0 if killed * 100 >= options.least * len(counted) else 1
 
@@ -1057,6 +1232,9 @@ def main() -> int:
     runs.add_argument("--only", action="append", default=[], metavar="PATH", help="files or folders to change")
     runs.add_argument("--operator", help="mutants of this kind only, such as 'not restored'")
     runs.add_argument("--keys", nargs="+", default=[], help="these mutants only, as printed")
+    runs.add_argument(
+        "--tests", nargs="+", default=[], help="tests or files of tests to run instead of those of the map"
+    )
     runs.add_argument("--budget", type=float, default=120.0, metavar="S", help="seconds of recorded test time for each")
     runs.add_argument("--resume", type=Path, metavar="FILE", help="a result: what it lists as killed is not run again")
     runs.add_argument("--again", action="store_true", help="with --resume: the mutants of that result only")

@@ -24,7 +24,6 @@ from runner.engine.assemble import Parts
 from runner.engine.mirroring import policy_of
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.run_screen import Screen
-from runner.engine.save_policy import SaveCost
 from runner.plan.inventory import Inventory
 from runner.plan.prediction_text import short
 from runner.plan.run_plan import Plan, rank_table
@@ -88,7 +87,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         notes.append(tracker)
     if run.num_skipped:
         notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
-    notes += [_toll(run.toll, total)] if run.toll.num_saves else []
+    notes += [run.toll.summary(total)] if run.toll.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)
     baselines = run.baselines
@@ -167,17 +166,6 @@ def _saves(plan: Plan) -> list[str]:
             f"checkpoints are copied to {policy.mirror}; the end waits up to {policy.mirror_wait_s:g} s for it"
         )
     return lines
-
-
-def _toll(toll: SaveCost, total_s: float) -> str:
-    """Return the cost of the checkpoints written during the run."""
-    share = (toll.held_s + toll.slowed_s) / total_s
-    saves = f"{toll.num_saves} checkpoint{'s' * (toll.num_saves > 1)}"
-    text = f"{saves} paused training for {toll.held_s:.2f} s in total (overhead {share:.2%})"
-    if toll.last is None:
-        return text
-    size, seconds = toll.last.nbytes / 1e6, toll.last.write_s
-    return f"{text}; the last one ({size:,.1f} MB) took {seconds:.2f} s to write"
 
 
 def _techniques(plan: Plan) -> list[TechniqueLine]:

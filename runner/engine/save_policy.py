@@ -164,6 +164,16 @@ class SaveCost:
         self.held_s += seconds - known
         self._held = seconds
 
+    def summary(self, total_s: float) -> str:
+        """Describe the cost of the checkpoints that a run of `total_s` seconds has written."""
+        share = (self.held_s + self.slowed_s) / total_s
+        saves = f"{self.num_saves} checkpoint{'s' * (self.num_saves > 1)}"
+        text = f"{saves} paused training for {self.held_s:.2f} s in total (overhead {share:.2%})"
+        if self.last is None:
+            return text
+        size, seconds = self.last.nbytes / 1e6, self.last.write_s
+        return f"{text}; the last one ({size:,.1f} MB) took {seconds:.2f} s to write"
+
     def has_budget(self) -> bool:
         """Return True if one more save keeps the total cost within its limit.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from runner.durable.checkpoint import newest_valid
 from tests.forkserver import Ended, ForkServer
 
 TASK = """
@@ -141,7 +142,12 @@ def test_a_data_set_of_another_length_is_refused_and_leaves_the_run_as_it_was(
 
 def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, copied: Path) -> None:
     write(copied, {"data.txt": "1.0\n" * 90})
+    before = newest_valid(copied / "outputs/mine/checkpoints")
+    assert before is not None
+    at_start = before.stat()
     assert resumed(server, copied, "resume mine").code == 0
+    assert newest_valid(copied / "outputs/mine/checkpoints") == before
+    assert before.stat().st_ino == at_start.st_ino, "its last checkpoint is not written again"
 
 
 @pytest.mark.parametrize("draws", ["never", "global"])

@@ -228,3 +228,11 @@ def test_the_rule_can_be_read() -> None:
     assert str(default(every=1, best=None)) == "every 1 update"
     assert str(default(every="3epochs", best=None)) == "every 3 epochs"
     assert "every" not in str(off())
+
+
+def test_the_summary_of_the_cost_has_its_figures() -> None:
+    toll = SaveCost()
+    toll.held(0.5)
+    assert re.findall(r"[\d.,]+", toll.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"
+    after(toll, 0.25, [], saved(write_s=3.0))
+    assert re.findall(r"[\d.,]+", toll.summary(20.0)) == ["2", "0.75", "3.75", "1,200.0", "3.00"]

@@ -269,6 +269,27 @@ def test_the_rows_that_a_checkpoint_counts_are_synced_before_it_has_its_name(tmp
     assert all(synced >= bytes_ for synced, bytes_ in zip(watched.at_rename, counted, strict=True))
 
 
+@pytest.mark.parametrize("words", ["checkpoint=off", "profiler=trace profiler.only=true"])
+def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words: str, tmp_path: Path) -> None:
+    synced = []
+
+    class Watched(System):
+        def fsync(self, descriptor: int) -> None:
+            if os.path.samestat(os.fstat(descriptor), metrics.stat()):
+                synced.append(metrics.stat().st_size)
+
+    with opened(tmp_path, *words.split()) as phase:
+        metrics, saving = phase.run_.directory.metrics, saving_of(phase)
+        next(phase.updates())
+        if not phase.run_.observers.profiler.only:
+            saving.save()
+            saving.saver.writer.wait()
+        with files.through(Watched()):
+            phase.run_.observers.write({"update": 1, "val/loss": 0.5})
+            saving.end()
+        assert synced[-1:] == [metrics.stat().st_size]
+
+
 def test_saves_that_come_faster_than_the_disk_writes_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

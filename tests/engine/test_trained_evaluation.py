@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from runner.cli import main
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
+from runner.engine import trained_evaluation
 from runner.engine.oom_history import ReducedMicroBatch, remember
 from tests.forkserver import Ended, ForkServer
 
@@ -94,6 +98,18 @@ def test_evaluate_uses_the_best_checkpoint_unless_told_otherwise(server: ForkSer
     assert found["metrics"]["val/loss"] == losses[best]
     assert evaluated(server, tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
     assert evaluated(server, tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
+
+
+def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(server, tmp_path)
+    clock = SimpleNamespace(perf_counter=itertools.count(100, 5).__next__)
+    monkeypatch.setattr(trained_evaluation, "time", clock)
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "mine", "checkpoint=last"]) == 0
+    (written,) = (tmp_path / "outputs/mine/evaluations").iterdir()
+    assert json.loads(written.read_text())["seconds"] == 5
 
 
 def test_evaluate_needs_no_run_where_weights_are_given(server: ForkServer, tmp_path: Path) -> None:

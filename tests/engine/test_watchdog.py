@@ -25,6 +25,7 @@ from runner.engine.watchdog import (
     UPDATE,
     Waited,
     WatchdogLimits,
+    way_out,
 )
 from runner.host import stacks
 from tests.forkserver import ForkServer
@@ -370,3 +371,9 @@ def test_what_is_compiled_once_may_be_compiled_again() -> None:
 def test_a_hang_is_named_within_a_minute() -> None:
     assert LEAST_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + TELL_S + 1.0 < 60.0  # alone
     assert LEAST_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # as one of several ranks
+
+
+def test_what_to_do_about_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:
+    known, unknown = way_out({}, "watchdog.timeout_s=99"), way_out({})
+    assert known.startswith(unknown)
+    assert known.endswith("watchdog.timeout_s=99")

@@ -379,6 +379,12 @@ def test_what_cannot_be_put_back_is_said_and_the_run_goes_back_to_its_checkpoint
     assert found["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
+def test_memory_that_cannot_be_made_up_for_names_the_line_of_the_task() -> None:
+    found = trained(Course(more=("task.changes=weight",)), Shortage("forward", 4, at=3))[0]
+    assert found["error"][:2] == ["DeviceMemoryError", 80]
+    assert "raise torch.OutOfMemoryError" in found["problem"]["fix"].splitlines()[-1]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_evaluation_goes_on_in_smaller_batches(ranks: int) -> None:

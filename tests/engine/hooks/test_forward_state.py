@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.durable.checkpoint import load, newest_valid
+from runner.durable.checkpoint import load, newest_valid, path_of
 from tests.forkserver import ForkServer
 from tests.laws.test_buffers import result
 
@@ -79,3 +79,25 @@ def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_change
     ended = server.run("evaluate mine checkpoint=last --json", tmp_path, {"IMPORT_FIRST": "tests.faults.ending"})
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["metrics"] == metrics
+
+
+LATE = {
+    "class Codebook(nn.Module):": "class Codebook(nn.Module):\n    is_open = False",
+    "self.used.index_add_(": "if self.is_open: self.used.index_add_(",
+    "self.update = progress.update": "self.update = progress.update\n        self.model[3].is_open = self.update >= 2",
+}
+
+
+def test_a_buffer_that_changes_first_in_a_later_update_is_saved_with_that_update(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    text = TEXT
+    for old, new in LATE.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "late.py").write_text(text)
+    words = f"--task {tmp_path / 'late.py'} device=cpu monitor=off dataloader.num_workers=0 run=mine"
+    trained(server, tmp_path, f"{words} updates=4 checkpoint.every=3 evaluate.every=0")
+    saved = load(path_of(tmp_path / "outputs/mine/checkpoints", 3)).tensors("forward_state")
+    (used,) = (tensor for name, tensor in saved.items() if name.endswith("used"))
+    assert used.sum() == 4 + 8, "the third update has counted its 8 samples"
