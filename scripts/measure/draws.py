@@ -1,14 +1,14 @@
 """What it costs that the random numbers of samples follow from seed, epoch and index.
 
 Micro-batches of 32 samples are read by one process, with the streams of runner/base/sample_rng.py and without; both
-take turns, and the numbers are medians over the rounds, in time of the processor.
+take turns, and the numbers are the least of all rounds, in time of the processor: other programs only add to it.
 
 rows       (64 numbers, label) from memory, by torch's default collate: draws nothing
 together   the same by `__getitems__`, one selection for the batch: draws nothing
 transform  rows to which a few operations are applied, as a light augmentation without draws would
 draws      rows, and one number from each of torch, NumPy and Python
 
-Before that, what single calls take, the least of all rounds.
+Before that, what single calls take.
 
 The share is that of an update as a user sees it: reading, forward and backward pass and a fused AdamW step of an MLP
 64-64-10. Run: python scripts/measure/draws.py
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -161,8 +160,8 @@ def main() -> int:
             for who, work in turns[round_ % 3 :] + turns[: round_ % 3]:
                 times[who].append(us(work, arguments.block))
             gc.collect()
-        cost = statistics.median(mine - theirs for mine, theirs in zip(times["guarded"], times["bare"], strict=True))
-        without, with_, step_us = (statistics.median(times[who]) for who in ("bare", "guarded", "step"))
+        without, with_, step_us = (min(times[who]) for who in ("bare", "guarded", "step"))
+        cost = with_ - without
         share = 100 * cost / (without + step_us)
         worst = max(worst, share) if name != "draws" else worst
         columns = (without, with_, cost, cost / BATCH, without + step_us)
