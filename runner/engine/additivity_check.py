@@ -7,6 +7,7 @@ other. The calls leave the model, the generators and the order of the data uncha
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -35,6 +36,7 @@ from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import place_of
 from runner.engine.evaluate import as_in_use
 from runner.engine.mean_rewrite import line_to_change
+from runner.engine.metric_states import MetricStates
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
 SPREAD = 0.05  # relative spread of a loss that draws random numbers; above it, averages over several draws decide
@@ -146,8 +148,12 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
     like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
     fault: tuple[str, str, str] | None = None
     reasons: dict[str, list[str]] = {}
-    declared = task.metrics("val")  # these are not sums
+    states = MetricStates(task, "val", parts.world, parts.source)
+    states.begin()
+    declared = states.states  # these are not sums
     missing: list[str] = []
+    wrong: list[TaskFault] = []
+    calls = itertools.count()
     with _left_alone(parts):
         try:
             split = _split(read(indices, like), read, parts)
@@ -158,6 +164,8 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
             found = task.evaluate(parts.model, batch)
             if declared and isinstance(found, Mapping):
                 missing.extend(name for name in declared if name not in found)
+                if next(calls) == 0:  # the whole batch: a metric may not accept half of one
+                    wrong.extend(states.faults_of(found))
                 found = {name: value for name, value in found.items() if name not in declared}
             return checked_metrics(found, task.evaluate, parts.source)
 
@@ -170,6 +178,9 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
                 reasons.setdefault(_NEITHER, []).append(name)
             elif verdict.why:
                 reasons.setdefault(verdict.why, []).append(name)
+    states.begin()  # a task may keep its metrics
+    if wrong:
+        fault = wrong[0].problems[0].what, wrong[0].problems[0].where, wrong[0].problems[0].fix
     if missing:
         what = f"metrics declares {missing[0]}, but evaluate does not return it"
         fault = (

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -217,11 +219,16 @@ def _own(info: Raised, source: Path) -> list[SourceLine]:
 
 
 def place_of(function: object, source: Path) -> str:
-    """Return file:line of a function or class of the task, or the task's file if unknown."""
-    try:
-        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"  # type: ignore[arg-type]
-    except (TypeError, OSError):
-        return str(source)
+    """Return file:line of a function or class of the task, or the task's file if it is defined elsewhere.
+
+    A method that the task inherits, or one of a metric of torchmetrics, is no place that the user can change.
+    """
+    with suppress(TypeError, OSError):
+        inner: Any = inspect.unwrap(function)  # type: ignore[arg-type]
+        file = inspect.getsourcefile(inner)
+        if file is not None and is_of_task(file, source):
+            return f"{file}:{inspect.getsourcelines(inner)[1]}"
+    return str(source)
 
 
 def is_of_task(file: str, source: Path) -> bool:

@@ -85,6 +85,14 @@ class MetricStates:
             state.add(found[name], min(micro.samples.places))
         return {name: value for name, value in found.items() if name not in self.states}
 
+    def faults_of(self, found: Mapping[str, Any]) -> Iterator[TaskFault]:
+        """Yield what is wrong with what `evaluate` returned for the metrics, before training."""
+        for name in self.states.keys() & found.keys():
+            try:
+                self.states[name].add(found[name], 0)
+            except TaskFault as fault:
+                yield fault
+
     def results(self) -> dict[str, float]:
         """Return name -> value over all ranks, NaN without samples; collective. Empties the states."""
         with torch.no_grad():
@@ -104,7 +112,7 @@ class MetricStates:
         if isinstance(metric, Gather):
             return _GatherState(name, metric.compute, self.source)
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
-            return _TorchMetricState(name, metric.to(self.world.device), self.source)
+            return _TorchMetricState(name, metric.to(self.world.device), self.source, self.world)
         raise TaskFault(
             f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {described(metric)}",
             where=place_of(self.task.metrics, self.source),
@@ -196,8 +204,8 @@ class _CoupledState:
 class _TorchMetricState:
     """A metric of torchmetrics, or a collection of some: each rank updates its own, and the states are merged."""
 
-    def __init__(self, name: str, metric: Any, source: Path) -> None:
-        self.name, self.metric, self.source = name, metric, source
+    def __init__(self, name: str, metric: Any, source: Path, world: World) -> None:
+        self.name, self.metric, self.source, self.world = name, metric, source, world
         metric.reset()  # the task may return the same object for every evaluation
         # Wrappers and collections keep their states in submodules.
         self.parts = [each for each in metric.modules() if hasattr(each, "_reductions")]
@@ -221,6 +229,8 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
             ) from error
+        if self.world.world_size > 1 and not self.is_updated:
+            self._check_states()
         self.is_updated = True
 
     def result(self, world: World) -> Mapping[str, float]:
@@ -250,16 +260,8 @@ class _TorchMetricState:
             list(self.metric.items())  # gives the members of a collection, which share states, separate copies
         places = [(part, name, state) for part in self.parts for name, state in part.metric_state.items()]
         tensors: list[Tensor] = []
-        for _, name, state in places:
-            elements = state if isinstance(state, list) else [state]
-            if not all(isinstance(each, Tensor) for each in elements):
-                raise TaskFault(
-                    f"the states of metric {self.name} cannot be merged over ranks: {name} contains other objects than"
-                    " tensors",
-                    where=str(self.source),
-                    fix="use runner.Gather, or parallelism=single",
-                )
-            tensors += elements
+        for *_, state in places:
+            tensors += state if isinstance(state, list) else [state]
         of_all = world.gather(
             [self.is_updated, [len(state) if isinstance(state, list) else -1 for *_, state in places]]
         )
@@ -270,6 +272,18 @@ class _TorchMetricState:
         ]
         for (part, name, _), states in zip(places, zip(*of_ranks, strict=True), strict=True):
             setattr(part, name, _reduced(states, part._reductions[name]))  # private: torchmetrics 1.5 to 1.9
+
+    def _check_states(self) -> None:
+        """Raise TaskFault for states that cannot be merged over ranks."""
+        for part in self.parts:
+            for name, state in part.metric_state.items():
+                if not all(isinstance(each, Tensor) for each in (state if isinstance(state, list) else [state])):
+                    raise TaskFault(
+                        f"the states of metric {self.name} cannot be merged over ranks: {name} contains other objects"
+                        " than tensors",
+                        where=str(self.source),
+                        fix="use runner.Gather, or parallelism=single",
+                    )
 
 
 def _taken(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:

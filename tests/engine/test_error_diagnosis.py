@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import multiprocessing.connection
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 
 from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError, TaskFault
-from runner.engine.error_diagnosis import explain
+from runner.base.task import Task
+from runner.engine.error_diagnosis import explain, place_of
 
 
 def test_a_worker_that_dies_while_it_hands_over_a_batch_is_a_lost_worker() -> None:
@@ -65,3 +67,18 @@ def test_a_graph_that_the_task_has_used_up_is_a_fault_of_the_task(mistake: Calla
     with pytest.raises(RuntimeError) as caught:
         mistake()
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)
+
+
+class Own(Task):
+    def loss(self, model: object, batch: object) -> object:  # type: ignore[override]
+        return None
+
+
+def test_a_place_is_a_line_of_the_task_and_never_one_of_a_library() -> None:
+    here = Path(__file__)
+    task = Own()
+    file, _, line = place_of(task.loss, here).rpartition(":")
+    assert (file, int(line) > 1) == (str(here), True)
+    assert place_of(wraps(task.loss)(lambda: None), here) == place_of(task.loss, here)
+    assert place_of(task.sample_weights, here) == str(here)
+    assert place_of(torch.nn.Linear.forward, here) == str(here)

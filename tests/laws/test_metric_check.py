@@ -29,9 +29,10 @@ SIZE, WIDTH, CLASSES = 16, 6, 3
 Evaluate = Callable[[Any, nn.Module, Any], Mapping[str, Any]]
 
 
-def checked(evaluate: Evaluate, *, additive: bool = True) -> dict[str, list[str]]:
-    """Return reason -> metrics not checked, for a task with this method."""
-    task = type("Points", (Task,), {"evaluate": evaluate, "loss_is_additive": additive})()
+def checked(evaluate: Evaluate, *, additive: bool = True, metrics: Any = None) -> dict[str, list[str]]:
+    """Return reason -> metrics not checked, for a task with this method, and with metrics that are not sums."""
+    names = {"evaluate": evaluate, "loss_is_additive": additive}
+    task = type("Points", (Task,), names if metrics is None else {**names, "metrics": lambda self, split: metrics})()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Dropout(0.5), nn.Linear(12, CLASSES))
     parts: Any = SimpleNamespace(
@@ -162,3 +163,21 @@ def test_a_declared_metric_that_evaluate_lacks_is_found_before_the_first_update(
     checked(lambda self, model, batch: {"auroc": (model(batch[0])[:, 0], batch[1])})
     with pytest.raises(TaskFault, match="auroc"):
         checked(lambda self, model, batch: {"accuracy": (correct(model, batch).sum(), len(batch[1]))})
+
+
+@pytest.mark.parametrize("metrics", [[3], {"mine": 3}, {"mine": Gather(len), "other": len}])
+def test_what_is_no_metric_is_found_before_the_first_update(metrics: Any) -> None:
+    with pytest.raises(TaskFault):
+        checked(lambda self, model, batch: {"mine": model(batch[0]), "other": model(batch[0])}, metrics=metrics)
+
+
+def test_what_a_metric_does_not_accept_is_found_before_the_first_update() -> None:
+    metric = pytest.importorskip("torchmetrics").AUROC(task="binary")
+    with pytest.raises(TaskFault):
+        checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics={"mine": metric})
+
+
+def test_a_metric_that_accepts_what_evaluate_returns_is_left_empty() -> None:
+    metric = pytest.importorskip("torchmetrics").Accuracy(task="multiclass", num_classes=CLASSES)
+    assert not checked(lambda self, model, batch: {"mine": (model(batch[0]), batch[1])}, metrics={"mine": metric})
+    assert not metric.update_called

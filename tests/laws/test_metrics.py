@@ -290,6 +290,37 @@ def test_a_metric_of_several_numbers_gives_each_a_name(world_size: int) -> None:
     assert all(other == first for other in others)
 
 
+class Words(torchmetrics.Metric):
+    """Keeps texts, which ranks cannot exchange as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("words", [], dist_reduce_fx=None)
+
+    def update(self, x: Tensor) -> None:
+        self.words.append("word")
+
+    def compute(self) -> float:
+        return float(len(self.words))
+
+
+def test_states_that_cannot_be_merged_are_refused_on_ranks_alone() -> None:
+    class Texts(Points):
+        def metrics(self, split: str) -> Any:
+            return {"words": Words()}
+
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"words": batch[0]}
+
+    def refused(world: World) -> bool:
+        with pytest.raises(TaskFault):
+            measured(world, Texts(), 8, number=16)
+        return True
+
+    assert measured(ALONE, Texts(), 8, number=16) == {"words": 2.0}
+    assert run_ranks(refused, 2) == [True, True]
+
+
 def test_a_metric_of_too_many_numbers_is_refused() -> None:
     class Large(Points):
         def metrics(self, split: str) -> Any:
