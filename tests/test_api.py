@@ -162,6 +162,43 @@ def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path) -> None:
     assert len(set(values)) == 2
 
 
+RAY_TUNE = """
+import json, sys
+import ray
+from ray import tune
+
+words, settings, folder = json.loads(sys.argv[1])
+
+
+def objective(config):
+    from runner import train
+
+    run = train(*words, run="in-ray", output_root=folder, **{**settings, **config})
+    return {"loss": run.metrics["val/loss"]}
+
+
+ray.init(num_cpus=1, include_dashboard=False)
+place = tune.RunConfig(storage_path=f"{folder}/ray", verbose=0)
+found = tune.Tuner(objective, param_space={"optimizer__lr": tune.grid_search([0.02])}, run_config=place).fit()
+assert not found.errors, found.errors
+print(json.dumps([each.metrics["loss"] for each in found]))
+"""
+
+
+@pytest.mark.long
+def test_a_trial_of_ray_tune_has_the_bits_of_the_run(run: Run, folder: Path) -> None:
+    pytest.importorskip("ray.tune", reason="the package ray is not installed", exc_type=ImportError)
+    given = json.dumps([WORDS, SETTINGS, str(folder)])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "RAY_AUTH_MODE": "disabled"}
+    ended = subprocess.run(
+        [sys.executable, "-c", RAY_TUNE, given], capture_output=True, text=True, env=env, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [run.metrics["val/loss"]]
+    first, other = (path_of(folder / name / "checkpoints", 6) / "model.safetensors" for name in ("first", "in-ray"))
+    assert first.read_bytes() == other.read_bytes()
+
+
 def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
     program = "import sys; from runner import train, evaluate, open_run; print({'torch', 'hydra'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -226,18 +226,20 @@ def place_of(function: object, source: Path) -> str:
     with suppress(TypeError, OSError):
         inner: Any = inspect.unwrap(function)  # type: ignore[arg-type]
         file = inspect.getsourcefile(inner)
-        if file is not None and is_of_task(file, source):
+        if file is not None and not is_of_library(file, source):
             return f"{file}:{inspect.getsourcelines(inner)[1]}"
     return str(source)
 
 
 def is_of_task(file: str, source: Path) -> bool:
     """Return True if a file is in the task's folder and is neither part of accel-run nor an installed package."""
-    if file == str(source):
-        return True
-    inner = file.removeprefix(f"{source.parent}/")
+    return file == str(source) or (file.startswith(f"{source.parent}/") and not is_of_library(file, source))
+
+
+def is_of_library(file: str, source: Path) -> bool:
+    """Return True if a file is part of accel-run or of an installed package, and not in the folder of a task there."""
     ours = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
-    return inner != file and not ours and "site-packages/" not in inner
+    return file != str(source) and (ours or "site-packages/" in file.removeprefix(f"{source.parent}/"))
 
 
 _LINES_SHOWN = 12
