@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +144,12 @@ class ForkServer:
     @contextmanager
     def twin(self) -> Iterator[ForkServer]:
         """Another server, a fork of this one, so that two commands run at once."""
+        with self.twin_at() as pipes, ForkServer.connected(pipes) as made:
+            yield made
+
+    @contextmanager
+    def twin_at(self) -> Iterator[list[str]]:
+        """Start a twin; return the paths of its pipes, to which one process must connect."""
         self.clear()
         with tempfile.TemporaryDirectory() as name:
             pipes = [str(Path(name) / way) for way in ("requests", "answers")]
@@ -151,12 +157,18 @@ class ForkServer:
                 os.mkfifo(pipe)
             self._send({"twin": pipes})
             self._answer()
-            with open(pipes[0], "w") as requests, open(pipes[1]) as answers:  # noqa: PTH123 - as the twin opens them
-                made = ForkServer(requests, answers)
-                try:
-                    yield made
-                finally:
-                    made.clear()
+            yield pipes
+
+    @classmethod
+    @contextmanager
+    def connected(cls, pipes: Sequence[str]) -> Iterator[ForkServer]:
+        """Connect to the server at these pipes."""
+        with open(pipes[0], "w") as requests, open(pipes[1]) as answers:  # noqa: PTH123 - as the twin opens them
+            made = cls(requests, answers)
+            try:
+                yield made
+            finally:
+                made.clear()
 
     def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         """Start a command and return its pid; `wait` must follow, else it is killed by the next start.

@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.accelerator import is_stand_in
 from tests.forkserver import ROOT, ForkServer
-from tests.gpu.runs import Runs
+from tests.gpu.runs import PIPES, Runs
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,6 +25,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
     """Forks of a process with the GPUs that this one has, which may be those of the stand-in."""
+    if PIPES in os.environ:
+        with ForkServer.connected(os.environ[PIPES].split()) as made:
+            yield made
+        return
     with ForkServer.started({"PYTHONPATH": os.environ.get("PYTHONPATH") or str(ROOT)}) as made:
         yield made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ import torch
 from runner.base.accelerator import is_stand_in
 from runner.durable.checkpoint import load_newest
 from tests.forkserver import Ended, ForkServer
+from tests.stand_ins.cuda.devices import VARIABLE
 
 DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # CUDA_VISIBLE_DEVICES may be another
+PIPES = "SERVER_FOR_GPUS"  # name in the environment: the pipes of a fork server on the stand-in
 TASK = Path(__file__).with_name("task_for_gpus.py")
 COMMON = (
     *("updates=6", "global_batch_size=16", "log_every=1", "monitor=off", "evaluate.samples=16", "optimizer.lr=0.01"),
@@ -36,7 +39,9 @@ class Runs:
 
     def end(self, words: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
         """Run a command to its end, however it ends."""
-        return self.server.run(words, self.folder, env, DESCRIBE if is_stand_in() else "")
+        if not is_stand_in():
+            return self.server.run(words, self.folder, env)
+        return self.server.run(words, self.folder, {VARIABLE: os.environ[VARIABLE], **(env or {})}, DESCRIBE)
 
     def train(self, run: str, words: str, *, code: int = 0, env: Mapping[str, str] | None = None) -> Path:
         """Train the small task; return the folder of the run."""

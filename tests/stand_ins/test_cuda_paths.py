@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import tallies
-from tests.gpu.runs import TASK
+from tests.gpu.runs import PIPES, TASK
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.environment import ROOT
 from tests.stand_ins.forked import StandIn
@@ -142,7 +142,8 @@ LEFT_OUT = 10  # tests of kernels that the stand-in does not have: flash, effici
 def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
     """So that they do not rot where nobody has a GPU. Of each matrix one case runs, with --all every one."""
     words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
-    out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=words))
+    with stand_in.server.twin_at() as pipes:
+        out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=words), {PIPES: " ".join(pipes)})
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}
     assert counts.get("passed", 0) >= (90 if tallies.IS_LONG else 35)
     assert counts.get("skipped", 0) <= LEFT_OUT
