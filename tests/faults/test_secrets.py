@@ -155,7 +155,7 @@ COMMANDS = (
     "train --task mine.py run=b updates=2 parallelism=ddp parallelism.world_size=2 tracker=none",
     "train --task mine.py -m optimizer.lr=0.1,0.01 updates=1 run=s",
 )
-SLOW = (1, 7, 8)  # one of them by the seed in the short form
+SLOW = (1, 4, 7, 8)  # one of them by the seed in the short form
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_layers_on_two_ranks_have_passes_enough_for_both(tmp_path: Path, monkeyp
 
 
 def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -> None:
-    wanted = replace(asked("parallelism", tmp_path, LAYERS, slow="1", updates="1"), budget_s=0.01)
+    wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", slow="1", updates="1"), budget_s=0.01)
 
     with pytest.raises(AccelRunError, match=r"budget_s: must be longer"):
         run(wanted)
