@@ -44,6 +44,7 @@ def fsdp(
     batch_norm: Literal["per_rank", "sync"] = "per_rank",
     reshard_after_forward: bool = True,
     communicate: Literal["float32", "bfloat16", "float16"] = "float32",
+    checkpoint: Literal["whole", "parts"] = "whole",
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
@@ -55,6 +56,7 @@ def fsdp(
                            ranks
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            format in which parameters are gathered; a 16-bit one must be that of precision
+    checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
     restarts               how often a run resumes on the remaining ranks after a rank was killed
     timeout_s              seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023.
@@ -63,7 +65,8 @@ def fsdp(
         return Parallel(world)
     from runner.distributed.sharded import Sharded  # imports torch's compiler, which is slow
 
-    return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate)
+    parts = checkpoint == "parts"
+    return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate, saves_parts=parts)
 
 
 def pipeline(

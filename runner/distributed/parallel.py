@@ -6,7 +6,7 @@ gradients over all ranks and returns the true count, by which the loop divides o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -81,6 +81,7 @@ class Parallel:
     in_step       every rank must run the same number of micro-batches per update, because they contain collectives
     splits_batch  each rank gets its share of an update; False: every rank reads the whole update
     divides_parameters  `divide` is implemented
+    saves_parts   each rank writes its shards of a checkpoint, which `saved` returns
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
 
     If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
@@ -90,6 +91,7 @@ class Parallel:
     in_step = False
     splits_batch = True
     places_model = False
+    saves_parts = False
     divides_parameters = True
 
     def __init__(self, world: World) -> None:
@@ -210,6 +212,14 @@ class Parallel:
         copy  copies a tensor to the host
         """
         return {name: copy(tensor) for name, tensor in tensors.items()}
+
+    def saved(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+        """Return copies of what this rank writes of a checkpoint: `whole`, or its own part of each tensor."""
+        return self.whole(tensors, copy)
+
+    def saved_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Return the size of what `saved` returns."""
+        return sum(tensor.nbytes for tensor in tensors)
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         """Load full tensors into the model, all or some; names, shapes and dtypes were checked."""

@@ -8,16 +8,16 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
@@ -41,13 +41,22 @@ class Sharded(Parallel):
     communicate            format in which parameters are gathered and computed; gradients are summed in float32 (in the
                            parameters' format if wider). A 16-bit format requires a precision of that format:
                            it is also that of activations between blocks. Outputs of the model are float32
+    saves_parts            each rank writes its shards of a checkpoint; False: rank 0 gathers and writes all
     """
 
     in_step = True
     divides_parameters = False
 
-    def __init__(self, world: World, *, reshard_after_forward: bool = True, communicate: Travel = "float32") -> None:
+    def __init__(
+        self,
+        world: World,
+        *,
+        reshard_after_forward: bool = True,
+        communicate: Travel = "float32",
+        saves_parts: bool = False,
+    ) -> None:
         super().__init__(world)
+        self.saves_parts = saves_parts
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
         self._root: FSDPModule | None = None
@@ -244,6 +253,23 @@ class Sharded(Parallel):
                 kept[name] = copy(full)
         return kept
 
+    def saved(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+        if not self.saves_parts:
+            return self.whole(tensors, copy)
+        kept: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if _is_in_rows(tensor):
+                kept[name] = copy(tensor.to_local())
+            else:
+                kept |= self.whole({name: tensor}, copy)
+        return kept
+
+    def saved_bytes(self, tensors: Iterable[Tensor]) -> int:
+        if not self.saves_parts:
+            return super().saved_bytes(tensors)
+        rows = self.world.is_first  # that rank saves all others
+        return sum(each.to_local().nbytes if _is_in_rows(each) else rows * each.nbytes for each in tensors)
+
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         """Load this rank's shards of the full tensors."""
         with torch.no_grad():
@@ -351,6 +377,11 @@ def _unify_dtypes(root: nn.Module) -> None:
                     cut.unsharded_accumulated_grad = torch.zeros(
                         cut.sharded_param.shape, dtype=cut.reduce_dtype, device=group.device
                     )
+
+
+def _is_in_rows(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether each rank holds some rows of the tensor, in the order of the ranks."""
+    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
 
 
 def _local(gradient: Tensor | None) -> Tensor:

@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import DataError, IncompatibleResume, StorageError
 from runner.durable import files
+from runner.durable.checkpoint_parts import PartOf, collect, is_part, joined, part_name, report, stem_of_part, written
+from runner.durable.manifest import SAFE_NAME, is_entry, is_sealed, parse, sealed
 from runner.durable.run_identity import RunIdentity, uid_of
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
 
 FORMAT_VERSION = 1
+FORMAT_OF_PARTS = 2  # several ranks have written it; earlier versions of this program would not find its tensors
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 ANY_RUN = RunIdentity()  # accepts checkpoints of any run
@@ -35,12 +38,16 @@ ANOTHER = "name another checkpoint of the run: accel-run status lists them, vali
 
 @dataclass(frozen=True)
 class Snapshot:
-    """State of a run at an update boundary, in host memory; must not change until it is written."""
+    """State of a run at an update boundary, in host memory; must not change until it is written.
+
+    part  which part of the state these tensors are; None: all of it
+    """
 
     update: int
     tensors: Mapping[str, Mapping[str, Tensor]]  # file stem -> name -> CPU tensor
     state: Mapping[str, Any]  # JSON; stored in state.json
     facts: Mapping[str, Any]  # JSON; stored in the manifest: epoch, samples, phase, world_size, run_id, run_uid, ...
+    part: PartOf | None = None
 
 
 @dataclass(frozen=True)
@@ -60,13 +67,21 @@ class Loaded:
     def stems(self) -> tuple[str, ...]:
         """Valid arguments of `tensors`: "model", "optimizer", "random", ..."""
         names = (entry["name"] for entry in self.manifest["files"])
-        return tuple(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX))
+        stems = (stem_of_part(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX))
+        return tuple(dict.fromkeys(stems))
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
         """Return the CPU tensors of one file by name, verified against their hash.
 
         Raises DataError if there is no such file, or if it has changed since the verification.
         """
+        names = (entry["name"].removesuffix(_SUFFIX) for entry in self.manifest["files"])
+        parts = sorted(name for name in names if name != stem and stem_of_part(name) == stem)
+        if parts:
+            return joined([self._file(part) for part in parts], self.path)
+        return self._file(stem)
+
+    def _file(self, stem: str) -> dict[str, Tensor]:
         from safetensors.torch import load as load_tensors
 
         name = stem + _SUFFIX
@@ -100,15 +115,6 @@ def path_of(directory: Path, update: int) -> Path:
     return directory / f"update-{update:0{_NUM_DIGITS}}"
 
 
-def states_before(start: Loaded) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (number, state) of each older checkpoint of its run beside `start`, unverified."""
-    for other in newest_first(start.path.parent):
-        if other.name >= start.path.name:
-            continue
-        if uid_of(files.read_object(other / MANIFEST)) in (None, uid_of(start.manifest)):
-            yield int(other.name.removeprefix("update-")), files.read_object(other / STATE)
-
-
 def rank_stem(stem: str, rank: int) -> str:
     """Return the file stem of per-rank content, such as the random state."""
     return f"{stem}-rank{rank:05}"
@@ -139,7 +145,7 @@ def save(
                 files.fsync_directory(directory)
                 return target
         has_the_place = False
-        temporary = directory / f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}"
+        temporary = _temporary(directory, snapshot)
         try:
             _write(temporary, snapshot)
             sync_first()
@@ -349,21 +355,47 @@ def _check(snapshot: Snapshot) -> None:
     taken = _OWN_KEYS & snapshot.facts.keys()
     assert not taken, f"the manifest has its own {', '.join(sorted(taken))}"
     for stem, tensors in snapshot.tensors.items():
-        assert _SAFE_NAME.fullmatch(stem), f"must be a plain file stem, but is {stem!r}"
+        assert SAFE_NAME.fullmatch(stem), f"must be a plain file stem, but is {stem!r}"
         for name, tensor in tensors.items():
             reason = fault(tensor)
             if reason:
                 raise TypeError(f"{stem}: {name} cannot be saved: {reason}")
 
 
+def save_part(directory: Path, snapshot: Snapshot) -> None:
+    """Write the part of a rank other than 0, durably, and report it to rank 0, which calls `save`.
+
+    Raises StorageError; rank 0 then fails too (see `report_failure`).
+    """
+    assert snapshot.part is not None
+    _check(snapshot)
+    temporary = _temporary(directory, snapshot)
+    files.make_directory(temporary)
+    contents = {name: chunks for name, chunks in _contents(snapshot) if name != STATE}
+    report(temporary, snapshot.part.rank, [*written(temporary, contents)])
+
+
+def part_folder(directory: Path, snapshot: Snapshot) -> Path:
+    """Return the temporary folder in which all ranks write their parts."""
+    return _temporary(directory, snapshot)
+
+
+def _temporary(directory: Path, snapshot: Snapshot) -> Path:
+    token = snapshot.part.token if snapshot.part else secrets.token_hex(4)
+    return directory / f"{files.TEMPORARY}{path_of(directory, snapshot.update).name}-{token}"
+
+
 def _write(temporary: Path, snapshot: Snapshot) -> None:
     """Write the folder `temporary` durably, except for its own name."""
-    files.new_directory(temporary)
-    entries = []
-    for name, chunks in _contents(snapshot):
-        size, sha256 = files.write_new(temporary / name, chunks)
-        entries.append({"name": name, "size": size, "sha256": sha256})
-    manifest = {"format_version": FORMAT_VERSION, "update": snapshot.update, **snapshot.facts, "files": entries}
+    if snapshot.part:
+        files.make_directory(temporary)  # the first rank creates it
+    else:
+        files.new_directory(temporary)
+    entries = [*written(temporary, dict(_contents(snapshot)))]
+    if snapshot.part:
+        entries += collect(temporary, snapshot.part)
+    version = FORMAT_OF_PARTS if snapshot.part else FORMAT_VERSION
+    manifest = {"format_version": version, "update": snapshot.update, **snapshot.facts, "files": entries}
     files.write_new(temporary / MANIFEST, [sealed(manifest)])
     files.fsync_directory(temporary)
 
@@ -395,15 +427,9 @@ def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memory
     from runner.durable.tensors import pieces
 
     for stem, tensors in snapshot.tensors.items():
-        yield stem + _SUFFIX, pieces(tensors)
+        name = part_name(stem, snapshot.part.rank) if snapshot.part else stem
+        yield name + _SUFFIX, pieces(tensors)
     yield STATE, [json.dumps(snapshot.state, indent=1).encode()]
-
-
-def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Serialize a manifest; its first key is the hash of the others in canonical JSON."""
-    rest = json.loads(json.dumps(manifest))  # as a reader sees it: string keys, lists for tuples
-    canonical = json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
-    return json.dumps({"sha256": hashlib.sha256(canonical).hexdigest(), **rest}, indent=1).encode() + b"\n"
 
 
 class _Damaged(Exception):
@@ -466,7 +492,7 @@ def _examine(path: Path) -> Loaded:
     problems = tuple(_file_problems(path, manifest["files"], set(present)))
     if problems:
         raise _Damaged(*problems)
-    state = _parse(files.read(path / STATE, at_most=_STATE_BYTES))
+    state = parse(files.read(path / STATE, at_most=_STATE_BYTES))
     _must(isinstance(state, dict), f"{STATE} does not hold a JSON object")
     return Loaded(path, manifest, state)
 
@@ -484,43 +510,26 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Parse and validate the manifest. Raises _Damaged."""
     _must(files.size_of(path) <= _MANIFEST_BYTES, f"{MANIFEST} must have at most {_MANIFEST_BYTES} bytes")
     text = files.read(path, at_most=_MANIFEST_BYTES)
-    manifest = _parse(text)
+    manifest = parse(text)
     if not isinstance(manifest, dict):
         raise _Damaged(f"{MANIFEST} does not hold a JSON object")
-    _must(_is_sealed(manifest, text), f"{MANIFEST} does not match its own hash")
+    _must(is_sealed(manifest, text), f"{MANIFEST} does not match its own hash")
     version, update, entries = (manifest.get(key) for key in ("format_version", "update", "files"))
-    _must(version == FORMAT_VERSION, f"format_version must be {FORMAT_VERSION}, but is {version!r}")
+    _must(version in _VERSIONS, f"format_version must be one of {_VERSIONS}, but is {version!r}")
     _must(
         type(update) is int and 0 <= update < 10**_NUM_DIGITS,
         f"update must be a whole number of at most {_NUM_DIGITS} digits, but is {update!r}",
     )
-    if not isinstance(entries, list) or not all(_is_entry(entry) for entry in entries):
+    if not isinstance(entries, list) or not all(is_entry(entry) for entry in entries):
         raise _Damaged("files must be a list of plain names, sizes and hashes")
     listed = [entry["name"] for entry in entries]
+    has_parts = any(is_part(name.removesuffix(_SUFFIX)) for name in listed)
+    _must(has_parts == (version == FORMAT_OF_PARTS), f"format_version {version} does not fit its files")
     _must(
         STATE in listed and MANIFEST not in listed and len(set(listed)) == len(listed),
         f"files must name {STATE}, not {MANIFEST}, and each file once",
     )
     return manifest
-
-
-def _is_sealed(manifest: Mapping[str, Any], text: bytes) -> bool:
-    """Return whether `text` is byte for byte the output of `sealed`: even changed whitespace is detected."""
-    try:
-        return sealed({key: value for key, value in manifest.items() if key != "sha256"}) == text
-    except RecursionError:
-        return False
-
-
-def _is_entry(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == {"name", "size", "sha256"}
-        and isinstance(entry["name"], str)
-        and _SAFE_NAME.fullmatch(entry["name"]) is not None
-        and type(entry["size"]) is int
-        and isinstance(entry["sha256"], str)
-    )
 
 
 def _file_problems(path: Path, entries: list[dict[str, Any]], present: set[str]) -> Iterator[str]:
@@ -535,14 +544,6 @@ def _file_problems(path: Path, entries: list[dict[str, Any]], present: set[str])
             yield f"{name} must have {entry['size']} bytes, but has {size}"
         elif files.digest_of(path / name) != entry["sha256"]:
             yield f"{name} does not match its hash"
-
-
-def _parse(text: bytes) -> Any:
-    """Parse JSON; return None if it is invalid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def newest_first(directory: Path) -> list[Path]:
@@ -584,6 +585,7 @@ def _none_valid(directory: Path, skipped: list[tuple[str, tuple[str, ...]]], dam
     )
 
 
+_VERSIONS = (FORMAT_VERSION, FORMAT_OF_PARTS)
 _NUM_DIGITS = 10
 _NUM_VALID = 2  # minimum number to keep
 _MOMENT_S = 0.1  # s for a disk or a limit to recover
@@ -595,5 +597,4 @@ _OUTGOING = f"{files.TEMPORARY}old-"
 _REPLACED = "replaced-"
 _ASIDE = ("damaged-", "foreign-", "unreadable-")
 _NAME = re.compile(rf"update-(\d{{{_NUM_DIGITS}}})", re.ASCII)
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OWN_KEYS = frozenset({"sha256", "format_version", "update", "files"})

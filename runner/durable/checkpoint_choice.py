@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from runner.durable.checkpoint import (
     load_newest,
     newest_first,
     path_of,
-    states_before,
     verify,
 )
 from runner.durable.directory import RunDirectory
+from runner.durable.run_identity import uid_of
 
 BEST, LAST = "best", "last"
 
@@ -148,7 +148,7 @@ def bests_beside(start: Loaded, ranking: Ranking | None = None) -> list[tuple[fl
     ranking = ranking or ranking_of(start.state)
     folder = start.path.parent
     found = _own_bests(start.state, start.state, ranking)
-    for number, state in states_before(start):
+    for number, state in _states_before(start):
         found |= {key: value for key, value in _own_bests(state, start.state, ranking).items() if key == number}
     there = [
         (value, number)
@@ -156,6 +156,15 @@ def bests_beside(start: Loaded, ranking: Ranking | None = None) -> list[tuple[fl
         if number == start.update or files.exists(path_of(folder, number))
     ]
     return sorted(there, reverse=ranking.better == "max")[: ranking.keep]
+
+
+def _states_before(start: Loaded) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number, state) of each older checkpoint of its run beside `start`, unverified."""
+    for other in newest_first(start.path.parent):
+        if other.name >= start.path.name:
+            continue
+        if uid_of(files.read_object(other / MANIFEST)) in (None, uid_of(start.manifest)):
+            yield int(other.name.removeprefix("update-")), files.read_object(other / STATE)
 
 
 def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], ranking: Ranking) -> dict[int, float]:

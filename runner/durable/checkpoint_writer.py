@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runner.base.errors import StorageError
-
-if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
-    pass
-from runner.durable.checkpoint import Snapshot, retain, save
+from runner.base.text import error_line
+from runner.durable.checkpoint import Snapshot, part_folder, retain, save, save_part
+from runner.durable.checkpoint_parts import report_failure
 from runner.durable.system_errors import answers_to
 
 
@@ -162,7 +160,7 @@ class Writer:
 
     def _saved(self, snapshot: Snapshot, overwrite: bool) -> Path:
         """Write the snapshot and return its path. Raises the StorageError of the last attempt."""
-        for pause_s in PAUSES_S:
+        for pause_s in PAUSES_S if snapshot.part is None else ():  # other ranks would have to write again, too
             try:
                 return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)
             except StorageError as error:
@@ -173,6 +171,22 @@ class Writer:
     def _report(self, error: StorageError) -> None:
         self.failures.append(error)
         self._on_failure(error)
+
+
+class PartWriter(Writer):
+    """Write the parts of a rank other than 0 in the background. Rank 0 fails if this rank fails, and handles it."""
+
+    def _work(self, snapshot: Snapshot, best: Collection[Path], overwrite: bool) -> None:
+        part = snapshot.part
+        assert part is not None
+        self.acknowledged = snapshot.update
+        try:
+            self._check(snapshot)
+            save_part(self.directory, snapshot)
+        except BaseException as error:
+            report_failure(part_folder(self.directory, snapshot), part.rank, error_line(error))
+            if not isinstance(error, StorageError):
+                self._fault = error
 
 
 class NoWriter:

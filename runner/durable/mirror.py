@@ -25,8 +25,9 @@ from runner.base.errors import DataError, IncompatibleResume
 from runner.base.json_values import listed, mapped, object_in
 from runner.base.text import shortened
 from runner.durable import files
-from runner.durable.checkpoint import MANIFEST, Loaded, install, load, load_newest, path_of, sealed
+from runner.durable.checkpoint import MANIFEST, Loaded, install, load, load_newest, path_of
 from runner.durable.directory import RunDirectory
+from runner.durable.manifest import is_sealed
 from runner.durable.mirror_store import MirrorError, MirrorStore
 from runner.durable.run_identity import is_uid, uid_of
 
@@ -93,8 +94,7 @@ class Mirror:
         """Return whether a folder has its valid manifest; some stores leave half a file when they are cut off."""
         content = self.store.read(f"{folder}/{MANIFEST}", _SMALL_BYTES) or b""
         manifest = object_in(content) or {}
-        sha256 = str(manifest.pop("sha256", ""))
-        return sha256[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and sealed(manifest) == content
+        return str(manifest.get("sha256"))[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and is_sealed(manifest, content)
 
     def _folders(self, uid: str) -> list[str]:
         return [name for name in reversed(self.store.names(uid)) if _NAME.fullmatch(name)]

@@ -14,7 +14,7 @@ from runner.base.json_values import mapped
 from runner.base.text import shortened
 from runner.config.request import override_of
 from runner.durable import files
-from runner.durable.checkpoint import MANIFEST, Loaded, load
+from runner.durable.checkpoint import FORMAT_OF_PARTS, MANIFEST, Loaded, load
 from runner.durable.checkpoint_choice import choose
 from runner.durable.directory import LAST, RunDirectory, is_name, is_run
 
@@ -91,6 +91,11 @@ def _of_checkpoint(checkpoint: Loaded, shown: str) -> WeightSource:
         what = "holds an adapter without the weights of its model"
         fix = "export them together: accel-run export RUN format=safetensors, then weights=RUN/export/model.safetensors"
         raise ConfigError(Problem(what, shown, fix))
+    if checkpoint.manifest["format_version"] == FORMAT_OF_PARTS:
+        what, fix = "is stored in parts, one of each rank", "accel-run export RUN format=safetensors"
+        raise ConfigError(
+            Problem(what, shown, f"make one file of it: {fix}, then weights=RUN/export/model.safetensors")
+        )
     is_used = {"averaging": values.get("averaging.evaluate") is True, "optimizer_average": True}
     stem = next((stem for stem, used in is_used.items() if used and stem in checkpoint.stems), None)
     average = checkpoint.path / f"{stem}.safetensors" if stem else None

@@ -119,7 +119,7 @@ class ObjectivesPhase(GradientPhase):
             # The precision of the first objective is saved by the run.
             precision = {} if training.precision is self.parts.precision else training.precision.state()
             state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
-        return {"optimizer": self.parts.parallel.whole(tensors, copy)}, {"objectives": state}
+        return {"optimizer": self.parts.parallel.saved(tensors, copy)}, {"objectives": state}
 
     def load(self, start: Loaded) -> None:
         tensors, state = start.tensors("optimizer"), start.state["objectives"]

@@ -194,7 +194,7 @@ class GradientPhase(PhaseKind):
             for name, value in there.items()
             if not self.trained.keys().isdisjoint(prefixes([name]))
         }
-        whole = {"optimizer": self.parts.parallel.whole(tensors, copy)}
+        whole = {"optimizer": self.parts.parallel.saved(tensors, copy)}
         return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
     def load(self, start: Loaded) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from runner.cli import main
+from runner.durable.checkpoint import load
 from tests.faults.tallies import IS_LONG
 from tests.forkserver import Ended, ForkServer
 from tests.rounding import allowed
@@ -163,6 +165,27 @@ def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
     well(server.run(f"{again} {piped} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
     well(server.run(f"{again} {TWO} parallelism.shares=[20,12] resume_allow=[updates]", folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
+
+
+def test_checkpoints_in_parts_go_on_with_any_number_of_ranks_by_any_strategy(
+    server: ForkServer, folder: Path, expected: dict[int, float]
+) -> None:
+    again, parts = f"{BASE.replace('run=r', 'run=again')} resume_allow=[updates]", "parallelism.checkpoint=parts"
+    for updates, words in ((4, f"{SHARDED} {parts}"), (7, ""), (9, f"{SHARDED} {parts}"), (12, TWO)):
+        well(server.run(f"{again} {words}".replace("updates=12", f"updates={updates}"), folder))
+        newest = max((folder / "outputs" / "again" / "checkpoints").glob("update-*"))
+        assert (newest / "model-part00001.safetensors").exists() == (parts in words)
+    assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
+
+
+def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_path: Path) -> None:
+    words = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
+    well(server.run(words, tmp_path))
+    well(server.run("export r format=safetensors", tmp_path))
+    newest = max((tmp_path / "outputs" / "r" / "checkpoints").glob("update-*"))
+    exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
+    saved = load(newest).tensors("model")
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
 
 
 @pytest.mark.sampled(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.durable import checkpoint, files
+from runner.durable.manifest import sealed
 from tests.faults import saver
 
 Content = dict[str, bytes]  # name of a file -> what is in it
@@ -151,7 +152,7 @@ def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[
     del manifest["sha256"]
     what, change = generator.choice(_FORGERIES)
     change(manifest, generator.choice(manifest["files"]))
-    content["MANIFEST.json"] = checkpoint.sealed(manifest)
+    content["MANIFEST.json"] = sealed(manifest)
     return what, content
 
 

@@ -16,7 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from runner.durable.checkpoint import MANIFEST, STATE, sealed
+from runner.durable.checkpoint import MANIFEST, STATE
+from runner.durable.manifest import sealed
 
 Attack = Callable[[Path], None]
 

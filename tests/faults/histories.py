@@ -16,10 +16,11 @@ import torch
 
 from runner.base.errors import ConfigError, Problem
 from runner.durable import checkpoint, files
-from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save
+from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save, save_part
 from runner.durable.checkpoint_writer import Writer
 from runner.durable.directory import RunDirectory
 from runner.durable.rewind import rewound
+from tests.durable.parts import parts_of
 from tests.faults.crash_states import State
 from tests.faults.recording import Quick, Recording
 
@@ -159,6 +160,17 @@ def _save_and_retain(root: Path, promise: Promise) -> None:
     directory = _open_run(root)
     for update in (1, 2, 3, 4):
         save(directory, snapshot(update))
+        promise("update", update)
+        retain(directory, 2)
+
+
+def _save_in_parts(root: Path, promise: Promise) -> None:
+    directory = _open_run(root)
+    for update in (1, 2, 3):
+        first, *others = parts_of(snapshot(update), token=f"of{update}")
+        for other in others:
+            save_part(directory, other)
+        save(directory, first)
         promise("update", update)
         retain(directory, 2)
 
@@ -429,6 +441,7 @@ def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
 RETURN = History("going back and returning", _go_back_and_return, _check_return, _three_saved_with_rows)
 HISTORIES = [
     History("saves with retention", _save_and_retain, _check_saved),
+    History("saves in parts", _save_in_parts, _check_saved),
     History("saves by the writer", _write_in_the_background, _check_saved),
     History("saves over damaged checkpoints", _save_over_damaged, _check_beside_damaged, _one_valid_two_damaged),
     History("recovery from damaged checkpoints", _recover_and_go_on, _check_beside_damaged, _one_valid_two_damaged),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cached_property
@@ -20,7 +21,8 @@ from runner.config.option_table import make
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded, Snapshot
 from runner.durable.checkpoint_choice import bests_beside
-from runner.durable.checkpoint_writer import NoWriter, Writer
+from runner.durable.checkpoint_parts import PartOf
+from runner.durable.checkpoint_writer import NoWriter, PartWriter, Writer
 from runner.engine import non_finite
 from runner.engine.checkpoint_saver import Saver
 from runner.engine.evaluate import EvaluationResult
@@ -60,7 +62,9 @@ class Checkpointing(Hook):
         run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
         policy, screen = make(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
         writer: Writer | NoWriter = NoWriter()
-        if run.parts.world.is_first:
+        if run.parts.parallel.saves_parts and not run.parts.world.is_first:
+            writer = PartWriter(run.directory.checkpoints, check=self._check_finite)
+        elif run.parts.world.is_first:
             writer = Writer(
                 run.directory.checkpoints,
                 keep_last=max(2, policy.keep),
@@ -86,7 +90,7 @@ class Checkpointing(Hook):
     def prepare(self) -> None:
         """Reserve host memory for a copy of the state."""
         parts = self.phase.parts
-        of_model = sum(tensor.nbytes for tensor in saved_state(parts).values())
+        of_model = parts.parallel.saved_bytes(saved_state(parts).values())
         # Each tensor is padded to a cache line: less than 1 % in total.
         nbytes = int(1.01 * (of_model + self.phase.work.state_bytes()[0]))
         self.saver.prepare(nbytes, parts.world.device)
@@ -171,7 +175,7 @@ class Checkpointing(Hook):
             return
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
             self.saver.join(value, self.phase.number)
-        elif self._is_followed() and first(self.saver.has_no_budget()):
+        elif not self.phase.parts.parallel.saves_parts and self._is_followed() and first(self.saver.has_no_budget()):
             with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
                 self._hold(value)
         else:
@@ -327,12 +331,18 @@ class Checkpointing(Hook):
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.whole(saved_state(parts), copy), **work}
-        tensors |= {name: parts.parallel.whole(there, copy) for name, there in tensors_of_hooks.items()}
+        tensors = {"model": parts.parallel.saved(saved_state(parts), copy), **work}
+        tensors |= {name: parts.parallel.saved(there, copy) for name, there in tensors_of_hooks.items()}
+        part = None
+        if parts.parallel.saves_parts:
+            token = parts.world.broadcast(secrets.token_hex(4))
+            part = PartOf(parts.world.rank, parts.world.world_size, token)
+            if not parts.world.is_first:
+                return Snapshot(phase.number, tensors, state, facts, part)
         for rank, (generators, _) in enumerate(of_ranks):
             stem = checkpoints.rank_stem("random", rank) if rank else "random"
             tensors[stem] = {name: torch.tensor(state, dtype=torch.uint8) for name, state in generators.items()}
-        return Snapshot(phase.number, tensors, state, facts)
+        return Snapshot(phase.number, tensors, state, facts, part)
 
     def _state_of_hooks(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Return the JSON-serializable states of the hooks by name, and their tensors, for separate files."""
@@ -348,11 +358,11 @@ class Checkpointing(Hook):
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Raise NumericError if learned values are not finite: the loss does not depend on all of them."""
-        learned = [(name, snapshot.tensors["model"][name]) for name in self.phase.work.learned]
+        model = snapshot.tensors["model"]
+        learned = [(name, model[name]) for name in self.phase.work.learned if name in model or snapshot.part is None]
         held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
         where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
         non_finite.must_be_finite([*learned, *held], where)
-        model = snapshot.tensors["model"]
         gathered = [(name, model[name]) for name in self._finite_buffers if name in model]
         non_finite.must_be_finite(gathered, where, non_finite.GATHERED)
 

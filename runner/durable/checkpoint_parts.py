@@ -1,0 +1,132 @@
+"""Checkpoints that several ranks write together: each one its shards, rank 0 the manifest.
+
+    model-part00000.safetensors  model-part00001.safetensors ...
+
+Each part has a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. Tensors that
+are not sharded are in part 0 only. So a name is in all parts or in one, and no index is needed.
+
+All ranks write into the same temporary folder. A rank whose files are durable leaves a report there with their sizes
+and hashes. Rank 0 waits for all reports, and only then writes the manifest and renames the folder: until every part is
+durable, there is no checkpoint. The reports are files and no messages, because parts are written by threads beside
+training, and a process group may only be used by one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.base.errors import DataError, StorageError
+from runner.durable import files
+
+if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
+    from torch import Tensor
+
+Entry = dict[str, Any]  # name, size and sha256 of a file
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Which part of a checkpoint a snapshot is.
+
+    token  random name of this save, the same on all ranks
+    """
+
+    rank: int
+    num_ranks: int
+    token: str
+
+
+def part_name(stem: str, rank: int) -> str:
+    """Return the file stem of a rank's part."""
+    return f"{stem}-part{rank:05}"
+
+
+def stem_of_part(stem: str) -> str:
+    """Return the stem without the number of a part."""
+    return _PART.sub("", stem)
+
+
+def is_part(stem: str) -> bool:
+    """Return whether a file stem is that of a rank's part."""
+    return _PART.search(stem) is not None
+
+
+def written(temporary: Path, stems: Mapping[str, Sequence[bytes | memoryview]]) -> Iterator[Entry]:
+    """Write files durably, given their content by name; yield their entries for the manifest."""
+    for name, chunks in stems.items():
+        size, sha256 = files.write_new(temporary / name, chunks)
+        yield {"name": name, "size": size, "sha256": sha256}
+
+
+def report(temporary: Path, rank: int, entries: Sequence[Entry]) -> None:
+    """Report to rank 0 that the part of this rank is durable."""
+    files.fsync_directory(temporary)
+    files.atomic_write(temporary / _report_name(rank), json.dumps({"files": [*entries]}))
+
+
+def report_failure(temporary: Path, rank: int, reason: str) -> None:
+    """Report to rank 0 that this rank cannot write its part; never raises."""
+    with suppress(StorageError):
+        files.atomic_write(temporary / _report_name(rank), json.dumps({"error": reason}))
+
+
+def collect(temporary: Path, part: PartOf, patience_s: float = 600.0) -> list[Entry]:
+    """Wait on rank 0 until the parts of all other ranks are durable; remove the reports and return the entries.
+
+    patience_s  without a further report
+
+    Raises StorageError if a rank failed, does not report, or reports a file that differs from the one on disk.
+    """
+    missing, entries = set(range(1, part.num_ranks)), list[Entry]()
+    deadline = time.monotonic() + patience_s
+    while missing:
+        for rank in sorted(missing):
+            if not files.exists(temporary / _report_name(rank)):
+                continue
+            found = files.read_object(temporary / _report_name(rank))
+            if "files" not in found:
+                raise StorageError(f"rank {rank} cannot write its part: {found.get('error')}", where=str(temporary))
+            entries += found["files"]
+            missing.discard(rank)
+            deadline = time.monotonic() + patience_s
+        if missing and time.monotonic() > deadline:
+            raise StorageError(f"rank {min(missing)} has not written its part", where=str(temporary))
+        if missing:
+            time.sleep(_POLL_S)
+    for entry in entries:
+        if files.size_of(temporary / entry["name"]) != entry["size"]:
+            raise StorageError(f"{entry['name']} is not what its rank has written", where=str(temporary))
+    for rank in range(1, part.num_ranks):
+        files.remove(temporary / _report_name(rank))
+    return entries
+
+
+def joined(parts: list[dict[str, Tensor]], where: Path) -> dict[str, Tensor]:
+    """Return the tensors of all parts, and empty `parts`. Raises DataError if they do not fit together."""
+    import torch
+
+    whole: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        pieces = [part.pop(name) for part in parts if name in part]
+        try:
+            if len(pieces) not in (1, len(parts)):
+                raise ValueError(f"it is in {len(pieces)} of {len(parts)} parts")
+            whole[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        except (RuntimeError, ValueError) as error:
+            raise DataError(f"the parts of {name} do not fit together: {error}", where=str(where)) from error
+    return whole
+
+
+def _report_name(rank: int) -> str:
+    return f"part{rank:05}.json"
+
+
+_PART = re.compile(r"-part\d{5}$", re.ASCII)
+_POLL_S = 0.02

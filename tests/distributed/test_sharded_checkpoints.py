@@ -1,0 +1,95 @@
+"""What ranks save in parts is what one of them would have gathered, and none needs more memory than its own part."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.optimizer_state import export_state
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.durable.checkpoint import Snapshot, load, path_of, save, save_part
+from runner.durable.checkpoint_parts import PartOf
+from runner.durable.tensors import HostBuffer
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_sharded import Run, sharded
+
+SLACK = 2 << 20  # bytes: memory is taken in huge pages
+
+
+def in_parts(world: World) -> Parallel:
+    return sharded(world, saves_parts=True)
+
+
+def trained(world: World) -> Run:
+    shares = tuple(32 // world.world_size + (rank < 32 % world.world_size) for rank in range(world.world_size))
+    run = Run(world, shares=shares, strategy=in_parts)
+    run.advance(3)
+    return run
+
+
+def snapshot_of(run: Run, world: World, copy: Any) -> Snapshot:
+    tensors, _ = export_state(run.training.optimizer)
+    files = {"model": run.parallel.saved(run.model.state_dict(), copy), "optimizer": run.parallel.saved(tensors, copy)}
+    part = PartOf(world.rank, world.world_size, "0") if world.world_size > 1 else None
+    return Snapshot(3, files, {}, {"world_size": world.world_size}, part)
+
+
+def write(folder: str, world: World) -> list[Any]:
+    """Save in parts; return what rank 0 gathers instead, the bytes of the buffer, and those of the part."""
+    run, buffer = trained(world), HostBuffer()
+    given = snapshot_of(run, world, buffer.copy)
+    nbytes = sum(tensor.nbytes for tensors in given.tensors.values() for tensor in tensors.values())
+    if world.is_first:
+        save(Path(folder), given)
+    else:
+        save_part(Path(folder), given)
+    expected = run.parallel.saved_bytes(run.model.state_dict().values())
+    assert expected == sum(tensor.nbytes for tensor in given.tensors["model"].values())
+    tensors, _ = export_state(run.training.optimizer)
+    whole = {"model": run.parallel.whole(run.model.state_dict()), "optimizer": run.parallel.whole(tensors)}
+    listed = {stem: {name: each.tolist() for name, each in tensors.items()} for stem, tensors in whole.items()}
+    return [listed, buffer.nbytes, nbytes]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
+    told = run_ranks(partial(write, str(tmp_path)), num_ranks)
+    found = load(path_of(tmp_path, 3))
+    for stem, expected in told[0][0].items():
+        tensors = found.tensors(stem)
+        assert tensors.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(tensors[name], torch.tensor(value, dtype=tensors[name].dtype).view_as(tensors[name])), (
+                name
+            )
+    sizes = [nbytes for _, _, nbytes in told]
+    total = sum(tensor.nbytes for stem in found.stems for tensor in found.tensors(stem).values())
+    assert sum(sizes) == total, "nothing is saved twice"
+    for _, buffer, nbytes in told:
+        assert buffer <= 1.2 * nbytes + SLACK
+
+
+def read(folder: str, world: World) -> list[Any]:
+    run = trained(world)
+    saved = load(path_of(Path(folder), 3)).tensors("model")
+    with torch.no_grad():
+        for tensor in run.model.state_dict().values():
+            tensor.zero_()
+    run.parallel.load(run.model, saved)
+    again: dict[str, Tensor] = run.parallel.whole(run.model.state_dict())
+    assert all(torch.equal(again[name], saved[name]) for name in again)
+    return [len(again)]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_parts_are_loaded_by_any_number_of_ranks(readers: int, tmp_path: Path) -> None:
+    run_ranks(partial(write, str(tmp_path)), 3)
+    assert run_ranks(partial(read, str(tmp_path)), readers)[0][0] > 10

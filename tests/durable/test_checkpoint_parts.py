@@ -1,0 +1,154 @@
+"""Checkpoints that several ranks write together are durable only when all parts are, and read as one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.errors import DataError, StorageError
+from runner.durable import checkpoint_parts, files
+from runner.durable.checkpoint import Snapshot, load, load_newest, path_of, recover, save, save_part, verify
+from runner.durable.checkpoint_parts import PartOf, joined
+from runner.durable.checkpoint_writer import PartWriter, Writer
+from tests.durable.parts import RANKS, parts_of
+from tests.faults.saver import snapshot
+
+
+def saved(directory: Path, update: int, num_ranks: int = RANKS) -> Path:
+    first, *others = parts_of(snapshot(update), num_ranks)
+    for other in others:
+        save_part(directory, other)
+    return save(directory, first)
+
+
+def equal(found: dict[str, Tensor], expected: Any) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
+def test_parts_read_as_one(tmp_path: Path, num_ranks: int) -> None:
+    path = saved(tmp_path, 1, num_ranks)
+    assert verify(path) == []
+    found = load(path)
+    assert found.stems == ("model", "optimizer", "random")
+    for stem in found.stems:
+        assert equal(found.tensors(stem), snapshot(1).tensors[stem]), stem
+    assert found.state == snapshot(1).state
+    names = {file.name for file in path.iterdir()}
+    assert len([name for name in names if name.startswith("model-part")]) == num_ranks
+    assert len(names) == 3 * num_ranks + 2, "reports are removed"
+
+
+def test_no_checkpoint_exists_before_the_last_part_is_durable(tmp_path: Path) -> None:
+    first, second, third = parts_of(snapshot(1))
+    with Writer(tmp_path) as writer:
+        writer.submit(first)
+        save_part(tmp_path, second)
+        assert load_newest(tmp_path) is None
+        save_part(tmp_path, third)
+        assert writer.wait() == 1
+    newest = load_newest(tmp_path)
+    assert newest is not None
+    assert newest.update == 1
+
+
+def test_ranks_write_beside_training(tmp_path: Path) -> None:
+    parts = [parts_of(snapshot(update), token=f"t{update}") for update in (1, 2, 3)]
+    with Writer(tmp_path, keep_last=2) as writer, PartWriter(tmp_path) as second, PartWriter(tmp_path) as third:
+        for save_of_all in parts:
+            for of_rank, given in zip(
+                (third, writer, second), (save_of_all[2], save_of_all[0], save_of_all[1]), strict=True
+            ):
+                of_rank.submit(given)
+        assert writer.wait() == 3
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["update-0000000002", "update-0000000003"]
+    assert verify(path_of(tmp_path, 3)) == []
+
+
+def test_a_part_that_cannot_be_written_fails_the_save_and_keeps_the_older(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    first, second, third = parts_of(snapshot(2), token="other")
+    failures: list[StorageError] = []
+
+    def refuse(_: Snapshot) -> None:
+        raise StorageError("no space left on the device", where="there")
+
+    with Writer(tmp_path, on_failure=failures.append) as writer, PartWriter(tmp_path, check=refuse) as other:
+        writer.submit(first)
+        save_part(tmp_path, second)
+        other.submit(third)
+        writer.close()
+        other.close()
+    assert len(failures) == 1
+    assert "rank 2" in str(failures[0])
+    assert [path.name for path in tmp_path.iterdir()] == ["update-0000000001"]
+    saved(tmp_path, 3)  # the next one works
+    assert recover(tmp_path).checkpoint is not None
+
+
+def test_a_rank_that_reports_nothing_fails_the_save(tmp_path: Path) -> None:
+    first, second, _ = parts_of(snapshot(1))
+    save_part(tmp_path, second)
+    (temporary,) = tmp_path.iterdir()
+    with pytest.raises(StorageError, match="rank 2"):
+        checkpoint_parts.collect(temporary, first.part or PartOf(0, RANKS, ""), patience_s=0.0)
+
+
+def test_a_part_that_shrank_after_its_report_fails_the_save(tmp_path: Path) -> None:
+    first, *others = parts_of(snapshot(1))
+    for other in others:
+        save_part(tmp_path, other)
+    (temporary,) = tmp_path.iterdir()
+    part = temporary / "model-part00001.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(StorageError, match="part00001"):
+        save(tmp_path, first)
+    assert load_newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("removes", [False, True])
+def test_each_damaged_or_missing_file_is_detected_and_the_older_one_is_used(tmp_path: Path, removes: bool) -> None:
+    for name in sorted(file.name for file in saved(tmp_path / "first", 1).iterdir()):
+        directory = tmp_path / name
+        saved(directory, 1)
+        file = saved(directory, 2) / name
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.unlink() if removes else file.write_bytes(bytes(content))
+        assert verify(path_of(directory, 2)), name
+        found = recover(directory).checkpoint
+        assert found is not None
+        assert found.update == 1, name
+
+
+def _piece(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"a": _piece(1)}, {"a": _piece(1)}, {}],
+        [{"a": _piece(1, 2)}, {"a": _piece(1, 3)}],
+        [{"a": _piece()}, {"a": _piece()}],
+    ],
+)
+def test_parts_that_do_not_fit_together_are_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        joined([*parts], tmp_path)
+
+
+def test_a_part_that_comes_late_leaves_nothing_after_the_next_start(tmp_path: Path) -> None:
+    _, second, _ = parts_of(snapshot(1))
+    late = threading.Thread(target=save_part, args=(tmp_path, second))
+    late.start()
+    late.join()
+    assert [name for name in files.names(tmp_path) if name.startswith(files.TEMPORARY)]
+    recover(tmp_path)
+    assert files.names(tmp_path) == []
