@@ -50,7 +50,9 @@ def built(root: Path | None = None) -> Path:
 def _key() -> str:
     import torch
 
-    digest = hashlib.sha256(f"{torch.__version__} {torch.__file__} {sysconfig.get_config_var('EXT_SUFFIX')}".encode())
+    # Not the place of torch: every checkout with the same version uses the same file.
+    parts = (torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("EXT_SUFFIX")))
+    digest = hashlib.sha256(" ".join(parts).encode())
     for path in [*sorted(path for path in SOURCES.rglob("*") if path.is_file()), Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -70,7 +72,8 @@ def _compile(folder: Path) -> None:
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "accelerator.cpp"]
     whole = folder / "whole.cpp"
     whole.write_text("".join(f'#include "{path}"\n' for path in sources))
-    libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{home / 'lib'}"]
+    # No rpath: torch is imported first, and the linker finds its libraries by name among those that are loaded.
+    libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     _call(["g++", *flags, *includes, "-shared", str(whole), "-o", str(folder / MODULE), *libraries])
 
 
