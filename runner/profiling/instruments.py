@@ -17,15 +17,12 @@ import torch
 from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, record_function
-from torch.utils._pytree import tree_leaves
 
-from runner.base.accelerator import accelerator_of
 from runner.host.scratch import shared_folder
 from runner.profiling import trace_file
 from runner.profiling.device_waits import DeviceWaits, IsOfTask
-from runner.profiling.module_times import ModuleTimes, tensors_in
+from runner.profiling.module_times import ModuleTimes
 from runner.profiling.profile_report import Findings, Kernel, Operator, OperatorFindings
 from runner.profiling.trace_file import TraceFile
 
@@ -198,87 +195,6 @@ class Modules(ProfiledUpdates):
         findings.modules = self.times.table()
 
 
-class MemoryOverTime(ProfiledUpdates):
-    """torch's profiler again, for each allocation of one update."""
-
-    def __init__(self, subject: Subject) -> None:
-        super().__init__("memory recorded", 1, lead=1)
-        self.model, self.device = subject.model, subject.device
-        self.profile = _recorder(subject.device, self.num, profile_memory=True)
-        self.marked: list[tuple[str, list[int]]] = []
-        self.lasting: dict[int, tuple[str, int]] = {}
-        self._hooks: list[Any] = []
-        self._inputs: list[dict[int, int]] = []  # address -> bytes, for each pass of the recorded update
-        self._made = 0
-
-    def start(self) -> None:
-        self._hooks = [
-            weight.register_post_accumulate_grad_hook(self._has_gradient)  # type: ignore[no-untyped-call]
-            for weight in self.model.parameters()
-            if weight.requires_grad and weight.is_leaf
-        ]
-        self._hooks.append(register_optimizer_step_post_hook(self._has_stepped))
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            self._lasts("parameters", tensor)
-        self.profile.start()
-
-    def fetch(self, batches: Iterator[Any]) -> Any:
-        with record_function(trace_file.DATA):
-            batch = next(batches)
-        given = [tensor for tensor in tensors_in(tuple(batch)) if tensor.device.type == self.device.type]
-        self._mark("inputs", given)
-        self._inputs.append({at: tensor.untyped_storage().nbytes() for tensor in given for at in _addresses(tensor)})
-        return batch
-
-    def update(self) -> None:
-        self.profile.step()
-        if self._made == 0:
-            self._inputs.clear()
-        self._made += 1
-
-    def aside(self) -> AbstractContextManager[object]:
-        return record_function(trace_file.ASIDE)
-
-    def stop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self.profile.stop()
-
-    def tell(self, findings: Findings) -> None:
-        if self.seconds:
-            trace = TraceFile(_exported(self.profile))
-            # What numpy or a data worker has allocated is no allocation of torch.
-            allocated = trace.addresses()
-            foreign = [sum(size for at, size in given.items() if at not in allocated) for given in self._inputs]
-            self.lasting[0] = ("inputs", max(foreign, default=0))
-            is_on_gpu = self.device.type == "cuda"
-            gpu = accelerator_of(self.device).index()
-            findings.memory = trace_file.memory(trace, is_on_gpu, self.lasting, self.marked, gpu)
-
-    def _has_gradient(self, weight: torch.Tensor) -> None:
-        self._mark("gradients", [weight.grad])
-
-    def _has_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        state = tree_leaves([list(of_one.values()) for of_one in optimizer.state.values()])
-        self._mark("optimizer state", state)
-        for tensor in state:
-            if isinstance(tensor, torch.Tensor):
-                self._lasts("optimizer state", tensor)
-
-    def _mark(self, kind: str, values: list[Any]) -> None:
-        """Mark the storages of these tensors as being of this kind, from this time on."""
-        addresses = [at for value in values if isinstance(value, torch.Tensor) for at in _addresses(value)]
-        with record_function(f"{trace_file.MARK}{len(self.marked)}"):
-            self.marked.append((kind, addresses))
-
-    def _lasts(self, kind: str, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self.device.type:
-            return
-        for local in _local(tensor):
-            storage = local.untyped_storage()
-            self.lasting.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
-
-
 class HiddenWaits(ProfiledUpdates):
     """Lines that make the host wait for the device."""
 
@@ -377,17 +293,7 @@ def _key(sort_by: str, is_of_device: bool, row: Operator) -> float:
     return row.self_device_ms if is_of_device else row.self_cpu_ms
 
 
-def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors of which this one is made, on this rank."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return [local] if local.layout is torch.strided else []
-
-
-def _addresses(tensor: torch.Tensor) -> list[int]:
-    return [local.untyped_storage().data_ptr() for local in _local(tensor)]
-
-
-_FEW = 5  # updates besides those that are asked for: one to settle, two for memory, two for waits
+_FEW = 3  # updates besides those that are asked for: one to settle, two for waits
 
 
 _CALLS_OF_CUDA = ("cuda_runtime", "cuda_driver")

@@ -1,4 +1,4 @@
-"""Format the results of a profile as text, CSV tables, a plot and JSON."""
+"""Format the results of a profile as text, CSV tables and JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from runner.base.picture import new_figure, png
-from runner.base.text import aligned, sized
+from runner.base.text import aligned
 from runner.profiling.device_waits import Wait
 from runner.profiling.module_times import BESIDE, ModuleTime
-from runner.profiling.trace_file import MemoryTimeline
 
 TOP = 10  # operators shown
 ROWS = 20  # modules shown
@@ -88,7 +86,6 @@ class Findings:
     operators: OperatorFindings = field(default_factory=OperatorFindings)
     modules: list[ModuleTime] = field(default_factory=list)
     waits: list[Wait] | None = None
-    memory: MemoryTimeline | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -104,7 +101,6 @@ def report(findings: Findings, folder: Path, width: int | None = None) -> str:
         _kernels(findings.operators.kernels, width),
         _modules(findings, width),
         _waits(findings.waits),
-        _memory(findings),
         [f"note: {note}" for note in findings.notes],
         [f"files in {folder}", *trace],
     ]
@@ -114,7 +110,7 @@ def report(findings: Findings, folder: Path, width: int | None = None) -> str:
 def files(findings: Findings) -> dict[str, bytes]:
     """Return name -> content of the files in profile/, except the text."""
     found: dict[str, bytes] = {"summary.json": (json.dumps(summary(findings), indent=2) + "\n").encode()}
-    operators, memory = findings.operators, findings.memory
+    operators = findings.operators
     if operators.trace:
         found["trace.json.gz"] = operators.trace
     if operators.rows:
@@ -124,11 +120,6 @@ def files(findings: Findings) -> dict[str, bytes]:
         found["kernels.csv"] = _csv([asdict(row) for row in operators.kernels])
     if findings.modules:
         found["modules.csv"] = _csv([_flat(row) for row in findings.modules])
-    if memory:
-        names = [f"{kind.replace(' ', '_')}_bytes" for kind in memory.held]
-        rows = zip(memory.times_ms, *memory.held.values(), strict=True)
-        found["memory.csv"] = _csv([dict(zip(["time_ms", *names], row, strict=True)) for row in rows])
-        found["memory.png"] = _picture(findings, memory.thinned(4000))
     return found
 
 
@@ -150,7 +141,6 @@ def summary(findings: Findings) -> dict[str, Any]:
         "kernels": [asdict(row) for row in operators.kernels[:TOP]],
         "modules": [asdict(row) for row in findings.modules],
         "waits": None if findings.waits is None else [asdict(row) for row in findings.waits],
-        "memory_peak_bytes": findings.memory.at_peak() if findings.memory else None,
         "notes": findings.notes,
     }
 
@@ -273,16 +263,6 @@ def _waits(waits: Sequence[Wait] | None) -> list[str]:
     return lines
 
 
-def _memory(findings: Findings) -> list[str]:
-    if findings.memory is None:
-        return []
-    held = findings.memory.at_peak()
-    when = findings.memory.times_ms[findings.memory.peak]
-    parts = ", ".join(f"{kind} {sized(nbytes)}" for kind, nbytes in held.items())
-    where = "memory of tensors" if findings.device == "cpu" else "GPU memory"
-    return [f"{where} at its peak, {when:.1f} ms into an update: {sized(sum(held.values()))}", f"  {parts}"]
-
-
 def _table(columns: Mapping[str, Sequence[str]], width: int) -> list[str]:
     """Return a header and a line per row; the last columns are dropped if there is no room."""
     rows = [tuple(columns), *zip(*columns.values(), strict=True)]
@@ -334,37 +314,4 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-def _picture(findings: Findings, memory: MemoryTimeline) -> bytes:
-    """Return the bytes of a picture of who holds memory when."""
-    unit, size = ("GiB", 2**30) if sum(memory.at_peak().values()) >= 2**30 else ("MiB", 2**20)
-    figure = new_figure(9.0, 5.0)
-    axes = figure.subplots()
-    held = {kind: [value / size for value in row] for kind, row in memory.held.items()}
-    axes.stackplot(
-        memory.times_ms, *held.values(), labels=list(held), step="post", colors=[_COLORS[kind] for kind in held]
-    )
-    peak = memory.peak
-    total = sum(row[peak] for row in held.values())
-    axes.axhline(total, color="black", linewidth=0.8, linestyle=":")
-    axes.annotate(
-        f"peak {total:.4g} {unit}",
-        (memory.times_ms[peak], total),
-        xytext=(0, 4),
-        textcoords="offset points",
-        ha="center",
-    )
-    axes.set_xlim(0, memory.times_ms[-1])
-    axes.set_ylim(0, total * 1.12)
-    axes.set_xlabel("time since the beginning of the update, with every allocation recorded (ms)")
-    axes.set_ylabel(f"memory of tensors ({unit})")
-    axes.set_title(f"memory in one update of phase {findings.phase} on {findings.device}")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-    return png(figure)
-
-
 AS_IT_IS = "as it is"
-_COLORS = {
-    "parameters": "#4477aa", "optimizer state": "#66ccee", "gradients": "#228833", "inputs": "#ccbb44",
-    "activations": "#ee6677", "temporaries": "#aa3377", "other": "#bbbbbb",
-}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Profile a few updates: operators, modules, memory and synchronizations, each in separate updates.
+"""Profile a few updates: operators, modules and synchronizations, each in separate updates.
 
 One instrument slows down what another one measures, so they run one after the other: first warm-up updates, then some
 that are only timed, then those with an instrument. Nothing here changes a number of the run.
@@ -22,7 +22,6 @@ from runner.base.values import Count, PositiveInt, Range
 from runner.profiling import trace_file
 from runner.profiling.instruments import (
     HiddenWaits,
-    MemoryOverTime,
     Modules,
     Operators,
     ProfiledUpdates,
@@ -124,7 +123,6 @@ class Session:
             ProfiledUpdates(AS_IT_IS, options.updates),
             Operators(subject, options),
             Modules(subject, options),
-            MemoryOverTime(subject),
             *([HiddenWaits(subject)] if subject.device.type == "cuda" else []),
         ]
         self._index = -1
@@ -267,7 +265,7 @@ def trace(
     record_shapes: bool = False,
     only: bool = False,
 ) -> Profiler:
-    """Profile operators, modules, memory and waits in a few updates of each phase; writes to profile/ of the run.
+    """Profile operators, modules and waits in a few updates of each phase; writes to profile/ of the run.
 
     skip           warm-up updates that are not recorded
     updates        updates timed without instruments; then as many with operators and as many with modules

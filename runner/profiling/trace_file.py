@@ -1,4 +1,4 @@
-"""Analyze a trace of torch's profiler: time breakdown, host waits and memory over time.
+"""Analyze a trace of torch's profiler: time breakdown and host waits.
 
 Source of the format: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsChNAySU
 """
@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 DATA = "accel-run: data"  # the annotation around the wait for a batch
 OWN = "accel-run: wait of the profiler"  # no wait of the run
 ASIDE = "accel-run: aside"  # an evaluation or a save: no part of an update
-MARK = "accel-run: mark "  # and a number: memory that is known by then, see `memory`
 
 Interval = tuple[float, float]  # microseconds from, to
 
@@ -87,38 +85,11 @@ class TraceFile:
         """When something was done that is no part of an update."""
         return _merged(_interval(event) for event in self._annotations(ASIDE))
 
-    def marks(self) -> dict[int, float]:
-        """Return number of the mark -> when it was made."""
-        return {int(event["name"].removeprefix(MARK)): event["ts"] for event in self._annotations(MARK)}
-
-    def addresses(self) -> set[int]:
-        """Return where memory was allocated."""
-        return {
-            int(event["args"]["Addr"])
-            for event in self.events
-            if event["name"] == "[memory]" and int(event["args"]["Bytes"]) > 0
-        }
-
-    def backward(self) -> list[Interval]:
-        """Return when a backward pass was at work."""
-        return _merged(self._named("autograd::engine::"))
-
-    def optimizer(self) -> list[Interval]:
-        """Return when the optimizer made its step."""
-        return _merged(_interval(event) for event in self._annotations("Optimizer.step#"))
-
     def _annotations(self, start: str) -> Iterable[dict[str, Any]]:
         return (
             event
             for event in self.events
             if event.get("cat") == "user_annotation" and event["name"].startswith(start) and event["ph"] == "X"
-        )
-
-    def _named(self, start: str) -> Iterable[Interval]:
-        return (
-            _interval(event)
-            for event in self.events
-            if event.get("cat") == "cpu_op" and event["name"].startswith(start) and event["ph"] == "X"
         )
 
     def _of(self, *kinds: str) -> Iterable[Interval]:
@@ -133,136 +104,6 @@ class TraceFile:
             is_operator = "::" in name and not name.startswith(("autograd::", "torch::autograd"))
             if (event.get("cat") == "cpu_op" and is_operator) or name.startswith(_GRAPHS):
                 yield event
-
-
-@dataclass(frozen=True)
-class MemoryTimeline:
-    """Bytes of each kind over the time of an update, and when they were the most.
-
-    times_ms  from the beginning of the update; `held[kind][i]` is what that kind held from `times_ms[i]` on
-    """
-
-    times_ms: Sequence[float]
-    held: Mapping[str, Sequence[int]]
-
-    @property
-    def peak(self) -> int:
-        """The index at which all kinds together hold the most."""
-        return max(range(len(self.times_ms)), key=lambda index: sum(row[index] for row in self.held.values()))
-
-    def at_peak(self) -> dict[str, int]:
-        """Return kind -> bytes at the peak; kinds that hold nothing there are left out."""
-        return {kind: row[self.peak] for kind, row in self.held.items() if row[self.peak]}
-
-    def thinned(self, most: int) -> MemoryTimeline:
-        """Return at most about `most` moments, among them the highest of each stretch."""
-        if len(self.times_ms) <= most:
-            return self
-        totals = [sum(row[index] for row in self.held.values()) for index in range(len(self.times_ms))]
-        step = -(-len(totals) // most)
-        kept = [
-            max(range(start, min(start + step, len(totals))), key=totals.__getitem__)
-            for start in range(0, len(totals), step)
-        ]
-        return MemoryTimeline(
-            [self.times_ms[i] for i in kept], {kind: [row[i] for i in kept] for kind, row in self.held.items()}
-        )
-
-
-KINDS = ("parameters", "optimizer state", "gradients", "inputs", "activations", "temporaries", "other")
-
-
-def memory(
-    trace: TraceFile,
-    is_on_gpu: bool,
-    lasting: Mapping[int, tuple[str, int]],
-    marked: Sequence[tuple[str, Sequence[int]]],
-    gpu: int = 0,
-) -> MemoryTimeline | None:
-    """Return who held memory when in the last recorded update; None where the trace says nothing of memory.
-
-    lasting  address -> kind and bytes, of what was there before
-    gpu      index of its GPU, if any: each GPU has a separate address space
-    marked   kind and addresses of each mark, in order: blocks at these addresses are of this kind since allocation
-    """
-    changes = sorted(
-        (
-            (
-                event["ts"],
-                int(event["args"]["Addr"]),
-                int(event["args"]["Bytes"]),
-                int(event["args"]["Total Allocated"]),
-            )
-            for event in trace.events
-            if event["name"] == "[memory]" and _gpu(event) == (gpu if is_on_gpu else None)
-        ),
-        key=lambda change: change[0],
-    )
-    if not changes or not trace.updates:
-        return None
-    blocks = _blocks(changes, trace, marked)
-    start, end = trace.updates[-1]
-    held = dict.fromkeys(KINDS, 0)
-    for kind, nbytes in lasting.values():
-        held[kind] += nbytes
-    if is_on_gpu:  # there the allocator knows of all; on the host it counts from when it is first asked
-        held["other"] = max(0, changes[0][3] - changes[0][2] - sum(held.values()))
-    times = [0.0]
-    rows: dict[str, list[int]] = {kind: [] for kind in KINDS}
-    freed: dict[int, str] = {}
-    for (when, address, nbytes, _), kind in zip(changes, blocks, strict=True):
-        if when > end:
-            break
-        if when > start and not rows["other"]:
-            for name, row in rows.items():
-                row.append(held[name])
-        of = kind or freed.get(address) or (lasting[address][0] if address in lasting else "other")
-        held[of] = max(0, held[of] + nbytes)
-        if when > start and not _holds(trace.aside, when):
-            times.append((when - start - _length(_common(trace.aside, [(start, when)]))) / 1e3)
-            for name, row in rows.items():
-                row.append(held[name])
-    if not rows["other"]:
-        return None
-    return MemoryTimeline(times, {kind: row for kind, row in rows.items() if any(row)})
-
-
-def _gpu(event: Mapping[str, Any]) -> int | None:
-    """Return the index of the GPU on which memory was allocated or freed, None for the host."""
-    return int(event["args"]["Device Id"]) if int(event["args"]["Device Type"]) != 0 else None
-
-
-def _blocks(
-    changes: Sequence[tuple[float, int, int, int]], trace: TraceFile, marked: Sequence[tuple[str, Sequence[int]]]
-) -> list[str]:
-    """Return the kind of each change; "" for memory that was allocated before."""
-    found = [""] * len(changes)
-    when_marked = trace.marks()
-    marks = sorted((when_marked[number], number) for number in range(len(marked)) if number in when_marked)
-    backward, optimizer = trace.backward(), trace.optimizer()
-    live: dict[int, list[int]] = {}  # address -> the changes of the block at this address
-    coming = iter([*marks, (float("inf"), -1)])
-    at, number = next(coming)
-    for index, (when, address, nbytes, _) in enumerate(changes):
-        while at < when:
-            kind, addresses = marked[number]
-            for known in addresses:
-                for change in live.get(known, ()):
-                    found[change] = kind
-            at, number = next(coming)
-        if nbytes > 0:
-            live[address] = [index]
-            is_temporary = _holds(backward, when) or _holds(optimizer, when)
-            found[index] = "inputs" if _holds(trace.data, when) else "temporaries" if is_temporary else "activations"
-        elif address in live:
-            first = live.pop(address)[0]
-            found[index] = found[first]
-    while number >= 0:  # after the last change
-        for known in marked[number][1]:
-            for change in live.get(known, ()):
-                found[change] = marked[number][0]
-        at, number = next(coming)
-    return found
 
 
 # ---------------------------------------------------------------- intervals
