@@ -32,13 +32,10 @@ _accel_run() {
     while IFS= read -r word; do
         COMPREPLY+=("${word#"$prefix"}")
     done < <("$1" complete -- "${words[@]}" 2>/dev/null)
-    if [[ $3 == --task || $3 == --config-dir ]]; then
-        compopt -o filenames 2>/dev/null && COMPREPLY=("${COMPREPLY[@]%/}")  # readline adds the slash of a folder
-    fi
-    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=./] ]] && compopt -o nospace 2>/dev/null
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace 2>/dev/null
     return 0
 }
-complete -F _accel_run accel-run
+complete -o default -F _accel_run accel-run
 """
 
 ZSH = """\
@@ -46,14 +43,14 @@ ZSH = """\
 _accel_run() {
     local -a found
     found=(${(f)"$(${(Q)words[1]} complete -- "${(@)words[2,CURRENT-1]}" "$PREFIX" 2>/dev/null)"})
-    compadd -S '' -- ${(M)found:#*[=./]}
-    compadd -- ${found:#*[=./]}
-    (( $#found ))
+    compadd -S '' -- ${(M)found:#*[=.]}
+    compadd -- ${found:#*[=.]}
+    (( $#found )) || _files
 }
 if [[ $funcstack[1] == _accel_run ]]; then _accel_run "$@"; else compdef _accel_run accel-run; fi
 """
 
-# fish itself adds no space after = . and /
+# fish itself adds no space after = and .
 FISH = """\
 function __accel_run_complete
     set -l before (commandline -opc)
@@ -62,7 +59,7 @@ function __accel_run_complete
     set -l current (commandline -ct)
     $program complete -- $before "$current" 2>/dev/null
 end
-complete -c accel-run -f -a '(__accel_run_complete)'
+complete -c accel-run -a '(__accel_run_complete)'
 """
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
