@@ -217,10 +217,8 @@ def _suite_words(line: TypedLine) -> Iterable[str]:
 
     suite = SUITES.get(line.overrides.get("suite", OWN["suite"]), SuiteDeclaration(""))
     techniques = files_of(line.config_dir) if "techniques" in suite.options else ()
-    return [
-        *(word for word in (*suite.words, *techniques) if word not in line.words),
-        *(f"{x}=" for x in suite.options),
-    ]
+    words = [word for word in (*suite.words, *techniques) if word not in line.words]
+    return [*words, *(f"{name}=" for name in suite.options)]
 
 
 def _runs(line: TypedLine) -> list[str]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 BOTH = {"together": "1", "metric": "", "goal": ""}
 GRID = {**BOTH, "retry": "false"}
 TOGETHER_HELP = """\
-  together=1|N|auto            number of concurrent trials; auto: as many as fit in device memory, by prediction
+  together=1                   number of concurrent trials
   metric=NAME, goal=min|max    how trials are compared, at their last evaluation (default: as for early_stopping)"""
 
 
@@ -24,9 +24,8 @@ def wish_of(own: Mapping[str, str]) -> SweepRequest:
 
     problems = []
     together, goal, retry = own["together"], _GOALS.get(own["goal"], own["goal"]), own.get("retry", "false")
-    if together != "auto" and not (together.isdecimal() and int(together)):
-        what = "must be an integer of at least 1, or auto"
-        problems.append(Problem(what, f"together={together}", "use together=2, or together=auto"))
+    if not (together.isdecimal() and int(together)):
+        problems.append(Problem("must be an integer of at least 1", f"together={together}", "use together=2"))
     if goal not in ("", "min", "max"):
         problems.append(Problem("must be min or max", f"goal={goal}", "use goal=min if lower is better"))
     if retry not in ("true", "false"):
@@ -36,7 +35,7 @@ def wish_of(own: Mapping[str, str]) -> SweepRequest:
     return SweepRequest(
         own["metric"] or None,
         "max" if goal == "max" else "min" if goal else None,
-        "auto" if together == "auto" else int(together),
+        int(together),
         retry == "true",
     )
 

@@ -40,13 +40,13 @@ class SweepRequest:
     """Options of a sweep besides its settings.
 
     metric    metric that compares trials, and best_is its direction; None: those of early_stopping
-    together  number of concurrent trials; auto: as many as fit on the device
+    together  number of concurrent trials
     retry     run failed trials again
     """
 
     metric: str | None = None
     best_is: Literal["min", "max"] | None = None
-    together: int | Literal["auto"] = 1
+    together: int = 1
     retry: bool = False
 
 

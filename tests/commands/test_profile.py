@@ -135,7 +135,7 @@ def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None
         rows = (tmp_path / "outputs" / folder / "metrics.jsonl").read_text().splitlines()
         return [(row["train/loss"], row["train/grad_norm"]) for row in map(json.loads, rows) if "train/loss" in row]
 
-    assert len(losses("profiles/p")) == 12
+    assert len(losses("profiles/p")) == 10
     assert losses("profiles/p") == losses("plain")[:12]
 
 

@@ -28,8 +28,8 @@ from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps import sweep
-from runner.sweeps.packing import NUMBERS_ONLY, DeviceCapacity, Packing, TrialDemand, distinct, packed, packing_of
-from runner.sweeps.sweep_syntax import SearchSpace, composed, expand_sweep
+from runner.sweeps.packing import Packing, packed, packing_of
+from runner.sweeps.sweep_syntax import SearchSpace
 from runner.sweeps.trials import Result, Sweep, Trial, as_csv, table, told, winner
 from tests.faults.tallies import SEED
 from tests.forkserver import ForkServer
@@ -212,7 +212,7 @@ def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServe
     at_once = [sum(begin <= since < end for begin, end in spans) for since, _ in spans]
     assert max(at_once) == 2
     assert all(f"mine-{number} | trains mine-{number}\n" in out for number in (1, 2, 3, 4))
-    assert out.startswith("together=2: ")
+    assert out.startswith("2 trials at once, ")
     counted = [int(record(tmp_path, number)["threads"]) for number in (1, 2, 3, 4)]
     assert [record(tmp_path, number)["cores"] for number in (1, 2, 3, 4)] == counted
     assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
@@ -476,53 +476,18 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
 # ---------------------------------------------------------------- how many at once
 
 
-@pytest.mark.parametrize(
-    ("rooms", "cores", "trials", "slots", "why"),
-    [
-        ([DeviceCapacity("", "Card", 16 << 30, 3 << 30)], 8, 20, [{"OMP_NUM_THREADS": "2"}] * 4, "4 at once by memory"),
-        (
-            [DeviceCapacity("", "Card", 16 << 30, 3 << 30)], 8, 3,
-            [{"OMP_NUM_THREADS": "2"}] * 3, "3 at once by the number of",
-        ),
-        ([DeviceCapacity("", "Card", 80 << 30, 1 << 30)], 4, 20, [{"OMP_NUM_THREADS": "1"}] * 4, "4 at once by cores"),
-        ([DeviceCapacity("", "Card", 4 << 30, 5 << 30)], 4, 20, [{"OMP_NUM_THREADS": "4"}], "1 at once by memory"),
-        (
-            [DeviceCapacity("GPU-a", "Card", 8 << 30, 3 << 30),
-             DeviceCapacity("GPU-b", "Card", 4 << 30, 3 << 30)], 6, 20,
-            [{"CUDA_VISIBLE_DEVICES": f"GPU-{name}", "OMP_NUM_THREADS": "2"} for name in "aba"], "3 at once by memory",
-        ),
-    ],
-)  # fmt: skip
-def test_as_many_trials_run_at_once_as_memory_cores_and_their_number_allow(
-    rooms: list[DeviceCapacity], cores: int, trials: int, slots: list[dict[str, str]], why: str
-) -> None:
-    packing = packing_of(TrialDemand(tuple(rooms), cores), "auto", trials)
-    assert [slot.environment for slot in packing.slots] == slots
-    assert packing.why.startswith(f"together=auto: {why}")
-
-
-def test_trials_at_once_share_no_core_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_at_once_are_divided_among_the_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweeps.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
-    slots = packing_of(TrialDemand((DeviceCapacity("", "Card", 0, 0),), 6), 3, 9).slots  # a quota leaves 6 of them
+    slots = packing_of(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the cores
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]
+    assert {slot.environment["OMP_NUM_THREADS"] for slot in slots} == {"2"}
     assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]
-
-
-def test_what_is_not_known_is_one_at_a_time_and_says_why() -> None:
-    packing = packing_of(TrialDemand(cores=4, why_not="no data"), "auto", 9)
-    assert packing == Packing(why=packing.why)
-    assert packing.why.startswith("together=auto: ")
-    assert packing.why.endswith("no data")
+    assert [slot.environment for slot in packing_of([""], 4, 2).slots] == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
 def test_trials_that_take_all_devices_run_alone() -> None:
     several = [compose(Request(("parallelism=ddp",)))]
     assert packed(several, 1) == Packing()
-    found = packed(several, "auto")
-    assert found == Packing(why=found.why)
-    assert "parallelism=ddp" in found.why
-    unlike = composed(expand_sweep(Request(("device=cpu,cuda:0",))))
-    found = packed(unlike, "auto")
-    assert found == Packing(why=found.why)
     with pytest.raises(ConfigError) as caught:
         packed(several, 2)
     assert [problem.where for problem in caught.value.problems] == ["together=2"]
@@ -530,22 +495,14 @@ def test_trials_that_take_all_devices_run_alone() -> None:
     assert len(packed(alone, 2).slots) == 2, "auto is one device here"
 
 
-def test_settings_that_change_numbers_only_are_traced_once() -> None:
-    requests = expand_sweep(Request(("seed=0,1", "optimizer.lr=0.1,0.2", "global_batch_size=8,16")))
-    sizes = [each.settings.global_batch_size for each in distinct(composed(requests))]
-    assert sizes == [8, 16]
-    assert {"seed", "optimizer.lr", "updates"} <= NUMBERS_ONLY <= set(compose(Request(("scheduler=cosine",))).flat())
-
-
-def test_what_is_planned_and_traced_for_a_sweep_leaves_torch_out_of_its_process(tmp_path: Path) -> None:
+def test_what_is_planned_for_a_sweep_leaves_torch_out_of_its_process(tmp_path: Path) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
     main = "from runner.cli import main; from runner.sweeps import pool; from tests.sweeps.stand_in import TRIAL; "
     main += "import sys; pool.TRIAL_MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
     main += "sys.exit(code)"
-    words = ["train", "-m", "seed=0,1", "together=auto", "device=cpu", "run=mine", "--task", str(task)]
+    words = ["train", "-m", "seed=0,1", "together=2", "device=cpu", "run=mine", "--task", str(task)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     line = [sys.executable, "-c", main, *words]
     ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert " predicted for each, " in ended.stdout.splitlines()[0]
-    assert ended.stdout.startswith("together=auto: ")
+    assert ended.stdout.startswith("2 trials at once, ")
