@@ -26,7 +26,7 @@ from markdown_it.token import Token
 
 import runner
 from runner.cli import main
-from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, plan, profile, report, runs, search, tune
+from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, profile, report, runs, search, tune
 from runner.commands.arguments import checkpoint_choice, own_arguments, read, read_of_a_run, read_options
 from runner.commands.sweep_arguments import GRID, wish_of
 from runner.config.aliases import FOREIGN_KEYS
@@ -221,7 +221,7 @@ def _new(words: list[str]) -> None:
 
 READERS: Mapping[str, Callable[[list[str]], Any]] = {
     "train": _settings, "both": _settings,
-    "plan": lambda words: _settings([word for word in words if word != plan.PROBE]),
+    "plan": _settings,
     "inference": _of_a_run, "evaluate_run": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
     "search": _search, "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise,
     "tune": tune.read_words,

@@ -6,14 +6,12 @@ import shlex
 from functools import cache
 from typing import TYPE_CHECKING
 
-from runner.base.errors import ConfigError, Problem
 from runner.base.secret import fit_to_show
 from runner.base.text import aligned, for_terminal
 from runner.commands.arguments import SETTINGS_HELP, read, teller
 from runner.config.config_files import facts_of_profiles
 from runner.config.configuration import compose
 from runner.config.request import merge_overrides
-from runner.config.schema import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,22 +22,17 @@ if TYPE_CHECKING:
     from runner.plan.prediction_text import FittingChange
     from runner.plan.run_plan import Plan
 
-PROBE = "--probe"
-HELP = f"""usage: accel-run plan [--probe] [key=value ...]
+HELP = f"""usage: accel-run plan [key=value ...]
 
 Shows every value of the run with its reason, the predicted memory, and the estimated time of an update, without
 training. With a hardware profile it plans for that machine, even if it is not this one. If the run would not fit, it
 lists settings that would. Exits with 78 and lists all problems if the configuration is invalid.
-
-  --probe    run three real updates on this machine, in a temporary folder, and save the measurements; later plans are
-             corrected by them
 
 {SETTINGS_HELP}
 examples
   accel-run plan
   accel-run plan +hardware=t4
   accel-run plan +hardware=t4 task.size=124m global_batch_size=256
-  accel-run plan --probe
 """
 
 
@@ -48,17 +41,7 @@ def run(words: list[str]) -> int:
     from runner.plan.planner import LISTED, inventory_for, make_plan
     from runner.plan.run_plan import rank_table
 
-    probes = PROBE in words
-    rest = [word for word in words if word != PROBE]
-    slips = [word for word in rest if _means_probe(word)]
-    if slips:
-        raise ConfigError([Problem("unknown option", word, f"use {PROBE}") for word in slips])
-    configuration = compose(read(rest).request)
-    if probes:
-        from runner.tools.measure.real_updates import probe
-
-        lines = probe(configuration.request, teller("probe"))
-        print(for_terminal(fit_to_show("\n".join(lines))), end="\n\n", flush=True)
+    configuration = compose(read(words).request)
     inventory, whose = inventory_for(configuration)
     make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
     tell = teller("plan")
@@ -78,13 +61,6 @@ def run(words: list[str]) -> int:
     ]
     print(for_terminal(fit_to_show("\n\n".join(filter(None, parts)))))
     return 0
-
-
-def _means_probe(word: str) -> bool:
-    """Return whether the argument is a misspelled `--probe`, not a setting such as profiler."""
-    key, flag = word.partition("=")[0], PROBE.lstrip("-")
-    is_near = key.startswith("-") and not key.startswith("--prof") and did_you_mean(key.lstrip("-"), [flag])
-    return key == flag or bool(is_near)
 
 
 def _needs(configuration: Configuration, inventory: Inventory, on_wait: Callable[[], object]) -> Needs:
@@ -108,7 +84,7 @@ def _memory(
         from runner.host.subprocesses import in_subprocess
 
         changes, untried = in_subprocess(changes_of, configuration, inventory, plan, needs, profiles, on_wait=on_wait)
-    return sheet(plan, needs, peaks_of_ranks(plan, needs, profiles), changes, untried), changes
+    return sheet(plan, needs, peaks_of_ranks(plan, profiles), changes, untried), changes
 
 
 def command(configuration: Configuration, changes: Sequence[str] = ()) -> str:

@@ -14,7 +14,6 @@ from runner.config.options import task_source
 from runner.engine.task_loading import explained
 from runner.forecast.memory_forecast import Forecast, least_samples
 from runner.forecast.stage_memory import StagePrediction
-from runner.plan.corrections import corrections
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, Needs
@@ -35,8 +34,7 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             because the memory of a GPU's allocator is not linear in the size
     Raises the exceptions of the task; call it in a subprocess (runner.launch.traced_demand).
     """
-    known = corrections()
-    plan = make_plan(configuration, inventory, needs=Needs({}, known))
+    plan = make_plan(configuration, inventory, needs=Needs({}))
     file = plan.task_file
     try:
         with (
@@ -46,14 +44,14 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             Forecast(_free(configuration), inventory) as made,
         ):
             if _is_pipeline(plan) and not made.limit:
-                staged = _of_pipeline(configuration, inventory, plan, Needs({}, known), beyond=beyond)
+                staged = _of_pipeline(configuration, inventory, plan, Needs({}), beyond=beyond)
                 if staged.demands:
                     return staged
             tracer = _Tracer(made, Allocator.of(plan.choices["memory"].options.get("allocator")))
             tracer.trace(_sizes(plan))
 
             def wanted() -> set[int]:
-                needs = Needs(tracer.demands(), known)
+                needs = Needs(tracer.demands())
                 planned = make_plan(configuration, inventory, needs=needs)
                 return wanted_sizes(planned, configuration, inventory, needs, beyond=beyond)
 
@@ -62,14 +60,14 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
             for _ in range(MOST_ROUNDS):
                 if not tracer.trace(wanted()):
                     break
-            whole = Needs(tracer.demands(), known)
+            whole = Needs(tracer.demands())
             plan = make_plan(configuration, inventory, needs=whole)
             return _of_pipeline(configuration, inventory, plan, whole, beyond=beyond) if _is_pipeline(plan) else whole
     except (ConfigError, TaskFault):
         raise
     except Exception as error:  # for example missing data, or an operation that fake tensors do not support
         why = error.problems[0].what if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"
-        return Needs({}, known, first_line(why))
+        return Needs({}, first_line(why))
 
 
 def _fits(plan: Plan) -> bool:

@@ -168,7 +168,7 @@ def _resolved(words: Words, plan: Plan) -> Words:
 
 def _seconds(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the estimated seconds of one update of every phase together, or None if unknown."""
-    peaks = peaks_of_ranks(plan, needs, profiles)
+    peaks = peaks_of_ranks(plan, profiles)
     found = [
         seconds_of(plan, phase, needs.demands[phase.name], peaks)
         for phase in plan.selected

@@ -29,17 +29,15 @@ class DevicePeaks:
     """Peak rates of a device.
 
     flops_per_s, bytes_per_s  from its profile
-    measured                  operations per second of real updates; None if never measured
     """
 
     flops_per_s: float | None = None
     bytes_per_s: float | None = None
-    measured: float | None = None
 
     @property
     def is_known(self) -> bool:
         """Return whether a time can be estimated."""
-        return self.measured is not None or (self.flops_per_s is not None and self.bytes_per_s is not None)
+        return self.flops_per_s is not None and self.bytes_per_s is not None
 
 
 @dataclass(frozen=True)
@@ -61,23 +59,19 @@ class Seconds:
         return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
-def peaks_of(
-    name: str, precision: str, profiles: Iterable[Mapping[str, Any]], measured: Mapping[str, float] | None = None
-) -> DevicePeaks:
+def peaks_of(name: str, precision: str, profiles: Iterable[Mapping[str, Any]]) -> DevicePeaks:
     """Return the peak rates of the device of this name.
 
     profiles  facts of hardware profiles; the first that has the device is used
-    measured  precision -> operations per second, measured by a probe
     """
-    rate = (measured or {}).get(precision)
     for facts in profiles:
         for device in facts.get("devices") or ():
             if str(device.get("name", "")).lower() != name.lower():
                 continue
             flops, memory = device.get(FACTS[precision]), device.get("memory_bandwidth_gb_s")
             flops = device.get("fp32_tflops") if flops is None else flops
-            return DevicePeaks(flops * 1e12 if flops else None, memory * 1e9 if memory else None, rate)
-    return DevicePeaks(measured=rate)
+            return DevicePeaks(flops * 1e12 if flops else None, memory * 1e9 if memory else None)
+    return DevicePeaks()
 
 
 def update_seconds(
@@ -107,11 +101,6 @@ def _at_least(found: Seconds, number: int) -> Seconds:
 def _of_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) -> Seconds | None:
     """Return the estimated time of computation and memory access."""
     work = sum((point.work for point in points), ComputeCost())
-    if peaks.measured is not None:
-        seconds = work.flops / peaks.measured
-        return Seconds(
-            seconds, seconds, f"{_big(work.flops)}FLOP at the {_big(peaks.measured)}FLOP/s measured by a probe"
-        )
     if peaks.flops_per_s is None or peaks.bytes_per_s is None:
         return None
     moved = work.moved_bytes + demand.step.moved_bytes

@@ -1,8 +1,7 @@
 """Predict the memory of a run on a device by part, whether it fits, and the largest micro-batch that fits.
 
 The input is a trace on the CPU (runner.plan.memory_trace). It is converted to a device by the allocator
-(runner.plan.cuda_allocator), the rank's part in each strategy, the memory of libraries (overhead.yaml), and
-corrections measured on this machine (runner.plan.corrections).
+(runner.plan.cuda_allocator), the rank's part in each strategy, and the memory of libraries (overhead.yaml).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from runner.base.partition import in_flight_of
 from runner.base.text import sized
 from runner.config.configuration import Choice
-from runner.plan.corrections import Correction
 from runner.plan.cuda_allocator import Allocator, replay
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.rank_devices import RankDevice
@@ -418,23 +416,16 @@ def passes_of(share: int, held: int) -> int:
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory demand of the phases of a task, and corrections for the devices of this machine.
+    """Memory demand of the phases of a task.
 
-    demands      training phase -> its demand
-    corrections  device -> measurements of a probe
-    why_not      why nothing, or not everything, is known; empty otherwise
-    layout       lines with the layers that a pipeline puts on each device
+    demands  training phase -> its demand
+    why_not  why nothing, or not everything, is known; empty otherwise
+    layout   lines with the layers that a pipeline puts on each device
     """
 
     demands: Mapping[str, Demand]
-    corrections: Mapping[str, Correction] = field(default_factory=dict)
     why_not: str = ""
     layout: tuple[str, ...] = ()
-
-    def corrected(self, rank: RankDevice) -> RankDevice:
-        """Return the device with its corrections applied."""
-        correction = self.corrections.get(rank.name)
-        return correction.of(rank) if correction else rank
 
     def of(self, phase: str | None) -> tuple[Demand, ...]:
         """Return the demand of the phase; for None, or a phase that was not traced, those of all phases."""

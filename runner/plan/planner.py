@@ -159,7 +159,7 @@ class _Planner(Decisions):
         if ranks is None and named.startswith("cuda:"):
             self.choose("parallelism", "single", f"auto: device={named} selects one device")
             return
-        there = self._corrected(ranks or _devices_here(chosen, self.inventory))
+        there = self._limited(ranks or _devices_here(chosen, self.inventory))
         if self.needs is None or len(there) == 1:
             name = "single" if len(there) == 1 else "ddp"
             reason = f"auto: one device ({there[0].name})" if len(there) == 1 else "auto: several devices"
@@ -181,14 +181,14 @@ class _Planner(Decisions):
             what = f"cannot be one of the {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.function == "single":
-            self.ranks = self._corrected(ranks or [RankDevice.of(chosen, self.inventory)])
+            self.ranks = self._limited(ranks or [RankDevice.of(chosen, self.inventory)])
             there = len(_devices_here(chosen, self.inventory))
             if ranks is None and there > 1 and not self.configuration.is_set_by_user("parallelism"):
                 self.notes.append(f"1 of {there} GPUs is used: use parallelism=auto to share updates among all of them")
             return chosen
         wanted = parallelism.options.get("world_size", "auto")
         gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
-        self.ranks = self._corrected([RankDevice.of(gpu, self.inventory) for gpu in gpus])
+        self.ranks = self._limited([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
         used = [gpu for gpu in gpus if gpu is not None]
         weakest = min(
@@ -198,18 +198,16 @@ class _Planner(Decisions):
             self.notes.append(f"all ranks compute in one format, chosen for {weakest.name}")
         return weakest
 
-    def _corrected(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
-        """Return the devices with corrections applied, and with no more memory than this process may use."""
+    def _limited(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
+        """Return the devices with no more memory than this process may use."""
         options = self.choices["memory"].options
         fractions, limit_gib = (options.get("fraction") or 1.0, self.allocator.fraction), options.get("limit_gib")
         found = []
         for rank in ranks:
-            known = self.needs.corrected(rank) if self.needs else rank
             limits = [int(min(fractions) * rank.memory_bytes)] if min(fractions) < 1 and rank.is_gpu else []
             limits += [int(limit_gib * GIB)] if limit_gib else []
-            if limits:
-                known = dataclasses.replace(known, free_bytes=min(*limits, rank.capacity_bytes or limits[0]))
-            found.append(known)
+            most = min(*limits, rank.capacity_bytes or limits[0]) if limits else rank.free_bytes
+            found.append(dataclasses.replace(rank, free_bytes=most))
         return tuple(found)
 
     def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:

@@ -33,11 +33,10 @@ class FittingChange:
         return f"{sized(self.bytes):>9}  {time:>7}  {' '.join(self.words)}"
 
 
-def peaks_of_ranks(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> dict[str, DevicePeaks]:
-    """Return the peak rates of each device of the plan by name, in the plan's precision; measured if known."""
+def peaks_of_ranks(plan: Plan, profiles: Sequence[Mapping[str, Any]]) -> dict[str, DevicePeaks]:
+    """Return the peak rates of each device of the plan by name, in the plan's precision."""
     precision = plan.choices["precision"].name
-    rates = {name: known.flops_per_s for name, known in needs.corrections.items()}
-    return {name: peaks_of(name, precision, profiles, rates.get(name)) for name in {rank.name for rank in plan.ranks}}
+    return {name: peaks_of(name, precision, profiles) for name in {rank.name for rank in plan.ranks}}
 
 
 def sheet(
@@ -212,9 +211,7 @@ def _assumed(plan: Plan, needs: Needs) -> list[str]:
     is_pipeline = plan.choices["parallelism"].function == "pipeline" and plan.world_size > 1
     if is_pipeline and not all(demand.stages for demand in needs.demands.values()):
         why.append("each rank of this pipeline is assumed to hold an equal part of the model, without send buffers")
-    said += [f"NOT EXACT: {each}" for each in dict.fromkeys(why) if each]
-    names = dict.fromkeys(rank.name for rank in plan.ranks)
-    return said + [f"{needs.corrections[name]}." for name in names if name in needs.corrections]
+    return said + [f"NOT EXACT: {each}" for each in dict.fromkeys(why) if each]
 
 
 def _alike(of_ranks: Sequence[RankMemory]) -> list[list[RankMemory]]:

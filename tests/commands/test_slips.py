@@ -165,14 +165,6 @@ accel-run: --global-batch-size=64: unknown option; settings have the form key=va
 accel-run: fast: is not a setting; settings have the form key=value
            accel-run plan shows every key
 """,
-    "plan --prob": """\
-accel-run: --prob: unknown option
-           use --probe
-""",
-    "plan probe": """\
-accel-run: probe: unknown option
-           use --probe
-""",
     "monitor once": """\
 accel-run: once: is not a setting; settings have the form key=value
            use --once

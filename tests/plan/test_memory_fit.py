@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import stat
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from runner.base.json_converter import decode_valid, encode
 from runner.base.text import sized
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
-from runner.plan.corrections import FILE, Correction, corrections, keep
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.estimate import LAUNCH_S, DevicePeaks, peaks_of, update_seconds
 from runner.plan.inventory import Cpu, Device, Inventory
@@ -124,16 +121,6 @@ def test_buckets_of_ddp_are_there_while_no_gradient_is() -> None:
 def test_a_stage_keeps_as_many_passes_as_its_schedule_has_under_way(words: str, in_flight: float) -> None:
     choice = composed("parallelism=pipeline", f"parallelism.schedule={words}").choices["parallelism"]
     assert RankPart.of(choice, 2, 64, 8).in_flight == in_flight
-
-
-def test_what_was_measured_is_predicted_again() -> None:
-    point = dataclasses.replace(demand(4).points[0], reserved=round(1.2 * demand(4).points[0].peak.total))
-    need, rank = dataclasses.replace(demand(4), points=(point,)), device(16)
-    modelled = predicted(need, 4, rank).total
-    for factor in (1.3, 0.5):
-        corrected = Correction("a GPU", "gpt", "2026-11-22", tensors=factor).of(dataclasses.replace(rank, unseen=0.04))
-        found = predicted(need, 4, corrected).total
-        assert max(1.0, factor) * modelled <= found <= 1.03 * max(1.0, factor) * modelled
 
 
 def test_what_cannot_help_at_its_best_is_not_traced() -> None:
@@ -321,36 +308,11 @@ def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) 
     assert again == made.memory[0]
 
 
-def test_a_correction_is_found_again_on_this_machine_and_replaces_the_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCEL_RUN_CACHE", str(tmp_path / "cache"))
-    assert corrections() == {}
-    file = Path(keep(Correction("a GPU", "gpt", "2026-11-22", None, 1.2, {"fp16": 1e12})))
-    keep(Correction("a GPU", "gpt", "2026-11-23", 5, 1.3, {"fp32": 2e12}))
-    found = corrections()["a GPU"]
-    assert found == Correction("a GPU", "gpt", "2026-11-23", 5, 1.3, {"fp16": 1e12, "fp32": 2e12})
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    rank = Needs({}, {"a GPU": found}).corrected(device(16, overhead_bytes=99))
-    assert rank.overhead_bytes == 5
-    assert predicted(demand(2, 8), 4, rank).total > predicted(demand(2, 8), 4, device(16)).total
-    machine = next(iter(json.loads(file.read_text())))
-    for damaged in ("{", "[]", *(json.dumps({machine: kept}) for kept in ({"a GPU": {"tensors": -1}}, [1], "text"))):
-        (tmp_path / "cache" / FILE).write_text(damaged)
-        assert corrections() == {}, "what cannot be read was not measured"
-    other = tmp_path / "other"
-    other.write_text("kept")
-    file.unlink()
-    file.symlink_to(other)
-    keep(Correction("a GPU", "gpt", "2026-11-22"))
-    assert (other.read_text(), stat.S_IMODE(file.lstat().st_mode)) == ("kept", 0o600), "a link is not followed"
-
-
 def test_needs_survive_the_way_between_ranks() -> None:
-    needs = Needs({"train": demand(2, 8)}, {"a GPU": Correction("a GPU", "gpt", "2026-11-22")}, "a reason")
+    needs = Needs({"train": demand(2, 8)}, "a reason")
     again = decode_valid(Needs, json.loads(json.dumps(encode(needs))))
     assert again.demands["train"].at(5) == needs.demands["train"].at(5)
-    assert (again.corrections, again.why_not) == (needs.corrections, needs.why_not)
+    assert again.why_not == needs.why_not
 
 
 def test_what_fits_and_what_is_advised_are_both_told() -> None:

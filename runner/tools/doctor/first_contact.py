@@ -245,7 +245,7 @@ def expectation(request: Request, context: CheckContext) -> Expected | str:
     from runner.plan.prediction_text import peaks_of_ranks, seconds_of
 
     configuration = compose(request)
-    needs = dataclasses.replace(needs_of(configuration, context.here), corrections={})
+    needs = needs_of(configuration, context.here)
     plan = make_plan(configuration, context.here, needs=needs)
     phase = next((each for each in plan.phases if each.name in needs.demands), None)
     if phase is None:
@@ -254,7 +254,7 @@ def expectation(request: Request, context: CheckContext) -> Expected | str:
     parts = predicted(demand, phase.batch.micro_batch_size, rank).parts
     allocated = sum(size for part, size in parts.items() if part not in ("libraries", "allocator"))
     of_pass, passes = demand.at(phase.batch.micro_batch_size).work.launches, phase.batch.accumulation_steps
-    seconds = seconds_of(plan, phase, demand, peaks_of_ranks(plan, needs, list(facts_of_profiles().values())))
+    seconds = seconds_of(plan, phase, demand, peaks_of_ranks(plan, list(facts_of_profiles().values())))
     return Expected(allocated, allocated + parts.get("allocator", 0), demand.step.launches + of_pass * passes, seconds)
 
 
