@@ -7,11 +7,9 @@ comparing     compare (rounds, restarts, budget), comparison_result (results, ou
 processes     fork_server (starts and stops variants), variant_process (the training in a variant), forked_ranks
               (variants with ranks), run_queue (waits for other jobs), weight_sketch (compares weights)
 suites        suites (declarations, and a module each), suite (request, tables, JSON), measuring_place (where a request
-              is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates,
-              counting and roofline (limits of the machine)
+              is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates
 tune          tuner (search and proof), tune_axes (what may change)
-advise        advisor, rules (evidence -> candidates), criteria (rules of thumb and ranges), probe (inspects the code of
+advise        advisor, rules (evidence -> candidates), criteria (rules of thumb), probe (inspects the code of
               a task), facts, candidates, hint (one line at the end of a run)
 profiles      hardware_profile (writes the settings that were found)
-plan          real_updates (three real updates beside their prediction)
 """

@@ -57,7 +57,6 @@ from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, slowed_by
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
-from runner.tools.measure.counting import counted
 from runner.tools.measure.forked_ranks import as_answer, send, serve_ranks
 from runner.tools.measure.probe import batch_of, probe
 from runner.tools.measure.run_queue import RunQueueWait
@@ -257,7 +256,7 @@ class TrainingVariant:
     def execute(self, order: Mapping[str, Any]) -> Answer:
         """Execute an order; return its result. Raises its error, explained as at the end of a run."""
         orders: Mapping[str, Callable[..., Answer]] = {
-            "begin": self.begin, "run": self.run_block, "report": self.report, "probe": self.probe, "count": self.count,
+            "begin": self.begin, "run": self.run_block, "report": self.report, "probe": self.probe,
             "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
         }  # fmt: skip
         given = {key: value for key, value in order.items() if key != "do"}
@@ -433,10 +432,6 @@ class TrainingVariant:
     def batch(self) -> Answer:
         """Return the shape of the model's input and the number of terms of its loss."""
         return batch_of(self.phase)
-
-    def count(self) -> Answer:
-        """Count floating-point operations and bytes of the next update."""
-        return dataclasses.asdict(counted(lambda: next(self.updates), self.run.parts.world.device))
 
     def _slowed_updates(self, factor: float) -> Iterator[int]:
         """Start the updates; on the last rank, a sample takes so many times as long, by sleeping."""

@@ -24,7 +24,7 @@ class SuiteDeclaration:
 
 
 MODES = ("isolated", "cumulative")
-PARTS = ("matmul", "copies", "disk", "roofline")
+PARTS = ("matmul", "copies", "disk")
 SUITES: Mapping[str, SuiteDeclaration] = {
     "ladder": SuiteDeclaration(
         "techniques, alone and combined",
@@ -33,7 +33,7 @@ SUITES: Mapping[str, SuiteDeclaration] = {
         ("all", "init", "reset", "clean", "plots"),  # besides the names of techniques
     ),
     "machine": SuiteDeclaration(
-        "the limits of the machine, and how close an update comes to them",
+        "the limits of the machine: matrix products, memory, copies, disk",
         {"rounds": "7", "disk_mib": "64"},  # most rounds; size of the file that is written
         PARTS,
     ),

@@ -1,34 +1,24 @@
-"""`suite=machine`: matrix products, memory, copies and disk, and how close an update comes to these limits.
+"""`suite=machine`: matrix products, memory, copies and disk, compared with the limits of the data sheets.
 
 Each part is measured in a separate process; within a part, everything is interleaved in random order.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.json_converter import encode
-from runner.base.picture import png
 from runner.base.text import first_line
 from runner.config.config_files import facts_of_profiles
-from runner.config.configuration import Configuration, compose
-from runner.config.request import Request, merge_overrides
+from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
-from runner.durable import files
 from runner.host.subprocesses import in_subprocess
 from runner.plan.inventory import Device, Inventory, take_inventory
-from runner.tools.measure.compare import Ask, CompareLimits, Comparison
-from runner.tools.measure.comparison_result import RESTLESS, Variant, VariantResult
 from runner.tools.measure.machine_rates import (
-    LEAST_ROUNDS,
     MIB,
     MachineRequest,
     MachineResults,
@@ -41,12 +31,9 @@ from runner.tools.measure.machine_rates import (
 from runner.tools.measure.suite import SuiteReport, SuiteRequest, SuiteTable, Value, saved
 from runner.tools.measure.suites import PARTS
 
-if TYPE_CHECKING:
-    from runner.tools.measure.roofline import RooflinePoint, Roofs
-
 
 def run(wanted: SuiteRequest) -> SuiteReport:
-    """Measure the requested parts and draw the roofline.
+    """Measure the requested parts.
 
     Raises ConfigError for an unknown part or an invalid number.
     """
@@ -57,26 +44,17 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     device = str(configuration.settings.device)
     asked = MachineRequest(inventory, device, rounds, configuration.settings.root, disk_mib * MIB)
     found = MachineResults(skipped=skipped_without_gpu(parts, inventory, device))
-    for part in (part for part in parts if part in MEASURED):
+    for part in parts:
         wanted.say(f"measures {part}")
         found.add(part, _in_process(part, asked, SHARES[part] * wanted.budget_s))
     peaks = DataSheetPeaks(facts_of_profiles(wanted.request.config_dir))
     tables, sources = _tables(found.rates, inventory, peaks)
     found.notes += sources
-    headline, update = _summary(found.rates), dict[str, Any]()
-    written: list[Path] = []
-    if "roofline" in parts:
-        wanted.say("measures an update")
-        try:
-            sentence, update, written = _roofline(wanted, configuration, found)
-            headline = sentence or headline
-        except AccelRunError as error:
-            found.skipped["roofline"] = first_line(str(error.problems[0]))
     rates = [encode(rate) | dict(zip(("low", "high"), rate.quartiles, strict=True)) for rate in found.rates]
     for rate, row in zip(found.rates, rates, strict=True):
         row["median"] = rate.median
-    data = {"threads": found.threads, "rates": rates, "update": update or None}
-    return saved(wanted, "machine", SuiteReport(headline, tables, found.notes, found.skipped, data, written))
+    data = {"threads": found.threads, "rates": rates}
+    return saved(wanted, "machine", SuiteReport(_summary(found.rates), tables, found.notes, found.skipped, data))
 
 
 # ---------------------------------------------------------------- published peaks
@@ -117,87 +95,6 @@ _FACTS: Mapping[tuple[str, str], tuple[str, float]] = {
     ("copies", "device to device"): ("memory_bandwidth_gb_s", 1e9),
     ("copies", "memory, triad"): ("memory_bandwidth_gb_s", 1e9),
 }
-
-
-# ---------------------------------------------------------------- the update
-
-
-def _roofline(
-    wanted: SuiteRequest, configuration: Configuration, found: MachineResults
-) -> tuple[str, dict[str, Any], list[Path]]:
-    """Measure an update, and draw it under the roofs of its device; return the sentence, the data and the plot."""
-    from runner.tools.measure.roofline import drawn, judged
-
-    share = SHARES["roofline"] * wanted.budget_s
-    point, opened = measured_update(wanted.request, share, found, configuration.choices["task"].name)
-    device = "cuda:0" if opened["device"] == "cuda" else str(opened["device"])
-    roofs = _roofs(found.rates, device, str(opened["device_name"]))
-    if roofs is None or point.format not in roofs.compute:
-        found.skipped["roofline"] = f"no roof was measured for {point.format} on {device}"
-        return "", {}, []
-    if device == "cpu" and found.threads != opened["threads"]:
-        threads = f"the roofs are of {found.threads} threads, the update of {opened['threads']} (backend.threads)"
-        found.notes.append(threads)
-    if configuration.choices["parallelism"].name != "single":
-        found.notes.append("the update on the roofline runs in one process, with all its samples")
-    has_flops = point.count.flops > 0
-    if has_flops:
-        found.notes.append(_HOW_COUNTED)
-    else:
-        found.skipped["the update on the roofline"] = "it has no product, convolution or attention to count"
-    data = {
-        "task": point.name, "device": device, "format": point.format, "seconds": point.seconds, **encode(point.count),
-        "roofs": dict(roofs.compute), "memory_bytes_per_s": roofs.memory,
-    }  # fmt: skip
-    files.make_directory(wanted.folder)
-    plot = wanted.file("roofline.png")
-    files.atomic_write(plot, png(drawn(roofs, point if has_flops else None)))
-    return judged(roofs, point) if has_flops else "", data, [plot]
-
-
-def measured_update(
-    request: Request, seconds: float, found: MachineResults, task: str
-) -> tuple[RooflinePoint, dict[str, Any]]:
-    """Return the time and the counts of an update of one process, and what it consists of.
-
-    Compiled code cannot be counted: for a compiled model, the counts are those of the same update without compilation.
-    """
-    from runner.tools.measure.counting import Count
-    from runner.tools.measure.roofline import RooflinePoint
-
-    alone = dataclasses.replace(request, overrides=merge_overrides(request.overrides, ("parallelism=single",)))
-    limits = CompareLimits(budget_s=seconds)
-    with Comparison(alone) as comparison:
-        with comparison.alone(Variant(task), limits) as (ask, measured):
-            took = _blocks_s(ask, measured, seconds)
-            values = measured.opened["values"]
-            count = ask({"do": "count"}) if values["compile"] == "off" else None
-        if count is None:
-            with comparison.alone(Variant("counted", ("compile=off",)), limits) as (ask, _):
-                count = ask({"do": "count"})
-    rate = Rate("update", task, "update", 1, tuple(1 / each for each in took))
-    if rate.spread > RESTLESS:
-        found.notes.append(f"half of the blocks of updates differ by {rate.spread:.0%}: the machine is restless")
-    return RooflinePoint(task, Count(**count), statistics.median(took), str(values["precision"])), measured.opened
-
-
-def _blocks_s(ask: Ask, measured: VariantResult, seconds: float) -> list[float]:
-    """Return the seconds of an update, block by block."""
-    until, took = time.monotonic() + seconds, list[float]()
-    order = {"do": "run", "updates": measured.updates, "untimed": measured.untimed}
-    while len(took) < LEAST_ROUNDS or (len(took) < BLOCKS and time.monotonic() < until):
-        took.append(ask(order)["seconds"] / measured.updates)
-    return took
-
-
-def _roofs(rates: Sequence[Rate], device: str, device_name: str) -> Roofs | None:
-    """Return the measured rates of a device as roofs; None without its memory or any format."""
-    from runner.tools.measure.roofline import Roofs
-
-    mine = [rate for rate in best(rates) if rate.device == device]
-    compute = {rate.name: rate.median for rate in mine if rate.part == "matmul"}
-    memory = next((rate.median for rate in mine if rate.name == "memory, triad"), None)
-    return Roofs(device_name, compute, memory) if compute and memory else None
 
 
 # ---------------------------------------------------------------- tables
@@ -255,14 +152,12 @@ def skipped_without_gpu(parts: Sequence[str], inventory: Inventory, device: str)
 
 
 def _parts(words: Sequence[str]) -> list[str]:
-    """Return the parts to measure; a roofline needs matmul and copies."""
+    """Return the parts to measure."""
     for word in words:
         if word not in PARTS:
             what = f"must be one of {', '.join(PARTS)}"
             raise ConfigError(Problem(what, f"suite=machine {word}", did_you_mean(word, PARTS)))
-    wanted = set(words or PARTS)
-    wanted |= {"matmul", "copies"} if "roofline" in wanted else set()
-    return [part for part in PARTS if part in wanted]
+    return [part for part in PARTS if part in (words or PARTS)]
 
 
 def _number(options: Mapping[str, str], key: str) -> int:
@@ -286,8 +181,7 @@ def _in_process(part: str, asked: MachineRequest, seconds: float) -> MachineResu
 MEASURED: Mapping[str, Callable[[MachineRequest, float], MachineResults]] = {
     "matmul": matmul, "copies": copies, "disk": disk,
 }  # fmt: skip
-SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15, "roofline": 0.1}  # of the budget; the rest is for start-up
-BLOCKS = 9  # of updates
+SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15}  # of the budget; the rest is for start-up
 _OF_GPU = {
     "matmul": tuple(f"GPU {name} matmul" for name in ("fp32", "tf32", "bf16", "fp16", "fp64")),
     "copies": (
@@ -295,7 +189,3 @@ _OF_GPU = {
         "device to device", "GPU memory, triad",
     ),
 }  # fmt: skip
-_HOW_COUNTED = (
-    "FLOP of an update: products, convolutions and attention, as torch counts them. Bytes: what all operations read and"
-    " write without caches. Its true intensity is higher"
-)
