@@ -5,9 +5,7 @@ Both run in one process. `accel-run train parallelism=...` uses one process per 
 
 from __future__ import annotations
 
-import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +16,7 @@ import torch.distributed as dist  # noqa: TID251 - whether the caller's script h
 from torch import Tensor, nn
 
 from runner.base import partition
-from runner.base.accelerator import accelerator_of, current_device, device_count
+from runner.base.accelerator import current_device, device_count
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
 from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs
@@ -156,7 +154,6 @@ class PipelineParallel(nn.Module):
         self._place()
         inner = set(model.modules())
         self._helpers = [layer for layer in parts if layer not in inner]
-        self._clock = _Clock(self.devices)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the output of the unsplit model.
@@ -165,16 +162,13 @@ class PipelineParallel(nn.Module):
         """
         calls = self._parts(inputs, named)
         values: list[Any] = [None] * len(calls)
-        self._clock.start()
         # In order of time: at each tick every device has another part. GPUs compute while the next ones are launched.
         for tick in range(len(calls) + len(self._stages) - 1):
             for number in reversed(range(len(self._stages))):
                 part = tick - number
                 if 0 <= part < len(calls):
-                    with self._clock.at(number):
-                        inputs, named = calls[part] if number == 0 else ((values[part],), {})
-                        values[part] = self._stages[number](inputs, named)
-        self._clock.stop()
+                    inputs, named = calls[part] if number == 0 else ((values[part],), {})
+                    values[part] = self._stages[number](inputs, named)
         return _joined(values)
 
     def train(self, mode: bool = True) -> PipelineParallel:
@@ -193,20 +187,6 @@ class PipelineParallel(nn.Module):
             [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
             [cost.seconds for cost in self.costs],
         )
-
-    def bubble(self) -> partition.Bubble:
-        """Return the idle fraction of the devices in the last forward pass, with the ideal; NaN before the first pass.
-
-        Devices of type cpu compute sequentially, so expect 1 - 1 / devices.
-        """
-        count = len(self._stages)
-        ideal = partition.ideal_bubble(count, self.num_microbatches)
-        busy, spent = self._clock.read()
-        if not spent:
-            return partition.Bubble(math.nan, ideal, math.nan)
-        each = [seconds / self.num_microbatches for seconds in busy]
-        simulated = partition.simulated_bubble("gpipe", each, [0.0] * count, self.num_microbatches)
-        return partition.Bubble(1 - math.fsum(busy) / (count * spent), ideal, simulated)
 
     def _split(
         self, wanted: Sequence[int] | None, balance: partition.Balance, capacities: Sequence[int]
@@ -293,62 +273,6 @@ class DeviceStage:
             else:
                 value = layer(*given, **more)
         return value
-
-
-class _Clock:
-    """Compute time of each stage and total time of a forward pass, from the host clock or CUDA events."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = devices
-        self._marks: list[tuple[int, Any, Any]] = []
-        self._started: Any = None
-        self._ended: Any = None
-
-    def start(self) -> None:
-        self._marks.clear()
-        self._started = self._mark(len(self.devices) - 1)
-
-    def stop(self) -> None:
-        self._ended = self._mark(len(self.devices) - 1)
-
-    def at(self, stage: int) -> _Lap:
-        """Return a context that times a stage."""
-        return _Lap(self, stage)
-
-    def read(self) -> tuple[list[float], float]:
-        """Return the seconds per stage and in total; synchronizes the devices. Zeros before the first pass."""
-        busy = [0.0] * len(self.devices)
-        if self._ended is None:
-            return busy, 0.0
-        for stage, started, ended in self._marks:
-            busy[stage] += self._between(started, ended)
-        return busy, self._between(self._started, self._ended)
-
-    def _mark(self, stage: int) -> Any:
-        device = self.devices[stage]
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.Event(device, enable_timing=True)
-        event.record(accelerator_of(device).current_stream())
-        return event
-
-    @staticmethod
-    def _between(started: Any, ended: Any) -> float:
-        if isinstance(started, float):
-            return float(ended - started)
-        ended.synchronize()
-        return float(started.elapsed_time(ended)) / 1e3
-
-
-class _Lap:
-    def __init__(self, clock: _Clock, stage: int) -> None:
-        self.clock, self.stage = clock, stage
-
-    def __enter__(self) -> None:
-        self.started = self.clock._mark(self.stage)
-
-    def __exit__(self, *_: object) -> None:
-        self.clock._marks.append((self.stage, self.started, self.clock._mark(self.stage)))
 
 
 def _joined(values: Sequence[Any], name: str = "the output") -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 import subprocess
 import sys
@@ -151,17 +150,6 @@ def test_weights_of_another_device_are_borrowed() -> None:
     assert found.logits.shape == (4, 3, 5)
     assert found.logits.is_meta
     assert not model.embedding.weight.is_meta
-
-
-def test_the_bubble_is_told_beside_the_theory() -> None:
-    piped = PipelineParallel(ten_layers(), 4, ["cpu", "cpu"])
-    assert math.isnan(piped.bubble().measured)
-    assert piped.bubble().ideal == pytest.approx(1 / 5)
-    piped(torch.randn(8, 8, dtype=torch.float64))
-    measured, ideal, simulated = piped.bubble()
-    assert ideal == pytest.approx(1 / 5)
-    assert 0.5 <= measured < 1  # one processor: one stage after the other
-    assert 0 < simulated < 1
 
 
 class Summed(nn.Module):

@@ -39,6 +39,6 @@ IMPORTED = (
     "runner.engine.pickle_import", "runner.engine.weights",
     "runner.forecast.demand", "runner.forecast.memory_forecast", "runner.forecast.stage_memory",
     "runner.launch.hangs", "runner.launch.local", "runner.launch.rank_process", "runner.launch.start",
-    "runner.plan.planner", "runner.sweeps.sweep", "runner.tools.measure.facts", "runner.tools.measure.hint",
+    "runner.plan.planner", "runner.sweeps.sweep", "runner.tools.measure.facts",
     "safetensors.torch", "tests.waiting", "torch._dynamo", "torch.profiler._cupti_monitor",
 )  # fmt: skip

@@ -48,10 +48,10 @@ def run(words: list[str]) -> int:
     if begins := [word for word in given.overrides if word.partition("=")[0] == "resume"]:
         fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
         raise ConfigError(Problem("a run is resumed from its own checkpoints", begins[-1], fix))
-    from runner.commands.train import train_and_point
     from runner.durable.rewind import rewound
     from runner.durable.run_request import find_run, origin_of
     from runner.engine.repro_script import arguments_of
+    from runner.launch.start import train
 
     say = teller("resume")
     directory, root = find_run(given, say)
@@ -67,7 +67,7 @@ def run(words: list[str]) -> int:
     member = member_of(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
     with rewound(directory, checkpoint, say) if checkpoint and is_first else nullcontext():
-        return train_and_point(request)
+        return int(train(request)[0])
 
 
 def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, own_arguments, read
 from runner.commands.sweep_arguments import GRID, TOGETHER_HELP, wish_of
-from runner.config.request import Request
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
 
@@ -38,19 +37,6 @@ def run(words: list[str]) -> int:
     meant = [word for word in request.overrides if word.partition("=")[0] in GRID]
     if meant:
         raise ConfigError(Problem("applies only to a sweep over several values", word, "add -m") for word in meant)
-    return train_and_point(request)
-
-
-def train_and_point(request: Request) -> int:
-    """Train, and print a one-line hint if a setting would clearly make it faster; return 0, or 75."""
     from runner.launch.start import train
 
-    code, job = train(request)
-    if job is not None and code == 0:
-        from runner.records.events import Console
-        from runner.tools.measure.hint import hint  # imported late: not needed to report invalid settings
-
-        pointed = hint(job)
-        if pointed:
-            Console().info(pointed)  # does not fail on a broken pipe
-    return int(code)
+    return int(train(request)[0])

@@ -384,11 +384,6 @@ def tensorboard(
     return BackgroundTracker((show,))
 
 
-def wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return how `tracker=wandb` would log (online, offline or disabled), and the reason unless it is the setting."""
-    return choose_mode("auto", environ)
-
-
 def must_be_installed(tracker: str) -> None:
     """Raise MissingPackage if the package of the tracker is missing; without wandb, runs continue untracked."""
     if tracker == "tensorboard" and importlib.util.find_spec("tensorboard") is None:

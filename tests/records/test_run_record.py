@@ -19,6 +19,7 @@ from runner.durable.directory import RunDirectory
 from runner.durable.record_files import read_error, read_record
 from runner.durable.run_request import origin_of
 from runner.durable.run_state import state_of
+from runner.plan.run_plan import Plan
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 from runner.records.run_record import (
@@ -30,7 +31,6 @@ from runner.records.run_record import (
     RunRecord,
     RunResult,
 )
-from runner.tools.measure.hint import facts_of
 from runner.tools.report.run_data import read_story
 
 OLD = Path(__file__).parent / "run_of_version_1"
@@ -140,6 +140,8 @@ def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixt
     assert len(directory.owner.uid or "") == 32
     story = read_story(directory)
     assert (story.task, story.metrics["val/pck"], "record" in story.missing) == ("cape", 0.14916314143829318, False)
-    facts = facts_of(root / "first")
-    assert facts is not None
-    assert (facts.values["updates"], facts.values["micro_batch_size"], facts.evidence.updates) == (6, 4, 5)
+    values = Plan.from_json((root / "first" / "plan.json").read_text()).values()
+    assert (values["updates"], values["micro_batch_size"]) == (6, 4)
+    evidence = read_record(root / "first").evidence
+    assert evidence is not None
+    assert evidence.updates == 5

@@ -16,13 +16,10 @@ CHECKS: Mapping[str, DoctorCheck] = {
     "disk": DoctorCheck(
         storage.disk, "checkpoints and metrics are written there and must survive a power failure", limit_s=30.0
     ),
-    "temp": DoctorCheck(storage.temporary, "processes of a run communicate through it; data is cached"),
     "environment": DoctorCheck(host_checks.environment, "they are often set temporarily and forgotten"),
     "driver": DoctorCheck(gpu_checks.driver, "required for using and monitoring GPUs"),
     "processes": DoctorCheck(gpu_checks.processes, "they use its memory and time"),
     "packages": DoctorCheck(software.packages, "accel-run cannot start without them", limit_s=30.0),
-    "configuration": DoctorCheck(software.configuration, "every command starts with it", limit_s=20.0),
-    "wandb": DoctorCheck(software.wandb, "runs without a key are logged offline"),
     "torch": DoctorCheck(software.torch, "all computation uses it", limit_s=60.0),
     "gpus": DoctorCheck(gpu_checks.gpus, "GPUs that torch cannot use are idle", limit_s=60.0, needs="torch"),
     "versions": DoctorCheck(

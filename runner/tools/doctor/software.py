@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -39,15 +38,6 @@ def packages(context: CheckContext) -> Iterator[CheckResult]:
         yield _required(package)
 
 
-def configuration(context: CheckContext) -> Iterator[CheckResult]:
-    """Hydra composes the shipped configuration."""
-    from runner.config.configuration import compose
-    from runner.config.request import Request
-
-    composed = compose(Request(()))
-    yield ok("", f"{len(composed.choices)} groups composed by hydra-core {importlib.metadata.version('hydra-core')}")
-
-
 def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
     """Torch: import, version."""
     needed = next((each for each in required_packages() if each.name == "torch"), None)
@@ -71,17 +61,6 @@ def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
         yield failed("", f"torch must be {needed.specifier}, but is {seen}", _line("torch", str(needed.specifier)))
     else:
         yield ok("", f"{seen}{f', {needed.specifier} needed' if needed else ''}")
-
-
-def wandb(context: CheckContext) -> Iterator[CheckResult]:
-    """How tracker=wandb would log; no key is shown."""
-    from runner.trackers.tracker import wandb_mode
-
-    mode, reason = wandb_mode(os.environ)
-    if mode == "online":
-        yield ok("", "tracker=wandb would log online: there is an API key, which is not shown")
-    else:
-        yield skip("", f"tracker=wandb would be {mode}: {reason}", "wandb login" if "key" in reason else "")
 
 
 # ---------------------------------------------------------------- what is needed

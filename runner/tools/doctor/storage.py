@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from runner.base.errors import StorageError
-from runner.base.paths import cache_folder
 from runner.durable import files
 from runner.host.resources import affinity
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, warn
@@ -45,22 +43,6 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
         yield from _written(trial, context)
     finally:
         files.remove(trial)
-
-
-def temporary(context: CheckContext) -> Iterator[CheckResult]:
-    """Temporary directory and cache."""
-    folder = Path(tempfile.gettempdir())
-    free = shutil.disk_usage(folder).free
-    seen = f"{free / GIB:.1f} GiB free in {folder}"
-    yield (ok if free >= GIB else _little_temporary)("", seen, free_gib=free / GIB)
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        why = "torch.compile builds libraries there, and loads them"
-        yield warn("programs", f"{folder} is mounted noexec", "export TMPDIR=/path/that/allows/programs", why)
-    cache = nearest(cache_folder())
-    if os.access(cache, os.W_OK | os.X_OK):
-        yield ok("cache", f"prepared data is kept in {cache_folder()}")
-    else:
-        yield warn("cache", f"{cache_folder()} cannot be written", "export ACCEL_RUN_CACHE=/path/with/room")
 
 
 def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
@@ -140,10 +122,6 @@ def _written(trial: Path, context: CheckContext) -> Iterator[CheckResult]:
 
 def _little(subject: str, seen: str, **figures: float) -> CheckResult:
     return warn(subject, seen, _ELSEWHERE, "a checkpoint is written whole before an older one goes", figures)
-
-
-def _little_temporary(subject: str, seen: str, **figures: float) -> CheckResult:
-    return warn(subject, seen, "export TMPDIR=/path/with/room", figures=figures)
 
 
 _ELSEWHERE = "accel-run train output_root=/path/with/room"

@@ -10,6 +10,6 @@ suites        suites (declarations, and a module each), suite (request, tables, 
               is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates
 tune          tuner (search and proof), tune_axes (what may change)
 advise        advisor, rules (evidence -> candidates), criteria (rules of thumb), probe (inspects the code of
-              a task), facts, candidates, hint (one line at the end of a run)
+              a task), facts, candidates
 profiles      hardware_profile (writes the settings that were found)
 """

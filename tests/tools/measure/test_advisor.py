@@ -18,9 +18,7 @@ from runner.commands.advise import run, screen
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
-from runner.engine.job import Job
-from runner.plan.inventory import Cpu, take_inventory
-from runner.plan.planner import make_plan
+from runner.plan.inventory import Cpu
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 from runner.tools.measure.advisor import Advice, AdviceInputs, as_json
@@ -37,7 +35,6 @@ from runner.tools.measure.comparison_result import (
 from runner.tools.measure.criteria import criteria
 from runner.tools.measure.facts import Facts, monitored
 from runner.tools.measure.hardware_profile import Profile, write_profile
-from runner.tools.measure.hint import hint, worth_a_line
 from runner.tools.measure.measuring_place import filled
 from runner.tools.measure.rules import RuleFinding
 from runner.tools.measure.statistics import Ratio
@@ -372,40 +369,6 @@ def test_what_a_failed_run_measured_is_used_with_a_note(
     assert seen[0].evidence.updates == RUN.updates
 
 
-def test_what_takes_milliseconds_is_no_reason_for_a_hint() -> None:
-    def with_parts(scale: float) -> Facts:
-        parts = {"data": 9.0 * scale, "forward": 1.0 * scale}
-        values = {"dataloader": "default", "dataloader.num_workers": 0}
-        return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
-
-    assert [finding.rule for finding in worth_a_line(with_parts(1.0))] == ["data wait"]
-    assert worth_a_line(with_parts(0.01)) == []
-
-
-def test_the_hint_is_on_the_run_that_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run may be newer by then, and the settings may have changed since."""
-    monkeypatch.chdir(tmp_path)
-    job = job_of("run=mine", "output_root=there")
-    parts = {"data": 9.0, "forward": 1.0}
-    values = {"dataloader": "default", "dataloader.num_workers": 0}
-    asked: list[Path] = []
-
-    def facts_there(folder: Path) -> Facts:
-        asked.append(folder)
-        return Facts(Evidence(device="cpu", updates=100, parts_s=parts), values, CPU)
-
-    monkeypatch.setattr("runner.tools.measure.hint.facts_of", facts_there)
-
-    assert hint(job).split()[-4:] == ["accel-run", "advise", "run=mine", "output_root=there"]
-    assert [folder.absolute() for folder in asked] == [tmp_path / "there" / "mine"]
-
-
-def job_of(*words: str) -> Job:
-    """Return what these words would train."""
-    configuration, inventory = compose(Request(words)), take_inventory()
-    return Job(configuration.request, configuration, make_plan(configuration, inventory), inventory, "mine")
-
-
 def test_a_planted_wait_is_found_and_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -458,17 +421,3 @@ def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(
     assert found["advice"][0]["rule"] == "tiny micro-batches"
     assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=16"]
     assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == left
-
-
-def test_a_run_that_waits_points_to_advice_and_a_good_one_does_not(server: ForkServer, tmp_path: Path) -> None:
-    words = ["updates=60", "backend.threads=1", "checkpoint=off", "run=first"]
-    slow = server.run(["train", "--task", str(PLANTED / "far_away.py"), *words], tmp_path)
-    assert slow.code == 0, slow.err
-    last = slow.out.strip().splitlines()[-2:]
-    assert last[1].split()[-3:] == ["accel-run", "advise", "run=first"]
-
-    good = server.run(
-        ["train", "--task", str(PLANTED / "layers.py"), "task.width=512", *words[:-1], "run=second"], tmp_path
-    )
-
-    assert "accel-run advise" not in good.out
