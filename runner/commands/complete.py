@@ -135,6 +135,7 @@ class TypedLine:
         for name, signature in self.task.items():
             lead = "task" if name == "build" else "inference" if name.endswith(".predict") else ""
             keys |= {f"{lead}.{key}": value for key, value in signature.keys.items() if lead}
+        keys["inference.seed"] = Key("inference.seed", int, 0)
         return {name: key for name, key in keys.items() if name.startswith(prefix)}
 
     def _function(self, group: str) -> str:
@@ -158,7 +159,7 @@ def _offered(line: TypedLine, text: str) -> Iterable[str]:
     if line.last.startswith("-"):
         flags = [*(_PATH_FLAGS if has_settings else ()), *re.findall(r"(?<![\w-])--?[a-z][\w-]*", usage), "--help"]
         return [flag for flag in flags if flag not in line.flags]
-    own = dict.fromkeys(re.findall(r"(?:^ +|\[)(\w+)=", text.replace("key=value", ""), re.MULTILINE))
+    own = [] if "[-m]" in usage and "-m" not in line.flags else _own_keys(text)
     if has_value:
         lead = value[: max(value.rfind(","), value.rfind("[")) + 1]  # the earlier items of a list
         return [f"{key}={lead}{each}" for each in _values_of(line, key.lstrip("+"), text, has_settings=has_settings)]
@@ -169,8 +170,10 @@ def _offered(line: TypedLine, text: str) -> Iterable[str]:
     if "NAME|DIR" in usage and "run" not in line.overrides and not line.words:
         found += _runs(line)
     if line.command == "benchmark":
-        found += [*_suite_words(line)]
-    found += [f"{name}=" for name in own if name not in line.overrides]
+        words, own = _of_suite(line)
+        found += words
+    is_setting = {*GROUPS, *line.keys("")} if has_settings else ()
+    found += [f"{name}=" for name in own if name not in line.overrides and name not in is_setting]
     if line.command == "explain" and not line.words:
         return [name.removesuffix("=") for name in _settings(line)]
     return [*found, *(_settings(line) if has_settings else ())]
@@ -210,15 +213,20 @@ def _values_of(line: TypedLine, key: str, text: str, *, has_settings: bool) -> I
     return _literals(known[key].type) if key in known else []
 
 
-def _suite_words(line: TypedLine) -> Iterable[str]:
+def _own_keys(text: str) -> list[str]:
+    """Return the keys in the help of a command, without the settings of a training."""
+    return list(dict.fromkeys(re.findall(r"(?:^ +|\[)(\w+)=", text.replace("key=value", ""), re.MULTILINE)))
+
+
+def _of_suite(line: TypedLine) -> tuple[list[str], list[str]]:
+    """Return the words and the keys of the suite on the line."""
     from runner.commands.benchmark import OWN
     from runner.tools.measure.suites import SUITES, SuiteDeclaration
     from runner.tools.measure.technique import files_of
 
     suite = SUITES.get(line.overrides.get("suite", OWN["suite"]), SuiteDeclaration(""))
-    techniques = files_of(line.config_dir) if "techniques" in suite.options else ()
-    words = [word for word in (*suite.words, *techniques) if word not in line.words]
-    return [*words, *(f"{name}=" for name in suite.options)]
+    words = (*suite.words, *(files_of(line.config_dir) if "techniques" in suite.options else ()))
+    return [word for word in words if word not in line.words], [*OWN, *suite.options]
 
 
 def _runs(line: TypedLine) -> list[str]:

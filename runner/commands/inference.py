@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, read, read_of_a_run
-from runner.commands.complete import candidates
+from runner.commands.complete import TypedLine
 
 HELP = f"""usage: accel-run inference [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
        (short: accel-run infer)
@@ -35,13 +35,10 @@ def run(words: list[str]) -> int:
 def _own_keys(words: list[str]) -> tuple[str, ...]:
     """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
 
-    They belong to the run's task, or to the default task if the run does not exist.
+    They are those of --task, or of the default task.
     """
     arguments = read(words, positional=1)
     overrides = arguments.request.overrides
     if all(word.startswith(("inference.", "run=", "output_root=", "device=")) for word in overrides):
         return ()
-    run = [word for word in overrides if word.startswith(("run=", "output_root="))]
-    flags = [f"--task={arguments.request.task_file}"] if arguments.request.task_file else []
-    found = candidates(["inference", *flags, *run, *arguments.positional, "inference."])
-    return tuple(word.removesuffix("=") for word in found)
+    return tuple(TypedLine.read(["inference", *words], "inference.").keys("inference."))
