@@ -172,8 +172,9 @@ def _offered(line: TypedLine, text: str) -> Iterable[str]:
     if line.command == "benchmark":
         words, own = _of_suite(line)
         found += words
-    is_setting = {*GROUPS, *line.keys("")} if has_settings else ()
-    found += [f"{name}=" for name in own if name not in line.overrides and name not in is_setting]
+    elif has_settings:
+        own = [name for name in own if name not in (*GROUPS, *line.keys(""))]
+    found += [f"{name}=" for name in own if name not in line.overrides]
     if line.command == "explain" and not line.words:
         return [name.removesuffix("=") for name in _settings(line)]
     return [*found, *(_settings(line) if has_settings else ())]
