@@ -16,7 +16,7 @@ FILES = sorted([*(ROOT / "runner").rglob("*.py"), *(ROOT / "tasks").rglob("*.py"
 # (file, function around it, what is called) -> why the name cannot be anybody's
 PLACES: dict[tuple[str, str, str], str] = {
     ("runner/cli.py", "_dispatch", "import_module"): "names of the table COMMANDS",
-    ("runner/commands/complete.py", "_own_keys", "import_module"): "names of the table COMMANDS",
+    ("runner/commands/complete.py", "candidates", "import_module"): "names of the table COMMANDS",
     ("runner/commands/benchmark.py", "run", "import_module"): "names of the table SUITES",
     ("runner/__init__.py", "__getattr__", "getattr"): "names compared with a tuple in the line above",
     ("runner/engine/task_loading.py", "_import", "import_module"): "a task of ours, by the name of a file in conf/task that must be there, or the module of a package's entry point",
