@@ -120,8 +120,19 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
         here = Inventory((), cpu, notes=notes)
         file = own_profile(configuration.profile, configuration.request.config_dir)
         planned = inventory_of_profile(configuration.hardware, here, file)
+        planned = _with_ranks(planned, configuration.flat().get("parallelism.world_size"))
         return planned, f"the machine of profile {configuration.profile}"
     return take_inventory(), "this machine"
+
+
+def _with_ranks(planned: Inventory, world_size: object) -> Inventory:
+    """Return the machine of a profile with as many GPUs as there are ranks, if it describes fewer of one kind."""
+    gpus = planned.devices
+    if not isinstance(world_size, int) or world_size <= len(gpus) or len({gpu.name for gpu in gpus}) != 1:
+        return planned
+    devices = tuple(dataclasses.replace(gpus[0], index=index) for index in range(world_size))
+    note = f"planned for {world_size} x {gpus[0].name}: the profile describes {len(gpus)}"
+    return dataclasses.replace(planned, devices=devices, notes=(*planned.notes, note))
 
 
 class _Planner(Decisions):

@@ -368,6 +368,17 @@ def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
     assert made.choices["precision"].name == selected_options("hardware", profile)["precision"]
 
 
+def test_more_gpus_than_a_profile_describes_can_be_planned_for() -> None:
+    asked = configuration("hardware=h100", "parallelism=ddp", "parallelism.world_size=8", "global_batch_size=64")
+    here, _ = inventory_for(asked)
+    made = make_plan(asked, here)
+    assert [rank.device for rank in made.ranks] == [f"cuda:{index}" for index in range(8)]
+    assert len(set(made.batch.shares)) == 1
+    mixed = configuration("hardware=pair_11gb_8gb", "parallelism=ddp", "parallelism.world_size=3")
+    with pytest.raises(DeviceMissing):
+        make_plan(mixed, inventory_for(mixed)[0])
+
+
 @pytest.mark.parametrize(
     ("word", "value"),
     [
