@@ -90,7 +90,7 @@ REMOVED = {
 @pytest.mark.parametrize("kind", REMOVED)
 def test_a_wait_that_is_removed_from_a_run_is_missed(kind: str, stand_in: StandIn, tmp_path: Path) -> None:
     (tmp_path / "counted").mkdir()
-    words = f"{SMALL} run=r updates=4 device=cuda micro_batch_size=8 prefetch=stream task.width=256 monitor=off"
+    words = f"{SMALL} run=r updates=4 device=cuda micro_batch_size=2 prefetch=stream task.width=256 monitor=off"
     stand_in.command("a100", f"train {words}", tmp_path, tmp_path / "counted", before=f"\n{REMOVED[kind]}\n")
     (counted,) = read(tmp_path / "counted")
     assert kind in {text.partition(":")[0] for text in counted["misuses"]}

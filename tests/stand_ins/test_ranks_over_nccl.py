@@ -20,6 +20,7 @@ from runner.distributed import join
 from runner.launch import local
 from tests.end_to_end import test_ranks as whole_runs
 from tests.end_to_end.test_ranks import expected, folder, one_process
+from tests.faults import test_numeric as numeric
 from tests.faults import test_out_of_memory as shortages
 from tests.faults import test_ranks as faults
 from tests.faults.conftest import amount, seed, tally
@@ -49,7 +50,7 @@ class OnDevices:
     def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         given = [*(word for word in words if word != "device=cpu"), "device=cuda", EXACT]
         if not any(word.startswith("micro_batch_size=") for word in words):
-            given.append("micro_batch_size=8")  # nothing has to be traced
+            given.append("micro_batch_size=2")  # nothing has to be traced
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
     def wait(self) -> Ended:
@@ -68,6 +69,9 @@ def server(stand_in: StandIn) -> OnDevices:
     return OnDevices(stand_in.server)
 
 
+COPIED: set[Callable[..., None]] = set()
+
+
 def copied(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[..., None]:
     """Return a test of another file with marks of its own besides its parameters."""
 
@@ -75,6 +79,7 @@ def copied(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[
     def over_nccl(**fixtures: Any) -> None:
         test(**fixtures)
 
+    COPIED.add(test)
     kept = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
     return functools.reduce(lambda function, mark: mark(function), marks, _with_marks(over_nccl, kept))
 
@@ -95,6 +100,39 @@ test_a_signal = copied(whole_runs.test_a_run_that_is_asked_to_stop_saves_and_goe
 test_a_second_signal = copied(whole_runs.test_a_second_signal_leaves_at_once_with_130, LONG)
 test_a_killed_launcher = copied(whole_runs.test_nobody_is_left_when_the_launcher_is_killed, LONG)
 test_out_of_memory = copied(shortages.test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes, ONE)
+test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again, LONG)
+test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages, LONG)
+test_bad_samples = copied(whole_runs.test_a_rank_whose_samples_are_all_bad_leaves_them_to_the_others, LONG)
+test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit, LONG)
+test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
+test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
+
+# Tests of ranks in these files that are not run over NCCL as well.
+NO_FAILURE = {
+    whole_runs.test_one_rank_and_two_by_any_strategy_make_the_same_curve,
+    whole_runs.test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again,
+    whole_runs.test_updates_of_gpt_make_the_same_curve,
+    whole_runs.test_ranks_started_by_torchrun_make_the_same_run,
+    whole_runs.test_what_ranks_trained_is_used_by_one_process,
+    whole_runs.test_the_rank_that_holds_the_others_up_is_named,
+    whole_runs.test_bad_samples_of_any_rank_are_listed,
+    whole_runs.test_phases_of_statistics_are_merged_over_ranks,
+    whole_runs.test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row,
+    whole_runs.test_buffers_of_any_type_and_layout_start_alike,
+    whole_runs.test_a_fit_may_call_the_model,
+    whole_runs.test_what_cannot_be_is_said_before_anything_starts,
+}
+OTHERWISE = {
+    faults.test_ranks_of_torchrun,  # its interpreters do not know the stand-in
+    # A count on a device is not read before the update: the run ends one update later, as not finite.
+    whole_runs.test_an_update_without_items_ends_the_run_before_it_is_saved,
+}
+
+
+def test_every_test_of_failing_ranks_runs_over_nccl_too() -> None:
+    found = {value for file in (whole_runs, faults) for name, value in vars(file).items() if name.startswith("test_")}
+    assert found == (COPIED & found) | NO_FAILURE | OTHERWISE
+
 
 LAUNCHED = """
 import os, pytest
