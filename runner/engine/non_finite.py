@@ -361,10 +361,12 @@ class ModuleCalls:
     def nearest_to_the_loss(self) -> str | None:
         """Return the module that turned finite gradients into non-finite ones: innermost, and nearest to the loss."""
         found = [call for call in self.ended if not call.bad_outside and (call.bad_inside or _has_bad_gradient(call))]
-        for call in reversed(found):
-            inner = [other for other in found if _is_inside(other.name, call.name)]
-            return _described((inner or [call])[-1])
-        return None
+        if not found:
+            return None
+        call = found[-1]
+        while inner := [other for other in found if _is_inside(other.name, call.name)]:
+            call = inner[-1]
+        return _described(call)
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._is_over:

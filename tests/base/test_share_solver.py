@@ -402,6 +402,18 @@ def test_what_is_known_goes_on_from_a_checkpoint() -> None:
     assert ranks.over_best(again.shares) <= 1.10
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"gained": True}, {"gained": False}, {"verdicts": 2}, {"until_trial": 3}, {"said": True}, {"said": False}],
+)
+def test_each_field_of_a_checkpoint_is_restored(changes: dict[str, bool | int]) -> None:
+    balance, again = ShareSolution(64, 2), ShareSolution(64, 2)
+    run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
+    state = {**balance.state(), **changes}
+    again.load(state)
+    assert again.state() == state
+
+
 @pytest.mark.parametrize("other", [ShareSolution(65, 2), ShareSolution(64, 3), ShareSolution(64, 2, caps=(40, 40))])
 def test_what_was_known_of_another_division_is_not_used(other: ShareSolution) -> None:
     balance = ShareSolution(64, 2)

@@ -339,6 +339,29 @@ def test_a_module_that_is_given_what_is_not_finite_is_not_to_blame() -> None:
     assert not calls.ended, "its hooks are gone"
 
 
+class Root(nn.Module):
+    """A square root at 0: its value is finite, its gradient is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), Root()), nn.Tanh()), "1.1"),
+        (Root(), "the model itself"),
+    ],
+)
+def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: nn.Module, name: str) -> None:
+    with watched(model) as calls:
+        calls.begin()
+        loss = model(torch.ones(1, 2, requires_grad=True)).sum()
+        calls.end()
+        loss.backward()
+    assert calls.nearest_to_the_loss() == f"{name} (Root)"
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 def test_one_number_in_many_is_found(bad: float, dtype: torch.dtype) -> None:
