@@ -40,10 +40,11 @@ def download(plan: Plan, world: World, directory: RunDirectory, screen: Screen, 
     failed: list[BaseException] = []
     thread = threading.Thread(target=_fetch, args=(mirror, directory, screen, failed), name="mirror", daemon=True)
     thread.start()
-    while thread.is_alive():
+    is_loading = True
+    while is_loading:
         thread.join(_BEAT_S)
         pulse.now = (START, 0)
-        world.broadcast(thread.is_alive())
+        is_loading = world.broadcast(thread.is_alive())  # at least once: the other ranks wait for it
     if not failed:
         return mirror
     if not isinstance(failed[0], MirrorError) or newest(directory.checkpoints) is None:

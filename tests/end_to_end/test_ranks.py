@@ -178,6 +178,14 @@ def test_checkpoints_in_parts_go_on_with_any_number_of_ranks_by_any_strategy(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
+def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folder: Path) -> None:
+    words = f"{BASE} {SHARDED} parallelism.checkpoint=parts checkpoint.mirror=file://{folder}/mirror"
+    well(server.run(words.replace("updates=12", "updates=4"), folder))
+    (folder / "outputs").rename(folder / "lost")
+    well(server.run(f"{words} resume_allow=[updates]", folder))
+    assert [*losses(folder)] == [*range(1, 13)], "rows before the download are there too"
+
+
 def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_path: Path) -> None:
     words = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
     well(server.run(words, tmp_path))
