@@ -79,6 +79,7 @@ class Settings:
     epochs             passes over the training data (or give updates); 0: only phases without gradients
     global_batch_size  samples per update over all ranks and micro-batches
     micro_batch_size   samples per forward and backward pass on a device; auto: derived
+    cpu_micro_batch_size  largest micro_batch_size=auto on a CPU, where memory is not predicted before a run; null: any
     max_grad_norm      maximum gradient norm for clipping; null: no clipping
     seed               random seed of weights, data order and dropout
     device             auto, cpu, cuda, cuda:N or mps
@@ -96,6 +97,7 @@ class Settings:
     epochs: NonNegative | None = None
     global_batch_size: PositiveInt = 32
     micro_batch_size: PositiveInt | Literal["auto"] = "auto"
+    cpu_micro_batch_size: PositiveInt | None = None
     max_grad_norm: Positive | None = 1.0
     seed: Seed = 0
     device: DeviceName = "auto"

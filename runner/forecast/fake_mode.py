@@ -35,6 +35,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from runner.forecast.output_cache import OutputCache
 from runner.plan.memory_trace import ComputeCost, Event
 
 
@@ -128,34 +129,60 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     returns 0, for the runner's checks for finite numbers; otherwise it raises NotTraceable.
 
     refused  the last operation that could not be traced: a task may catch its exception
+
+    cached   False: compute the outputs of each operation, also of those seen before; the results are the same
     """
 
-    def __init__(self, ledger: AllocationLedger) -> None:
+    def __init__(self, ledger: AllocationLedger, *, cached: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.answers = True
         self.refused = ""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        self.is_cached = cached
+        self._cache = OutputCache(self.fakes)
         self._written: set[int] = set()  # storages of real tensors that were written from fake ones
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # most calls of a trace, and no operation
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         given = _tensors((args, kwargs))
         if not any(map(self.is_fake, given)):
             answer = func(*args, **kwargs)
-        else:
-            if func in _NUMBERS:
-                if not self.answers:
-                    self.refused = f"{func} needs a value of a tensor that depends on the weights"
-                    raise NotTraceable(self.refused)
-                return _NUMBERS[func]
-            try:
-                answer = self._followed(func, args, kwargs, given)
-            except _NOT_FOLLOWED as error:
-                self.refused = f"{func} cannot be traced: {type(error).__name__}"
-                raise
-        self._count(func, args, kwargs, given, answer)
+            self._count(func, args, kwargs, given, answer)
+            return answer
+        if func in _NUMBERS:
+            if not self.answers:
+                self.refused = f"{func} needs a value of a tensor that depends on the weights"
+                raise NotTraceable(self.refused)
+            self._count(func, args, kwargs, given, _NUMBERS[func])
+            return _NUMBERS[func]
+        key = self._key(func, args, kwargs, given)
+        known = None if key is None else self._cache.get(key)
+        if known is not None:
+            answer = self._cache.outputs(known, given)
+            for tensor in _tensors(answer):
+                self.ledger.saw(tensor)
+            if known.cost:
+                self.ledger.did(*known.cost)
+            return answer
+        try:
+            answer = self._followed(func, args, kwargs, given)
+        except _NOT_FOLLOWED as error:
+            self.refused = f"{func} cannot be traced: {type(error).__name__}"
+            raise
+        cost = self._count(func, args, kwargs, given, answer)
+        if key is not None and key not in self._cache:
+            self._cache.put(key, given, answer, cost)
         return answer
+
+    def _key(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        """Return the key of the operation in the cache, or None if it writes to real tensors or reads a mask."""
+        is_simple = self.is_cached and func not in _INDEXING and func is not _aten.masked_select.default
+        if not is_simple or (func._schema.is_mutable and not all(type(tensor) is FakeTensor for tensor in given)):
+            return None
+        return self._cache.key(func, args, kwargs)
 
     def is_fake(self, tensor: Tensor) -> bool:
         """Return whether the tensor has no content or an invalid one."""
@@ -218,17 +245,22 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [index]
         return index.nonzero().unbind(1)
 
-    def _count(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], answer: Any) -> None:
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], answer: Any
+    ) -> tuple[int, int, int] | None:
+        """Record outputs and cost of an operation; return the cost: operations, bytes, launches; None for a view."""
         made = _tensors(answer)
         for tensor in made:
             self.ledger.saw(tensor)
         if func.is_view:
-            return
+            return None
         flops = _FLOPS.get(func.overloadpacket)
         count = int(flops(*args, **kwargs, out_val=answer)) if flops else 0
         written = _written(func, args, kwargs) if func._schema.is_mutable else made
         moved = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *written])
-        self.ledger.did(count, moved, int(func.namespace != "prim" and func.overloadpacket not in _WITHOUT_KERNEL))
+        cost = (count, moved, int(func.overloadpacket not in _WITHOUT_KERNEL))
+        self.ledger.did(*cost)
+        return cost
 
 
 @contextmanager
@@ -296,6 +328,7 @@ def _flash_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, 
 
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _FLOPS: dict[Any, Callable[..., Any]] = {
     **flop_counter.flop_registry,
     # torch counts only GPU kernels
@@ -308,7 +341,7 @@ _CORRECTED: dict[
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-# Some operators launch several kernels on a GPU; these launch none, nor do views and those of `prim`.
+# Some operators launch several kernels on a GPU; these launch none, nor do views.
 _WITHOUT_KERNEL = {
     _aten.empty,
     _aten.empty_like,

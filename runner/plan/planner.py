@@ -343,6 +343,8 @@ class _Planner(Decisions):
                 whole = "auto: the largest that fits the smallest device, so that shares can follow speed"
                 if self.choices["parallelism"].options.get("shares") != "speed":
                     whole = f"auto: the largest that fits; the whole share of {max(batch.shares)} would not"
+                if not any(rank.is_gpu for rank in self.ranks):
+                    whole = "auto: cpu_micro_batch_size"
             self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else whole
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
@@ -366,6 +368,9 @@ class _Planner(Decisions):
         is_free = micro == "auto"
         if micro == "auto" and self.needs is not None and all(rank.is_gpu for rank in self.ranks):
             micro = self._held(self.needs, shares, phase, follows_speed=wanted == "speed" and count > 1)
+        most = self.configuration.settings.cpu_micro_batch_size
+        if micro == "auto" and most is not None and most < max(shares) and not any(rank.is_gpu for rank in self.ranks):
+            micro = most
         return divide(total, micro, shares, ragged=function != "single" or is_free), why
 
     def _of_stages(self, total: int, phase: str | None) -> int:

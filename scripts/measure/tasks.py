@@ -1,10 +1,11 @@
-"""Train every task at its tiny size, one after another, and print what each reached beside a trivial model.
+"""Train every task at its tiny size, and print what each reached beside a trivial model.
 
-    scripts/task_table [TASK...] [--root DIR]
+    scripts/task_table [TASK...] [--seeds 0,1,2] [--root DIR]
 
 Each task is trained and used as a user would: `accel-run both task=NAME`, default settings, a new run. The table gives
-wall time, the metrics that have a baseline, and whether the metric is on the right side of the bound written below.
-Prepared data is kept between runs, as for a user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
+wall time, the metrics that have a baseline, and whether the metric meets the bound stated below. With several seeds, a
+figure is the mean and the standard deviation over them, and a bound must hold for each. Prepared data is kept between
+runs, as for a user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -72,78 +74,100 @@ MINUTES = 3.0
 
 
 def main() -> int:
-    """Print the table; 0 where every bound holds."""
+    """Print the table; return 0 if every bound holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tasks", nargs="*", help="names of tasks; default: all")
     parser.add_argument("--root", type=Path, help="folder for the runs; default: a temporary one, which is kept")
     parser.add_argument("--cold", action="store_true", help="prepare the tasks' data from scratch")
+    parser.add_argument("--seeds", default="0", help="one training per seed: 0,1,2")
+    parser.add_argument("--busy", action="store_true", help="the machine does other work: times are shown, not judged")
     given = parser.parse_args()
     unknown = [task for task in given.tasks if task not in {run.split()[0] for run in BOUNDS}]
     if unknown:
         parser.error(f"there is no task {', '.join(unknown)}")
     root = given.root or Path(tempfile.mkdtemp(prefix="task-table-"))
     root.mkdir(parents=True, exist_ok=True)
-    table = Table(title=f"{time.strftime('%Y-%m-%d')}, {_machine()}")
+    table = Table(title=f"{time.strftime('%Y-%m-%d')}, {_machine()}, seeds {given.seeds}")
     for column in ("task", "train s", "all s", "metric", "reached", "baseline", "bound", ""):
         table.add_column(column, justify="right" if column in ("train s", "all s", "reached", "baseline") else "left")
     wanted = [run for run in BOUNDS if not given.tasks or run.split()[0] in given.tasks]
-    results = [_measure(run, root, cold=given.cold) for run in wanted]
-    for result in results:
-        for row in result["rows"]:
+    results: dict[str, list[dict[str, Any]]] = {}
+    ok = True
+    for run in wanted:
+        results[run] = [_train(run, seed, root, cold=given.cold) for seed in given.seeds.split(",")]
+        (root / "task_table.json").write_text(json.dumps(results, indent=2) + "\n")
+        rows, met = _rows(run, results[run], timed=not given.busy)
+        ok = ok and met
+        for row in rows:
             table.add_row(*row)
         table.add_section()
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    (root / "task_table.json").write_text(json.dumps(results, indent=2) + "\n")
     print(f"runs and task_table.json in {root}")
-    return 0 if all(result["ok"] for result in results) else 1
+    return 0 if ok else 1
 
 
-def _measure(run: str, root: Path, *, cold: bool) -> dict[str, Any]:
-    """Train a task and predict with it; return the rows of the table."""
+def _train(run: str, seed: str, root: Path, *, cold: bool) -> dict[str, Any]:
+    """Train a task and predict with it; return its metrics, baselines and times, or the log of a failed run."""
     task, *options = run.split()
-    name = "-".join([task, *(option.rpartition("=")[2] for option in options)])
+    name = "-".join([task, *(option.rpartition("=")[2] for option in options), seed])
     words = [sys.executable, "-m", "runner", "both", f"task={task}", *options, f"run={name}", f"output_root={root}"]
-    words.append("resume=fresh")
+    words += [f"seed={seed}", "resume=fresh"]
     environment = {**os.environ, **({"XDG_CACHE_HOME": str(root / "cache")} if cold else {})}
     began = time.perf_counter()
     with (root / f"{name}.log").open("w") as log:
         code = subprocess.run(words, stdout=log, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     seconds = time.perf_counter() - began
     if code:
-        return {
-            "run": run,
-            "ok": False,
-            "rows": [(run, "", f"{seconds:.0f}", f"exit {code}: {root / name}.log", "", "", "", "FAIL")],
-        }
+        return {"seed": seed, "error": f"exit {code}: {root / name}.log", "all_seconds": seconds}
     record = json.loads((root / name / "run.json").read_text())
-    trained = sum(phase["seconds"] for phase in record["phases"].values())
-    got, base = (
+    metrics, baselines = (
         {name.removeprefix("val/"): value for name, value in record[part].items()} for part in ("metrics", "baselines")
     )
-    checks = {bound.metric: bound for bound in BOUNDS[run]}
-    rows, ok = [], True
-    for name in [*checks, *(name for name in base if name in got and name not in checks)]:
-        holds = name not in checks or checks[name].holds(got, base, record["phases"])
-        ok = ok and holds
-        words_of = checks[name].words if name in checks else ""
-        verdict = ("ok" if holds else "MISSED") if name in checks else ""
-        first = (run, f"{trained:.0f}", f"{seconds:.0f}") if not rows else ("", "", "")
-        rows.append((*first, name, f"{got[name]:.4g}", f"{base[name]:.4g}" if name in base else "", words_of, verdict))
-    rows += [("", "", "", name, "", f"{value:.4g}", "", "") for name, value in base.items() if name not in got]
-    in_time = trained <= 60 * MINUTES
-    rows.append(
-        ("", "", "", "train s", f"{trained:.0f}", "", f"at most {60 * MINUTES:.0f}", "ok" if in_time else "MISSED")
-    )
     return {
-        "run": run,
-        "ok": ok and in_time,
-        "rows": rows,
-        "seconds": trained,
+        "seed": seed,
+        "seconds": sum(phase["seconds"] for phase in record["phases"].values()),
         "all_seconds": seconds,
-        "metrics": got,
-        "baselines": base,
+        "metrics": metrics,
+        "baselines": baselines,
         "phases": record["phases"],
     }
+
+
+def _rows(run: str, trained: list[dict[str, Any]], *, timed: bool) -> tuple[list[tuple[str, ...]], bool]:
+    """Return the rows of a task in the table and whether every bound holds for every seed."""
+    failed = [each["error"] for each in trained if "error" in each]
+    if failed:
+        return [(run, "", "", error, "", "", "", "FAIL") for error in failed], False
+    checks = {bound.metric: bound for bound in BOUNDS[run]}
+    base = trained[0]["baselines"]
+    shown = [*checks, *(name for name in base if name in trained[0]["metrics"] and name not in checks)]
+    rows, ok = [], True
+    for name in shown:
+        holds = name not in checks or all(
+            checks[name].holds(each["metrics"], each["baselines"], each["phases"]) for each in trained
+        )
+        ok = ok and holds
+        first = (run, *(_mean([each[key] for each in trained], "0f") for key in ("seconds", "all_seconds")))
+        words = checks[name].words if name in checks else ""
+        verdict = ("ok" if holds else "MISSED") if name in checks else ""
+        reached = _mean([each["metrics"][name] for each in trained])
+        known = f"{base[name]:.4g}" if name in base else ""
+        rows.append((*(first if not rows else ("", "", "")), name, reached, known, words, verdict))
+    rows += [("", "", "", name, "", f"{value:.4g}", "", "") for name, value in base.items() if name not in shown]
+    if timed:
+        in_time = all(each["seconds"] <= 60 * MINUTES for each in trained)
+        longest = max(each["seconds"] for each in trained)
+        verdict = "ok" if in_time else "MISSED"
+        rows.append(("", "", "", "train s", f"{longest:.0f}", "", f"at most {60 * MINUTES:.0f}", verdict))
+        ok = ok and in_time
+    return rows, ok
+
+
+def _mean(values: list[float], form: str = "4g") -> str:
+    """Return a value, or the mean and standard deviation of several."""
+    if len(values) == 1:
+        return f"{values[0]:.{form}}"
+    return f"{statistics.mean(values):.{form}} ± {statistics.stdev(values):.2g}"
 
 
 def _machine() -> str:

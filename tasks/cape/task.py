@@ -39,7 +39,7 @@ SIZES = {
     "tiny": {
         "updates": 800,
         "global_batch_size": 16,
-        "micro_batch_size": 4,
+        "cpu_micro_batch_size": 4,
         "optimizer.lr": 0.001,
         "scheduler.warmup": 0.05,
         "evaluate.every": 200,
@@ -47,7 +47,7 @@ SIZES = {
     "full": {
         "updates": 60000,
         "global_batch_size": 16,
-        "micro_batch_size": 4,
+        "cpu_micro_batch_size": 4,
         "optimizer.lr": 0.0001,
         "scheduler.warmup": 0.02,
         "evaluate.every": 2000,

@@ -36,7 +36,7 @@ SIZES = {
     "124m": {
         "updates": 20000,
         "global_batch_size": 480,
-        "micro_batch_size": 8,
+        "cpu_micro_batch_size": 8,
         "optimizer.lr": 0.0006,
         "scheduler.warmup": 0.03,
         "evaluate.every": 1000,
@@ -45,7 +45,7 @@ SIZES = {
     "350m": {
         "updates": 40000,
         "global_batch_size": 480,
-        "micro_batch_size": 4,
+        "cpu_micro_batch_size": 4,
         "optimizer.lr": 0.0003,
         "scheduler.warmup": 0.03,
         "evaluate.every": 1000,

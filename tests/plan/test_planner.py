@@ -599,3 +599,14 @@ def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes() -> Non
     assert "gfx1030" in str(problem)
     both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
     assert both.choices["precision"].function == "fp32", "ranks share a format: the one that all compute"
+
+
+def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
+    """Nothing predicts memory before a run on a CPU, so a large task limits its micro-batches there."""
+    words = ("task=gpt", "task.size=124m")
+    on_cpu, on_gpu = plan(*words).batch, plan(*words, on=machine(T4)).batch
+    assert (on_cpu.micro_batch_size, on_cpu.accumulation_steps) == (8, 60)
+    assert on_gpu.in_one_pass, "until memory is traced, the whole share"
+    assert plan(*words, "micro_batch_size=16").batch.micro_batch_size == 16
+    assert plan(*words, "global_batch_size=4").batch.micro_batch_size == 4
+    assert plan(*words, "parallelism=ddp", "parallelism.world_size=3", "global_batch_size=50").batch.shares == (17, 17, 16)

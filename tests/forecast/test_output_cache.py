@@ -1,0 +1,117 @@
+"""An operation whose outputs come from the cache is traced as one that is computed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from runner.forecast.fake_mode import AllocationLedger, FakeRun
+
+Operations = Callable[[nn.ParameterList, Tensor], object]
+
+
+def _attention(weights: nn.ParameterList, x: Tensor) -> object:
+    heads = F.linear(x, weights[0]).unflatten(1, (2, 4)).expand(3, -1, -1, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(3, -1).chunk(2, 1)
+
+
+def _numbers_that_are_equal(weights: nn.ParameterList, x: Tensor) -> object:
+    whole = torch.ones(3, dtype=torch.int64) * weights[1].long()[:3]
+    return whole * 1, whole * 1.0, whole * True, whole.to(torch.bool) * 1
+
+
+def _in_place(weights: nn.ParameterList, x: Tensor) -> object:
+    made = F.linear(x, weights[0])
+    made[:, 1:3].mul_(2).add_(1)
+    x.add_(made[:, :8])  # data into which a result is written has no value any more
+    return made.relu_(), x, x.view(-1)[3:]
+
+
+def _norms(weights: nn.ParameterList, x: Tensor) -> object:
+    made = F.layer_norm(F.linear(x, weights[0]), (8,))
+    return torch.var_mean(made, 1), made.split(3, 1), made.unbind(1), F.dropout(made, 0.5)
+
+
+def _masks(weights: nn.ParameterList, x: Tensor) -> object:
+    made = F.linear(x, weights[0])
+    return made[x > 0], made.masked_fill(x > 0, 0.0), torch.where(x > 0, made, x), made[:, [0, 2]]
+
+
+def _half(weights: nn.ParameterList, x: Tensor) -> object:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(x, weights[0]), F.linear(x, weights[0]).float().exp()
+
+
+def _complex(weights: nn.ParameterList, x: Tensor) -> object:
+    made = torch.fft.rfft(F.linear(x, weights[0]))
+    return made.conj().imag, made.abs()
+
+
+def _update(weights: nn.ParameterList, x: Tensor) -> object:
+    optimizer = torch.optim.AdamW(weights, foreach=True)
+    for _ in range(2):
+        (F.linear(x, weights[0]).square().sum() + weights[1].square().sum()).backward()
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def traced(operations: Operations, cached: bool) -> object:
+    """Return what three passes return (metadata, shared storages) and what was recorded of each of them."""
+    ledger, found = AllocationLedger(), []
+    run = FakeRun(ledger, cached=cached)
+    with run:
+        with run.building():
+            weights = nn.ParameterList([nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))])
+        for number in range(3):
+            ledger.stage = f"pass {number}"
+            answers = _tensors(operations(weights, torch.linspace(-1, 1, 32).view(4, 8)))
+            places = {id(answer.untyped_storage()): None for answer in answers}
+            found.append(
+                [
+                    (
+                        run.is_fake(one),
+                        one.dtype,
+                        one.shape,
+                        one.stride(),
+                        one.storage_offset(),
+                        one.requires_grad,
+                        one.untyped_storage().nbytes(),
+                        [*places].index(id(one.untyped_storage())),
+                    )
+                    for one in answers
+                ]
+            )
+            del answers
+    allocated = [event for event in ledger.events if event[1]]
+    return found, ledger.work, allocated, sorted(ledger.events)
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update],
+    ids=lambda one: one.__name__.strip("_"),
+)
+def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -> None:
+    assert traced(operations, cached=True) == traced(operations, cached=False)
+
+
+def test_asking_for_a_device_is_no_operation() -> None:
+    """The engine asks for the device of every gradient, which reads no memory."""
+    ledger = AllocationLedger()
+    run = FakeRun(ledger)
+    with run:
+        with run.building():
+            layer = nn.Linear(64, 64)
+        ledger.work.clear()
+        assert layer.weight.device == torch.device("cpu")
+    assert not ledger.work
