@@ -156,7 +156,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.answers:
                 self.refused = f"{func} needs a value of a tensor that depends on the weights"
                 raise NotTraceable(self.refused)
-            self._count(func, args, kwargs, given, _NUMBERS[func])
             return _NUMBERS[func]
         key = self._key(func, args, kwargs, given)
         known = None if key is None else self._cache.get(key)
@@ -258,7 +257,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = int(flops(*args, **kwargs, out_val=answer)) if flops else 0
         written = _written(func, args, kwargs) if func._schema.is_mutable else made
         moved = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *written])
-        cost = (count, moved, int(func.overloadpacket not in _WITHOUT_KERNEL))
+        cost = (count, moved, int(func.namespace != "prim" and func.overloadpacket not in _WITHOUT_KERNEL))
         self.ledger.did(*cost)
         return cost
 
@@ -341,7 +340,7 @@ _CORRECTED: dict[
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-# Some operators launch several kernels on a GPU; these launch none, nor do views.
+# Some operators launch several kernels on a GPU; these launch none, nor do views and those of `prim`.
 _WITHOUT_KERNEL = {
     _aten.empty,
     _aten.empty_like,

@@ -140,7 +140,9 @@ def _described(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutput | N
     for number, tensor in enumerate(inputs):
         if tensor.untyped_storage()._cdata == storage._cdata:
             is_fake = type(tensor) is FakeTensor
-            return CachedOutput(-1, number, shape, stride, output.storage_offset(), output.dtype) if is_fake else None
+            return (
+                CachedOutput(-1, number, shape, stride, int(output.storage_offset()), output.dtype) if is_fake else None
+            )
     with torch.utils._python_dispatch._disable_current_modes():
         fresh = torch.empty_strided(shape, stride, dtype=output.dtype, device="meta")
     if output.storage_offset() or fresh.untyped_storage().nbytes() != storage.nbytes():

@@ -103,6 +103,9 @@ def _prefetch(planner: Decisions, gpu: Device | None) -> None:
     elif name == "stream" and not _is_cuda(gpu):
         planner.choose("prefetch", "none", "no GPU")
         planner.notes.append("prefetch=stream has no effect without a GPU and is disabled")
+    if planner.choices["prefetch"].function == "stream" and not planner.choices["dataloader"].options["pin_memory"]:
+        why = "copies from pageable memory block the program and overlap with nothing"
+        planner.notes.append(f"prefetch=stream with dataloader.pin_memory=false: {why}; use dataloader.pin_memory=true")
 
 
 def _attention(planner: Decisions, gpu: Device | None) -> None:

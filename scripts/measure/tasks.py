@@ -141,7 +141,8 @@ def _rows(run: str, trained: list[dict[str, Any]], *, timed: bool) -> tuple[list
     checks = {bound.metric: bound for bound in BOUNDS[run]}
     base = trained[0]["baselines"]
     shown = [*checks, *(name for name in base if name in trained[0]["metrics"] and name not in checks)]
-    rows, ok = [], True
+    rows: list[tuple[str, ...]] = []
+    ok = True
     for name in shown:
         holds = name not in checks or all(
             checks[name].holds(each["metrics"], each["baselines"], each["phases"]) for each in trained

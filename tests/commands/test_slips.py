@@ -178,7 +178,7 @@ accel-run: first: is not a setting; settings have the form key=value
            use run=first
 """,
     "benchmark bf15": """\
-accel-run: bf15: must be a technique, one of baseline, tf32, bf16, fp16, channels_last, compile, flash, fused, 8bit
+accel-run: bf15: must be a technique, one of baseline, tf32, bf16, fp16, channels_last, compile, flash, fused, 8bit, autotune, non_blocking, prefetch
            did you mean bf16?
 """,
     "benchmark steps=0": """\

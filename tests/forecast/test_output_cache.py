@@ -14,7 +14,9 @@ Operations = Callable[[nn.ParameterList, Tensor], object]
 
 def _attention(weights: nn.ParameterList, x: Tensor) -> object:
     heads = F.linear(x, weights[0]).unflatten(1, (2, 4)).expand(3, -1, -1, -1).transpose(1, 2)
-    return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(3, -1).chunk(2, 1)
+    return (
+        F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).reshape(3, -1).chunk(2, 1)
+    )
 
 
 def _numbers_that_are_equal(weights: nn.ParameterList, x: Tensor) -> object:

@@ -609,4 +609,14 @@ def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
     assert on_gpu.in_one_pass, "until memory is traced, the whole share"
     assert plan(*words, "micro_batch_size=16").batch.micro_batch_size == 16
     assert plan(*words, "global_batch_size=4").batch.micro_batch_size == 4
-    assert plan(*words, "parallelism=ddp", "parallelism.world_size=3", "global_batch_size=50").batch.shares == (17, 17, 16)
+    assert plan(*words, "parallelism=ddp", "parallelism.world_size=3", "global_batch_size=50").batch.shares == (
+        17,
+        17,
+        16,
+    )
+
+
+def test_copies_ahead_from_pageable_memory_are_reported() -> None:
+    words = ("prefetch=stream", "dataloader.pin_memory=false")
+    assert any("dataloader.pin_memory=true" in note for note in plan(*words, on=machine(T4)).notes)
+    assert not any("pin_memory" in note for note in plan("prefetch=stream", on=machine(T4)).notes)

@@ -24,16 +24,20 @@ FOLDER = Path("benchmark") / "technique"  # in conf/, and in --config-dir
 class Technique:
     """Overrides that are applied to the baseline.
 
-    needs  group -> the option that the training must use
+    needs  group -> the option that the training must use; device: the kind of device
     """
 
     name: str
     overrides: tuple[str, ...] = ()
     needs: Mapping[str, str] = field(default_factory=dict)
 
-    def why_not(self, configuration: Configuration) -> str:
-        """Return what it lacks in this configuration; empty if nothing."""
+    def why_not(self, configuration: Configuration, device: str) -> str:
+        """Return what it lacks in this configuration on a device such as cuda:0; empty if nothing."""
         for group, option in self.needs.items():
+            if group == "device":
+                if option != device.partition(":")[0]:
+                    return f"needs device={option}, but this run uses {device}"
+                continue
             found = {"the training": configuration.choices[group]}
             for phase in _trained(configuration):
                 own = {"optimizer": phase.optimizer, "scheduler": phase.scheduler}
@@ -149,5 +153,6 @@ def _read(file: Path, root: Path) -> Technique:
 
 
 TAKEN = (STEP, "all", "init", "reset", "clean", "plots")  # a column, and arguments of the command line
-# The order of the shipped ones: formats, layout, compilation, kernels. Others follow by name.
-ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit")
+# The order of the shipped ones: formats, layout, compilation, kernels, copies. Others follow by name.
+ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit",
+         "autotune", "non_blocking", "prefetch")  # fmt: skip

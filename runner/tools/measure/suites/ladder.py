@@ -99,7 +99,8 @@ class Ladder:
     ) -> None:
         self.asked, self.wanted, self.place, self.keep = asked, wanted, place, keep
         self.rows: dict[str, LadderRow] = {}
-        self.skipped = {each.name: why for each in asked.members if (why := each.why_not(asked.configuration))}
+        lacks = {each.name: each.why_not(asked.configuration, place.plan.device) for each in asked.members}
+        self.skipped = {name: why for name, why in lacks.items() if why}
         self.notes = [*place.notes]
         self.deadline = time.monotonic() + wanted.budget_s
 

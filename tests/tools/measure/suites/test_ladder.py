@@ -369,6 +369,13 @@ def test_the_baseline_is_without_every_technique() -> None:
         assert any(plain.get(word.partition("=")[0]) != changed[word.partition("=")[0]] for word in technique.overrides)
 
 
+def test_techniques_that_need_a_gpu_are_skipped_on_a_cpu() -> None:
+    configuration, known = compose(Request()), techniques(None)
+    skipped = {name for name, each in known.items() if each.why_not(configuration, "cpu")}
+    assert skipped == {"autotune", "non_blocking", "prefetch"}
+    assert not any(each.why_not(configuration, "cuda:0") for each in known.values())
+
+
 def test_a_file_of_mine_stands_in_the_place_of_ours(tmp_path: Path) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / "bf16.yaml").write_text("overrides: [precision=bf16, compile=regional]")
@@ -442,9 +449,9 @@ def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, g
         shared = ours.optimizer.options.keys() & theirs.optimizer.options.keys()
         assert {"lr", "weight_decay", "betas"} <= shared
         assert all(ours.optimizer.options[key] == theirs.optimizer.options[key] for key in shared)
-    assert known["8bit"].why_not(before) == ""
+    assert known["8bit"].why_not(before, "cpu") == ""
     other = compose(Request(("phase.first.optimizer=sgd",), task))
-    assert {"optimizer=adamw,", "optimizer=sgd"} <= set(known["8bit"].why_not(other).split())
+    assert {"optimizer=adamw,", "optimizer=sgd"} <= set(known["8bit"].why_not(other, "cpu").split())
 
 
 def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> None:
