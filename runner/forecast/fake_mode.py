@@ -177,9 +177,14 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer
 
     def _key(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
-        """Return the key of the operation in the cache, or None if it writes to real tensors or reads a mask."""
-        is_simple = self.is_cached and func not in _INDEXING and func is not _aten.masked_select.default
-        if not is_simple or (func._schema.is_mutable and not all(type(tensor) is FakeTensor for tensor in given)):
+        """Return the key of the operation in the cache, or None if it reads a mask, or real tensors without content.
+
+        A view of such a tensor shares the storage of the fake one that stands for it, which is not counted.
+        """
+        if not self.is_cached or func in _INDEXING or func is _aten.masked_select.default:
+            return None
+        real = [tensor for tensor in given if type(tensor) is not FakeTensor]
+        if real and (func._schema.is_mutable or func.is_view or any(map(self.is_fake, real))):
             return None
         return self._cache.key(func, args, kwargs)
 

@@ -114,6 +114,7 @@ def _part(value: Any) -> Any:
         fake = type(value) is FakeTensor
         if (
             not (fake or type(value) in (Tensor, torch.nn.Parameter))
+            or (value.fake_device if fake else value.device) != _CPU  # type: ignore[attr-defined]
             or value.layout is not torch.strided
             or value.is_complex()
             or value.is_neg()

@@ -61,6 +61,13 @@ def _update(weights: nn.ParameterList, x: Tensor) -> object:
     return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
+def _devices(weights: nn.ParameterList, x: Tensor) -> object:
+    """Layers of other pipeline stages are on meta, and take no memory here."""
+    made = F.linear(x, weights[0])
+    elsewhere = made.to("meta")
+    return made.detach() * 2, made.t(), elsewhere.detach() * 2, elsewhere.t()
+
+
 def _tensors(value: object) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -83,6 +90,7 @@ def traced(operations: Operations, cached: bool) -> object:
                     (
                         run.is_fake(one),
                         one.dtype,
+                        one.device,
                         one.shape,
                         one.stride(),
                         one.storage_offset(),
@@ -100,7 +108,7 @@ def traced(operations: Operations, cached: bool) -> object:
 
 @pytest.mark.parametrize(
     "operations",
-    [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update],
+    [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update, _devices],
     ids=lambda one: one.__name__.strip("_"),
 )
 def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -> None:
