@@ -41,7 +41,8 @@ LONGEST = (
     "tools/report/test_report.py", "tools/measure/suites/test_ladder.py", "faults/test_signals_of_runs.py",
     "end_to_end/test_phases_as_data.py", "tools/doctor/test_command.py", "forecast/test_forecast.py",
     "laws/test_tasks.py",
-    "commands/test_profile.py", "faults/test_configuration_fuzz.py",
+    "commands/test_profile.py", "faults/test_configuration_fuzz.py", "end_to_end/test_contributing.py",
+    "config/test_configuration.py", "end_to_end/test_packaging.py", "faults/test_out_of_memory.py",
 )  # fmt: skip
 
 MANY = 10  # tests, for which it pays to import all at once
