@@ -40,6 +40,24 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture that the run has left, as a data URI."""
+
+    name: str
+    source: str
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """The beginning of a text that the run has left."""
+
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
 class Step:
     """A line to be pasted."""
 
@@ -70,6 +88,15 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class PredictedFiles:
+    """What the run has predicted."""
+
+    pictures: Sequence[Picture] = ()
+    texts: Sequence[Text] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Page:
     """The content of the page, from the top."""
 
@@ -79,6 +106,7 @@ class Page:
     limits: Limits = Limits()
     first: Sequence[PageTable] = ()
     charts: Sequence[Chart] = ()
+    predicted: PredictedFiles = PredictedFiles()
     tables: Sequence[PageTable] = ()
     repeat: Sequence[Step] = ()
     missing: Sequence[Missing] = ()
@@ -97,8 +125,11 @@ def html_of(page: Page, refresh_s: float | None = None) -> str:
 
 
 def _smaller(page: Page) -> Page:
-    """Return the page without its largest table or chart, or with half of that table, or of every list."""
-    parts: list[tuple[int, PageTable | Chart]] = [(_letters(each), each) for each in (*page.first, *page.tables)]
+    """Return the page without its largest table, picture or chart, or with half of that table, or of every list."""
+    parts: list[tuple[int, PageTable | Picture | Chart]] = [
+        (_letters(each), each) for each in (*page.first, *page.tables)
+    ]
+    parts += [(len(picture.source), picture) for picture in page.predicted.pictures]
     parts += [(len(chart.svg), chart) for chart in page.charts[1:]]  # the first one is the most important
     size, largest = max(parts, key=lambda part: part[0], default=(0, None))
     if largest is None or size < _SMALL:
@@ -115,10 +146,13 @@ def _smaller(page: Page) -> Page:
         shorter = replace(largest, head=head, rows=rows, note="the rest is omitted")
         first, tables = ([shorter if each is largest else each for each in kind] for kind in (page.first, page.tables))
         return replace(page, first=first, tables=tables)
+    name = largest.name if isinstance(largest, Picture) else largest.title
+    pictures = [picture for picture in page.predicted.pictures if picture is not largest]
     return replace(
         page,
         charts=[chart for chart in page.charts if chart is not largest],
-        missing=[*page.missing, Missing(largest.title, "the page would exceed 500 KB")],
+        predicted=replace(page.predicted, pictures=pictures),
+        missing=[*page.missing, Missing(name, "the page would exceed 500 KB")],
     )
 
 

@@ -16,6 +16,7 @@ from runner.tools.report.charts import CHARTS, TIME, charts_of
 from runner.tools.report.page import Limits, Page, PageHead, Step, Tile
 from runner.tools.report.page_tables import checkpoints, configuration, environment, events, moment, phases
 from runner.tools.report.page_tiles import TILES
+from runner.tools.report.predictions import predictions
 from runner.tools.report.run_data import RunData, fit
 
 
@@ -23,8 +24,14 @@ def page_of(story: RunData) -> Page:
     """Return the page about a run."""
     time, no_time = charts_of(story, (TIME,))
     charts, no_charts = charts_of(story, CHARTS)
+    predicted = predictions(story)
     tables = [phases(story), *configuration(story), environment(story), checkpoints(story), events(story)]
     missing = [*no_time, *no_charts, *(Missing(_SUBJECTS.get(name, name), why) for name, why in _others(story).items())]
+    missing += (
+        []
+        if predicted.pictures or predicted.texts
+        else [Missing("Predictions", f"none yet; accel-run inference run={story.said} creates them")]
+    )
     return Page(
         head=PageHead(
             name=story.name,
@@ -45,6 +52,7 @@ def page_of(story: RunData) -> Page:
             advice=f"accel-run advise run={story.said} finds settings that make it faster",
         ),
         charts=charts,
+        predicted=predicted,
         tables=[table for table in tables if table.rows],
         repeat=_repeat(story),
         missing=missing,

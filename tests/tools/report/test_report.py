@@ -116,7 +116,15 @@ def report(folder: Path, *words: str) -> Page:
 def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """The page of a run that has left everything."""
     folder = tmp_path_factory.mktemp("full")
-    full_run(folder)
+    path = full_run(folder)
+    from PIL import Image
+
+    (path / "plots").mkdir()
+    Image.linear_gradient("L").resize((900, 500)).save(path / "plots" / "maps.png")
+    (path / "plots" / "gpu0.png").write_bytes(b"drawn anew")
+    (path / "plots" / "broken.png").write_bytes(b"\x89PNG none")
+    (path / "predictions").mkdir()
+    (path / "predictions" / "sample.txt").write_text("to be & not to be <b>")
     return report(folder, "full")
 
 
@@ -162,10 +170,12 @@ def test_a_page_shows_all_that_a_run_has_left(full: Page, screen: Callable[..., 
     assert "1f1b, 4 micro-batches" in told["pipeline"]
     assert "gpu1 utilisation 50 %" in told["gpus"]
     for words in (
-        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "rank 0 holds the others up",
-        "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
+        "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
+        "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
     ):  # fmt: skip
         assert words in page.words, words
+    (picture,) = page.all("img")
+    assert "plots/maps.png" in str(picture["alt"])
 
 
 def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -228,7 +238,7 @@ def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> 
     evil = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m$\\frac{\udc80\x00&amp;\ufffe'\""
     token = "hf_" + "a1B2" * 10
     strange = plan("ddp") | {"device_name": evil, "reasons": {"optimizer.lr": token}}
-    make_run(
+    path = make_run(
         tmp_path, "enemy",
         run__json=record("enemy", command=f"{evil} {token}", task=evil, metrics={f"val/{evil}": 1.0}, phases={evil: {"kind": evil}}, api_key="hunter2hunter2"),
         plan__json=strange, environment__json={"git": {"commit": evil, "db_password": "hunter2hunter2"}, "inventory": {"devices": [{"name": evil}]}},
@@ -236,6 +246,8 @@ def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> 
         events__jsonl=[{"time": evil, "kind": evil, "text": f"{evil} {token}"}],
         config__yaml=f"optimizer:\n  lr: {json.dumps(evil.replace(chr(0xdc80), ''))}\n", gpu__csv=watched(10).replace("Card", "<b onclick=x>"),
     )  # fmt: skip
+    (path / "predictions").mkdir()
+    (path / "predictions" / "<script>x.txt").write_text(evil.replace("\udc80", "") + token)
     page = report(tmp_path, "enemy")
     assert len(labelled(page)) >= 8
     assert "alert(1)" in page.words, "it is shown, as text"
@@ -393,7 +405,7 @@ def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine"))
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "diary.txt").write_text("dear diary")
-    (path / "metrics.jsonl").symlink_to(tmp_path / "private" / "diary.txt")
+    (path / "predictions").symlink_to(tmp_path / "private")
     os.mkfifo(path / "gpu.csv")  # to be opened it would wait for a writer
     page = report(tmp_path, "mine")
     assert "diary" not in page.words
