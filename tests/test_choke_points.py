@@ -41,6 +41,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/distributed/p2p_messages.py", "*", "getattr"): "dtypes that a rank of ours sent",
     ("runner/engine/metric_states.py", "*", "setattr"): "states that a metric of torchmetrics itself lists",
     ("runner/distributed/row_gather.py", "*", "getattr"): "dtypes that a rank of ours sent",
+    ("runner/engine/task_members.py", "*", "getattr"): "members of Task and Hook that the file spells out",
     ("runner/engine/coupled.py", "is_coupled", "getattr"): "methods of Task that the line spells out",
     ("runner/engine/objectives.py", "objectives_of", "getattr"): "two groups that the file spells out",
     ("runner/distributed/sharded.py", "*", "getattr"): "a literal of the option communicate",

@@ -474,7 +474,7 @@ def test_a_setting_in_a_sentence_is_one() -> None:
             if key == "checkpoint" and is_choice(value):
                 continue
             options = options_of(key) if key in (*AXES, "task", "hardware") else ()
-            is_known = re.sub(r"^phase\.\w+\.", "", HOOK_SWITCH.sub("hook.NAME.enabled", key)) in known_keys()
+            is_known = re.sub(r"^(phase|objective)\.\w+\.", "", HOOK_SWITCH.sub("hook.NAME.enabled", key)) in known_keys()
             if not is_known or (options and re.fullmatch(r"[a-z][\w-]*", value) and value not in options):
                 unknown.append(str(each))
     assert not unknown, "\n".join(unknown)
