@@ -118,7 +118,7 @@ def global_state() -> list[Any]:
     return [handlers(), threading.active_count(), torch.are_deterministic_algorithms_enabled(), sys.stdout, mask]
 
 
-def test_nothing_is_left_behind_in_the_process_that_calls(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = global_state()
     train(*WORDS, "backend=deterministic", run="quiet", output_root=tmp_path)
     with pytest.raises(AccelRunError):

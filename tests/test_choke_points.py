@@ -126,7 +126,7 @@ def test_names_become_functions_at_the_named_places_only() -> None:
     assert set(PLACES) == used, f"named here but gone: {set(PLACES) - used}"
 
 
-def test_nothing_unpickles_and_no_shell_is_asked() -> None:
+def test_nothing_unpickles_and_no_shell_is_started() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         file = str(path.relative_to(ROOT))
@@ -190,11 +190,11 @@ KNOWN_TABLES = {
      "f = getattr", "builtins.eval(text)", "map(eval, texts)", "module.__dict__[name]()", "globals()[name]()", "vars(m)[name](1)",
      "from builtins import eval as f", "sys.modules[name].__dict__[x]()"],
 )  # fmt: skip
-def test_the_check_sees_each_way(source: str) -> None:
+def test_the_check_detects_each_way(source: str) -> None:
     assert found_in(source, "somewhere.py")
 
 
-def test_the_check_sees_a_shell() -> None:
+def test_the_check_detects_a_shell() -> None:
     for source in ("run(['sh', '-c', x])", "Popen(['/bin/bash', '-e', '-c', x])"):
         statement = ast.parse(source).body[0]
         assert isinstance(statement, ast.Expr)

@@ -46,7 +46,7 @@ def of_losses(losses: list[float]) -> list[Any]:
     return [row(number, loss) for number, loss in enumerate(losses, 1)]
 
 
-def test_the_same_losses_are_identical_whatever_they_took(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_losses_are_identical_whatever_their_time(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
     slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in of_losses(LOSSES)]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", slower)]) == 0
@@ -62,7 +62,7 @@ def test_one_bit_is_a_difference(run: Made, capsys: pytest.CaptureFixture[str]) 
     assert re.search(r"^different .* 1 of the 4 ", said, re.M)
 
 
-def test_the_first_difference_and_the_largest_are_told_apart(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_and_the_largest_difference_are_reported(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
     changed = [2.0, 1.5015, 2.5, 1.125]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
@@ -90,7 +90,7 @@ def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: p
     assert re.search(r"^B lacks +2 updates .* 2 to 3", said, re.M)
 
 
-def test_of_a_resumed_run_the_last_row_of_an_update_counts(run: Made) -> None:
+def test_the_last_row_of_an_update_counts_in_a_resumed_run(run: Made) -> None:
     rows = of_losses(LOSSES)
     resumed = [*rows[:2], row(3, 7.0), *rows[2:]]
 
@@ -114,7 +114,7 @@ def test_updates_of_two_phases_are_not_mixed_up(run: Made) -> None:
 
 
 @pytest.mark.parametrize(("theirs", "code"), [(None, 0), (1.0, 1)])
-def test_what_is_not_finite_equals_itself_alone(run: Made, theirs: float | None, code: int) -> None:
+def test_non_finite_values_equal_only_themselves(run: Made, theirs: float | None, code: int) -> None:
     assert compare.main([run("a", [row(1, None)]), run("b", [row(1, theirs)])]) == code
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_finite_equals_itself_alone(run: Made, theirs: float | None,
         (["--commits", "HEAD", "HEAD", "--", "run=mine"], 64, "run must be left to this script"),
     ],
 )
-def test_bad_input_is_one_sentence_and_its_exit_code(
+def test_bad_input_is_one_message_and_an_exit_code(
     run: Made,
     repository: Path,
     capsys: pytest.CaptureFixture[str],
@@ -194,7 +194,7 @@ def test_each_commit_trains_with_its_own_code(
     assert "A           commit one: 3 updates" in capsys.readouterr().out
 
 
-def test_nothing_is_left_of_the_commits(repository: Path) -> None:
+def test_checked_out_commits_are_removed(repository: Path) -> None:
     compare.main(["--commits", "one", "same", "--", "updates=3"])
     compare.main(["--commits", "one", "same", "--", "updates=3", "fails=80"])
 
@@ -203,7 +203,7 @@ def test_nothing_is_left_of_the_commits(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(("fails", "code"), [("78", 78), ("1", 70)])
-def test_a_training_that_fails_is_no_difference(
+def test_a_failed_training_is_not_a_difference(
     repository: Path, capsys: pytest.CaptureFixture[str], fails: str, code: int
 ) -> None:
     assert compare.main(["--commits", "one", "same", "--", "updates=3", f"fails={fails}"]) == code

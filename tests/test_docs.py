@@ -353,7 +353,7 @@ def is_to_be_typed(block: Block) -> bool:
 
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("block", list(filter(is_to_be_typed, BLOCKS)), ids=str)
-def test_what_is_to_be_typed_is_understood(block: Block) -> None:
+def test_documented_commands_are_accepted(block: Block) -> None:
     if block.text.startswith("#!/bin/bash"):
         subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
     for page_block in blocks(block.page):
@@ -376,7 +376,7 @@ def put(block: Block) -> list[str]:
 @pytest.mark.parametrize(
     "block", [each for each in BLOCKS if each.language == "yaml" and each.page != WITH_RECIPES], ids=str
 )
-def test_a_shown_file_is_taken(block: Block) -> None:
+def test_documented_files_are_accepted(block: Block) -> None:
     content = yaml.safe_load(block.text)
     if "parameters" in content:  # what wandb's agent makes commands of
         given = {key: each.get("values", [each.get("min")])[0] for key, each in content["parameters"].items()}
@@ -392,7 +392,7 @@ def test_a_shown_file_is_taken(block: Block) -> None:
 @pytest.mark.parametrize(
     "block", [each for each in BLOCKS if each.language == "python" and each.page != WITH_RECIPES], ids=str
 )
-def test_shown_python_is_python_and_imports_what_there_is(block: Block) -> None:
+def test_documented_python_compiles_and_imports_existing_names(block: Block) -> None:
     typed, text = re.findall(r"^!(.*)$", block.text, re.MULTILINE), re.sub(r"^!.*$", "", block.text, flags=re.MULTILINE)
     for words in commands("\n".join(typed)):  # of a notebook
         check_line(words)
@@ -415,7 +415,7 @@ def test_shown_python_is_python_and_imports_what_there_is(block: Block) -> None:
 @pytest.mark.parametrize(
     "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
 )
-def test_a_command_in_a_sentence_is_understood(each: Said) -> None:
+def test_commands_in_sentences_are_accepted(each: Said) -> None:
     for words in commands(filled(each.text)):
         if words[0].startswith("scripts/") and len(words) == 1:  # named, not called
             assert (ROOT / words[0]).exists()
@@ -428,16 +428,16 @@ def test_a_command_in_a_sentence_is_understood(each: Said) -> None:
 @pytest.mark.parametrize(
     "each", [each for each in SAID if each.page == FOREIGN and re.match(r"[a-z][\w.]*=\S", each.text)], ids=str
 )
-def test_settings_for_those_who_come_from_elsewhere_compose(each: Said) -> None:
+def test_settings_for_users_of_other_tools_compose(each: Said) -> None:
     understood(["train", *shlex.split(each.text)])
 
 
 @pytest.mark.parametrize("each", [each for each in SAID if each.text.startswith("from runner import ")], ids=str)
-def test_a_name_to_import_is_there(each: Said) -> None:
+def test_documented_imports_exist(each: Said) -> None:
     assert set(each.text.removeprefix("from runner import ").split(", ")) <= set(runner.__all__)
 
 
-def test_the_flags_of_other_scripts_are_answered_with_ours() -> None:
+def test_flags_of_other_scripts_get_suggestions() -> None:
     flags = {
         found
         for line, column, token in inner(FOREIGN)
@@ -459,13 +459,13 @@ def test_the_table_of_groups_has_every_group_with_every_option() -> None:
     assert told == {group: set(options_of(group)) for group in GROUPS}
 
 
-def test_the_page_about_the_doctor_has_every_check_in_the_words_of_the_command() -> None:
+def test_the_page_about_doctor_has_every_check() -> None:
     text = (DOCS / "doctor.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
     assert rows == [(name, check.tries, check.why) for name, check in CHECKS.items()]
 
 
-def test_a_setting_in_a_sentence_is_one() -> None:
+def test_settings_in_sentences_exist() -> None:
     unknown = []
     for each in SAID:
         found = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
@@ -474,7 +474,9 @@ def test_a_setting_in_a_sentence_is_one() -> None:
             if key == "checkpoint" and is_choice(value):
                 continue
             options = options_of(key) if key in (*AXES, "task", "hardware") else ()
-            is_known = re.sub(r"^(phase|objective)\.\w+\.", "", HOOK_SWITCH.sub("hook.NAME.enabled", key)) in known_keys()
+            is_known = (
+                re.sub(r"^(phase|objective)\.\w+\.", "", HOOK_SWITCH.sub("hook.NAME.enabled", key)) in known_keys()
+            )
             if not is_known or (options and re.fullmatch(r"[a-z][\w-]*", value) and value not in options):
                 unknown.append(str(each))
     assert not unknown, "\n".join(unknown)
@@ -494,7 +496,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for line, _, token in inner(page):
         target = token.attrGet("href" if token.type == "link_open" else "src")
         if token.type not in ("link_open", "image") or re.match(r"https://", str(target)):
@@ -524,7 +526,7 @@ def test_the_page_of_the_design_has_every_folder_of_the_runner() -> None:
     assert told == {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
 
 
-def test_decisions_have_a_number_each() -> None:
+def test_decisions_have_unique_numbers() -> None:
     numbers = [path.name[:4] for path in sorted((DOCS / "decisions").glob("*.md"))]
     assert numbers == [f"{number:04}" for number in range(1, len(numbers) + 1)]
     for path in (DOCS / "decisions").glob("*.md"):
@@ -532,7 +534,7 @@ def test_decisions_have_a_number_each() -> None:
         assert first.startswith(f"# {path.name[:4]} ") or not re.match(r"# \d", first)
 
 
-def test_the_figures_of_the_readme_stand_in_the_results_it_names() -> None:
+def test_figures_of_the_readme_are_in_the_named_results() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = dict(re.findall(r"^\[(\w+)\]: (docs/results/\S+)$", text, re.MULTILINE))
     rows = re.findall(r"^\|.+\| (.+) \| `(scripts/\S+|accel-run [^`]+)` \| \[[\d-]+\]\[(\w+)\] \|$", text, re.MULTILINE)
@@ -543,7 +545,7 @@ def test_the_figures_of_the_readme_stand_in_the_results_it_names() -> None:
         assert all(number in page for number in re.findall(r"\d+(?:[.,]\d+)?", figure)), figure
 
 
-def test_results_name_the_scripts_that_made_them() -> None:
+def test_results_name_their_scripts() -> None:
     for page in sorted(RESULTS.glob("*.md")):
         assert re.match(r"\d{4}-\d\d-\d\d-", page.name)
         named = set(re.findall(r"scripts/[\w./]+", page.read_text(encoding="utf-8")))

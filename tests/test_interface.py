@@ -192,7 +192,7 @@ class Summed(nn.Module):
         (lambda: Summed.piped(lambda x: Parts(x.sum(), []))(torch.zeros(4, 8)), "the output.logits must have"),
     ],
 )
-def test_what_cannot_be_split_is_told(make: Any, text: str) -> None:
+def test_models_that_cannot_be_split_are_reported(make: Any, text: str) -> None:
     with pytest.raises(ConfigError) as raised:
         make()
     assert text in str(raised.value)
@@ -205,7 +205,7 @@ def test_layers_are_balanced_by_time_with_an_example_and_a_split_that_is_given_n
     assert str(PipelineParallel(ten_layers(), 2, ["cpu"] * 2, balance="time", split=[3, 7]).split) == "3 : 7"
 
 
-def test_layers_that_are_not_the_models_are_refused() -> None:
+def test_foreign_layers_are_refused() -> None:
     with pytest.raises(TaskFault, match="must hold the parameters of the model, but miss 9"):
         PipelineParallel(model := ten_layers(), 2, ["cpu"] * 2, layers=list(model)[:9])
 
@@ -218,7 +218,7 @@ def chosen(*given: Any, **options: Any) -> tuple[Chosen, list[str]]:
     return auto_parallelize(*given, say=said.append, **options), said
 
 
-def test_a_model_that_fits_one_device_stays_whole() -> None:
+def test_a_model_that_fits_one_device_is_not_split() -> None:
     made, said = chosen(model := ten_layers(), ["cpu"], capacities=[GIB])
     assert made.strategy == "single"
     assert made.model is model
@@ -248,7 +248,7 @@ def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str,
     torch.testing.assert_close(made.model(x), expected)
 
 
-def test_activations_count_where_an_example_is_given() -> None:
+def test_activations_are_counted_if_an_example_is_given() -> None:
     """Kept are the input and 10 outputs of tanh, 1000 x 8 x 8 bytes each; 720 parameters need 16 bytes each."""
     example = (torch.randn(1000, 8, dtype=torch.float64),)
     assert chosen(ten_layers(), ["cpu"], capacities=[GIB], example=example)[0].strategy == "single"
@@ -257,7 +257,7 @@ def test_activations_count_where_an_example_is_given() -> None:
         chosen(ten_layers(), ["cpu"], capacities=[2**19], example=example)
 
 
-def test_a_model_for_which_there_is_no_room_is_refused() -> None:
+def test_a_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs 0\.011 MiB, but cpu has 0\.001 MiB available"):
         chosen(ten_layers(), ["cpu"], capacities=[1000])
     with pytest.raises(ConfigError, match="layers of a Tied are unknown"):
@@ -329,7 +329,7 @@ def test_each_of_several_processes_takes_its_own_gpu(
     assert str(model.place) == "cuda:1", "what is named is taken"
 
 
-def test_a_process_alone_has_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_uses_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, GIB))
@@ -339,7 +339,7 @@ def test_a_process_alone_has_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 processes" in made.reason
 
 
-def test_both_are_names_of_the_package_and_cost_nothing_until_asked_for() -> None:
+def test_both_are_lazy_names_of_the_package() -> None:
     assert runner.auto_parallelize is auto_parallelize
     assert runner.PipelineParallel is PipelineParallel
     check = "import sys, runner; sys.exit('torch' in sys.modules)"

@@ -14,7 +14,7 @@ from scripts.lint_shape import FLOORS, NOT_YET, ROOT, findings, package_of, pars
 PLACES = [ROOT / module.path for module in parse_all()]
 
 
-def test_each_file_holds_the_shape_or_is_a_known_exception() -> None:
+def test_each_file_has_the_required_shape_or_is_an_exception() -> None:
     found = {finding.key: finding for finding in findings(parse_all())}
     assert [finding for key, finding in found.items() if key not in NOT_YET] == []
 
@@ -23,7 +23,7 @@ def test_every_known_exception_is_still_needed() -> None:
     assert NOT_YET - {finding.key for finding in findings(parse_all())} == set()
 
 
-def test_every_floor_has_files() -> None:
+def test_every_layer_has_files() -> None:
     packages = {package_of(module.name) for module in parse_all() if not module.name.startswith("tasks")}
     assert packages - {None} == set(FLOORS)
 

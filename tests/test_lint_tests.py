@@ -63,7 +63,7 @@ def test_a_planted_violation_is_found(
 
 
 @pytest.mark.parametrize("source", RIGHT)
-def test_what_is_right_is_not_found(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_correct_code_has_no_findings(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_right.py").write_text(source)
     assert lint_tests.main([str(tmp_path / "test_right.py")]) == 0
     assert capsys.readouterr().out == ""

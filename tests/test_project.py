@@ -45,7 +45,7 @@ def test_the_licence_is_the_same_everywhere() -> None:
     assert PROJECT["project"]["authors"] == [{"name": HOLDER}]
 
 
-def test_the_citation_has_what_the_format_asks_for() -> None:
+def test_the_citation_has_the_required_fields() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0"
     assert set(citation) == {"cff-version", "message", "type", "title", "abstract", "authors", "license", "keywords"}
@@ -55,7 +55,7 @@ def test_the_citation_has_what_the_format_asks_for() -> None:
     assert all(isinstance(citation[key], str) for key in ("message", "title", "abstract"))
 
 
-def test_what_the_checks_install_has_its_version_in_the_constraints() -> None:
+def test_packages_of_the_checks_are_pinned() -> None:
     lines = (ROOT / "scripts" / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {plain(line.partition("==")[0]) for line in lines if "==" in line}
     extras = PROJECT["project"]["optional-dependencies"]
@@ -78,7 +78,7 @@ def plain(name: str) -> str:
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
-def test_a_fragment_is_a_sentence_of_a_known_kind(path: Path) -> None:
+def test_changelog_fragments_have_a_known_kind(path: Path) -> None:
     name = re.fullmatch(r"\+[a-z0-9-]+\.(\w+)\.md", path.name)
     assert name, "named +what.added.md"
     assert name[1] in PROJECT["tool"]["towncrier"]["fragment"]
@@ -86,12 +86,12 @@ def test_a_fragment_is_a_sentence_of_a_known_kind(path: Path) -> None:
     assert re.fullmatch(r"\S.*\.\n", text), "one line that ends with a full stop"
 
 
-def test_the_page_of_changes_has_the_place_where_releases_go() -> None:
+def test_the_changelog_has_the_release_marker() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     assert lines.count(START_OF_RELEASES) == 1
 
 
-def test_the_fragments_make_a_page() -> None:
+def test_the_fragments_build_a_changelog() -> None:
     pytest.importorskip("towncrier")
     before = (ROOT / "CHANGELOG.md").read_bytes()
     done = subprocess.run(
@@ -108,7 +108,7 @@ def test_the_fragments_make_a_page() -> None:
 # ---------------------------------------------------------------- hooks and editors
 
 
-def test_the_hooks_make_the_calls_of_the_check_script() -> None:
+def test_pre_commit_hooks_match_the_check_script() -> None:
     script = (ROOT / "scripts" / "check").read_text(encoding="utf-8")
     called = re.findall(r'^\s*check "([\w ]+)" (.+)$', script, re.MULTILINE)
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
@@ -121,7 +121,7 @@ def test_the_hooks_make_the_calls_of_the_check_script() -> None:
     assert all(hook["pass_filenames"] is False for hook in repository["hooks"])
 
 
-def test_editors_are_told_the_line_length_of_the_formatter() -> None:
+def test_editorconfig_has_the_line_length_of_the_formatter() -> None:
     parser = configparser.ConfigParser()
     parser.read_string("[top]\n" + (ROOT / ".editorconfig").read_text(encoding="utf-8"))
     assert parser["top"]["root"] == "true"
@@ -139,7 +139,7 @@ def instructions(name: str = "Dockerfile") -> list[tuple[str, str]]:
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
 
-def test_the_image_is_pinned_and_its_process_is_no_root() -> None:
+def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
     found = instructions()
     arguments = dict(rest.partition("=")[::2] for word, rest in found if word == "ARG")
     assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["BASE"])
@@ -157,7 +157,7 @@ def test_the_image_has_the_compilers_that_compile_needs() -> None:
     assert "g++" in shlex.split(arguments["PACKAGES"].strip('"'))
 
 
-def test_what_the_image_installs_has_the_versions_of_the_constraints() -> None:
+def test_packages_of_the_image_are_pinned() -> None:
     installs = [
         part for word, rest in instructions() if word == "RUN" for part in rest.split("&&") if "pip install" in part
     ]
@@ -170,7 +170,7 @@ def test_what_the_image_installs_has_the_versions_of_the_constraints() -> None:
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
 
 
-def test_the_image_holds_no_secret_and_only_what_it_is_made_of() -> None:
+def test_the_image_has_no_secret_and_only_required_files() -> None:
     found = instructions()
     assert not [
         rest for word, rest in found if word in ("ARG", "ENV") and re.search(r"(?i)key|token|secret|passw", rest)
@@ -188,6 +188,6 @@ def test_the_image_holds_no_secret_and_only_what_it_is_made_of() -> None:
 
 
 @pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
-def test_hadolint_has_nothing_to_say_about_the_image() -> None:
+def test_hadolint_has_no_findings() -> None:
     done = subprocess.run(["hadolint", ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -65,7 +65,7 @@ def collected(file: Path, test: str = "") -> Collected:
     return found
 
 
-def test_so_many_cases_of_a_sampled_test_run(file: Path) -> None:
+def test_the_given_number_of_sampled_cases_runs(file: Path) -> None:
     found = collected(file)
     assert len(found.of("test_matrix")) == 3
     assert found.of("test_small") == ["test_small[0]", "test_small[1]"]
@@ -84,7 +84,7 @@ def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch
     assert len(chosen) == 10
 
 
-def test_all_cases_run_when_all_are_wanted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_cases_run_on_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "IS_LONG", True)
     found = collected(file)
     assert len(found.names) == 10 + 2 + 6 + 1 + 1
@@ -92,7 +92,7 @@ def test_all_cases_run_when_all_are_wanted(file: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])
-def test_a_case_that_is_named_runs(case: str, file: Path) -> None:
+def test_a_named_case_runs(case: str, file: Path) -> None:
     assert collected(file, f"::{case}").names == [case]
 
 

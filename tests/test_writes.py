@@ -232,7 +232,7 @@ def test_files_are_written_at_the_named_places_only() -> None:
      "import os\nos.fsencode(path.rename(other))", "import os\nos.open(path.replace(other), os.O_RDONLY)", "_system.unlink(path)",
      "from safetensors.torch import save_file\nsave_file(tensors, path)", "figure.savefig(path)"],
 )  # fmt: skip
-def test_the_check_sees_each_way(source: str) -> None:
+def test_the_check_detects_each_way(source: str) -> None:
     assert found_in(source, "somewhere.py")
 
 
@@ -243,5 +243,5 @@ def test_the_check_sees_each_way(source: str) -> None:
      "import shutil\nshutil.which('gcc')", "import tempfile\ntempfile.gettempdir()", "import os\nos.fdopen(descriptor, 'rb')",
      "from runner.durable.files import rename\nrename(a, b)", "from runner.durable import files\nfiles.rename(a, b)", "path.read_text()"],
 )  # fmt: skip
-def test_the_check_lets_pass_what_writes_nothing(source: str) -> None:
+def test_the_check_ignores_calls_that_write_nothing(source: str) -> None:
     assert not found_in(source, "somewhere.py")

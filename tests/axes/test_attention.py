@@ -56,7 +56,7 @@ def test_no_choice_makes_a_call_fail(option: str) -> None:
             attend(**options)
 
 
-def test_a_context_can_be_entered_again_and_leaves_torchs_choice_as_it_was() -> None:
+def test_a_context_can_be_reentered_and_restores_torchs_choice() -> None:
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
     for choice in (math(CPU), flash(CPU), auto(CPU)):
         for _ in range(2):
@@ -95,7 +95,7 @@ def test_attention_inside_torchs_own_modules_is_counted() -> None:
     assert observed_backends(lambda: layer(torch.randn(2, 5, 16))) == {"flash_for_cpu": 1}
 
 
-def test_kinds_of_calls_are_told_apart() -> None:
+def test_kinds_of_calls_are_distinguished() -> None:
     short = query(torch.bfloat16)[:, :, :1]
 
     def decode() -> None:
@@ -109,7 +109,7 @@ def test_kinds_of_calls_are_told_apart() -> None:
     }
 
 
-def test_each_call_says_what_it_asked_for_and_what_it_was_given() -> None:
+def test_each_call_reports_the_requested_and_the_used_kernel() -> None:
     key, mask = torch.randn(2, 3, 5, 16), torch.ones(8, 5, dtype=torch.bool)
 
     def call() -> None:
@@ -134,7 +134,7 @@ def test_each_call_says_what_it_asked_for_and_what_it_was_given() -> None:
     assert set(chosen.refusals) == {"flash", "efficient", "cudnn"}
 
 
-def test_calls_are_those_that_are_counted_also_in_torchs_own_modules() -> None:
+def test_reported_calls_equal_counted_calls_also_in_torchs_own_modules() -> None:
     layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
 
@@ -147,7 +147,7 @@ def test_calls_are_those_that_are_counted_also_in_torchs_own_modules() -> None:
     assert {(each.kind, each.kernel): 1 for each in calls} == observed_calls(call)
 
 
-def test_the_type_of_a_call_is_that_after_autocast() -> None:
+def test_a_call_reports_its_dtype_after_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         (call,) = attention_calls(attend)
     assert (call.dtype, call.kind, call.training) == (torch.bfloat16, "bfloat16, 8 queries, 8 keys", False)
@@ -156,7 +156,7 @@ def test_the_type_of_a_call_is_that_after_autocast() -> None:
     assert call.training
 
 
-def test_compiled_calls_are_seen_through() -> None:
+def test_calls_in_compiled_code_are_reported() -> None:
     class Block(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return scaled_dot_product_attention(inputs, inputs, inputs)
@@ -171,7 +171,7 @@ def test_a_model_without_attention_has_no_kernels() -> None:
     assert observed_backends(lambda: torch.softmax(torch.randn(4, 4), -1) @ torch.randn(4, 4)) == {}
 
 
-def test_compiled_code_is_seen_through() -> None:
+def test_attention_in_compiled_code_is_counted() -> None:
     class Block(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:
             return scaled_dot_product_attention(inputs, inputs, inputs)
@@ -183,7 +183,7 @@ def test_compiled_code_is_seen_through() -> None:
 
 
 @pytest.mark.parametrize("function", [efficient, cudnn])
-def test_a_kernel_this_device_lacks_is_said_once_or_refused_if_strict(function: Any) -> None:
+def test_an_unsupported_kernel_is_reported_once_or_refused_if_strict(function: Any) -> None:
     with pytest.warns(UserWarning, match="no effect.*the CPU has no"):
         choice = function(CPU)
     assert "CPU" in choice.reason
@@ -191,7 +191,7 @@ def test_a_kernel_this_device_lacks_is_said_once_or_refused_if_strict(function: 
         function(CPU, strict=True)
 
 
-def test_strict_stops_at_a_call_the_kernel_cannot_do() -> None:
+def test_strict_fails_on_a_call_that_the_kernel_does_not_support() -> None:
     with (
         flash(CPU, strict=True).context(),
         pytest.warns(UserWarning, match="kernel"),
@@ -233,7 +233,7 @@ SHAPE = (1, 8, 128, 64)
         ("math", (3,), torch.float64, {"capability": (3, 0)}, ""),
     ],
 )
-def test_a_refusal_has_its_reason_also_for_a_gpu_that_is_not_here(
+def test_a_refusal_has_a_reason_also_for_an_absent_gpu(
     backend: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], words: str
 ) -> None:
     found = why_not(backend, shape, dtype, CUDA, **options)
@@ -249,7 +249,7 @@ def test_cudnn_is_refused_where_the_run_must_be_deterministic() -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_other_devices_are_answered_too() -> None:
+def test_other_devices_have_reasons_too() -> None:
     assert "dropout" in why_not("flash", SHAPE, torch.float32, CPU, dropout=0.1)
     assert why_not("flash", SHAPE, torch.float32, CPU, masked=True) == ""
     assert "mps" in why_not("flash", SHAPE, torch.float16, torch.device("mps"))

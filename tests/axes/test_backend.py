@@ -27,7 +27,7 @@ def switches() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("option", BACKENDS)
-def test_every_switch_is_put_back_also_after_an_error(option: str) -> None:
+def test_every_switch_is_restored_also_after_an_error(option: str) -> None:
     before = switches()
     with pytest.raises(ZeroDivisionError), BACKENDS[option](1, threads=1):
         assert torch.get_num_threads() == 1
@@ -35,7 +35,7 @@ def test_every_switch_is_put_back_also_after_an_error(option: str) -> None:
     assert switches() == before
 
 
-def test_switches_set_by_others_before_are_put_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_set_before_are_restored_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with deterministic(1, warn_only=True):
         before = switches()
@@ -63,7 +63,7 @@ def test_deterministic_refuses_an_operation_without_deterministic_kernel() -> No
         pool(pooled, where)
 
 
-def test_a_reproducible_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reproducible_workspace_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with deterministic(1):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
@@ -94,7 +94,7 @@ def tf32() -> tuple[str, bool, bool]:
 
 @pytest.mark.parametrize("level", ["highest", "high", "medium"])
 @pytest.mark.parametrize("cudnn", [False, True])
-def test_tf32_switches_agree_and_are_put_back(level: Any, cudnn: bool) -> None:
+def test_tf32_switches_agree_and_are_restored(level: Any, cudnn: bool) -> None:
     before = tf32()
     with pytest.raises(ZeroDivisionError), float32_matmul(level, cudnn):
         assert tf32() == (level, cudnn, level != "highest")

@@ -89,7 +89,7 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("option", ["default", "regional"])
 @pytest.mark.parametrize("make", [Own, stack, lambda: nn.Linear(4, 4)], ids=["own", "sequential", "linear"])
-def test_what_is_called_was_compiled(option: str, make: Callable[[], nn.Module]) -> None:
+def test_the_called_model_is_the_compiled_one(option: str, make: Callable[[], nn.Module]) -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -121,7 +121,7 @@ class Mine(Task):
 
 
 @pytest.mark.parametrize(("call", "num_warnings"), [("model", 0), ("model[0]", 1)])
-def test_a_task_that_does_not_call_its_model_is_told_that_nothing_was_compiled(
+def test_a_task_that_does_not_call_its_model_is_warned_that_nothing_was_compiled(
     server: ForkServer, tmp_path: Path, call: str, num_warnings: int
 ) -> None:
     (tmp_path / "task.py").write_text(TASK.replace("{call}", call))
@@ -145,7 +145,7 @@ def test_regional_compiles_each_block_once_and_not_the_model(calls: list[Any]) -
     assert calls == [(model[0], options), (model[1], options)]
 
 
-def test_regional_without_blocks_compiles_the_model_and_says_so(calls: list[Any]) -> None:
+def test_regional_without_blocks_compiles_the_model_and_reports_it(calls: list[Any]) -> None:
     model = stack()
     with pytest.warns(UserWarning, match="names no blocks"):
         regional(model, [], CPU, backend="eager")
@@ -164,7 +164,7 @@ def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch
     assert set(modes) <= set(torch._inductor.list_mode_options())
 
 
-def test_cuda_graphs_without_cuda_are_said_to_have_no_effect(calls: list[Any]) -> None:
+def test_cuda_graphs_without_cuda_are_reported_as_having_no_effect(calls: list[Any]) -> None:
     with pytest.warns(UserWarning, match="no effect beyond compile=default on cpu"):
         reduce_overhead(stack(), [], CPU)
     assert len(calls) == 1
@@ -182,7 +182,7 @@ def test_a_model_that_is_not_one_graph_is_refused_with_fullgraph() -> None:
         model(torch.ones(2))
 
 
-def test_a_missing_cpp_compiler_is_said_before_the_first_update(
+def test_a_missing_cpp_compiler_is_reported_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -193,7 +193,7 @@ def test_a_missing_cpp_compiler_is_said_before_the_first_update(
     assert len(calls) == 1
 
 
-def test_missing_triton_compilers_and_old_gpus_are_said_before_the_first_update(
+def test_missing_triton_compilers_and_old_gpus_are_reported_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
     cuda = torch.device("cuda")

@@ -108,7 +108,7 @@ def assert_gone(numbers: list[int]) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_outlive_requests_to_stop_from_their_first_instruction_on(method: str) -> None:
+def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -> None:
     process, workers = started(method)
     for number in SIGNALS:  # at once: spawned workers have not even imported Python's signal module yet
         os.killpg(process.pid, number)
@@ -129,7 +129,7 @@ def test_workers_outlive_requests_to_stop_from_their_first_instruction_on(method
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_hangs_is_gone_when_it_is_closed(method: str) -> None:
+def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
     process, workers = started(method, hangs_at=12)  # read ahead: two batches each
     for index in range(3):
         assert heard(process, "batch")[0] == str(index)
@@ -168,7 +168,7 @@ def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_the_model_of_the_task_does_not_travel_to_spawned_workers() -> None:
+def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
     """It may lie on a GPU or in shards, and be of a class that cannot be sent."""
     owner = Owner()
     fetcher = Fetcher(owner.dataset(), owner.collate, bad_samples="stop", model=owner.model)
@@ -257,7 +257,9 @@ class Exits:
 @pytest.mark.parametrize(
     ("code", "expected"), [(Exit.SYSTEM, OSError), (Exit.SOFTWARE, RuntimeError), (0, RuntimeError)]
 )
-def test_a_worker_that_ran_out_of_files_is_told_from_one_that_died(code: int, expected: type[Exception]) -> None:
+def test_a_worker_out_of_file_descriptors_is_distinguished_from_a_dead_one(
+    code: int, expected: type[Exception]
+) -> None:
     fetcher = Fetcher(Exits(int(code)), default_collate, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="fork")
     with pytest.raises(expected) as caught:

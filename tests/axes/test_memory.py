@@ -102,7 +102,7 @@ def test_checkpointing_changes_no_gradient_and_no_name(how: str) -> None:
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_passes_without_gradients_are_not_touched(how: str, context: Any) -> None:
+def test_forward_passes_without_gradients_are_not_checkpointed(how: str, context: Any) -> None:
     model = stack().eval()
     CHECKPOINTS[how](model)
     with context():
@@ -143,7 +143,7 @@ def test_a_copy_of_a_checkpointed_model_uses_its_own_weights() -> None:
     assert model.passes() == [0, 0, 0]
 
 
-def test_a_forward_that_was_replaced_before_stays_in_place() -> None:
+def test_an_already_replaced_forward_is_kept() -> None:
     model = stack()
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *inputs, **named: inner(*inputs, **named) * 2.0
@@ -152,7 +152,7 @@ def test_a_forward_that_was_replaced_before_stays_in_place() -> None:
     assert equal(gradients(model), wanted)
 
 
-def test_blocks_that_are_computed_again_for_a_while_are_then_as_before() -> None:
+def test_temporary_recomputation_restores_the_blocks() -> None:
     model = stack()
     with computing_again(model.blocks[:2]):
         gradients(model)
@@ -161,7 +161,7 @@ def test_blocks_that_are_computed_again_for_a_while_are_then_as_before() -> None
     assert model.passes() == [3, 3, 2]
 
 
-def test_the_number_of_a_block_that_is_not_there_is_refused() -> None:
+def test_an_unknown_block_number_is_refused() -> None:
     model = stack()
     with pytest.raises(ConfigError, match="block 3, but the task has 3, counted from 0"):
         budget(model, list(model.blocks), CPU, recompute=[0, 3])
@@ -199,7 +199,7 @@ def operations_of_backward(model: nn.Module) -> Counter[str]:
     ("how", "products", "attentions"),
     [("checkpoint", 6, 3), ("selective matmul", 0, 0), ("selective attention", 6, 0)],
 )
-def test_what_is_saved_is_not_computed_again(how: str, products: int, attentions: int) -> None:
+def test_saved_activations_are_not_recomputed(how: str, products: int, attentions: int) -> None:
     model = stack()
     CHECKPOINTS[how](model)
     names = operations_of_backward(model)
@@ -220,7 +220,7 @@ def saved_bytes(model: nn.Module) -> int:
     return sum(sizes)
 
 
-def test_checkpointing_keeps_less() -> None:
+def test_checkpointing_stores_fewer_activations() -> None:
     plain, half, full = stack(), stack(), stack()
     CHECKPOINTS["every 2nd"](half)
     CHECKPOINTS["checkpoint"](full)
@@ -228,7 +228,7 @@ def test_checkpointing_keeps_less() -> None:
 
 
 @pytest.mark.parametrize("function", [checkpoint, selective, budget])
-def test_checkpointing_without_blocks_says_that_it_does_nothing(function: Any) -> None:
+def test_checkpointing_without_blocks_reports_no_effect(function: Any) -> None:
     with pytest.warns(UserWarning, match="names no blocks"):
         report = function(nn.Linear(2, 2), [], CPU)
     assert "no effect" in report.lines[0]
@@ -258,7 +258,7 @@ def test_channels_last_changes_the_layout_of_convolutions_and_no_value() -> None
     assert none(model, [], CPU).channels_last_tensors == 0, "a second time there is nothing to change"
 
 
-def test_channels_last_can_be_left_off_and_auto_leaves_other_models_alone() -> None:
+def test_channels_last_can_be_disabled_and_auto_ignores_other_models() -> None:
     assert none(image_model(), [], CPU, channels_last=False).channels_last_tensors == 0
     assert none(image_model(), [], torch.device("mps")).channels_last_tensors == 0
     assert none(nn.Linear(2, 2), [], CPU).channels_last_tensors == 0
@@ -271,7 +271,7 @@ def test_channels_last_can_be_left_off_and_auto_leaves_other_models_alone() -> N
 
 @pytest.mark.parametrize("option", MEMORIES)
 @pytest.mark.parametrize("key", [{"fraction": 0.5}, {"allocator": "expandable_segments:True"}])
-def test_a_limit_without_effect_on_the_cpu_says_so(option: str, key: dict[str, Any]) -> None:
+def test_a_limit_without_effect_on_the_cpu_is_reported(option: str, key: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="no effect on cpu"):
         report = MEMORIES[option](stack(), [nn.Linear(2, 2)], CPU, **key)
     assert any("effect on cpu" in line for line in report.lines)
@@ -288,7 +288,7 @@ def test_allocator_settings_in_the_environment_are_echoed(monkeypatch: pytest.Mo
     assert any(line.endswith(": expandable_segments:True") for line in lines)
 
 
-def test_allocator_settings_that_came_too_late_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_allocator_settings_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     cuda = torch.device("cuda")
     with pytest.warns(UserWarning, match="PYTORCH_ALLOC_CONF is max_split_size_mb:64"):
@@ -337,12 +337,12 @@ def test_no_settings_change_nothing() -> None:
         ("nonsense", "has no setting nonsense"),
     ],
 )
-def test_a_wrong_allocator_setting_is_refused(text: str, words: str) -> None:
+def test_an_invalid_allocator_setting_is_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         allocator_environment(text)
 
 
-def test_all_wrong_allocator_settings_are_reported_at_once() -> None:
+def test_all_invalid_allocator_settings_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         allocator_environment("backend:x,foo:1,expandable_segments:True")
     assert len(caught.value.problems) == 2

@@ -69,7 +69,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 # Groups
 
 
-def test_parameters_of_fewer_than_two_dimensions_do_not_decay_unless_asked() -> None:
+def test_parameters_of_fewer_than_two_dimensions_do_not_decay_by_default() -> None:
     model = network()
     decay = {
         name: group["weight_decay"]
@@ -81,7 +81,7 @@ def test_parameters_of_fewer_than_two_dimensions_do_not_decay_unless_asked() -> 
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIMIZERS if name != "adamw8bit"])
-def test_every_group_names_its_parameters_in_order(option: str) -> None:
+def test_every_group_lists_its_parameters_in_order(option: str) -> None:
     if option == "schedulefree":
         pytest.importorskip("schedulefree", reason="the package schedulefree is not installed")
     model = network()
@@ -146,7 +146,7 @@ def test_the_kernel_does_not_change_the_update(rule: Callable[..., Optimizer]) -
     assert largest_difference(models["fused"], network(torch.float64)) > 1e-3
 
 
-def test_the_rule_is_torchs_own() -> None:
+def test_the_update_rule_is_that_of_torch() -> None:
     ours, theirs = network(torch.float64), network(torch.float64)
     train(ours, made(adamw, weight_decay=0.1, decay_1d=True, kernel="for-loop")(ours), range(5))
     reference = torch.optim.AdamW(
@@ -228,7 +228,7 @@ def test_a_fused_step_is_two_operations_for_each_group(name: str) -> None:
         ("adafactor", {"weight_decay": 0.1}, lambda model: torch.optim.Adafactor(model.parameters(), weight_decay=0.1)),
     ],
 )  # fmt: skip
-def test_an_option_is_the_rule_of_torch_with_the_same_arguments(
+def test_an_option_equals_the_torch_optimizer_with_the_same_arguments(
     option: str, options: dict[str, Any], reference: Callable[[nn.Module], Optimizer]
 ) -> None:
     ours, theirs = network(torch.float64), network(torch.float64)
@@ -238,7 +238,7 @@ def test_an_option_is_the_rule_of_torch_with_the_same_arguments(
     assert largest_difference(ours, network(torch.float64)) > 0.0
 
 
-def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest() -> None:
+def test_muon_updates_matrices_and_adamw_the_rest() -> None:
     ours, theirs = network(torch.float64), network(torch.float64)
     train(ours, made(OPTIMIZERS["muon"], adamw_for=["3"])(ours), range(5))
     named = dict(theirs.named_parameters())
@@ -264,7 +264,7 @@ class Together(Optimizer):
             part.step()
 
 
-def test_lion_is_the_program_of_its_paper() -> None:
+def test_lion_equals_the_program_in_its_paper() -> None:
     ours, weights = network(torch.float64), network(torch.float64)
     momentum = {weight: torch.zeros_like(weight) for weight in weights.parameters()}
     train(ours, made(OPTIMIZERS["lion"], decay_1d=True, weight_decay=0.5)(ours), range(4))
@@ -300,7 +300,7 @@ def test_the_state_of_an_unknown_optimizer_survives_a_checkpoint_bit_for_bit() -
     assert_resuming_changes_nothing(make, network(), 3)
 
 
-def test_auto_takes_one_kernel_and_never_two() -> None:
+def test_auto_selects_exactly_one_kernel() -> None:
     group = made(adamw)(network()).param_groups[0]
     assert (group["fused"], group["foreach"]) == (True, False)
     complex_model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))})
@@ -370,7 +370,7 @@ def test_a_state_survives_in_the_wider_default_format(kernel: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_before_the_first_update_there_is_no_state_and_that_is_restored_too() -> None:
+def test_the_empty_state_before_the_first_update_is_restored_too() -> None:
     model = network()
     fresh = export_state(made(adamw)(model))
     assert fresh[0] == {}
@@ -453,7 +453,7 @@ def damaged(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> No
         ("optimizer", "torch.SGD, but this run's is torch.AdamW"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: str, words: str) -> None:
+def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, words: str) -> None:
     model = network()
     optimizer = made(adamw)(model)
     train(model, optimizer, range(2))
@@ -475,7 +475,7 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_sharded_parameter_takes_a_whole_state() -> None:
+def test_a_sharded_parameter_loads_an_unsharded_state() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -528,7 +528,7 @@ def test_state_bytes_are_those_expected_in_full_precision(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", EVERY_RULE)
-def test_a_first_update_that_is_skipped_leaves_nothing_behind(rule: str) -> None:
+def test_a_skipped_first_update_leaves_no_state(rule: str) -> None:
     model, other = network(), network()
     optimizer, untouched = EVERY_RULE[rule](model), EVERY_RULE[rule](other)
     rubbish = [torch.full_like(weight, 1e30) for _ in range(4) for weight in model.parameters()]
@@ -568,7 +568,7 @@ def test_bitsandbytes_states_survive_a_checkpoint_bit_for_bit(updates: int) -> N
 
 
 @ABSENT["bitsandbytes"]
-def test_eight_bits_take_about_a_quarter_and_follow_the_full_precision_update() -> None:
+def test_eight_bit_state_takes_a_quarter_and_follows_the_full_precision_update() -> None:
     model, reference = wide(), wide()
     optimizer = made(adamw8bit, lr=1e-3, library="bitsandbytes")(model)
     train(model, optimizer, range(10))
@@ -589,7 +589,7 @@ def test_each_exported_tensor_has_its_own_memory() -> None:
 
 
 @ABSENT["bitsandbytes"]
-def test_bitsandbytes_says_that_it_undoes_channels_last() -> None:
+def test_bitsandbytes_reports_that_it_undoes_channels_last() -> None:
     model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with pytest.warns(UserWarning, match="channels_last is undone for 1"):
         made(adamw8bit, library="bitsandbytes")(model)
@@ -611,7 +611,7 @@ def without(*missing: str) -> Callable[[str], Any]:
     return load
 
 
-def test_without_a_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_for_a_missing_library_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", without("bitsandbytes", "torchao"))
     with pytest.raises(ConfigError, match=r"not installed.*not installed(.|\n)*pip install bitsandbytes"):
         made(adamw8bit)(network())

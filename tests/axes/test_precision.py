@@ -80,7 +80,7 @@ class Two(NamedTuple):
     second: Tensor
 
 
-def test_half_tensors_inside_a_structure_are_taken_too_and_whole_numbers_are_left() -> None:
+def test_nested_half_tensors_are_cast_and_integers_are_kept() -> None:
     seen: list[torch.dtype] = []
 
     class Part(nn.Module):
@@ -156,7 +156,7 @@ def test_unscaled_gradients_do_not_depend_on_the_scale() -> None:
     assert torch.equal(*gradients), "a power of two changes no bit of a float32 gradient"
 
 
-def test_an_overflow_skips_the_update_and_lowers_the_scale_and_time_raises_it() -> None:
+def test_an_overflow_skips_the_update_and_halves_the_scale_which_grows_again() -> None:
     precision, model, optimizer = made(init_scale=1024.0, growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
     scales = []
     for factor in (1.0, float("inf"), 1.0, 1.0, 1.0):
@@ -169,7 +169,7 @@ def test_an_overflow_skips_the_update_and_lowers_the_scale_and_time_raises_it() 
     assert precision.values()["precision/skipped_updates"] == 1.0
 
 
-def test_the_scaler_goes_on_where_it_stopped() -> None:
+def test_the_scaler_resumes_from_its_state() -> None:
     factors = [1.0, float("inf"), 1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0]
     options: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
     straight, stopped = made(**options), made(**options)
@@ -187,7 +187,7 @@ def test_the_scaler_goes_on_where_it_stopped() -> None:
     assert straight[0].num_skipped() == 2
 
 
-def test_updates_skipped_in_a_row_are_counted_over_a_resumption() -> None:
+def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
     precision, model, optimizer = made(max_skips=3)
     for _ in range(2):
         update(precision, model, optimizer, float("inf"))
@@ -198,7 +198,7 @@ def test_updates_skipped_in_a_row_are_counted_over_a_resumption() -> None:
         again.num_skipped()
 
 
-def test_the_state_of_another_precision_leaves_the_scaler_as_it_is() -> None:
+def test_the_state_of_another_precision_does_not_change_the_scaler() -> None:
     precision, *_ = made(init_scale=8.0)
     before = precision.state()
     precision.load({})
@@ -243,7 +243,7 @@ def untouched() -> Iterator[None]:
 )
 @pytest.mark.parametrize("before", [("highest", True), ("medium", False)])
 @pytest.mark.usefixtures("untouched")
-def test_the_switches_are_set_for_the_run_and_put_back_also_after_an_error(
+def test_switches_are_set_for_the_run_and_restored_also_after_an_error(
     precision: Any, inside: tuple[str, bool], before: tuple[str, bool]
 ) -> None:
     torch.set_float32_matmul_precision(before[0])
@@ -258,7 +258,7 @@ def test_the_switches_are_set_for_the_run_and_put_back_also_after_an_error(
     assert switches() == before
 
 
-def test_a_task_that_sets_the_newer_switches_is_told_so() -> None:
+def test_a_task_that_sets_the_newer_switches_gets_an_explanation() -> None:
     matmul: Any = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"

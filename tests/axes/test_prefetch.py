@@ -52,7 +52,7 @@ def batches(count: int) -> Iterator[MicroBatch]:
         yield MicroBatch(torch.tensor(number), last=number % 2 == 1, bad=((number, "why"),) if number == 1 else ())
 
 
-def test_the_order_is_wait_hold_start_the_next_copy_hand_out() -> None:
+def test_the_order_is_wait_record_start_the_next_copy_return() -> None:
     streams = Recorded()
     for item in CopyAhead(CPU, streams)(batches(3)):
         streams.said.append(("out", int(item.batch)))
@@ -65,7 +65,7 @@ def test_the_order_is_wait_hold_start_the_next_copy_hand_out() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_the_batches_are_those_of_none_and_the_end_is_the_end(count: int) -> None:
+def test_prefetched_batches_equal_those_without_prefetch(count: int) -> None:
     plain = list(Prefetch(CPU)(batches(count)))
     ahead = Moving(CPU, Recorded())(batches(count))
     found = list(ahead)
@@ -73,7 +73,7 @@ def test_the_batches_are_those_of_none_and_the_end_is_the_end(count: int) -> Non
     assert next(ahead, None) is None
 
 
-def test_every_tensor_of_a_batch_is_moved_and_held() -> None:
+def test_every_tensor_of_a_batch_is_copied_and_recorded_on_the_stream() -> None:
     streams = Recorded()
     whole = {"pair": Pair(torch.tensor(1), torch.tensor(2)), "list": [torch.tensor(3), "text"], "none": None}
     (item,) = Moving(CPU, streams)(iter([MicroBatch(whole, True)]))
@@ -98,7 +98,7 @@ def test_only_one_batch_is_read_ahead() -> None:
         assert read == list(range(number + 2))
 
 
-def test_the_source_of_a_copy_lives_until_the_copy_was_waited_for() -> None:
+def test_the_source_of_a_copy_lives_until_the_copy_is_complete() -> None:
     """Page-locked memory that is freed while the copy reads it would be filled with the next batch."""
     alive: dict[int, weakref.ref[Tensor]] = {}
     joined: list[list[int]] = []
@@ -123,7 +123,7 @@ def test_the_source_of_a_copy_lives_until_the_copy_was_waited_for() -> None:
     assert joined == [[0], [1], [2], [3]]
 
 
-def test_closing_it_closes_what_it_reads() -> None:
+def test_closing_the_prefetcher_closes_its_source() -> None:
     closed = []
 
     def reading() -> Iterator[MicroBatch]:
@@ -140,7 +140,7 @@ def test_closing_it_closes_what_it_reads() -> None:
     assert closed == [True]
 
 
-def test_an_error_of_the_source_comes_through() -> None:
+def test_an_error_of_the_source_is_raised() -> None:
     def broken() -> Iterator[MicroBatch]:
         yield from batches(1)
         raise ValueError("the disk is gone")
@@ -155,7 +155,7 @@ def test_on_a_cpu_nothing_is_copied() -> None:
     assert stream(CPU)(source) is source
 
 
-def test_reading_and_copying_are_told_apart() -> None:
+def test_reading_and_copying_are_timed_separately() -> None:
     laps: list[str] = []
     plain = Prefetch(torch.device("meta"))(batches(2), laps.append)
     assert [item.batch.device.type for item in plain] == ["meta", "meta"]

@@ -130,7 +130,7 @@ def test_plateau_is_torchs_own_for_positive_metrics(mode: Any, cooldown: int) ->
     assert len(levels) > 3
 
 
-def test_a_negative_metric_that_gets_a_little_worse_is_not_an_improvement() -> None:
+def test_a_slightly_worse_negative_metric_is_not_an_improvement() -> None:
     schedule = plateau(100, patience=0, threshold=0.1)
     for update, metric in enumerate([-1.0, -0.95]):
         schedule.observe(metric, update)
@@ -189,14 +189,14 @@ def test_factors_are_above_0_and_at_most_1_from_the_first_update_on(option: str,
 
 
 @pytest.mark.parametrize("option", ["constant", "linear", "cosine", "plateau", "warm_restarts"])
-def test_warmup_is_a_straight_line_from_its_first_share_to_the_peak(option: str) -> None:
+def test_warmup_is_linear_from_its_first_factor_to_the_peak(option: str) -> None:
     factors = curve_of(SCHEDULERS[option](100, warmup=10))
     assert factors[:10] == pytest.approx([(update + 1) / 10 for update in range(10)])
     assert factors[10] == 1.0
     assert curve_of(SCHEDULERS[option](100, warmup=0.1)) == factors
 
 
-def test_a_schedule_has_no_memory() -> None:
+def test_a_schedule_is_a_function_of_the_update() -> None:
     for function in SCHEDULERS.values():
         schedule = function(UPDATES, warmup=0.1)
         forward = curve_of(schedule)
@@ -204,12 +204,12 @@ def test_a_schedule_has_no_memory() -> None:
 
 
 @pytest.mark.parametrize("option", SCHEDULERS)
-def test_a_run_that_is_longer_than_its_schedule_keeps_a_valid_factor(option: str) -> None:
+def test_a_run_longer_than_its_schedule_keeps_a_valid_factor(option: str) -> None:
     schedule = SCHEDULERS[option](UPDATES)
     assert all(0.0 <= schedule.factor(update) <= 1.0 for update in range(UPDATES, 3 * UPDATES))
 
 
-def test_an_interval_of_nothing_is_refused() -> None:
+def test_an_empty_interval_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"scheduler.every: must be above 0"):
         step(10, every=0.0)
     with pytest.raises(ConfigError, match=r"scheduler.milestones"):

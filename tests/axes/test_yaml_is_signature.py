@@ -83,7 +83,7 @@ def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) ->
 
 
 @pytest.mark.parametrize(("axis", "option"), OPTIONS)
-def test_a_file_says_what_it_is_and_what_each_key_means(axis: str, option: str) -> None:
+def test_a_file_documents_itself_and_each_key(axis: str, option: str) -> None:
     first, *lines = file_of(axis, option).read_text(encoding="utf-8").splitlines()
     assert first.startswith("# ")
     assert first.endswith(".")

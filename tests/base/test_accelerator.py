@@ -105,7 +105,7 @@ def test_the_generator_of_an_intel_gpu_is_saved_and_restored(monkeypatch: pytest
     assert states[-1] == 7
 
 
-def test_a_cpu_has_nothing_of_a_device_and_refuses_nothing() -> None:
+def test_a_cpu_has_no_streams_or_events_and_refuses_no_format() -> None:
     cpu = accelerator_of(CPU)
     cpu.reset_peak()
     cpu.empty_cache()
@@ -118,7 +118,7 @@ def test_a_cpu_has_nothing_of_a_device_and_refuses_nothing() -> None:
     assert not cpu.architecture()
 
 
-def test_the_build_of_torch_decides_whose_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_build_of_torch_determines_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
     assert type(accelerator_of(GPU)) is Cuda
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
@@ -151,7 +151,7 @@ def test_an_amd_gpu_has_an_architecture_and_no_capability(instinct: None) -> Non
         ("gfx1201", Formats(bf16=True, fp16=True)),
     ],
 )  # fmt: skip
-def test_formats_of_an_amd_gpu_follow_from_its_architecture(architecture: str, formats: Formats) -> None:
+def test_formats_of_an_amd_gpu_depend_on_its_architecture(architecture: str, formats: Formats) -> None:
     assert amd_formats(architecture) == formats
 
 

@@ -20,7 +20,7 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_every_tensor_is_mapped_and_all_else_stays() -> None:
+def test_every_tensor_is_mapped_and_other_values_are_kept() -> None:
     batch = {"a": [tensor(1), (tensor(2), "text", None)], "b": Pair(tensor(3), 4)}
     found = map_tensors(lambda one: float(one) * 10, batch)
     assert found == {"a": [10.0, (20.0, "text", None)], "b": Pair(30.0, 4)}

@@ -23,7 +23,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_bits_of_a_view_are_those_of_a_copy_of_its_numbers(kind: str) -> None:
+def test_a_view_has_the_same_bits_as_its_copy(kind: str) -> None:
     view: Tensor = KINDS[kind]
     copy = torch.empty(view.shape, dtype=view.dtype).copy_(view)
     assert same_bits(view, copy)

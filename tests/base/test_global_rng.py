@@ -64,9 +64,7 @@ def test_the_sequence_of_a_seed_is_the_one_of_torch() -> None:
 
 
 @pytest.mark.parametrize("is_available", [False, True])
-def test_the_generators_of_gpus_are_seeded_where_there_are_any(
-    is_available: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generators_of_gpus_are_seeded_if_there_are_any(is_available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
@@ -86,7 +84,7 @@ def test_the_generator_of_the_device_is_saved_and_restored_with_the_others(monke
     assert {name: int(state) for name, state in states.items()} == {"cuda:0": 10, "cuda:1": 11}
 
 
-def test_a_checkpoint_of_a_gpu_resumes_on_a_cpu_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_checkpoint_resumes_on_a_cpu_and_vice_versa(monkeypatch: pytest.MonkeyPatch) -> None:
     """What only one of them has is left alone."""
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([1]))

@@ -69,7 +69,7 @@ def test_a_value_of_a_wrong_type_is_unknown_and_named(value: Any) -> None:
     assert found.wrong == ("count",)
 
 
-def test_entries_and_rows_are_judged_one_by_one_and_lists_of_words_as_a_whole() -> None:
+def test_entries_and_rows_are_validated_one_by_one_and_string_lists_as_a_whole() -> None:
     tree = {"figures": {"x": 1, "y": "2"}, "places": [{"city": "b"}, {"size": 1}, 3], "words": ["d", 4]}
     found = decode(Outer, tree)
     assert found.value == Outer(figures={"x": 1.0}, places=(Place(city="b"),))
@@ -78,5 +78,5 @@ def test_entries_and_rows_are_judged_one_by_one_and_lists_of_words_as_a_whole() 
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": ', "[" * 100_000, "\udcff"])
-def test_text_without_an_object_has_none(text: str) -> None:
+def test_text_without_an_object_decodes_to_none(text: str) -> None:
     assert object_in(text) is None

@@ -75,7 +75,7 @@ def test_a_non_persistent_buffer_that_keeps_its_shape_is_restored(change: Callab
 
 
 @pytest.mark.parametrize(("change", "shape"), [(remove, None), (resize, (7,))])
-def test_a_cache_of_another_shape_is_left(change: Callable[[Holder, str], None], shape: tuple[int] | None) -> None:
+def test_a_cache_of_another_shape_is_kept(change: Callable[[Holder, str], None], shape: tuple[int] | None) -> None:
     """Its module may keep the length elsewhere."""
     holder = Holder()
     with restored([holder]):

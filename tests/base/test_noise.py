@@ -55,7 +55,7 @@ LAST_BITS = 8 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_draw_does_not_depend_on_which_samples_are_beside_it(kind: Callable[[SampleNoise], Tensor]) -> None:
+def test_a_draw_does_not_depend_on_the_other_samples_of_the_batch(kind: Callable[[SampleNoise], Tensor]) -> None:
     whole = kind(draws_for(INDICES))
     parts = [kind(draws_for(INDICES[first:stop])) for first, stop in ((0, 1), (1, 20), (20, 64))]
     torch.testing.assert_close(torch.cat(parts), whole, rtol=LAST_BITS, atol=LAST_BITS)
@@ -65,7 +65,7 @@ def test_a_draw_does_not_depend_on_which_samples_are_beside_it(kind: Callable[[S
 
 
 @pytest.mark.parametrize("kind", ["normal", "uniform", "integers"])
-def test_seed_epoch_index_and_number_of_the_draw_each_give_other_draws(kind: str) -> None:
+def test_seed_epoch_index_and_draw_number_each_change_the_draw(kind: str) -> None:
     draw = KINDS[kind]
     first = draws_for(INDICES)
     drawn = [
@@ -89,7 +89,7 @@ def test_seed_epoch_index_and_number_of_the_draw_each_give_other_draws(kind: str
             assert (one == other).float().mean() < 0.02
 
 
-def test_an_element_does_not_depend_on_the_padding_behind_it() -> None:
+def test_an_element_does_not_depend_on_padding() -> None:
     narrow, wide = draws_for(INDICES).uniform(4, 5), draws_for(INDICES).uniform(9, 11)
     assert torch.equal(narrow, wide[:, :4, :5])
 
@@ -107,7 +107,7 @@ def test_formats_are_roundings_of_each_other() -> None:
                 assert float(drawn.max()) < 1
 
 
-def test_parts_of_samples_have_draws_of_their_own() -> None:
+def test_parts_of_samples_have_independent_draws() -> None:
     """Three records of each sample, in the order of the records, as a batch of several tables has them."""
     of, number = torch.arange(4).repeat(3), torch.arange(3).repeat_interleave(4)
     whole = draws_for([5, 6, 7, 8]).rows(of, number).normal(50)
@@ -118,14 +118,14 @@ def test_parts_of_samples_have_draws_of_their_own() -> None:
     assert in_rows.uniform(8).shape == (2, 3, 8)
 
 
-def test_every_second_sample_is_that_of_the_epoch() -> None:
+def test_every_second_sample_is_chosen_by_its_position_in_the_epoch() -> None:
     noise.start_pass(BatchSamples(SEED, 0, [9, 4, 7, 1, 3], range(11, 16)))
     assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # places 12 and 14
     noise.start_pass(BatchSamples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were left out
     assert per_sample_noise(torch.zeros(3)).every(2).tolist() == [1]
 
 
-def test_outside_of_a_run_each_call_draws_others_and_manual_seed_repeats_them() -> None:
+def test_outside_of_a_run_draws_follow_manual_seed() -> None:
     def drawn() -> tuple[Tensor, Tensor]:
         return tuple(per_sample_noise({"x": torch.zeros(6, 2)}).normal(4) for _ in range(2))  # type: ignore[return-value]
 
@@ -141,7 +141,7 @@ def test_outside_of_a_run_each_call_draws_others_and_manual_seed_repeats_them() 
         per_sample_noise({"names": ["a", "b"]})
 
 
-def test_what_a_run_knew_is_forgotten_outside_of_it() -> None:
+def test_the_state_of_a_run_does_not_leak_out_of_it() -> None:
     with noise.no_pass():
         noise.start_pass(samples(INDICES))
         assert len(per_sample_noise(torch.zeros(2)).keys) == 64
@@ -166,7 +166,7 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("known", [False, True], ids=["outside", "in a run"])
-def test_draws_computed_again_for_the_backward_pass_are_the_same(reentrant: bool, known: bool) -> None:
+def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
     """One block, called three times: the backward pass computes the calls again from the last to the first."""
 
     def gradient(recompute: bool) -> Tensor:
@@ -190,7 +190,7 @@ def test_draws_computed_again_for_the_backward_pass_are_the_same(reentrant: bool
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_draws_in_a_compiled_model_are_those_of_the_plain_one(fullgraph: bool) -> None:
+def test_a_compiled_model_has_the_same_draws(fullgraph: bool) -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor, given: SampleNoise) -> Tensor:
             x = x + given.normal(4) + given.normal(4)
@@ -213,7 +213,7 @@ def test_draws_in_a_compiled_model_are_those_of_the_plain_one(fullgraph: bool) -
             torch.testing.assert_close(one, other, rtol=LAST_BITS, atol=LAST_BITS)
 
 
-def test_a_compiled_model_may_ask_for_its_draws_itself() -> None:
+def test_a_compiled_model_may_draw_inside_its_graph() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(x) + per_sample_noise(x, "model").normal(4)
@@ -231,7 +231,7 @@ def test_a_compiled_model_may_ask_for_its_draws_itself() -> None:
 
 
 @pytest.mark.parametrize("asked", ["by the layer's name", "by the layer's number"])
-def test_layers_with_draws_of_their_own_share_compiled_code(asked: str) -> None:
+def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
     """As with compile=regional: one program for all layers, epochs and places of the samples in their epoch."""
 
     class Layer(nn.Module):
@@ -274,14 +274,14 @@ def test_normal_numbers_are_from_the_normal_distribution() -> None:
     assert 4.3 < np.abs(drawn).max() < 6.7
 
 
-def test_uniform_numbers_are_even() -> None:
+def test_uniform_numbers_are_uniformly_distributed() -> None:
     drawn = many().uniform(SIZE, dtype=torch.float64).flatten().numpy()
     assert stats.kstest(drawn, "uniform").pvalue > 1e-3
     assert drawn.min() >= 0
     assert drawn.max() < 1
 
 
-def test_whole_numbers_are_even_over_the_range() -> None:
+def test_integers_are_uniform_over_the_range() -> None:
     drawn = many().integers(-3, 7, SIZE).flatten()
     counts = torch.bincount(drawn + 3, minlength=10).numpy()
     assert len(counts) == 10
@@ -291,7 +291,7 @@ def test_whole_numbers_are_even_over_the_range() -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.5, 1.0])
-def test_booleans_are_true_as_often_as_asked(p: float) -> None:
+def test_booleans_are_true_with_the_given_probability(p: float) -> None:
     share = float(many().bernoulli(p, SIZE).double().mean())
     assert abs(share - p) <= 4.5 * math.sqrt(p * (1 - p) / (NUM * SIZE))
 
@@ -361,7 +361,7 @@ def test_every_bit_is_fair_and_depends_on_every_bit_of_the_index() -> None:
         assert float((flipped - 0.5).abs().max()) < 4.5 * 0.5 / math.sqrt(2000), bit
 
 
-def test_no_number_repeats() -> None:
+def test_draws_do_not_repeat() -> None:
     """Of 63 random bits, 1.5 million numbers share none but with a chance of 1e-7."""
     draws = many()
     drawn = torch.cat([draws.integers(0, 2**63 - 1, SIZE).flatten() for _ in range(3)])

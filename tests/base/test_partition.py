@@ -126,7 +126,7 @@ def test_fewer_layers_than_stages_are_a_problem() -> None:
     assert "2 ranks" in problem.fix
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_layers_that_do_not_fit_are_reported() -> None:
     one = split([1.0] * 3, [1, 5 * GIB, 1], [StageDevice(4 * GIB), StageDevice(3 * GIB)])
     assert isinstance(one, Problem)
     assert re.findall(r"layer \d|[\d,.]+ MiB", one.what) == ["layer 1", "5,120.0 MiB", "4,096.0 MiB"]
@@ -139,13 +139,13 @@ def test_what_does_not_fit_is_told() -> None:
 @pytest.mark.parametrize(
     ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "from 1 on"), ([5], "has 1: [5]")]
 )
-def test_sizes_that_are_no_split_are_a_problem(sizes: list[int], text: str) -> None:
+def test_invalid_splits_are_a_problem(sizes: list[int], text: str) -> None:
     problem = partition.given(sizes, [1.0] * 5, [1] * 5, [StageDevice(GIB)] * 2)
     assert isinstance(problem, Problem)
     assert text in problem.what
 
 
-def test_the_table_names_every_layer_once_with_its_place_and_share() -> None:
+def test_the_table_lists_every_layer_once_with_device_and_share() -> None:
     costs, sizes = [1.0, 2.0, 1.0], [GIB, 2 * GIB, GIB]
     found = split(costs, sizes, [StageDevice(4 * GIB), StageDevice(2 * GIB)])
     assert isinstance(found, Split)
@@ -166,7 +166,7 @@ def test_the_table_names_every_layer_once_with_its_place_and_share() -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_equal_stages_are_idle_as_the_theory_says(
+def test_idle_time_of_equal_stages_matches_the_theory(
     schedule: partition.Schedule, chunks: int, num_devices: int, rounds: int
 ) -> None:
     count, stages = rounds * num_devices, num_devices * chunks
@@ -176,7 +176,7 @@ def test_equal_stages_are_idle_as_the_theory_says(
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize(("num_devices", "count"), [(2, 1), (3, 2), (4, 3), (2, 6), (3, 9), (4, 1)])
-def test_each_stage_passes_each_micro_batch_once_forward_and_back(
+def test_each_stage_runs_each_micro_batch_once_forward_and_backward(
     schedule: partition.Schedule, chunks: int, num_devices: int, count: int
 ) -> None:
     rows = orders(schedule, num_devices, count, chunks)
@@ -192,7 +192,7 @@ def test_each_stage_passes_each_micro_batch_once_forward_and_back(
     count=st.integers(1, 8),
     schedule=st.sampled_from(["gpipe", "1f1b"]),
 )
-def test_a_pipeline_takes_no_less_than_its_slowest_stage_and_its_path(
+def test_a_pipeline_takes_at_least_its_slowest_stage_and_its_critical_path(
     seconds: list[float], count: int, schedule: partition.Schedule
 ) -> None:
     back = [2 * second for second in seconds]
@@ -202,7 +202,7 @@ def test_a_pipeline_takes_no_less_than_its_slowest_stage_and_its_path(
     assert took <= math.fsum(seconds) * 3 * count * (1 + 1e-12)
 
 
-def test_one_f_one_b_keeps_as_many_micro_batches_as_there_are_stages_behind() -> None:
+def test_one_f_one_b_keeps_one_micro_batch_per_later_stage() -> None:
     assert in_flight_of("1f1b", 4, 8) == (4, 3, 2, 1)
     assert in_flight_of("1f1b", 4, 2) == (2, 2, 2, 1)
     assert in_flight_of("gpipe", 3, 8) == (8, 8, 8)

@@ -67,7 +67,7 @@ def test_plain_layers_in_a_row_are_not_blocks() -> None:
     assert repeated_blocks(nn.Sequential(lone, nn.Tanh())) == list(lone.parts)
 
 
-def test_checkpointing_such_a_model_computes_its_blocks_again() -> None:
+def test_checkpointing_recomputes_nested_blocks() -> None:
     blocks = [Block(), Block()]
     task = Task()
     task.model = Model(nn.ModuleList(blocks))

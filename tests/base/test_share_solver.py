@@ -35,18 +35,18 @@ lines_of_ranks = st.lists(
 
 
 @given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
-def test_exact_times_give_the_line_back(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
+def test_exact_times_recover_the_line(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
     line = fit([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
     for n in counts:
         assert line.seconds(n) == pytest.approx(fixed_s + per_sample_s * n, rel=1e-6)
 
 
-def test_one_sample_count_gives_a_time_per_sample() -> None:
+def test_a_single_sample_count_gives_a_time_per_sample() -> None:
     assert fit([(8, 2.0), (8, 4.0), (8, 100.0)]) == RankTiming(0.0, 0.5)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e3)), min_size=1, max_size=20))
-def test_neither_part_is_ever_negative(points: list[tuple[int, float]]) -> None:
+def test_neither_term_is_negative(points: list[tuple[int, float]]) -> None:
     line = fit(points)
     assert line.fixed_s >= 0
     assert line.per_sample_s >= 0
@@ -73,7 +73,7 @@ def every_split(
 
 @settings(max_examples=300)
 @given(lines_of_ranks, st.integers(1, 9), st.booleans(), st.sampled_from([0.0, 0.5, 4.0]), st.data())
-def test_no_other_split_is_faster(
+def test_no_other_split_is_faster_than_the_solution(
     lines: list[RankTiming], total: int, may_drop: bool, wait_s: float, data: st.DataObject
 ) -> None:
     cap = st.none() | st.integers(1, 9)
@@ -95,7 +95,7 @@ def test_no_other_split_is_faster(
     st.lists(st.builds(RankTiming, st.floats(0, 0.1), st.floats(1e-6, 0.01)), min_size=2, max_size=16),
     st.integers(16, 5000),
 )
-def test_moving_a_sample_never_helps_however_many_there_are(lines: list[RankTiming], total: int) -> None:
+def test_moving_one_sample_never_helps(lines: list[RankTiming], total: int) -> None:
     shares = fastest(total, lines)
     assert sum(shares) == total
     assert min(shares) >= 1
@@ -112,7 +112,7 @@ def test_ties_go_to_the_rank_with_fewer_samples_then_to_the_lower() -> None:
     assert fastest(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)], (20, None)) == (20, 12)
 
 
-def test_of_equal_ranks_one_is_full_before_another_takes_more_than_it_may() -> None:
+def test_equal_ranks_are_filled_to_their_caps_in_order() -> None:
     free, slow = RankTiming(0.0, 0.0), RankTiming(0.0, 1.0)
     assert fastest(26, [free, slow, free], (12, None, None)) == (12, 1, 13)
     assert fastest(37, [slow, *[free] * 4], (None, 4, 1, None, None)) == (1, 4, 1, 16, 15)
@@ -129,7 +129,7 @@ def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
 
 
 @given(st.integers(2, 8), st.integers(2, 300), st.data())
-def test_probes_stay_inside_the_caps_and_leave_nobody_out(size: int, total: int, data: st.DataObject) -> None:
+def test_probes_respect_caps_and_include_every_rank(size: int, total: int, data: st.DataObject) -> None:
     caps = data.draw(st.lists(st.none() | st.integers(1, 300), min_size=size, max_size=size))
     base = proportional(total, [1] * size, caps)
     if total < size or isinstance(base, Problem):
@@ -142,20 +142,20 @@ def test_probes_stay_inside_the_caps_and_leave_nobody_out(size: int, total: int,
 
 
 @given(st.integers(2, 8), st.integers(0, 300))
-def test_each_rank_is_seen_with_two_counts_within_6_updates(size: int, more: int) -> None:
+def test_each_rank_is_measured_at_two_sample_counts_within_6_updates(size: int, more: int) -> None:
     balance = ShareSolution(2 * size + more, size, warm_up=0)
     seen = [balance.ahead(num) for num in range(6)]
     assert all(len({split[rank] for split in seen}) >= 2 for rank in range(size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_each_of_a_few_ranks_is_seen_with_two_counts_even_where_there_is_one_more_sample_than_ranks(size: int) -> None:
+def test_few_ranks_are_measured_at_two_counts_even_with_one_spare_sample(size: int) -> None:
     for total in range(size + 1, 3 * size):
         splits = probe_splits(total, proportional(total, [1] * size))
         assert all(len({split[rank] for split in splits}) >= 2 for rank in range(size)), (total, splits)
 
 
-def test_what_lies_ahead_is_what_will_be_dealt() -> None:
+def test_upcoming_shares_equal_those_that_are_dealt() -> None:
     balance = ShareSolution(32, 2, warm_up=2)
     ahead = [balance.ahead(num) for num in range(8)]
     assert ahead[:2] == [(16, 16)] * 2
@@ -198,7 +198,7 @@ def run(balance: ShareSolution, ranks: Ranks, updates: int, exchange_s: float = 
 
 @pytest.mark.parametrize(("slower", "gain"), [(2, 1.4), (3, 1.9)])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
-def test_a_slower_rank_costs_what_it_must(slower: int, gain: float, noise: float) -> None:
+def test_a_slower_rank_costs_the_minimum(slower: int, gain: float, noise: float) -> None:
     """Within 5 % of the optimum; equal shares take (1 + k) / 2 of it where a rank is k times slower: 1.5 and 2."""
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
@@ -241,7 +241,7 @@ def test_a_gain_below_the_threshold_changes_nothing() -> None:
     assert {each.shares for each in run(ShareSolution(200, 2, threshold=0.005), ranks, 100)} == {(102, 98)}
 
 
-def test_a_gain_that_may_be_noise_changes_nothing() -> None:
+def test_a_gain_within_noise_changes_nothing() -> None:
     """With 8 ranks and 20 % noise some pair of ranks always looks unequal by more than the threshold."""
     changes = 0
     for seed in range(5):
@@ -267,7 +267,7 @@ def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
 
 
 @pytest.mark.parametrize("factor", [4.0, 0.25])
-def test_a_rank_that_becomes_faster_or_slower_does_so_by_more_than_1_times(factor: float) -> None:
+def test_a_changed_speed_is_detected_in_both_directions(factor: float) -> None:
     ranks = Ranks([RankTiming(0.0, 0.002)] * 2)
     balance = ShareSolution(64, 2, every=20)
     run(balance, ranks, 200)
@@ -276,7 +276,7 @@ def test_a_rank_that_becomes_faster_or_slower_does_so_by_more_than_1_times(facto
     assert [float(found) for found in re.findall(r"became ([\d.]+) times", reason)] == [pytest.approx(4.0)]
 
 
-def test_a_fixed_time_that_appears_is_followed_too() -> None:
+def test_a_new_fixed_time_is_followed_too() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001)] * 2, 0.05)
     balance = ShareSolution(128, 2)
     run(balance, ranks, 200)
@@ -299,7 +299,7 @@ def test_late_splits_and_ragged_windows_do_not_mislead() -> None:
     assert ranks.over_best(balance.shares) <= 1.05
 
 
-def test_times_that_are_no_times_are_left_out() -> None:
+def test_invalid_times_are_ignored() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)])
     balance = ShareSolution(64, 2)
     for number in range(200):
@@ -322,7 +322,7 @@ def test_times_that_are_no_times_are_left_out() -> None:
         ([RankTiming(0.001, 0.001), RankTiming(0.001, 0.003)], 0.002, ()),
     ],
 )
-def test_never_slower_than_the_best_ranks_by_more_than_2_percent_after_the_verdict(
+def test_after_the_verdict_at_most_2_percent_slower_than_the_best_ranks(
     lines: list[RankTiming], exchange_s: float, drop: tuple[int, ...], noise: float
 ) -> None:
     for seed in range(5):
@@ -348,7 +348,7 @@ def test_fewer_ranks_are_tried_out_before_the_verdict() -> None:
     assert not any(each.drop for each in run(ShareSolution(32, 2), Cliff(lines), 300, exchange_s=0.025))
 
 
-def test_a_rank_that_does_not_hold_all_is_never_left_alone() -> None:
+def test_a_rank_that_cannot_hold_all_samples_is_never_left_alone() -> None:
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.001)])
     assert not any(each.drop for each in run(ShareSolution(32, 2, caps=(31, 31)), ranks, 300, exchange_s=1.0))
     verdicts = [each for each in run(ShareSolution(32, 2, caps=(31, None)), ranks, 300, exchange_s=1.0) if each.drop]
@@ -358,7 +358,7 @@ def test_a_rank_that_does_not_hold_all_is_never_left_alone() -> None:
 # ---------------------------------------------------------------- what is said, and what is kept
 
 
-def test_a_decision_says_why_and_what_it_brings() -> None:
+def test_a_decision_has_a_reason_and_a_predicted_gain() -> None:
     decision = run(ShareSolution(32, 2), Ranks([RankTiming(0.0, 0.0004), RankTiming(0.0, 0.0012)]), 8)[0]
     assert decision.shares == (24, 8)
     assert decision.old_s == pytest.approx(0.0192)
@@ -371,14 +371,14 @@ def test_a_decision_says_why_and_what_it_brings() -> None:
         assert part in stays.reason
 
 
-def test_a_verdict_says_what_the_others_take_alone() -> None:
+def test_a_verdict_reports_the_time_without_the_slow_ranks() -> None:
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.008)])
     verdict = run(ShareSolution(32, 2), ranks, 100, exchange_s=0.010)[-1]
     assert (verdict.drop, verdict.shares) == ((1,), (32, 0))
     assert re.findall(r"rank \d|[\d.]+ ms", verdict.reason) == ["rank 1", "33.0 ms", "rank 0", "40.0 ms"]
 
 
-def test_all_ranks_decide_the_same_from_the_same_times() -> None:
+def test_all_ranks_take_the_same_decision_from_the_same_times() -> None:
     first, second = ShareSolution(64, 3), ShareSolution(64, 3)
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.002), RankTiming(0.001, 0.003)], 0.10)
     for _ in range(300):
@@ -387,7 +387,7 @@ def test_all_ranks_decide_the_same_from_the_same_times() -> None:
         assert first.observe(seconds) == second.observe(seconds)
 
 
-def test_what_is_known_goes_on_from_a_checkpoint() -> None:
+def test_measurements_are_restored_from_a_checkpoint() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
     balance = ShareSolution(64, 2)
     run(balance, ranks, 110)
@@ -415,7 +415,7 @@ def test_each_field_of_a_checkpoint_is_restored(changes: dict[str, bool | int]) 
 
 
 @pytest.mark.parametrize("other", [ShareSolution(65, 2), ShareSolution(64, 3), ShareSolution(64, 2, caps=(40, 40))])
-def test_what_was_known_of_another_division_is_not_used(other: ShareSolution) -> None:
+def test_measurements_of_another_division_are_not_used(other: ShareSolution) -> None:
     balance = ShareSolution(64, 2)
     run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
     assert balance.shares == (48, 16)

@@ -42,7 +42,7 @@ def problem(shares: tuple[int, ...] | Problem) -> Problem:
 
 
 @given(st.integers(0, 5000), weights_of_ranks)
-def test_all_samples_are_dealt_and_every_rank_that_counts_gets_one(total: int, weights: list[float]) -> None:
+def test_all_samples_are_dealt_and_every_used_rank_gets_one(total: int, weights: list[float]) -> None:
     shares = must(proportional(total, weights))
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
     assert sum(shares) == total
@@ -69,7 +69,7 @@ def test_no_rank_is_above_its_cap_and_too_small_caps_are_a_problem(
 
 
 @given(st.integers(9, 2000), st.lists(st.integers(1, 50), min_size=1, max_size=9))
-def test_shares_are_within_one_sample_of_the_proportion_where_no_bound_holds(total: int, weights: list[int]) -> None:
+def test_shares_without_active_caps_are_within_one_sample_of_the_proportion(total: int, weights: list[int]) -> None:
     quotas = [total * weight / sum(weights) for weight in weights]
     shares = must(proportional(total, weights))
     if min(quotas) >= 1:
@@ -85,7 +85,7 @@ def test_the_largest_remainder_decides_and_ties_go_to_the_lower_rank() -> None:
     assert proportional(10, (1000, 1, 0, 1)) == (8, 1, 0, 1)
 
 
-def test_what_is_above_a_cap_goes_to_the_others_in_proportion() -> None:
+def test_samples_above_a_cap_go_to_the_others_in_proportion() -> None:
     assert proportional(32, (4, 2, 2), (10, None, None)) == (10, 11, 11)
     assert proportional(30, (6, 3, 1), (10, None, None)) == (10, 15, 5)
     assert proportional(12, (100, 1, 1), (4, 4, 4)) == (4, 4, 4)
@@ -97,7 +97,7 @@ def test_a_cap_of_one_rank_does_not_push_another_below_its_proportion() -> None:
     assert proportional(5, (100, 3, 1), (3, None, None)) == (3, 1, 1)
 
 
-def test_caps_that_hold_too_little_are_said_with_their_sum() -> None:
+def test_too_small_caps_are_reported_with_their_sum() -> None:
     found = problem(proportional(64, (1, 1), (30, 20)))
     assert found.where == "global_batch_size=64"
     assert "30 + 20: 50" in found.what
@@ -108,9 +108,7 @@ def test_caps_that_hold_too_little_are_said_with_their_sum() -> None:
 
 
 @given(some_shares, st.data())
-def test_a_ragged_window_is_dealt_whole_and_nobody_gets_more_than_its_share(
-    shares: list[int], data: st.DataObject
-) -> None:
+def test_a_ragged_window_is_dealt_completely_within_the_shares(shares: list[int], data: st.DataObject) -> None:
     window = data.draw(st.integers(0, sum(shares)))
     parts = window_shares(window, shares)
     assert sum(parts) == window
@@ -120,14 +118,14 @@ def test_a_ragged_window_is_dealt_whole_and_nobody_gets_more_than_its_share(
 
 
 @given(some_shares, st.integers(0, 400))
-def test_slices_follow_each_other_and_cover_the_window(shares: list[int], window: int) -> None:
+def test_slices_are_consecutive_and_cover_the_window(shares: list[int], window: int) -> None:
     cuts = slices(window, shares)
     seen = [sample for start, stop in cuts for sample in range(start, stop)]
     assert seen == list(range(window))
     assert tuple(stop - start for start, stop in cuts) == window_shares(window, shares)
 
 
-def test_a_rank_may_get_nothing_of_a_small_window() -> None:
+def test_a_rank_may_get_no_samples_of_a_small_window() -> None:
     assert window_shares(1, (19, 13)) == (1, 0)
     assert slices(1, (19, 13)) == ((0, 1), (1, 1))
     assert window_shares(2, (1, 1, 1)) == (1, 1, 0)
@@ -137,7 +135,7 @@ def test_a_rank_may_get_nothing_of_a_small_window() -> None:
 # ---------------------------------------------------------------- what the user says
 
 
-def test_the_users_shares_are_taken_as_they_are_or_as_proportions() -> None:
+def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
     assert fixed((19, 13), 2, 32) == (19, 13)
     assert fixed((5, 3), 2, 32) == (20, 12)
     assert fixed((11, 8), 2, 32) == (19, 13)
@@ -158,7 +156,7 @@ def test_the_users_shares_are_taken_as_they_are_or_as_proportions() -> None:
         ((1, 1, 1, 1), 4, 3, "global_batch_size=3", "parallelism.world_size=3 global_batch_size=4"),
     ],
 )
-def test_shares_that_cannot_be_are_said_with_what_to_do(
+def test_impossible_shares_are_reported_with_a_fix(
     shares: tuple[int, ...], world_size: int, total: int, where: str, instead: str
 ) -> None:
     found = problem(fixed(shares, world_size, total))
@@ -166,7 +164,7 @@ def test_shares_that_cannot_be_are_said_with_what_to_do(
 
 
 @given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
-def test_accepted_shares_fit_the_ranks_and_the_update(shares: list[int], world_size: int, total: int) -> None:
+def test_accepted_shares_match_the_ranks_and_the_batch(shares: list[int], world_size: int, total: int) -> None:
     taken = fixed(shares, world_size, total)
     good = len(shares) == world_size <= total and min(shares, default=0) > 0
     assert isinstance(taken, Problem) != good
@@ -199,13 +197,13 @@ def test_the_identity_is_never_longer_than_a_line(size: int, micro: int | None) 
 
 
 @given(some_shares, st.integers(1, 50))
-def test_the_passes_of_a_rank_are_its_share(shares: list[int], micro: int) -> None:
+def test_the_micro_batches_of_a_rank_cover_its_share(shares: list[int], micro: int) -> None:
     for row in rows_of(tuple(shares), micro):
         assert sum(row.passes) == row.share
         assert all(0 < samples <= micro for samples in row.passes)
         assert all(samples == row.micro_batch_size for samples in row.passes[:-1])
 
 
-def test_many_ranks_are_said_as_a_range() -> None:
+def test_many_ranks_are_shown_as_a_range() -> None:
     assert summed((5, 3)) == "5 + 3"
     assert summed([3, 9] * 32) == "64 ranks, 3 to 9 each"

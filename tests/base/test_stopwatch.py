@@ -64,7 +64,7 @@ def watch(request: pytest.FixtureRequest, line: Timeline) -> Stopwatch:
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_each_update_is_told_once_and_in_order_and_what_follows_the_last_is_not(kind: str) -> None:
+def test_each_update_is_reported_once_and_in_order(kind: str) -> None:
     line = FakeEvent.line = Timeline()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", line)
@@ -123,7 +123,7 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
         assert sum(sum(window.values()) for window in [*windows, rest]) == line.now - 100.0
 
 
-def test_what_lies_inside_something_else_has_its_own_part(watch: Stopwatch, line: Timeline) -> None:
+def test_nested_parts_are_timed_separately(watch: Stopwatch, line: Timeline) -> None:
     with watch.during("evaluation"):
         line.now += 1.0
         with watch.during("saving"):
@@ -133,7 +133,7 @@ def test_what_lies_inside_something_else_has_its_own_part(watch: Stopwatch, line
     assert watch.finish() == {"hooks": 0.125, "evaluation": 1.25, "saving": 0.5}
 
 
-def test_an_error_inside_leaves_the_parts_as_they_were(watch: Stopwatch, line: Timeline) -> None:
+def test_an_error_inside_keeps_the_enclosing_part(watch: Stopwatch, line: Timeline) -> None:
     with pytest.raises(KeyError), watch.during("evaluation"):
         line.now += 1.0
         raise KeyError
@@ -141,7 +141,7 @@ def test_an_error_inside_leaves_the_parts_as_they_were(watch: Stopwatch, line: T
     assert watch.finish() == {"hooks": 0.5, "evaluation": 1.0}
 
 
-def test_the_last_update_is_told_with_its_parts_only(watch: Stopwatch, line: Timeline) -> None:
+def test_the_last_update_is_reported_with_its_own_parts_only(watch: Stopwatch, line: Timeline) -> None:
     assert watch.last is None
     for update, part in ((1, "data"), (2, "backward")):
         line.now += update
@@ -153,7 +153,7 @@ def test_the_last_update_is_told_with_its_parts_only(watch: Stopwatch, line: Tim
         assert watch.last.seconds == {part: float(update)}
 
 
-def test_another_phase_begins_with_nothing(watch: Stopwatch, line: Timeline) -> None:
+def test_another_phase_starts_at_zero(watch: Stopwatch, line: Timeline) -> None:
     line.now += 1.0
     watch.lap("data")
     watch.stop(7)
@@ -169,14 +169,14 @@ def test_another_phase_begins_with_nothing(watch: Stopwatch, line: Timeline) -> 
     assert watch.finish() == {"forward": 0.5} | ({"hooks": 0.0} if watch.spent().get("hooks") == 0.0 else {})
 
 
-def test_a_cpu_has_the_clock_of_the_host() -> None:
+def test_a_cpu_uses_the_host_clock() -> None:
     assert type(stopwatch(torch.device("cpu"))) is Stopwatch
 
 
 # ---------------------------------------------------------------- on a device
 
 
-def test_a_device_is_read_when_it_is_there_and_never_waited_for(line: Timeline) -> None:
+def test_device_events_are_read_when_complete_and_never_waited_for(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     for update in (1, 2):
         line.now += update
@@ -196,7 +196,7 @@ def test_a_device_is_read_when_it_is_there_and_never_waited_for(line: Timeline) 
     assert line.waited == 0
 
 
-def test_a_bookmark_tells_of_its_own_moment_however_late_it_is_asked(line: Timeline) -> None:
+def test_a_bookmark_reports_its_own_moment_however_late_it_is_read(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     bookmarks = []
     for update in range(1, 4):
@@ -209,7 +209,7 @@ def test_a_bookmark_tells_of_its_own_moment_however_late_it_is_asked(line: Timel
     assert [bookmark() for bookmark in bookmarks] == [{"forward": 1.0}, {"forward": 2.0}, {"forward": 3.0}]
 
 
-def test_marks_that_are_over_are_used_again(line: Timeline) -> None:
+def test_completed_events_are_reused(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     for update in range(1, 50):
         for part in ("hooks", *PARTS):

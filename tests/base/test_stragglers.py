@@ -46,7 +46,7 @@ def test_an_injected_rank_and_part_are_named_in_95_of_100_trials(world_size: int
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_nobody_is_named_in_99_of_100_trials_without_injection(world_size: int) -> None:
+def test_no_rank_is_named_in_99_of_100_trials_without_injection(world_size: int) -> None:
     quiet = sum(find_straggler(updates(seed, [USUAL] * world_size)) is None for seed in range(100))
     assert quiet >= 99
 
@@ -60,28 +60,28 @@ def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
         assert part in str(found)
 
 
-def test_ranks_that_are_balanced_are_left_in_peace() -> None:
+def test_balanced_ranks_are_not_reported() -> None:
     """Rank 1 is 3 times slower per sample and has a third of the samples: nobody waits."""
     assert find_straggler(updates(0, [USUAL, USUAL], noise=0.0), (24, 8)) is None
 
 
-def test_a_long_part_that_keeps_nobody_waiting_is_not_named() -> None:
+def test_a_long_part_that_no_rank_waits_for_is_not_named() -> None:
     """Rank 0 reads long and computes less: all are done at once."""
     parts = [{**USUAL, "data": 0.012, "backward": 0.010}, USUAL]
     assert find_straggler(updates(0, parts, noise=0.0)) is None
 
 
-def test_a_small_loss_is_not_worth_a_word() -> None:
+def test_a_small_loss_is_not_reported() -> None:
     assert find_straggler(updates(0, delayed(2, 1, "data", 0.003), noise=0.0)) is None
     assert find_straggler(updates(0, delayed(2, 1, "data", 0.006), noise=0.0)) is not None
 
 
-def test_an_update_in_which_all_wait_for_the_exchange_names_nobody() -> None:
+def test_an_update_in_which_all_wait_for_the_exchange_names_no_rank() -> None:
     rng = random.Random(0)
     assert find_straggler([update(rng, [USUAL] * 2, 0.0, exchange_s=0.5) for _ in range(20)]) is None
 
 
-def test_a_busy_rank_for_which_nobody_waits_is_not_named() -> None:
+def test_a_busy_rank_that_no_rank_waits_for_is_not_named() -> None:
     """What the others do meanwhile is their own matter, if they do not wait."""
     rng = random.Random(0)
     window = [update(rng, delayed(2, 1, "optimizer", 0.020), 0.0, exchange_s=0.050) for _ in range(20)]
@@ -90,7 +90,7 @@ def test_a_busy_rank_for_which_nobody_waits_is_not_named() -> None:
     assert find_straggler(window) is None
 
 
-def test_a_single_hiccup_names_nobody_and_hides_nobody() -> None:
+def test_a_single_hiccup_names_no_rank_and_hides_none() -> None:
     quiet = updates(0, [USUAL] * 2, num=19, noise=0.02)
     loud = updates(0, delayed(2, 1, "data", 0.020), num=19, noise=0.02)
     hiccup = updates(0, delayed(2, 0, "data", 5.0), num=1)
@@ -111,7 +111,7 @@ def test_a_rank_that_is_slow_about_as_often_as_another_is_not_named() -> None:
     assert find_straggler(one[:12] + other[:8]) is not None
 
 
-def test_a_rank_that_only_has_more_samples_is_said_to_have_more() -> None:
+def test_a_rank_that_only_has_more_samples_is_reported_so() -> None:
     parts = [{**USUAL, "forward": 0.030, "backward": 0.060}, USUAL]
     found = find_straggler(updates(0, parts, noise=0.0), (24, 8))
     assert found is not None
@@ -122,7 +122,7 @@ def test_a_rank_that_only_has_more_samples_is_said_to_have_more() -> None:
     assert equal_shares.num_samples is None
 
 
-def test_one_rank_alone_and_no_updates_have_nobody_to_name() -> None:
+def test_a_single_rank_and_zero_updates_name_no_rank() -> None:
     assert find_straggler(updates(0, [USUAL])) is None
     assert find_straggler([]) is None
 
@@ -134,19 +134,19 @@ def heard(watch: StragglerDetector, window: list[Times], samples: tuple[int, ...
     return [found for each in window if (found := watch.observe(each, samples))]
 
 
-def test_the_first_updates_are_not_looked_at() -> None:
+def test_the_first_updates_are_ignored() -> None:
     start = updates(0, delayed(2, 1, "forward", 3.0), num=5)
     assert heard(StragglerDetector(window=5, warm_up=5), start + updates(1, [USUAL] * 2, num=5, noise=0.01)) == []
     assert heard(StragglerDetector(window=5, warm_up=0), start) == []
     assert len(heard(StragglerDetector(window=5, warm_up=0), start * 2)) == 1
 
 
-def test_what_costs_less_than_a_millisecond_is_not_worth_a_word() -> None:
+def test_delays_below_a_millisecond_are_not_reported() -> None:
     tiny = [{part: seconds / 100 for part, seconds in times.items()} for times in delayed(2, 1, "forward", 0.020)]
     assert heard(StragglerDetector(warm_up=0), updates(0, tiny, num=80)) == []
 
 
-def test_a_rank_is_named_once_until_it_is_another_or_it_was_over() -> None:
+def test_a_rank_is_named_once_until_it_recovers_or_another_is_slow() -> None:
     watch = StragglerDetector(warm_up=0)
     rank_1 = updates(0, delayed(2, 1, "data", 0.020), num=60)
     rank_0 = updates(1, delayed(2, 0, "backward", 0.020), num=40)
@@ -158,7 +158,7 @@ def test_a_rank_is_named_once_until_it_is_another_or_it_was_over() -> None:
     assert [found.rank for found in heard(watch, rank_0)] == [0]
 
 
-def test_ragged_windows_are_left_out_and_new_shares_begin_a_new_window() -> None:
+def test_ragged_windows_are_ignored_and_new_shares_start_a_new_window() -> None:
     watch = StragglerDetector(window=10, warm_up=0)
     window = updates(0, delayed(2, 1, "data", 0.020), num=20)
     assert heard(watch, window[:5]) == []

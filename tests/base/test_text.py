@@ -31,14 +31,14 @@ COMMAND = TABLE.splitlines()[-1]
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 90])
-def test_a_line_is_broken_between_words_only(columns: int) -> None:
+def test_lines_are_broken_between_words_only(columns: int) -> None:
     lines = wrapped(TABLE, columns).split("\n")
     assert " ".join(lines).split() == TABLE.split()
     assert all(len(line) <= columns or line == COMMAND for line in lines)
     assert COMMAND in lines
 
 
-def test_a_command_to_be_pasted_stays_whole_and_what_is_said_of_it_does_not() -> None:
+def test_a_command_to_paste_is_not_wrapped_and_its_description_is() -> None:
     command, meaning = (
         "accel-run train --task ./my_task.py optimizer.lr=0.1",
         "a task of your own, made by accel-run new",
@@ -50,7 +50,7 @@ def test_a_command_to_be_pasted_stays_whole_and_what_is_said_of_it_does_not() ->
     assert wrapped(f"{command} {meaning}", 20).endswith(f"--help\n  {meaning}")
 
 
-def test_columns_of_a_table_give_way_in_their_order_and_are_named() -> None:
+def test_columns_of_a_narrow_table_are_dropped_in_order_and_named() -> None:
     rows = [("run", "task", "size"), ("first", "gpt", "9 MiB"), ("second", "nmt", "10 MiB")]
     assert aligned(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
     assert aligned(rows, "<<>", ("size", "task"), 20) == aligned(rows, "<<>")
@@ -71,7 +71,7 @@ def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
     assert aligned([]) == []
 
 
-def test_what_a_terminal_is_told_fits_it_and_a_pipe_gets_it_whole() -> None:
+def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
     """So is every word of a run, above the bar and without it, and every error."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 40))

@@ -69,7 +69,7 @@ def test_both_predicts_with_the_run_it_trained_whatever_its_name(server: ForkSer
     assert predictions(run)
 
 
-def test_both_ends_as_the_training_does_and_then_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
+def test_both_exits_like_the_training_that_failed_and_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
     assert ended.code == 70
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
@@ -88,7 +88,7 @@ def test_a_failed_start_does_not_become_the_last_run(server: ForkServer, folder:
     assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
 
 
-def test_inference_takes_the_run_trained_last(server: ForkServer, folder: Path) -> None:
+def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -> None:
     for words in ("inference", "infer", "inference run=last"):
         shutil.rmtree(folder / "outputs" / "second" / "predictions", ignore_errors=True)
         ended = server.run(words, folder)
@@ -98,7 +98,7 @@ def test_inference_takes_the_run_trained_last(server: ForkServer, folder: Path) 
     assert not (folder / "outputs" / "first" / "predictions").exists()
 
 
-def test_inference_takes_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
+def test_inference_accepts_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
     for words, here in [
@@ -112,7 +112,7 @@ def test_inference_takes_a_run_by_name_and_by_folder(server: ForkServer, folder:
         assert ended.out.startswith("first: ")
 
 
-def test_a_folder_from_elsewhere_does_not_decide_what_code_is_run(server: ForkServer, folder: Path) -> None:
+def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     ended = server.run(f"inference run={folder}/outputs/first", elsewhere)
@@ -130,7 +130,7 @@ def test_the_same_seed_predicts_the_same_and_another_does_not(server: ForkServer
     assert found[0] != found[2]
 
 
-def test_the_summary_holds_what_it_took(server: ForkServer, folder: Path) -> None:
+def test_the_summary_has_times_and_memory(server: ForkServer, folder: Path) -> None:
     assert server.run("inference inference.samples=7", folder).code == 0
     found = summary(folder / "outputs" / "second")
     assert found.keys() == {
@@ -150,7 +150,7 @@ def test_the_summary_holds_what_it_took(server: ForkServer, folder: Path) -> Non
     assert found["items_per_s"] == pytest.approx(7 / found["seconds"])
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_and_named(server: ForkServer, folder: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_and_reported(server: ForkServer, folder: Path) -> None:
     checkpoints = folder / "outputs" / "second" / "checkpoints"
     damage(checkpoints / "update-0000000030")
     before = sorted(checkpoints.iterdir())
@@ -198,7 +198,7 @@ def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
         ("--device cpu", "device=cpu"),
     ],
 )
-def test_a_key_of_training_is_answered_with_that_of_prediction(
+def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(
     server: ForkServer, folder: Path, typed: str, meant: str
 ) -> None:
     ended = server.run(f"inference {typed}", folder)
@@ -207,9 +207,7 @@ def test_a_key_of_training_is_answered_with_that_of_prediction(
     assert server.run(f"inference {meant}", folder).code == 0
 
 
-def test_a_batch_size_that_the_prediction_does_not_have_is_answered_with_what_it_has(
-    server: ForkServer, folder: Path
-) -> None:
+def test_an_unknown_batch_size_key_gets_the_known_keys(server: ForkServer, folder: Path) -> None:
     ended = server.run("inference --batch-size 4", folder)
     assert ended.code == 78
     assert "inference.samples" in ended.err
@@ -217,7 +215,7 @@ def test_a_batch_size_that_the_prediction_does_not_have_is_answered_with_what_it
 
 
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4", "--bs 4", "--per-device-eval-batch-size 4"])
-def test_a_batch_size_is_answered_with_that_of_prediction(typed: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, server: ForkServer, tmp_path: Path) -> None:
     """Of the default task, where there is no run."""
     ended = server.run(f"inference {typed}", tmp_path)
     assert ended.code == 78
@@ -225,7 +223,7 @@ def test_a_batch_size_is_answered_with_that_of_prediction(typed: str, server: Fo
     assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err or "eval" in typed
 
 
-def test_a_key_that_only_the_own_task_has_is_known(server: ForkServer, tmp_path: Path) -> None:
+def test_keys_of_the_users_task_are_known(server: ForkServer, tmp_path: Path) -> None:
     """The keys are those of the run's task, not those of the default task."""
     source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
     (tmp_path / "mine.py").write_text(source)
@@ -234,7 +232,7 @@ def test_a_key_that_only_the_own_task_has_is_known(server: ForkServer, tmp_path:
     assert ended.code == 0, ended.err
 
 
-def test_a_task_that_does_not_predict_says_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_without_predict_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def predict", "def no_predict")
     (tmp_path / "mine.py").write_text(source)
     ended = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)

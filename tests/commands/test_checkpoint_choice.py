@@ -83,7 +83,7 @@ def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder
     assert f"(best, val/loss {losses(folder)[best(folder)]:.4g})" in page
 
 
-def test_a_run_that_goes_back_gives_what_it_gave_before(server: ForkServer, folder: Path) -> None:
+def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Path) -> None:
     before, weights = losses(folder), load(path_of(folder / "outputs/mine/checkpoints", 6)).tensors("model")
     ended = ran(server, folder, "resume mine checkpoint=3")
     assert "resumes at update 3" in ended.out
@@ -96,7 +96,7 @@ def test_a_run_that_goes_back_gives_what_it_gave_before(server: ForkServer, fold
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").is_file()
 
 
-def test_a_resume_that_is_refused_does_not_go_back(server: ForkServer, folder: Path) -> None:
+def test_a_refused_resume_does_not_rewind(server: ForkServer, folder: Path) -> None:
     before = names(folder)
     for words, code in (("seed=5", 88), ("optimizer.lr=2.0", 88), ("no_such_key=1", 78)):
         assert server.run(f"resume mine checkpoint=3 {words}", folder).code == code

@@ -144,7 +144,7 @@ OFFERS = {
 }
 
 
-def test_a_command_that_trains_is_offered_what_it_would_go_on_with(folder: Path) -> None:
+def test_training_commands_complete_the_run_they_would_resume(folder: Path) -> None:
     """Named by `train run=`, a trial of a sweep would be begun a second time, beside the sweep."""
     trial = folder / "outputs" / "grid" / "grid-1"
     trial.mkdir(parents=True)
@@ -158,16 +158,16 @@ def test_a_command_that_trains_is_offered_what_it_would_go_on_with(folder: Path)
 
 
 @pytest.mark.parametrize("line", OFFERS)
-def test_what_is_offered(line: str, folder: Path) -> None:
+def test_completions_in_full(line: str, folder: Path) -> None:
     assert " ".join(offered(line)) == OFFERS[line]
 
 
-def test_every_command_that_is_shown_is_offered_and_no_other() -> None:
+def test_completion_offers_exactly_the_listed_commands() -> None:
     assert offered("accel-run ") == [name for name, (_, summary) in COMMANDS.items() if summary]
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_every_word_and_key_of_a_suite_is_offered_and_means_something_to_it(suite: str, folder: Path) -> None:
+def test_every_argument_and_key_of_a_suite_is_completed_and_accepted(suite: str, folder: Path) -> None:
     found = offered(f"accel-run benchmark suite={suite} ")
 
     own = found[: found.index("precision=")]
@@ -176,12 +176,12 @@ def test_every_word_and_key_of_a_suite_is_offered_and_means_something_to_it(suit
     assert set(own) - set(words) == {f"{key}=" for key in (*OWN, *SUITES[suite].options)} - {"suite="}
 
 
-def test_the_words_of_the_ladder_are_what_it_does() -> None:
+def test_arguments_of_the_ladder_match_its_techniques() -> None:
     assert ("all", *ladder.ACTIONS) == SUITES["ladder"].words
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_every_group_is_offered(group: str) -> None:
+def test_every_option_of_every_group_is_completed(group: str) -> None:
     assert offered(f"accel-run train {group}=") == [f"{group}={option}" for option in options_of(group)]
 
 
@@ -190,14 +190,14 @@ def test_the_defaults_are_those_of_the_defaults_list() -> None:
     assert {group: chosen[group] for group in GROUPS} == {group: str(shipped_options()[group]) for group in GROUPS}
 
 
-def test_words_may_be_quoted_as_they_were_typed(folder: Path) -> None:
+def test_arguments_may_be_quoted(folder: Path) -> None:
     (folder / "with space" / "task.py").write_text(TASK)
     file = "with space/task.py"
     assert candidates(["train", "--task", f"'{file}'", "task.k"]) == ["task.kind="]
 
 
 @pytest.mark.parametrize("content", ["def build(", "\0", "build = 3"])
-def test_nothing_is_said_into_the_line_when_the_task_cannot_be_read(
+def test_an_unreadable_task_prints_nothing_into_the_command_line(
     content: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "my_task.py").write_text(content)
@@ -205,12 +205,12 @@ def test_nothing_is_said_into_the_line_when_the_task_cannot_be_read(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_help_flag_on_the_line_is_not_meant_for_us(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_help_flag_on_the_line_is_not_for_the_completion_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["complete", "--", "train", "--help", "precision=b"]) == 0
     assert capsys.readouterr() == ("precision=bf16\n", "")
 
 
-def test_it_is_not_in_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_internal_command_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     assert "\n  complete " not in capsys.readouterr().out
 

@@ -45,7 +45,7 @@ class Mine(Task):
 """
 
 
-def test_a_fault_of_ours_is_one_line_of_cause_and_the_traceback_below(
+def test_an_internal_error_is_one_line_and_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "two\nlines"
@@ -63,7 +63,7 @@ def test_a_fault_of_ours_is_one_line_of_cause_and_the_traceback_below(
     assert "in broken" in err
 
 
-def test_a_fault_of_ours_in_a_run_is_one_line_and_the_traceback_in_error_json(
+def test_an_internal_error_in_a_run_is_one_line_and_a_traceback_in_error_json(
     server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
@@ -105,7 +105,7 @@ def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
         ("_multiarray_umath", signal.SIGHUP),
     ],
 )
-def test_who_is_asked_to_stop_in_the_middle_of_an_import_leaves_quietly_with_130(
+def test_an_interrupt_during_an_import_exits_quietly_with_130(
     moment: str, number: signal.Signals, tmp_path: Path
 ) -> None:
     process = accel_run("train", "run=mine", folder=tmp_path)
@@ -120,7 +120,7 @@ def test_who_is_asked_to_stop_in_the_middle_of_an_import_leaves_quietly_with_130
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()
 
 
-def test_a_reader_that_goes_away_is_not_an_error(server: ForkServer, tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(server: ForkServer, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".out")
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
     pid = server.start(["plan", "task.size=tiny", "micro_batch_size=4"], tmp_path)
@@ -138,9 +138,7 @@ def test_a_reader_that_goes_away_is_not_an_error(server: ForkServer, tmp_path: P
 @pytest.mark.parametrize(
     "words", [["both", "run=mine"], ["train", "-m", "run=mine", "seed=1,2"]], ids=["both", "sweep"]
 )
-def test_what_is_under_way_goes_on_when_its_reader_goes_away(
-    words: list[str], server: ForkServer, tmp_path: Path
-) -> None:
+def test_training_continues_when_the_pipe_reader_exits(words: list[str], server: ForkServer, tmp_path: Path) -> None:
     quiet = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
     task = tmp_path / "task.py"
     task.write_text(quiet.read_text().replace("x, y = batch", "x, y = batch; print(len(x), flush=True)"))

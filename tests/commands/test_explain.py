@@ -149,7 +149,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", EXPLAINED)
-def test_who_set_a_value_is_told_with_the_file(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_source_of_a_value_is_shown_with_its_file(
+    words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", *words.split()]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -157,14 +159,12 @@ def test_who_set_a_value_is_told_with_the_file(words: str, folder: Path, capsys:
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_is_not_there_is_answered_with_what_to_ask(
-    words: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_key_gets_a_suggestion(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *words.split()]) == 78
     assert capsys.readouterr() == ("", f"accel-run: {REFUSED[words]}\n")
 
 
-def test_every_file_that_is_named_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_named_file_exists(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For every key of the default configuration, and of a profile."""
     from runner.config.configuration import compose
     from runner.config.request import Request

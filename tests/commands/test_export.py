@@ -60,7 +60,7 @@ def folder(server: ForkServer, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_format_gives_what_the_model_gives(server: ForkServer, folder: Path) -> None:
+def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer, folder: Path) -> None:
     pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
     done = server.run(["export", "first"], folder)
     assert done.code == 0, done.err
@@ -89,7 +89,7 @@ def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder
     assert "DIFFERENT" in noise.out
 
 
-def test_what_cannot_be_exported_is_said(server: ForkServer, folder: Path) -> None:
+def test_failed_exports_are_reported(server: ForkServer, folder: Path) -> None:
     wrong = server.run(["export", "first", "format=onx"], folder)
     assert (wrong.code, " onnx?" in wrong.err) == (78, True)
     without = server.run(["export", "first", "task.example=false"], folder)

@@ -45,7 +45,7 @@ RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", 
     ids=["one process", "warnings only", "rank 0", "rank 1"],
 )
 @pytest.mark.parametrize("command", ["train", "both"])
-def test_the_first_line_is_there_before_torch_is_imported(
+def test_the_first_line_is_printed_before_torch_is_imported(
     command: str, environment: dict[str, str], num_lines: int, tmp_path: Path
 ) -> None:
     """A real process, since all others here have torch already."""

@@ -65,7 +65,7 @@ def test_the_tensors_of_a_foreign_file_become_a_safetensors_file(
     assert (tmp_path / "foreign.safetensors").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_format_of_old_is_read_too(server: ForkServer, tmp_path: Path) -> None:
+def test_the_legacy_format_is_read_too(server: ForkServer, tmp_path: Path) -> None:
     torch.save({"ema": {"model": STATE}}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     ended = server.run(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)
     assert ended.code == 0, ended.err
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], int]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_what_is_more_than_tensors_is_refused_in_words(
+def test_files_with_more_than_tensors_are_refused_with_a_message(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     told = []
@@ -117,7 +117,7 @@ SLIPS = {
 }
 
 
-def test_a_slip_is_answered_with_what_to_type(server: ForkServer, tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_typo_gets_a_suggestion(server: ForkServer, tmp_path: Path, screen: Callable[..., None]) -> None:
     torch.save({"ema": STATE}, tmp_path / "there.pt")
     (tmp_path / "there.safetensors").write_bytes(b"mine")
     told = []
@@ -129,7 +129,7 @@ def test_a_slip_is_answered_with_what_to_type(server: ForkServer, tmp_path: Path
     screen("\n".join(told))
 
 
-def test_a_run_begins_with_weights_and_inference_predicts_with_them(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_starts_from_weights_and_inference_predicts_with_them(server: ForkServer, tmp_path: Path) -> None:
     half = {name: tensor.half() for name, tensor in STATE.items()}
     torch.save(half, tmp_path / "foreign.pt")
     assert server.run("import foreign.pt", tmp_path).code == 0
@@ -145,9 +145,7 @@ def test_a_run_begins_with_weights_and_inference_predicts_with_them(server: Fork
     assert (tmp_path / "outputs" / "guess" / "predictions" / "answer-0.npy").is_file()
 
 
-def test_both_predicts_with_what_was_trained_and_not_with_what_it_began_with(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_both_predicts_with_trained_and_not_with_initial_weights(server: ForkServer, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
     assert server.run("import foreign.pt", tmp_path).code == 0
     ended = server.run(
@@ -185,7 +183,7 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
 
 
 @pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.module.", "module.model."])
-def test_a_run_takes_names_with_what_wrappers_put_before_them(server: ForkServer, tmp_path: Path, prefix: str) -> None:
+def test_prefixes_of_wrappers_are_removed_from_names(server: ForkServer, tmp_path: Path, prefix: str) -> None:
     torch.save({"state_dict": prefixed(prefix, STATE)}, tmp_path / "foreign.pt")
     assert server.run("import foreign.pt", tmp_path).code == 0
     words = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
@@ -194,7 +192,7 @@ def test_a_run_takes_names_with_what_wrappers_put_before_them(server: ForkServer
     assert f" {prefix} " in ended.out
 
 
-def test_a_model_whose_own_names_begin_like_a_wrapper_takes_its_own_weights() -> None:
+def test_names_of_a_model_that_look_like_wrapper_prefixes_are_kept() -> None:
     from runner.engine.weights import named_as
 
     own = prefixed("model.", STATE)
@@ -203,7 +201,7 @@ def test_a_model_whose_own_names_begin_like_a_wrapper_takes_its_own_weights() ->
     assert named_as(prefixed("x.", own), own.keys())[1] == ""
 
 
-def test_no_length_of_a_header_makes_a_pickle_of_a_safetensors_file(tmp_path: Path) -> None:
+def test_a_safetensors_file_is_never_read_as_pickle(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from runner.engine.weights import read_weights
@@ -226,7 +224,7 @@ ODD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_kept_is_told_and_leaves_nothing(server: ForkServer, tmp_path: Path, name: str) -> None:
+def test_unsupported_tensors_are_reported_and_leave_no_file(server: ForkServer, tmp_path: Path, name: str) -> None:
     content, told = ODD[name]
     torch.save(content, tmp_path / "foreign.pt")
     ended = server.run("import foreign.pt", tmp_path)
@@ -236,28 +234,28 @@ def test_what_cannot_be_kept_is_told_and_leaves_nothing(server: ForkServer, tmp_
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_nested_tensor_is_told(server: ForkServer, tmp_path: Path) -> None:
+def test_a_nested_tensor_is_reported(server: ForkServer, tmp_path: Path) -> None:
     torch.save({"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "foreign.pt")
     ended = server.run("import foreign.pt", tmp_path)
     assert ended.code in (65, 89), ended
     assert "Traceback" not in ended.err
 
 
-def test_the_weights_of_a_checkpoint_are_taken_and_not_its_step(server: ForkServer, tmp_path: Path) -> None:
+def test_weights_of_a_checkpoint_are_imported_without_its_step(server: ForkServer, tmp_path: Path) -> None:
     torch.save({"step": torch.tensor(5), "state_dict": STATE}, tmp_path / "foreign.pt")
     assert "of state_dict" in server.run("import foreign.pt", tmp_path).out
     assert load_file(tmp_path / "foreign.safetensors").keys() == STATE.keys()
 
 
 @pytest.mark.parametrize("word", [".", "/", "", "..", "FOLDER"])
-def test_a_folder_is_no_file_to_import(server: ForkServer, tmp_path: Path, word: str) -> None:
+def test_a_folder_cannot_be_imported(server: ForkServer, tmp_path: Path, word: str) -> None:
     (tmp_path / "FOLDER").mkdir()
     ended = server.run(["import", word], tmp_path)
     assert ended.code == 66, ended
     assert "accel-run import" in ended.err
 
 
-def test_the_new_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_the_imported_file_is_complete_or_absent(tmp_path: Path) -> None:
     from runner.base.errors import CannotCreate
     from runner.engine.pickle_import import settle
 
@@ -273,7 +271,7 @@ def test_the_new_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert ("fsync", str(tmp_path)) in faults.trace, "its name is on disk"
 
 
-def test_an_import_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import runner.commands.import_ as command
     from runner.host import subprocesses
 
@@ -290,7 +288,7 @@ def test_an_import_that_is_stopped_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["foreign.pt"]
 
 
-def test_the_process_that_reads_has_no_network_or_it_is_said(server: ForkServer, tmp_path: Path) -> None:
+def test_the_reading_process_has_no_network_or_reports_it(server: ForkServer, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
     said = "warning: this system does not allow network isolation; the file was read with network access"
     ended = server.run("import foreign.pt", tmp_path)

@@ -73,7 +73,7 @@ def the_folder(folder: Path) -> Path:
 # ---------------------------------------------------------------- on a pipe
 
 
-def test_a_pipe_gets_a_line_per_sample_then_figures_meanings_and_files(monitor: Watch, tmp_path: Path) -> None:
+def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(T4, "seconds=0.5", "interval_s=0.1")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -97,7 +97,7 @@ def test_a_pipe_gets_a_line_per_sample_then_figures_meanings_and_files(monitor: 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [700, 1_500])
-def test_files_that_lack_something_are_named_and_the_watch_ends_with_an_error(
+def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     nvml_stub: NvmlStub, tmp_path: Path, room: int
 ) -> None:
     """A limit of the size of files stands for a full disk: first gpu.csv has no room, then monitor.json too."""
@@ -118,13 +118,13 @@ def test_files_that_lack_something_are_named_and_the_watch_ends_with_an_error(
     assert [path.name for path in made.iterdir()] == ["gpu.csv"]
 
 
-def test_two_watches_have_two_folders(monitor: Watch, tmp_path: Path) -> None:
+def test_two_monitors_write_to_two_folders(monitor: Watch, tmp_path: Path) -> None:
     for _ in range(2):
         assert monitor(T4, "seconds=0.1", "log_dir=mine").code == 0
     assert len(list((tmp_path / "mine").iterdir())) == 2
 
 
-def test_json_is_one_object_per_sample_and_words_are_aside(monitor: Watch, tmp_path: Path) -> None:
+def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(TEN, "seconds=0.3", "interval_s=0.1", "--json", "log_dir=null")
     assert done.code == 0, done.err
     found = [json.loads(line) for line in done.out.splitlines()]
@@ -148,7 +148,7 @@ def test_one_sample_as_text_and_as_json_and_nothing_is_written(
     assert {path.name for path in tmp_path.iterdir()} <= {".out", ".err"}
 
 
-def test_a_pair_is_told_apart_and_only_visible_gpus_are_watched(monitor: Watch, tmp_path: Path) -> None:
+def test_two_gpus_are_distinguished_and_only_visible_ones_monitored(monitor: Watch, tmp_path: Path) -> None:
     both = monitor(PAIR, "--once").out
     names = ["NVIDIA GeForce RTX 2080 Ti", "NVIDIA GeForce RTX 3070"]
     assert re.findall(r"^GPU (\d)  (NVIDIA [\w ]+?)  ", both, re.MULTILINE) == [("0", names[0]), ("1", names[1])]
@@ -157,7 +157,7 @@ def test_a_pair_is_told_apart_and_only_visible_gpus_are_watched(monitor: Watch, 
     assert "2080" not in one
 
 
-def test_an_error_of_a_gpu_is_told_on_a_pipe_and_before_all_advice(monitor: Watch, tmp_path: Path) -> None:
+def test_a_gpu_error_is_printed_on_a_pipe_before_all_advice(monitor: Watch, tmp_path: Path) -> None:
     state = T4 | {"event_types": 11, "events": "0:8:48", "0.throttle": 0}
     done = monitor(state, "seconds=0.3", "interval_s=0.1", "log_dir=null")
     assert done.err.count("XID 48") == 1
@@ -166,13 +166,13 @@ def test_an_error_of_a_gpu_is_told_on_a_pipe_and_before_all_advice(monitor: Watc
     assert done.out.count("XID 48") == 1
 
 
-def test_hidden_gpus_are_the_reason_why_none_is_watched(monitor: Watch, tmp_path: Path) -> None:
+def test_hidden_gpus_are_the_reason_if_none_is_monitored(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(PAIR, "--once", CUDA_VISIBLE_DEVICES="")
     assert done.code == 0
     assert re.search(r"CUDA_VISIBLE_DEVICES=\s+hides\s+2", done.out)
 
 
-def test_a_query_that_is_not_supported_is_a_question_mark(monitor: Watch, tmp_path: Path) -> None:
+def test_an_unsupported_query_is_shown_as_a_question_mark(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(T4 | {"0.err.power": 3, "0.err.util": 3}, "--once")
     assert " W " not in done.out
     assert re.search(r"Tesla T4 +\? ", done.out)
@@ -190,7 +190,9 @@ def test_without_a_gpu_cpu_and_ram_are_shown_with_the_reason(monitor: Watch, tmp
     assert {path.name for path in the_folder(tmp_path).iterdir()} == {"gpu.csv", "monitor.json", "machine.png"}
 
 
-def test_no_permission_and_a_lost_gpu_are_said_and_end_nothing(monitor: Watch, tmp_path: Path) -> None:
+def test_missing_permission_and_a_lost_gpu_are_reported_and_monitoring_continues(
+    monitor: Watch, tmp_path: Path
+) -> None:
     denied = monitor(T4 | {"err.init": 4}, "--once")
     assert denied.code == 0
     assert "no permission" in denied.out
@@ -201,7 +203,7 @@ def test_no_permission_and_a_lost_gpu_are_said_and_end_nothing(monitor: Watch, t
     assert "CPU" in done.out
 
 
-def test_a_reader_that_has_enough_still_leaves_the_files(nvml_stub: NvmlStub, tmp_path: Path) -> None:
+def test_files_are_written_when_the_pipe_reader_exits(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "interval_s=0.1"], env=nvml_stub.environment(T4), cwd=tmp_path,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -217,7 +219,7 @@ def test_a_reader_that_has_enough_still_leaves_the_files(nvml_stub: NvmlStub, tm
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_watch_with_its_summary_and_files(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_monitoring_with_summary_and_files(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
     environment = nvml_stub.environment(T4)
     with subprocess.Popen(
         [*COMMAND, "interval_s=0.1"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
@@ -253,7 +255,7 @@ def run_of_a_pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_run_has_left_is_told_and_drawn_in_its_folder(
+def test_the_recording_of_a_run_is_summarized_and_plotted_in_its_folder(
     server: ForkServer, run_of_a_pair: Path, screen: Callable[..., None]
 ) -> None:
     done = server.run("monitor run=last", run_of_a_pair)
@@ -264,14 +266,14 @@ def test_what_a_run_has_left_is_told_and_drawn_in_its_folder(
     assert not (run_of_a_pair / "gpu_logs").exists()
 
 
-def test_a_run_on_the_cpu_is_not_advised_about_gpus_of_others(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: Path) -> None:
     (run_of_a_pair / "outputs" / "first" / "plan.json").write_text('{"device": "cpu"}')
     done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
     assert "note  GPUs: " in done.err
     assert not any(words in done.err for words in ("GPU 0 utilisation", "GPU 1 memory", "GPU 1 processes"))
 
 
-def test_a_gpu_that_was_lost_is_the_first_thing_told_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
     (run_of_a_pair / "outputs" / "first" / "events.jsonl").write_text(json.dumps(row) + "\n")
     done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
@@ -280,7 +282,7 @@ def test_a_gpu_that_was_lost_is_the_first_thing_told_of_a_run(server: ForkServer
     assert not any("GPU 1" in line for line in told[1:])
 
 
-def test_every_machine_of_a_run_is_told_and_drawn(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_every_machine_of_a_run_is_summarized_and_plotted(server: ForkServer, run_of_a_pair: Path) -> None:
     run = run_of_a_pair / "outputs" / "first"
     shutil.copy(run / "gpu.csv", run / "gpu-rank8.csv")
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
@@ -297,7 +299,7 @@ def test_every_machine_of_a_run_is_told_and_drawn(server: ForkServer, run_of_a_p
     assert as_json["machines"]["rank8"]["whole"]["metrics"]["gpu1/util"]["mean"] == 30
 
 
-def test_every_machine_of_a_run_is_in_the_folder_that_was_asked_for(server: ForkServer, run_of_a_pair: Path) -> None:
+def test_plots_of_every_machine_go_to_the_requested_folder(server: ForkServer, run_of_a_pair: Path) -> None:
     run = run_of_a_pair / "outputs" / "first"
     shutil.copy(run / "gpu.csv", run / "gpu-rank8.csv")
     done = server.run("monitor run=first log_dir=mine", run_of_a_pair)
@@ -313,9 +315,7 @@ def test_every_machine_of_a_run_is_in_the_folder_that_was_asked_for(server: Fork
     assert not (run / "plots").exists()
 
 
-def test_the_first_rank_of_another_machine_tells_what_became_of_its_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     what = "gpu1 (A card) is lost"
     with RunDirectory.create_or_open(tmp_path, "mine") as directory:
         with Screen(directory, speaks=False, machine="rank8") as screen:
@@ -396,7 +396,7 @@ SLIPS = [
 ]
 
 
-def test_a_slip_is_answered(capsys: pytest.CaptureFixture[str], screen: Callable[..., None]) -> None:
+def test_a_typo_gets_a_suggestion(capsys: pytest.CaptureFixture[str], screen: Callable[..., None]) -> None:
     told = []
     for words in SLIPS:
         assert main(["monitor", *words.split()]) == 78, words
@@ -404,14 +404,14 @@ def test_a_slip_is_answered(capsys: pytest.CaptureFixture[str], screen: Callable
     screen("\n".join(told))
 
 
-def test_those_who_ask_train_for_it_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_monitor_flags_given_to_train_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--monitor-only"]) == 78
     assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
     assert main(["--monitor-only"]) == 78
     assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(
+def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -424,7 +424,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_where_it_was_asked_for(
     assert "CPU: " in shown.out
 
 
-def test_help_costs_next_to_nothing_and_watching_no_torch(nvml_stub: NvmlStub) -> None:
+def test_help_imports_almost_nothing_and_monitoring_no_torch(nvml_stub: NvmlStub) -> None:
     code = "import json, sys, runner.cli; runner.cli.main(['monitor', {!r}]); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code.format("--help")], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
@@ -480,7 +480,7 @@ def tmux(nvml_stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], T
         subprocess.run(["tmux", "-S", str(each.socket), "kill-server"], capture_output=True, check=False)
 
 
-def test_the_screen_lives_follows_the_terminal_and_gives_it_back(
+def test_the_live_screen_follows_and_restores_the_terminal(
     tmux: Callable[[int, int], Tmux], nvml_stub: NvmlStub
 ) -> None:
     seen = tmux(100, 24)
@@ -504,7 +504,7 @@ def test_the_screen_lives_follows_the_terminal_and_gives_it_back(
     assert re.search(r"utilisation +% +10 +", screen)
 
 
-def test_no_color_and_a_dumb_terminal_are_honoured(tmux: Callable[[int, int], Tmux]) -> None:
+def test_no_color_and_a_dumb_terminal_are_respected(tmux: Callable[[int, int], Tmux]) -> None:
     seen = tmux(100, 24)
     seen.start(T4, "log_dir=null", TERM="dumb")
     screen = seen.until(lambda text: len(re.findall(LINE, text)) >= 2)
@@ -513,7 +513,7 @@ def test_no_color_and_a_dumb_terminal_are_honoured(tmux: Callable[[int, int], Tm
     seen.until(lambda text: "good  GPU 0 memory" in text)
 
 
-def test_the_screen_says_when_it_ends_and_ends_then(tmux: Callable[[int, int], Tmux]) -> None:
+def test_the_screen_shows_when_it_ends(tmux: Callable[[int, int], Tmux]) -> None:
     seen = tmux(80, 20)
     seen.start(None, "seconds=5", "log_dir=null")
     screen = seen.until(lambda text: "no NVIDIA driver" in " ".join(text.split()))

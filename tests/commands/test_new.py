@@ -83,7 +83,7 @@ def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> No
     assert asked.code == 0, asked.err
 
 
-def test_it_goes_on_after_sigterm(server: ForkServer, folder: Path) -> None:
+def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
     words = ["train", "--task", "./my_task.py", "run=mine", "updates=100000", "log_every=1", *ON_CPU]
     run = folder / "outputs" / "mine"
     for life in ("first", "second"):
@@ -116,7 +116,7 @@ def test_it_is_swept(server: ForkServer, folder: Path) -> None:
     assert re.search(r"val/loss:\s[\d.]+,\smine-[12]\s+task.hidden=", ended.out), ended.out
 
 
-def test_it_is_never_written_over_another_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "my_task.py").write_text("mine")
     assert main(["new", "my_task.py"]) == 73
     assert (folder / "my_task.py").read_text() == "mine"

@@ -66,7 +66,7 @@ def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, Ended]) -> No
                 assert repr(row[name]).encode() in content, (row["update"], name)
 
 
-def test_the_key_of_wandb_is_nowhere(tracked: tuple[Path, Ended]) -> None:
+def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, Ended]) -> None:
     run, ended = tracked
     assert KEY not in ended.out + ended.err
     files = [path for path in run.parents[1].rglob("*") if path.is_file()]
@@ -88,7 +88,7 @@ def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
     assert all(0 < float(sample["ram_percent"]) < 100 for sample in samples)
 
 
-def test_the_monitor_sums_up_the_run_with_what_came_before_a_resumption(server: ForkServer, tmp_path: Path) -> None:
+def test_the_monitor_summary_covers_the_time_before_a_resume(server: ForkServer, tmp_path: Path) -> None:
     words = ("monitor=on", "monitor.interval_s=0.05", "task.sleep_s=0.01")
     path, seen = tmp_path / "outputs" / "mine" / "monitor.json", []
     for updates in (60, 120):
@@ -108,9 +108,7 @@ def driver(nvml_stub: NvmlStub) -> str:
     return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
 
 
-def test_a_run_on_the_cpu_does_not_watch_the_gpus_of_others(
-    server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path
-) -> None:
+def test_a_cpu_run_does_not_monitor_gpus(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> None:
     env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # two strangers compute on it, and it is too hot
     words = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
     run, printed = tmp_path / "outputs" / "mine", ""
@@ -131,7 +129,7 @@ def test_a_run_on_the_cpu_does_not_watch_the_gpus_of_others(
     assert not [row for row in rows(run / "events.jsonl") if row["kind"] == "machine"]
 
 
-def test_what_happens_to_a_gpu_is_said_once_and_training_goes_on(
+def test_a_gpu_event_is_reported_once_and_training_continues(
     server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path
 ) -> None:
     state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
@@ -158,7 +156,7 @@ def test_what_happens_to_a_gpu_is_said_once_and_training_goes_on(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "often"])
-def test_an_interval_that_cannot_be_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
+def test_an_invalid_interval_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
     ended = train(server, tmp_path, "monitor=on", f"monitor.interval_s={value}")
 
     assert ended.code == 78
@@ -183,7 +181,7 @@ def test_the_profiler_writes_a_trace_and_the_operators(server: ForkServer, tmp_p
     assert f"profile: {profile}/report.txt" in ended.out
 
 
-def test_a_run_shorter_than_the_profiler_still_writes_what_it_saw(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_shorter_than_the_profiler_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
     ended = train(server, tmp_path, "profiler=trace", "updates=8")
     assert ended.code == 0, ended.err
     assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json.gz").is_file()
@@ -203,7 +201,7 @@ def test_console_log_holds_what_the_terminal_showed(server: ForkServer, tmp_path
     assert text in log
 
 
-def test_events_tell_the_story_of_a_run(server: ForkServer, tmp_path: Path) -> None:
+def test_events_record_the_history_of_a_run(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "updates=50", "task.fail_at=45").code == 70
     assert train(server, tmp_path, "updates=50", "task.fail_at=45", env={"NO_KILL": "1"}).code == 0
     events = rows(tmp_path / "outputs" / "mine" / "events.jsonl")

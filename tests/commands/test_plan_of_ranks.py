@@ -27,7 +27,7 @@ def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_p
     assert [row.split()[0] for row in rows] == names, "each layer once, in order"
 
 
-def test_auto_says_what_the_model_takes_and_the_devices_hold(server: ForkServer, tmp_path: Path) -> None:
+def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
     assert ended.code == 0, ended.err
     assert re.search(r"^parallelism +ddp +auto: ", ended.out, re.M)
@@ -40,7 +40,7 @@ def test_auto_says_what_the_model_takes_and_the_devices_hold(server: ForkServer,
     assert suggested(one.out.splitlines()[-1]) == ["hardware=t4", "parallelism=auto", "task.size=tiny"]
 
 
-def test_what_does_not_fit_is_told_with_what_would(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, tmp_path: Path) -> None:
     """Room for tensors: 100 MiB beside what libraries hold, of which a pass of 64 samples takes more."""
     profile = tmp_path / "conf" / "hardware" / "small.yaml"
     profile.parent.mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_told_with_what_would(server: ForkServer, tmp_path:
     assert again.code == 0
 
 
-def test_the_fault_of_a_task_is_the_tasks(server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_of_a_task_is_attributed_to_the_task(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
         "import torch\nfrom torch import nn\nfrom runner import Task\n"
         "class Broken(Task):\n"
@@ -76,13 +76,13 @@ def test_the_fault_of_a_task_is_the_tasks(server: ForkServer, tmp_path: Path) ->
     assert "Traceback" not in ended.err
 
 
-def test_a_task_without_layers_is_told_what_to_define(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
     assert ended.code == 70
     assert "must define layers()" in ended.err
 
 
-def test_the_profile_of_a_pair_shares_an_update_and_lists_what_would_fit(server: ForkServer, tmp_path: Path) -> None:
+def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
     assert ended.code == 0, ended.err
     assert re.search(r"^.* = micro-batch 8 x 1 .* x 2 ranks", ended.out, re.M)

@@ -53,7 +53,7 @@ def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, ended
 
 
-def test_a_slow_module_has_the_most_time_of_its_own_forward_and_backward(planted: tuple[Path, Ended]) -> None:
+def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: tuple[Path, Ended]) -> None:
     folder, ended = planted
     rows = {row["module"]: row for row in found(folder, "modules.csv")}
     slow = rows["inner.1"]
@@ -63,7 +63,7 @@ def test_a_slow_module_has_the_most_time_of_its_own_forward_and_backward(planted
     assert " inner.1 (Sleeper)" in ended.out
 
 
-def test_the_times_of_modules_add_up_to_those_of_what_holds_them_and_to_the_update(planted: tuple[Path, Ended]) -> None:
+def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[Path, Ended]) -> None:
     summary = found(planted[0])
     rows = {row["path"]: row for row in summary["modules"]}
     inner = [rows[path] for path in ("inner", "inner.0", "inner.1", "inner.2")]
@@ -74,11 +74,11 @@ def test_the_times_of_modules_add_up_to_those_of_what_holds_them_and_to_the_upda
     assert 0.8 < whole / summary["update_ms"]["modules timed"] <= 1.0  # less what the marks themselves take
 
 
-def test_a_cpu_has_no_lines_that_wait(planted: tuple[Path, Ended]) -> None:
+def test_a_cpu_has_no_lines_that_wait_for_the_device(planted: tuple[Path, Ended]) -> None:
     assert found(planted[0])["waits"] is None
 
 
-def test_the_trace_is_one_of_the_operators_and_the_shares_are_of_the_whole(planted: tuple[Path, Ended]) -> None:
+def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, Ended]) -> None:
     folder, ended = planted
     content = (folder / "outputs" / "profiles" / "p" / "profile" / "trace.json.gz").read_bytes()
     names = [event.get("name") for event in json.loads(gzip.decompress(content))["traceEvents"]]
@@ -98,7 +98,7 @@ def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, 
     assert len(found(folder)["operators"]) == 10
 
 
-def test_only_operators_are_in_the_table_and_their_shares_are_of_a_whole(planted: tuple[Path, Ended]) -> None:
+def test_the_table_has_only_operators_whose_shares_add_up(planted: tuple[Path, Ended]) -> None:
     rows = found(planted[0], "operators.csv")  # with_stack: torch has a row for each Python function too
     assert not [row["name"] for row in rows if ".py(" in row["name"] or row["name"].startswith("<built-in")]
     assert "aten::addmm" in {row["name"] for row in rows}
@@ -109,7 +109,7 @@ def test_only_operators_are_in_the_table_and_their_shares_are_of_a_whole(planted
     assert max(map(float, shares)) <= 100
 
 
-def test_it_says_what_looking_costs(planted: tuple[Path, Ended]) -> None:
+def test_the_overhead_of_profiling_is_reported(planted: tuple[Path, Ended]) -> None:
     folder, _ = planted
     times = found(folder)["update_ms"]
     assert list(times) == ["as it is", "operators recorded", "modules timed"]
@@ -152,7 +152,7 @@ def test_a_profile_is_beside_the_runs_and_saves_nothing(server: ForkServer, tmp_
     assert "p: done   (outputs/p)" in status.out
 
 
-def test_ctrl_c_leaves_what_there_is(server: ForkServer, tmp_path: Path) -> None:
+def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
     ended = profile(server, tmp_path, "task.stop_at=6", updates=3)
     assert ended.code == 130, ended.err
     assert found(tmp_path)["num_updates"] == {"as it is": 3, "operators recorded": 1}
@@ -160,13 +160,13 @@ def test_ctrl_c_leaves_what_there_is(server: ForkServer, tmp_path: Path) -> None
     assert "aten::addmm" in ended.out
 
 
-def test_ctrl_c_before_anything_is_profiled_says_what_was_made(server: ForkServer, tmp_path: Path) -> None:
+def test_ctrl_c_before_profiling_reports_the_completed_updates(server: ForkServer, tmp_path: Path) -> None:
     ended = profile(server, tmp_path, "task.stop_at=2", "skip=5")
     assert ended.code == 130, ended.err
     assert re.search(r"\d of the 5 updates", ended.out)
 
 
-def test_evaluations_and_saves_are_in_no_part(server: ForkServer, tmp_path: Path) -> None:
+def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Path) -> None:
     words = (
         "device=cpu monitor=off updates=12 evaluate.every=4 evaluate.samples=8 checkpoint.every=1 task.evaluation_s=2"
     )
@@ -179,7 +179,7 @@ def test_evaluations_and_saves_are_in_no_part(server: ForkServer, tmp_path: Path
     assert sum(row["own"]["mean"] for row in summary["modules"]) < 1.0
 
 
-def test_what_cannot_be_is_answered(server: ForkServer, tmp_path: Path) -> None:
+def test_invalid_requests_get_a_message(server: ForkServer, tmp_path: Path) -> None:
     for words, answer in (
         (["updates=1000"], "updates=1000"),
         (["sort_by=memory"], "sort_by=memory"),

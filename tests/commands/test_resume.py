@@ -48,7 +48,7 @@ def reached(folder: Path) -> int:
     return load(path_of(folder / "outputs" / "mine" / "checkpoints", 60)).update
 
 
-def test_it_goes_on_from_any_folder_with_the_words_that_made_it(
+def test_resume_works_from_any_folder_with_the_original_arguments(
     server: ForkServer, begun: Path, elsewhere: Path
 ) -> None:
     ended = server.run(
@@ -80,7 +80,7 @@ def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
     assert reached(begun) == 60
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(server: ForkServer, begun: Path, elsewhere: Path) -> None:
+def test_a_moved_run_resumes_in_its_new_folder(server: ForkServer, begun: Path, elsewhere: Path) -> None:
     (begun / "outputs").rename(elsewhere / "kept")
     ended = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
     assert ended.code == 0, ended.err
@@ -104,7 +104,7 @@ def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, b
     assert load(path_of(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
-def test_updates_that_are_trained_cannot_be_taken_back(server: ForkServer, begun: Path) -> None:
+def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> None:
     refused = server.run("resume updates=10", begun, ON)
     assert refused.code == 88
     assert "updates=20" in refused.err, "the updates that the checkpoint has"
@@ -119,14 +119,14 @@ def test_updates_that_are_trained_cannot_be_taken_back(server: ForkServer, begun
     assert (record["updates"], record["total"], record["finished"]) == (20, 20, True)
 
 
-def test_a_length_in_the_other_unit_takes_the_place_of_the_old_one(server: ForkServer, begun: Path) -> None:
+def test_a_length_in_the_other_unit_replaces_the_old_one(server: ForkServer, begun: Path) -> None:
     refused = server.run("resume epochs=3", begun, ON)
     assert refused.code == 88
     assert "resume_allow=[epochs]" in refused.err
     assert "both are given" not in refused.err
 
 
-def test_what_began_anew_goes_on(server: ForkServer, begun: Path) -> None:
+def test_a_run_started_with_resume_fresh_can_be_resumed(server: ForkServer, begun: Path) -> None:
     record = begun / "outputs" / "mine" / "run.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"overrides": [*content["overrides"], "resume=fresh"]}))
@@ -144,7 +144,7 @@ def test_what_began_anew_goes_on(server: ForkServer, begun: Path) -> None:
         ("resume first resume=fresh", 78, "resume=fresh: "),
     ],
 )
-def test_a_slip_is_answered(
+def test_a_typo_gets_a_suggestion(
     words: str,
     code: int,
     answer: str,

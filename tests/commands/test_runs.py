@@ -65,7 +65,7 @@ def test_every_run_is_listed_the_newest_first(folder: Path, capsys: pytest.Captu
     ]
 
 
-def test_the_list_as_json_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_list_has_the_same_content(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--json", "output_root=outputs"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["state"] for row in rows] == ["finished", "failed", "preempted", "killed", "running", "unknown"]
@@ -76,7 +76,7 @@ def test_the_list_as_json_says_the_same(folder: Path, capsys: pytest.CaptureFixt
     }  # fmt: skip
 
 
-def test_what_is_said_to_go_on_with_a_run_names_it() -> None:
+def test_the_suggested_resume_command_names_the_run() -> None:
     """Its name may have been made up, so the words that were typed alone would begin another run."""
     known = {"state": "preempted", "name": "gpt-1"}
     restarted = {**known, "state": "running", "overrides": ["resume=fresh"]}
@@ -104,7 +104,9 @@ def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixtur
     assert any(line.startswith("bad\\nname ") for line in lines)
 
 
-def test_no_runs_and_slips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_runs_and_typos_get_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == 0
     assert capsys.readouterr().err.endswith(" accel-run train\n")
@@ -113,7 +115,7 @@ def test_no_runs_and_slips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         assert fix in capsys.readouterr().err
 
 
-def test_a_run_is_named_alone_or_as_a_key_but_once() -> None:
+def test_a_run_is_given_once_as_argument_or_as_key() -> None:
     assert read_of_a_run(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
     assert read_of_a_run(["run=mine"]).overrides == ("run=mine",)
     assert read_of_a_run([]).overrides == ()
@@ -141,7 +143,7 @@ WORDS = (
 )
 
 
-def test_the_script_of_a_run_has_its_words_to_the_letter(tmp_path: Path) -> None:
+def test_the_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
     here = tmp_path / "with space" / "and 'quote"
     here.mkdir(parents=True)
     program = tmp_path / "py thon"

@@ -351,7 +351,7 @@ def answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str, str, bool]]:
     """What is answered to the slips of which this run of the tests asks: composing them takes a third of a second."""
-    test = test_a_slip_is_answered_with_what_to_type
+    test = test_a_typo_gets_a_suggestion
     items = [item for item in request.session.items if getattr(item, "function", None) is test]
     asked = {item.callspec.params["words"] for item in items}
     folder = tmp_path_factory.mktemp("slips")
@@ -383,13 +383,13 @@ def with_all_options(answer: str) -> str:
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("words", SLIPS)
-def test_a_slip_is_answered_with_what_to_type(words: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
+def test_a_typo_gets_a_suggestion(words: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
     code, out, err, torch_is_loaded = answers[words]
     assert err == with_all_options(SLIPS[words])
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 
-def test_spaces_around_the_sign_are_refused_and_the_word_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spaces_around_the_equals_sign_are_refused_and_the_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "optimizer.lr = 0.1"]) == 78
     assert "optimizer.lr" in capsys.readouterr().err
 
@@ -432,7 +432,7 @@ def test_help_loads_no_library(tmp_path: Path) -> None:
     assert loaded_by(lines, tmp_path, *heavy) == {line: [] for line in lines}
 
 
-def test_what_needs_no_torch_does_not_import_it(tmp_path: Path) -> None:
+def test_commands_that_need_no_torch_do_not_import_it(tmp_path: Path) -> None:
     lines = ["explain precision", "train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"]
     assert loaded_by(lines, tmp_path, "torch", "numpy", "matplotlib") == {line: [] for line in lines}
 

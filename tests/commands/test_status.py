@@ -66,9 +66,7 @@ def test_a_status_shows_state_task_command_progress_checkpoints_and_the_last_err
     screen(text, replace={r"task\.wait_for=\S+": "task.wait_for=FILE", r"\.py:\d+": ".py:LINE"})
 
 
-def test_runs_that_were_made_are_listed_have_a_page_and_the_line_that_makes_them_again(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished_runs_are_listed_with_report_and_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--json"]) == 0
     states = {row["name"]: (row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)}
     assert states == {
@@ -98,7 +96,7 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
     assert lines[-1].strip().startswith(f"{TASK.name}:{line} ")
 
 
-def test_an_error_is_shown_as_long_as_it_matters(
+def test_an_error_is_shown_until_the_run_succeeds(
     folder: Path, server: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = folder / "outputs" / "broken" / "run.json"
@@ -111,16 +109,14 @@ def test_an_error_is_shown_as_long_as_it_matters(
     assert not (folder / "outputs" / "broken" / "error.json").exists()
 
 
-def test_a_run_that_was_killed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_killed_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "killed")
     assert lines[0].startswith("killed: killed; ")
     assert RESUME in lines[0]
     assert lines[-1].split()[1:] == ["update-0000000037:", "valid", "(last)"]
 
 
-def test_a_number_that_another_process_has_got_does_not_make_it_alive(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reused_pid_does_not_make_a_run_alive(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "outputs" / "killed" / "run.json"
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "pid": os.getpid(), "started": "2001-01-01T00:00:00+00:00"}))
@@ -133,13 +129,13 @@ def test_a_run_on_another_machine_may_be_running(folder: Path, capsys: pytest.Ca
     assert status(capsys, "killed")[0].startswith("killed: running on ")
 
 
-def test_a_run_that_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_a_stopped_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = status(capsys, "stopped")
     assert " resume stopped " in lines[0]
     assert lines[-1].endswith(": valid (last)")
 
 
-def test_a_run_that_is_running(
+def test_status_of_a_running_run(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -169,7 +165,7 @@ def test_a_damaged_checkpoint_is_named_with_the_reason(folder: Path, capsys: pyt
     assert (third[1], third[2].split()[0]) == ("damaged", "model.safetensors")
 
 
-def test_last_is_the_run_that_was_written_to_last(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_is_the_run_written_most_recently(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("finished", "killed"):
         os.utime(folder / "outputs" / name / "run.json")
         assert status(capsys)[0].startswith(f"{name}: ")
@@ -194,18 +190,14 @@ def test_a_run_is_found_by_its_path(
         assert place(named, "output_root=../outputs") == "../outputs/finished"
 
 
-def test_a_checkpoint_that_was_being_written_is_not_called_put_aside(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfinished_checkpoint_is_not_reported_as_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = folder / "outputs" / "killed" / "checkpoints" / ".tmp-update-0000000041-00ff"
     begun.mkdir()
     assert f"{begun.name}: incomplete" in "\n".join(status(capsys, "killed"))
     begun.rmdir()
 
 
-def test_an_unknown_run_is_exit_66_with_the_name_that_was_meant(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_run_is_exit_66_with_a_suggestion(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "finishd"]) == 66
     out, err = capsys.readouterr()
     assert out == ""
@@ -231,7 +223,7 @@ def test_files_that_cannot_be_read_are_shown_as_unknown(
     assert status(capsys, "finished")[2] == "  command     unknown"
 
 
-def test_a_loss_that_the_last_evaluation_did_not_measure_has_no_earlier_value(
+def test_a_loss_missing_from_the_last_evaluation_is_not_an_earlier_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = folder / "outputs" / "finished" / "metrics.jsonl"

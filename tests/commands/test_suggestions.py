@@ -93,7 +93,7 @@ def refusals(suggestion: str) -> list[tuple[str, str]]:
 
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("line", TABLE)
-def test_a_habit_from_elsewhere_is_answered_with_what_to_type(line: str) -> None:
+def test_an_override_of_another_tool_gets_a_suggestion(line: str) -> None:
     wanted, problems = TABLE[line], problems_of(line)
     if wanted is None:
         assert problems == []
@@ -109,9 +109,7 @@ def test_a_habit_from_elsewhere_is_answered_with_what_to_type(line: str) -> None
 
 
 @pytest.mark.parametrize("line", FIRST)
-def test_a_line_without_a_command_is_answered_with_the_whole_line(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_without_a_command_gets_the_complete_line(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(shlex.split(line)) == 78
     answer = capsys.readouterr().err
     assert FIRST[line] in answer
@@ -120,14 +118,14 @@ def test_a_line_without_a_command_is_answered_with_the_whole_line(
 
 
 @pytest.mark.parametrize("words", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
-def test_what_a_slip_is_answered_with_is_accepted(words: str) -> None:
+def test_every_suggestion_is_accepted(words: str) -> None:
     _, *rest = SLIPS[words].split("\n")
     for line in rest:
         for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
             assert refusals(suggestion) == [], suggestion
 
 
-def test_the_table_of_habits_is_long_enough() -> None:
+def test_the_table_of_foreign_overrides_is_long_enough() -> None:
     assert len(TABLE) + len(FIRST) >= 190
     assert not set(FOREIGN_KEYS) & set(ABSENT), "a key has two answers"
 
@@ -141,7 +139,7 @@ STRANGE = (
 
 
 @pytest.mark.parametrize("word", STRANGE.split())
-def test_nothing_is_guessed_for_what_is_not_near(word: str) -> None:
+def test_dissimilar_keys_get_no_suggestion(word: str) -> None:
     for line in (f"{word}=true", f"--{word}", f"+{word}=1", f"model.{word}=2"):
         for _, fix in problems_of(line):
             meant = re.search(r"did you mean ([\w.]+)\?", fix)
@@ -226,7 +224,7 @@ OF_COMMANDS = {
 }
 
 
-def test_a_key_of_another_tool_is_near_to_none_of_ours_that_is_meant() -> None:
+def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
     for key in ABSENT:
         assert nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is one of ours"
     for word in FOREIGN_COMMANDS:
@@ -251,9 +249,7 @@ def test_an_own_key_of_a_command_comes_before_a_key_of_another_tool(command: str
         ("inference --seed 3", "use inference.seed=3"),
     ],
 )
-def test_a_habit_behind_another_command_is_answered_for_that_command(
-    words: str, wanted: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_suggestion_fits_the_given_command(words: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 78
     assert wanted in capsys.readouterr().err
 
@@ -264,7 +260,7 @@ def test_a_habit_behind_another_command_is_answered_for_that_command(
      "x={a", "x='a", "a b=1", "optimizer.lr=(", "x=a;b", "x=*", "=3", "x=a[1]", "1x=2", "x=${", "x=a:b:c d",
      "x=" + "9" * 5000, "data.path=a(b)", "run='", "x=]", "x=a=(", "x=\\"],
 )  # fmt: skip
-def test_what_cannot_be_read_is_told_in_plain_words(line: str) -> None:
+def test_unparsable_overrides_get_a_plain_message(line: str) -> None:
     with pytest.raises(ConfigError) as refused:
         compose(Request((line,)))
     text = str(refused.value)
@@ -275,7 +271,7 @@ def test_what_cannot_be_read_is_told_in_plain_words(line: str) -> None:
 @pytest.mark.parametrize(
     "line", ["run=nan", "run=inf", "run=1.5", "evaluate.every=null", "updates=nan", "seed=inf", "epochs=-inf"]
 )
-def test_a_value_that_is_no_number_is_refused_with_one_that_is_accepted(line: str) -> None:
+def test_an_invalid_number_is_refused_with_a_valid_one(line: str) -> None:
     (_, fix), *more = problems_of(line)
     assert not more
     for suggestion in suggestions(fix):

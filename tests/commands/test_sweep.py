@@ -65,7 +65,7 @@ def rows(text: str) -> list[list[str]]:
     return [re.split(r"  +", line) for line in text.splitlines() if re.match(r"mine-\d+  ", line)]
 
 
-def test_every_combination_is_trained_in_a_folder_of_its_own_below_that_of_the_sweep(swept: Swept) -> None:
+def test_every_combination_trains_in_a_subfolder_of_the_sweep(swept: Swept) -> None:
     names = [path.name for path in (swept.folder / "outputs" / "mine").iterdir() if path.is_dir()]
     assert sorted(names) == [f"mine-{n}" for n in (1, 2, 3, 4)]
     for number, (fail_at, updates) in enumerate([(15, 20), (15, 10), (0, 20), (0, 10)], 1):
@@ -73,14 +73,14 @@ def test_every_combination_is_trained_in_a_folder_of_its_own_below_that_of_the_s
         assert {f"task.fail_at={fail_at}", f"updates={updates}", f"run=mine-{number}"} <= set(overrides)
 
 
-def test_a_failure_does_not_stop_the_rest_and_its_code_is_that_of_the_sweep(swept: Swept) -> None:
+def test_a_failed_trial_does_not_stop_the_sweep_and_sets_its_exit_code(swept: Swept) -> None:
     assert swept.first.code == swept.unasked.code == 70
     assert [row[3] for row in rows(swept.first.out)] == ["failed (70)", "done", "done", "done"]
     assert swept.first.err.count("raised KeyError: 'points'") == 1
     assert "3 done, 1 failed" in swept.first.out
 
 
-def test_the_table_has_words_state_and_metrics_of_every_trial_and_marks_the_best(swept: Swept) -> None:
+def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swept) -> None:
     losses = {f"mine-{n}": record(swept.folder, f"mine-{n}")["metrics"]["val/loss"] for n in (1, 2, 3, 4)}
     best = min(losses, key=lambda name: losses[name])
     told = rows(swept.again.out)
@@ -95,7 +95,7 @@ def test_the_table_has_words_state_and_metrics_of_every_trial_and_marks_the_best
     assert [(row["task.fail_at"], row["updates"]) for row in table][:2] == [("15", "20"), ("15", "10")]
 
 
-def test_a_trial_says_what_is_wrong_and_no_more_the_rest_is_in_its_folder(swept: Swept) -> None:
+def test_a_trial_prints_only_problems(swept: Swept) -> None:
     lines = swept.first.out.splitlines()
     own = [line for line in lines if re.match(r"\[\d/4\] ", line)]
     assert [line.split()[1] for line in own] == [f"mine-{n}" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
@@ -106,14 +106,14 @@ def test_a_trial_says_what_is_wrong_and_no_more_the_rest_is_in_its_folder(swept:
         assert " updates, " in kept
 
 
-def test_a_trial_says_all_where_that_is_asked_for(server: ForkServer, tmp_path: Path) -> None:
+def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
     ended = server.run(words, tmp_path, env=FORKED | {"ACCEL_RUN_SAYS": "info"})
     assert ended.code == 0, ended.err
     assert ended.out.count(" updates, ") == 2
 
 
-def test_the_same_command_repeats_nothing_and_tries_again_what_failed_only_by_choice(swept: Swept) -> None:
+def test_the_same_command_repeats_no_trial_and_retries_failures_on_request(swept: Swept) -> None:
     assert not [line for line in swept.unasked.out.splitlines() if line.startswith("[")]
     assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "done", "done", "done"]
     assert swept.again.code == 0, swept.again.err
@@ -126,7 +126,7 @@ def test_the_same_command_repeats_nothing_and_tries_again_what_failed_only_by_ch
     assert (swept.folder / "outputs" / "mine" / "mine-1" / "kept").exists()
 
 
-def test_values_may_be_added_to_a_sweep_and_none_taken_away(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_may_be_added_to_a_sweep_but_not_removed(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swept.folder)
     fewer = [word.replace("updates=20,10", "updates=20") for word in swept.words]
     before = (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes()
@@ -151,7 +151,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize("words", PROBLEMS)
-def test_all_problems_come_first_and_nothing_is_started(
+def test_all_problems_are_reported_before_any_trial_starts(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -171,7 +171,7 @@ def test_all_problems_come_first_and_nothing_is_started(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_problem_that_several_trials_have_is_said_once(
+def test_a_problem_of_several_trials_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -220,7 +220,7 @@ def test_after_a_signal_between_trials_none_is_started() -> None:
         assert not pool.has_room
 
 
-def test_the_handlers_come_back() -> None:
+def test_signal_handlers_are_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with Pool():
@@ -242,7 +242,7 @@ SLIPS = [
 ]
 
 
-def test_slips_in_the_words_of_a_sweep_are_answered_with_what_to_say(
+def test_typos_in_a_sweep_get_suggestions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     monkeypatch.chdir(tmp_path)

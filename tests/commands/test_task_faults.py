@@ -206,7 +206,7 @@ def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[Ended, dic
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_the_task_is_told_in_words(name: str, server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_path: Path) -> None:
     fault = FAULTS[name]
     ended, error = run_with(fault, server, tmp_path)
     assert ended.code == fault.code, ended.err
@@ -227,7 +227,7 @@ def test_a_fault_of_the_task_is_told_in_words(name: str, server: ForkServer, tmp
         assert (tmp_path / "outputs" / "mine" / "checkpoints" / error["last_checkpoint"]).is_dir()
 
 
-def test_what_was_saved_before_the_fault_is_gone_on_from(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_the_error(server: ForkServer, tmp_path: Path) -> None:
     run_with(FAULTS["the loss raises"], server, tmp_path)
     (tmp_path / "mine.py").write_text(TASK)
     again = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
@@ -235,7 +235,7 @@ def test_what_was_saved_before_the_fault_is_gone_on_from(server: ForkServer, tmp
     assert "resumes at update 10" in again.out
 
 
-def test_a_task_that_goes_to_another_folder_saves_where_it_began(server: ForkServer, tmp_path: Path) -> None:
+def test_a_task_that_changes_directory_saves_in_the_run_folder(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     went = f"    import os\n    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return Mine(size)\n"
     (tmp_path / "mine.py").write_text(TASK.replace("    return Mine(size)\n", went, 1))
@@ -260,7 +260,7 @@ def test_a_setting_without_default_must_be_given(server: ForkServer, tmp_path: P
 
 @pytest.mark.parametrize(("value", "code"), [("3", 0), ("big", 78)])
 @pytest.mark.parametrize("annotation", ["", ": int"])
-def test_a_setting_without_a_type_takes_anything(
+def test_a_setting_without_a_type_accepts_any_value(
     annotation: str, value: str, code: int, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("size: int", f"size{annotation}").replace("Mine(size)", "Mine(4)"))
@@ -276,7 +276,7 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
     assert "val/loss" not in ended.out
 
 
-def test_a_fault_of_ours_is_not_blamed_on_a_task_that_lies_above_us() -> None:
+def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
     """A task in the root of a checkout has our files below its folder, and maybe an environment."""
     from runner.engine.error_diagnosis import is_of_task
 
@@ -310,9 +310,7 @@ def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_p
 @pytest.mark.parametrize(
     "statement", ["from runner.utils import scale", "import runner.utils.more", "from runner import scale"]
 )
-def test_a_package_of_the_user_that_is_called_runner_gets_a_hint(
-    statement: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_user_package_named_runner_gets_a_hint(statement: str, server: ForkServer, tmp_path: Path) -> None:
     package = tmp_path / "project" / "runner"
     package.mkdir(parents=True)
     for name in ("__init__.py", "utils.py"):

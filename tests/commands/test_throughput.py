@@ -61,7 +61,7 @@ def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_
     assert items / seconds * (1 - 1e-6) <= known <= items / of_updates * (1 + 1e-6)
 
 
-def test_the_rows_of_metrics_lead_to_the_same_throughput(known: float, folder: Path) -> None:
+def test_rows_of_metrics_give_the_same_throughput(known: float, folder: Path) -> None:
     assert rows(folder)[-1]["perf/throughput"] == rows(folder)[-1]["perf/items_per_s"] == known
 
 
@@ -72,7 +72,7 @@ def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path
         assert any(row["perf/throughput"] == pytest.approx(figure, rel=1e-3) for row in rows(folder))
 
 
-def test_the_end_of_the_screen_shows_the_throughput_of_the_run(known: float, screen: str) -> None:
+def test_the_end_summary_shows_the_throughput_of_the_run(known: float, screen: str) -> None:
     (line,) = [line for line in screen.splitlines() if line.startswith("done ")]
     assert re.search(r"([\d.,]+) \w+s/s", line)[1] == rate(known)  # type: ignore[index]
 

@@ -11,7 +11,7 @@ from tests.forkserver import ForkServer
 TASK = Path(__file__).parents[1] / "faults" / "task_to_attack.py"
 
 
-def test_status_shows_the_error_of_an_attempt_that_was_refused(server: ForkServer, tmp_path: Path) -> None:
+def test_status_shows_the_error_of_a_refused_attempt(server: ForkServer, tmp_path: Path) -> None:
     run, cause = tmp_path / "outputs" / "a", "no checkpoint is whole"
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"state": "preempted"}))
@@ -22,7 +22,7 @@ def test_status_shows_the_error_of_an_attempt_that_was_refused(server: ForkServe
     assert cause not in server.run("status a", tmp_path).out
 
 
-def test_a_run_of_which_all_checkpoints_are_damaged_says_so(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_reported(server: ForkServer, tmp_path: Path) -> None:
     words = f"train --task {TASK} device=cpu monitor=off tracker=none run=a resume_allow=[updates]"
     assert server.run(f"{words} updates=2", tmp_path).code == 0
     for file in (tmp_path / "outputs" / "a" / "checkpoints").rglob("*.safetensors"):
@@ -39,7 +39,7 @@ def test_explain_names_the_file_of_a_profile_that_sets_a_key(server: ForkServer,
     assert f"the profile mine ({file})" in ended.out, ended
 
 
-def test_a_lone_task_file_is_answered_with_the_flag(server: ForkServer, tmp_path: Path) -> None:
+def test_a_lone_task_file_gets_the_task_flag_as_suggestion(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run("train my_task.py", tmp_path)
     assert ended.code == 78
     assert ended.err.split()[-2:] == ["--task", "my_task.py"]

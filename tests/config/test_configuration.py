@@ -141,7 +141,7 @@ def test_a_task_file_is_a_task_with_its_keys_and_those_of_its_predictions(task: 
         (("epochs=2", "updates=null"), '{"updates": 40}', (None, 2)),
     ],
 )
-def test_who_says_epochs_takes_back_the_updates_of_those_before(
+def test_epochs_override_updates_of_weaker_sources(
     words: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     write(tmp_path, {"mine.py": f"SETTINGS: dict = {settings}\ndef build(): ...\n"})
@@ -149,7 +149,7 @@ def test_who_says_epochs_takes_back_the_updates_of_those_before(
     assert (found.updates, found.epochs) == expected
 
 
-def test_what_a_task_was_tuned_with_is_not_used_for_another_option_and_it_is_said(tmp_path: Path) -> None:
+def test_tuned_values_of_a_task_are_not_used_for_another_option(tmp_path: Path) -> None:
     settings = '{"optimizer.betas": [0.8, 0.9], "optimizer.lr": 0.5, "precision.keep_fp32": ["head"], "seed": 3}'
     task = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
     tuned, other = composed("optimizer=adamw", task=task), composed("optimizer=sgd", "precision=bf16", task=task)
@@ -165,7 +165,7 @@ def test_what_a_task_was_tuned_with_is_not_used_for_another_option_and_it_is_sai
 
 
 @pytest.mark.parametrize("name", PRECISION_NAMES)
-def test_precisions_may_be_called_as_in_other_trainers(name: str) -> None:
+def test_names_of_precisions_in_other_trainers_are_accepted(name: str) -> None:
     assert composed(f"precision={name}").choices["precision"].name == PRECISION_NAMES[name]
 
 
@@ -176,7 +176,7 @@ def test_precisions_may_be_called_as_in_other_trainers(name: str) -> None:
         ("monitor=true", "on"), ("tracker=off", "none"), ("tracker=null", "none"), ("+tracker=none", "none"),
     ],
 )  # fmt: skip
-def test_any_word_for_absence_will_do(word: str, option: str) -> None:
+def test_none_null_and_off_are_all_accepted(word: str, option: str) -> None:
     assert composed(word).choices[word.strip("+").split("=")[0]].name == option
 
 
@@ -188,7 +188,7 @@ def test_any_word_for_absence_will_do(word: str, option: str) -> None:
         (("optimizer.lr_scales={0:0.1}",), {"0": 0.1}),
     ],
 )
-def test_a_mapping_is_set_whole_or_by_entry(words: tuple[str, ...], scales: dict[str, float]) -> None:
+def test_a_mapping_is_set_completely_or_by_entry(words: tuple[str, ...], scales: dict[str, float]) -> None:
     configuration = composed(*words)
     assert configuration.choices["optimizer"].options["lr_scales"] == scales
     assert configuration.sources["optimizer.lr_scales"] == "command line"
@@ -204,7 +204,7 @@ def bare(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("content", ["option: adamw\nlr: 0.25\n", "defaults:\n  - adamw\nlr: 0.25\n"])
-def test_a_folder_adds_an_option_that_is_a_variant_of_a_shipped_one(content: str, bare: Path, tmp_path: Path) -> None:
+def test_a_config_folder_adds_a_variant_of_an_option(content: str, bare: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/brisk.yaml": content})
     configuration = composed("optimizer=brisk", task=bare, folder=folder)
     shipped_one = composed(task=bare).choices["optimizer"]
@@ -224,7 +224,7 @@ def test_a_variant_may_build_on_a_variant(tmp_path: Path) -> None:
     assert (chosen.options["lr"], chosen.options["momentum"]) == (0.25, 0.5)
 
 
-def test_a_folder_shadows_a_shipped_file_and_it_is_said(bare: Path, tmp_path: Path) -> None:
+def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/adamw.yaml": "lr: 7\n"})
     configuration = composed(task=bare, folder=folder)
     assert configuration.flat()["optimizer.lr"] == 7
@@ -236,7 +236,7 @@ def test_a_folder_shadows_a_shipped_file_and_it_is_said(bare: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
 )
-def test_any_text_can_be_said_in_a_word(text: str) -> None:
+def test_any_text_can_be_given_as_an_override(text: str) -> None:
     assert compose(Request((override_of("output_root", text),))).settings.output_root == text
 
 
@@ -264,7 +264,7 @@ def test_a_file_of_the_folder_beats_the_settings_of_a_task(task: Path, tmp_path:
     assert [note for note in configuration.notes if note.startswith("optimizer.lr=0.02 ") and str(file) in note]
 
 
-def test_a_config_yaml_of_ones_own_replaces_the_table_of_contents(bare: Path, tmp_path: Path) -> None:
+def test_a_users_config_yaml_replaces_the_defaults_list(bare: Path, tmp_path: Path) -> None:
     ours = (shipped("conf") / "config.yaml").read_text()
     folder = write(
         tmp_path, {"config.yaml": ours.replace("seed: 0", "seed: 5").replace("precision: auto", "precision: fp32")}
@@ -290,7 +290,7 @@ hardware:
 """
 
 
-def test_a_hardware_profile_of_ones_own_selects_and_describes(tmp_path: Path) -> None:
+def test_a_users_hardware_profile_selects_and_describes(tmp_path: Path) -> None:
     folder = write(tmp_path, {"hardware/mine.yaml": PROFILE})
     configuration = composed("+hardware=mine", "precision=bf16", folder=folder)
     assert (configuration.choices["precision"].name, configuration.choices["dataloader"].name) == ("bf16", "thread")
@@ -408,7 +408,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
 }
 
 
-def test_a_fault_in_a_file_of_the_folder_names_the_file_or_the_key(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_an_error_in_a_config_folder_names_the_file_or_the_key(tmp_path: Path, screen: Callable[..., None]) -> None:
     told = []
     for number, (name, (files, words, places)) in enumerate(FAULTS.items()):
         folder = write(tmp_path / str(number), files)
@@ -418,7 +418,7 @@ def test_a_fault_in_a_file_of_the_folder_names_the_file_or_the_key(tmp_path: Pat
     screen("\n\n".join(told), replace={r"<folder>/\d+": "<folder>"})
 
 
-def test_an_interpolation_that_leads_nowhere_is_a_problem(tmp_path: Path) -> None:
+def test_an_unresolved_interpolation_is_a_problem(tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/mine.yaml": "option: sgd\nlr: ${nowhere}\n"})
     problem, where = refused("optimizer=mine", folder=folder)[0], f"{folder}/optimizer/mine.yaml: optimizer.lr"
     assert str(problem).startswith(where)
@@ -435,16 +435,14 @@ def test_an_interpolation_that_leads_nowhere_is_a_problem(tmp_path: Path) -> Non
         ("\0", "null bytes"),
     ],
 )
-def test_a_fault_in_a_task_file_is_said_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
+def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": text if "build" in text else f"def build(): ...\n{text}"}) / "mine.py"
     (found,) = refused(task=file)
     assert str(found).startswith(f"{file}: ")
     assert problem in found.what or problem in str(found)
 
 
-def test_settings_of_a_task_are_keys_that_exist_and_values_that_fit(
-    tmp_path: Path, screen: Callable[..., None]
-) -> None:
+def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
     settings = '{"sead": 1, "compile": "off", "optimizer": "adma", "precision.keep_fp32": "head", "optimizer.lr": 0}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
     problems = refused(task=file)
@@ -458,7 +456,7 @@ def test_settings_of_a_task_are_keys_that_exist_and_values_that_fit(
     screen(as_text(problems))
 
 
-def test_a_task_chooses_the_optimizer_that_it_was_tuned_with_and_the_user_another(tmp_path: Path) -> None:
+def test_a_task_selects_an_optimizer_and_the_user_may_select_another(tmp_path: Path) -> None:
     settings = '{"optimizer": "adam", "optimizer.lr": 0.5, "scheduler": "linear", "scheduler.warmup": 7}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
     tuned = composed(task=file)
@@ -484,7 +482,7 @@ def build(*, size: str = "tiny"): ...
 """
 
 
-def test_a_phase_takes_what_was_typed_for_it_then_for_all_then_its_own_then_that_of_the_run(tmp_path: Path) -> None:
+def test_precedence_within_a_phase(tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": PHASED.replace(', "phase.c.updates": 3', "")}) / "mine.py"
     a, b = composed(task=file).phases
     assert (a.kind, a.updates, a.optimizer.name, a.optimizer.options["lr"], a.max_grad_norm) == (
@@ -500,7 +498,7 @@ def test_a_phase_takes_what_was_typed_for_it_then_for_all_then_its_own_then_that
     assert (swapped.optimizer.name, swapped.optimizer.options["lr"]) == ("sgd", 0.0625)
 
 
-def test_a_task_that_declares_phases_wrongly_is_told_where(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_invalid_phases_are_reported_with_their_place(tmp_path: Path, screen: Callable[..., None]) -> None:
     text = """
 PHASES = {"a": {"needs": ["z"], "lr": 1}, "b": {"kind": "fitt"}, "infer": {}, "c": {"kind": "fit", "updates": 3}}
 SETTINGS = {"phase.d.updates": 3}
@@ -520,12 +518,12 @@ def build(): ...
     screen(as_text(problems))
 
 
-def test_what_a_helper_of_the_task_file_takes_is_its_own_affair(tmp_path: Path) -> None:
+def test_parameters_of_helpers_in_a_task_file_are_not_settings(tmp_path: Path) -> None:
     text = "def build(*, a: int = 1): ...\ndef helper(*, device=cpu()): ...\n"
     assert composed(task=write(tmp_path, {"mine.py": text}) / "mine.py").flat()["task.a"] == 1
 
 
-def test_a_missing_file_or_folder_is_said_at_once(tmp_path: Path) -> None:
+def test_a_missing_file_or_folder_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="does not exist"):
         composed(task=tmp_path / "none.py")
     with pytest.raises(InputMissing, match="is not a folder"):
@@ -536,7 +534,7 @@ def test_a_missing_file_or_folder_is_said_at_once(tmp_path: Path) -> None:
     "url", ["s3://bucket/runs", "gs://b", "file:///tmp/runs", "abfs+x.y-z://b/c", "S3:/b", "hf:/x/y"]
 )
 @pytest.mark.parametrize("key", ["output_root", "data.path", "weights"])
-def test_a_url_is_no_local_path(key: str, url: str) -> None:
+def test_a_url_is_not_a_local_path(key: str, url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         composed(f'{key}="{url}"')
     assert [problem.where.partition("=")[0] for problem in caught.value.problems] == [MAIN_KEYS.get(key, key)]
@@ -559,12 +557,12 @@ def test_a_mirror_holds_no_credentials_and_no_options(url: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["x9:/b", "a/b:c", "://b", "1x://b", "./s3://b"])
-def test_what_only_looks_like_a_url_is_a_local_path(path: str) -> None:
+def test_a_path_that_only_looks_like_a_url_is_local(path: str) -> None:
     assert composed(f'output_root="{path}"').settings.output_root == path
 
 
 @pytest.mark.parametrize("word", ["task.x=1", "task.zzz=1"])
-def test_an_unknown_key_of_a_task_is_answered_with_its_keys(word: str) -> None:
+def test_an_unknown_key_of_a_task_gets_its_keys(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         composed(word)
     (problem,) = caught.value.problems
@@ -572,7 +570,7 @@ def test_an_unknown_key_of_a_task_is_answered_with_its_keys(word: str) -> None:
     assert "task?" not in problem.fix
 
 
-def test_all_problems_are_found_in_one_go(screen: Callable[..., None]) -> None:
+def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
     words = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed")
     more = ("updates=5", "epochs=5", "global_batch_size=2", "micro_batch_size=3", "backend.threads=2000")
     problems = refused(*words, *more)
@@ -591,7 +589,7 @@ def test_all_problems_are_found_in_one_go(screen: Callable[..., None]) -> None:
     screen(as_text(problems))
 
 
-def test_names_from_other_trainers_are_answered_with_ours() -> None:
+def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         found = refused(*(f"{key}=1" for key in keys))
@@ -600,7 +598,7 @@ def test_names_from_other_trainers_are_answered_with_ours() -> None:
 
 
 @pytest.mark.parametrize("said", sorted(set(FOREIGN_KEYS.values())))
-def test_what_is_said_instead_exists(said: str) -> None:
+def test_suggested_names_exist(said: str) -> None:
     for key, value in re.findall(
         r"(?<![A-Z_])([a-z][\w.]*)=([^\s;,:]+)", "" if said.startswith(("accel-run", "goal=", "trials=")) else said
     ):
@@ -615,7 +613,7 @@ def test_what_is_said_instead_exists(said: str) -> None:
 
 
 @pytest.mark.parametrize("group", FOREIGN_OPTIONS)
-def test_foreign_options_are_none_of_ours_and_answered_with_one(group: str) -> None:
+def test_foreign_options_get_a_suggestion(group: str) -> None:
     for said, others in FOREIGN_OPTIONS[group].items():
         assert said.split()[0] in options_of(group)
         for other in others.split():
@@ -650,7 +648,7 @@ def test_a_sweep_without_values_is_refused(word: str) -> None:
         expand_sweep(Request((word,)))
 
 
-def test_a_combination_of_a_sweep_means_what_it_says() -> None:
+def test_a_combination_of_a_sweep_composes_as_a_single_run() -> None:
     seeds = [compose(request).settings.seed for request in expand_sweep(Request(("seed=3,4",)))]
     assert seeds == [3, 4]
     (problem,) = refused("seed=3,4")
@@ -675,7 +673,9 @@ def test_a_combination_of_a_sweep_means_what_it_says() -> None:
         ([], [], ()),
     ],
 )
-def test_new_words_replace_the_old_ones_of_that_key(old: list[str], new: list[str], merged: tuple[str, ...]) -> None:
+def test_new_overrides_replace_old_ones_of_the_same_key(
+    old: list[str], new: list[str], merged: tuple[str, ...]
+) -> None:
     assert merge_overrides(old, new) == merged
 
 
@@ -695,7 +695,7 @@ def test_every_shipped_option_of_every_group_composes() -> None:
             assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
 
 
-def test_the_table_of_contents_lists_every_group_and_the_profile_last() -> None:
+def test_the_defaults_list_has_every_group_and_the_profile_last() -> None:
     entries = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
     groups = [next(iter(entry)) for entry in entries[1:]]
     assert entries[0] == "_self_", "else its values would overwrite those of a profile"

@@ -92,14 +92,14 @@ def test_a_task_may_set_the_keys_of_its_hooks(write: Callable[[str], Path]) -> N
     assert compose(Request((), file)).hooks[0].options["every"] == 9
 
 
-def test_a_hook_that_is_off_says_that_its_keys_have_no_effect(write: Callable[[str], Path]) -> None:
+def test_keys_of_a_disabled_hook_are_reported_as_without_effect(write: Callable[[str], Path]) -> None:
     words = ("hook.log_images.enabled=false", "hook.log_images.every=7")
     configuration = compose(Request(words, write(NEVER_RUN)))
     assert [hook.name for hook in configuration.hooks if hook.options["enabled"]] == ["freeze_after"]
     assert [note for note in configuration.notes if "hook.log_images.every=7" in note]
 
 
-def test_a_typo_in_a_hook_or_its_keys_is_answered_with_the_near_one(write: Callable[[str], Path]) -> None:
+def test_a_typo_in_a_hook_or_its_keys_gets_a_suggestion(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     for typo, meant in (
         ("hook.log_images.evry", "hook.log_images.every"),
@@ -165,7 +165,7 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
 
 
 @pytest.mark.parametrize("table", ["DATALOADERS", "PRECISIONS", "PARALLELISMS", "TECHNIQUES"])
-def test_a_table_that_is_not_open_is_refused_by_name(table: str, write: Callable[[str], Path]) -> None:
+def test_a_closed_table_is_refused_by_name(table: str, write: Callable[[str], Path]) -> None:
     file = write(f"{NEVER_RUN}\n{table} = {{'mine': build}}\n")
     (problem,) = problems_of(file)
     assert table in problem.what

@@ -104,7 +104,7 @@ def test_an_option_of_the_task_file_has_the_keys_of_its_signature(write: Callabl
     assert [note for note in configuration.notes if "optimizer=signed" in note and str(file) in note]
 
 
-def test_a_typo_in_an_own_option_or_its_keys_is_answered_with_the_near_one(write: Callable[[str], Path]) -> None:
+def test_a_typo_in_a_users_option_or_its_keys_gets_a_suggestion(write: Callable[[str], Path]) -> None:
     file = write(NEVER_RUN)
     assert [problem.fix for problem in problems_of(file, "optimizer=signd")] == [did_you_mean("signd", ["signed"])]
     (problem,) = problems_of(file, "optimizer=signed", "optimizer.bet=1")
@@ -113,13 +113,13 @@ def test_a_typo_in_an_own_option_or_its_keys_is_answered_with_the_near_one(write
     assert suggested(problem.fix) == ["scheduler=step"], "the shipped option comes first"
 
 
-def test_completion_knows_own_options_and_their_keys(write: Callable[[str], Path]) -> None:
+def test_completion_knows_users_options_and_their_keys(write: Callable[[str], Path]) -> None:
     before = ["train", "--task", str(write(NEVER_RUN))]
     assert "optimizer=signed" in candidates([*before, "optimizer=s"])
     assert candidates([*before, "optimizer=signed", "optimizer.b"]) == ["optimizer.beta="]
 
 
-def test_explain_names_the_file_of_an_own_option(
+def test_explain_names_the_file_of_a_users_option(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(NEVER_RUN)
@@ -162,7 +162,7 @@ def losses(folder: Path) -> list[float]:
     return [row["train/loss"] for row in rows if "train/loss" in row]
 
 
-def test_an_own_optimizer_and_schedule_train_and_resume_bit_for_bit(
+def test_a_users_optimizer_and_schedule_train_and_resume_bit_for_bit(
     write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = write(TASK)
@@ -199,7 +199,7 @@ def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, m
     assert name not in sys.modules
 
 
-def test_a_file_of_the_config_folder_with_the_name_of_an_own_option_is_named(
+def test_a_config_file_with_the_name_of_a_users_option_is_reported(
     write: Callable[[str], Path], tmp_path: Path
 ) -> None:
     file, folder = write(NEVER_RUN), tmp_path / "conf"

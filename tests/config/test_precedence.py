@@ -77,12 +77,12 @@ def settings() -> list[Setting]:
     return [Setting("seed", (of_phase, rank), rank, of_phase=of_phase) for of_phase in (False, True) for rank in Rank]
 
 
-def test_the_strongest_source_wins_in_whatever_order_they_come() -> None:
+def test_the_strongest_source_wins_in_any_order() -> None:
     for order in permutations([Setting("seed", rank, rank) for rank in (Rank.DEFAULT, Rank.TASK, Rank.COMMAND_LINE)]):
         assert merge(order)["seed"].value == Rank.COMMAND_LINE
 
 
-def test_a_key_typed_for_the_run_beats_all_but_the_key_typed_for_the_phase() -> None:
+def test_a_command_line_key_beats_all_but_that_of_the_phase() -> None:
     order = []
     rest = settings()
     while rest:
@@ -190,7 +190,7 @@ def test_a_key_that_a_profile_does_not_keep_has_the_value_of_the_option_file(tas
         assert found.sources.get("optimizer.lr") != "profile box"
 
 
-def test_a_typo_in_a_profile_is_reported_though_its_option_is_the_chosen_one(task: Path, folder: Path) -> None:
+def test_a_typo_in_a_profile_is_reported(task: Path, folder: Path) -> None:
     profile(folder, "sgd", momentm=0.5)
     with pytest.raises(ConfigError):
         compose(Request(("hardware=box",), task, folder))

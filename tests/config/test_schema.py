@@ -78,7 +78,7 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "words", "good", "bad"), TYPES, ids=[words for _, words, _, _ in TYPES])
-def test_a_type_is_said_in_words_and_holds_what_it_says(kind: Any, words: str, good: list[Any], bad: list[Any]) -> None:
+def test_a_type_is_described_and_enforced(kind: Any, words: str, good: list[Any], bad: list[Any]) -> None:
     assert in_words(kind) == words
     assert [value for value in good if fault(kind, value) is not None] == []
     assert [value for value in bad if fault(kind, value) is None] == []
@@ -87,18 +87,18 @@ def test_a_type_is_said_in_words_and_holds_what_it_says(kind: Any, words: str, g
 @pytest.mark.parametrize(
     ("value", "shown"), [("x", '"x"'), (None, "null"), (True, "true"), (math.nan, "nan"), ([1], "[1]"), (-1, "-1")]
 )
-def test_a_fault_says_what_must_be_and_what_is(value: Any, shown: str) -> None:
+def test_an_error_states_the_expected_and_the_actual_value(value: Any, shown: str) -> None:
     assert fault(Positive, value) == f"must be {in_words(Positive)}, but is {shown}"
 
 
 @given(st.floats() | st.integers())
-def test_a_number_above_zero_is_one_that_python_calls_so(value: float) -> None:
+def test_a_positive_number_is_positive(value: float) -> None:
     above = math.isfinite(value) and value > 0 if isinstance(value, float) else 0 < value <= sys.float_info.max
     assert (fault(Positive, value) is None) == above
 
 
 @given(st.integers(-5, 5), st.booleans(), st.booleans())
-def test_the_edges_of_a_range_belong_to_it_or_not(value: int, low: bool, high: bool) -> None:
+def test_bounds_of_a_range_are_inclusive_or_exclusive(value: int, low: bool, high: bool) -> None:
     allowed = set(range(-1, 2)) | ({-2} if low else set()) | ({2} if high else set())
     assert Range("", -2, 2, low_allowed=low, high_allowed=high).allows(value) == (value in allowed)
 
@@ -106,14 +106,14 @@ def test_the_edges_of_a_range_belong_to_it_or_not(value: int, low: bool, high: b
 @pytest.mark.parametrize(
     "text", ["auto", "200updates", "1update", "2epochs", "2 epochs", "10min", "0.5min", ".5min", "10.0min", "3 minutes"]
 )
-def test_a_time_to_save_may_be_written_so(text: str) -> None:
+def test_valid_checkpoint_intervals(text: str) -> None:
     assert fault(Every, text) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "0updates", "0min", "0.0min", ".min", "1.5epochs", "5days", "-1min", "200", "min"]
 )
-def test_a_time_to_save_may_not_be_written_so(text: str) -> None:
+def test_invalid_checkpoint_intervals(text: str) -> None:
     assert fault(Every, text) == f'must be {in_words(Every)}, but is "{text}"'
 
 
@@ -174,7 +174,7 @@ def test_functions_are_read_without_running_the_file(sample: Path) -> None:
     assert functions["Model.predict"].keys["samples"].default == 3
 
 
-def test_help_is_the_line_of_the_docstring_also_a_continued_one(sample: Path) -> None:
+def test_help_is_the_entry_of_the_docstring_also_if_continued(sample: Path) -> None:
     first = read_functions(sample)["first"]
     helps = {name: key.help for name, key in first.keys.items()}
 
@@ -186,7 +186,7 @@ def test_help_is_the_line_of_the_docstring_also_a_continued_one(sample: Path) ->
     }
 
 
-def test_what_only_running_could_tell_is_kept_as_text(sample: Path) -> None:
+def test_values_that_need_execution_are_kept_as_text(sample: Path) -> None:
     keys = read_functions(sample)["second"].keys
 
     assert keys["own"].type is Any, "a type of the file's own may be anything"
@@ -194,7 +194,7 @@ def test_what_only_running_could_tell_is_kept_as_text(sample: Path) -> None:
     assert (keys["negative"].default, keys["pair"].default) == (-1.5, (1, 2))
 
 
-def test_defaults_are_data_and_nobody_shares_them(sample: Path) -> None:
+def test_defaults_are_data_and_are_not_shared(sample: Path) -> None:
     functions = read_functions(sample)
     taken = defaults(functions["first"].keys)
     taken["names"].append("b")
@@ -235,20 +235,20 @@ KNOWN = ["optimizer.lr", "optimizer.weight_decay", "scheduler.warmup", "global_b
         ("", None),
     ],
 )
-def test_the_nearest_word_is_the_one_a_person_meant(typed: str, meant: str | None) -> None:
+def test_the_nearest_name_is_the_intended_one(typed: str, meant: str | None) -> None:
     assert nearest(typed, KNOWN) == meant
     assert did_you_mean(typed, KNOWN) == (f"did you mean {meant}?" if meant else "")
 
 
-def test_a_short_word_may_have_one_wrong_letter() -> None:
+def test_a_short_name_may_have_one_wrong_letter() -> None:
     assert nearest("t5", ["a100", "t4", "rtx_mid"]) == "t4"
     assert nearest("x9", ["a100", "t4", "rtx_mid"]) is None
 
 
 @given(st.sampled_from(KNOWN))
-def test_a_known_word_is_its_own_nearest(word: str) -> None:
+def test_a_known_name_is_its_own_nearest(word: str) -> None:
     assert nearest(word, KNOWN) == word
 
 
-def test_nothing_is_near_where_nothing_is_known() -> None:
+def test_without_known_names_nothing_is_near() -> None:
     assert nearest("lr", []) is None

@@ -14,7 +14,7 @@ from runner.console.bottleneck import KINDS, MEANINGS, limited_by, mostly, table
 ALL = ("starting", "first_update", *PARTS, *BETWEEN, "closing")
 
 
-def test_every_part_is_of_one_kind_and_every_kind_has_its_words() -> None:
+def test_every_part_has_one_kind_and_every_kind_a_text() -> None:
     assert sorted(part for parts in KINDS.values() for part in parts) == sorted(ALL)
     assert KINDS.keys() == MEANINGS.keys()
 
@@ -87,9 +87,7 @@ def test_every_kind_of_work_can_be_the_limit(part: str, kind: str) -> None:
          "; gpu0, gpu1 were busy 9%, 12% of the time: they wait for the host's commands"),
     ],
 )  # fmt: skip
-def test_how_busy_a_gpu_was_is_said_where_it_is_known(
-    parts_s: dict[str, float], busy: Mapping[str, float], ends: str
-) -> None:
+def test_gpu_utilization_is_shown_if_known(parts_s: dict[str, float], busy: Mapping[str, float], ends: str) -> None:
     assert limited_by(parts_s, 10.0, busy).endswith(ends)
     assert "busy" not in limited_by(parts_s, 10.0)
 
@@ -103,12 +101,12 @@ def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_a_part_that_does_not_recur_is_not_told_by_update(screen: Callable[..., None]) -> None:
+def test_a_one_time_part_is_not_shown_per_update(screen: Callable[..., None]) -> None:
     parts_s = {"starting": 2.0, "forward": 4.0, "evaluation": 4.0}
     screen("\n".join(table(parts_s, 10.0, updates=8)))
     assert table(parts_s, 10.0)[0] == "forward     40.0%  4.00 s"
 
 
-def test_a_phase_is_told_in_a_few_words(screen: Callable[..., None]) -> None:
+def test_a_phase_is_summarized_briefly(screen: Callable[..., None]) -> None:
     screen(mostly({"forward": 5.0, "data": 3.0, "hooks": 0.5, "starting": 1.5}, 10.0))
     assert mostly({}, 10.0) == ""

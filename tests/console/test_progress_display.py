@@ -73,11 +73,11 @@ def test_a_pipe_gets_plain_lines_at_1_and_10_then_every_30_seconds_and_at_the_la
     screen(run_lines(40))
 
 
-def test_a_resumed_run_counts_its_first_lines_from_where_it_goes_on() -> None:
+def test_a_resumed_run_counts_its_first_lines_from_the_resume() -> None:
     assert re.findall(r"^update=(\d+)", run_lines(1020, done=1000, seconds_each=0.1), re.M) == ["1001", "1010", "1020"]
 
 
-def test_a_line_says_nan_and_leaves_out_the_unknown() -> None:
+def test_a_line_shows_nan_and_omits_unknown_values() -> None:
     stream = io.StringIO()
     lines = ProgressLines(stream, Clock())
     lines.start(1)
@@ -87,7 +87,7 @@ def test_a_line_says_nan_and_leaves_out_the_unknown() -> None:
     }  # fmt: skip
 
 
-def test_lines_are_chosen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_lines_are_used_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert type(make_progress(io.StringIO())) is ProgressLines
@@ -118,7 +118,7 @@ def test_the_bar_shows_every_figure_and_the_machine_below(screen: Callable[..., 
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
-def test_the_bar_begins_and_ends_at_the_same_columns_whatever_the_figures(columns: int) -> None:
+def test_the_bar_keeps_its_columns_whatever_the_values(columns: int) -> None:
     clock, dice = Clock(), random.Random(1)
     with terminal(columns) as (stream, seen):
         bar = Bar(stream, clock)
@@ -143,7 +143,7 @@ def test_the_bar_begins_and_ends_at_the_same_columns_whatever_the_figures(column
 
 
 @pytest.mark.parametrize("columns", [1, 2, 10, 20, 40, 80, 200])
-def test_a_narrow_terminal_loses_figures_not_lines(columns: int) -> None:
+def test_a_narrow_terminal_drops_values_not_lines(columns: int) -> None:
     clock = Clock()
     with terminal(columns) as (stream, seen):
         bar = Bar(stream, clock)
@@ -179,7 +179,7 @@ def test_the_bar_is_drawn_at_most_four_times_a_second_and_at_the_end() -> None:
         bar.finish()
 
 
-def test_a_note_stands_above_the_bar_once() -> None:
+def test_a_note_appears_above_the_bar_once() -> None:
     with terminal() as (stream, seen):
         bar = make_progress(stream)
         bar.start(3)
@@ -192,7 +192,7 @@ def test_a_note_stands_above_the_bar_once() -> None:
     assert text.index("[saved]") < text.rindex("100%")
 
 
-def test_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     with terminal() as (stream, seen):
         bar = make_progress(stream)
@@ -211,7 +211,7 @@ def test_the_cursor_is_never_hidden() -> None:
         bar.finish()
 
 
-def test_a_terminal_that_cannot_do_blocks_gets_ascii() -> None:
+def test_a_terminal_without_block_characters_gets_ascii() -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w", encoding="ascii") as stream:
         bar = make_progress(stream)
@@ -224,7 +224,7 @@ def test_a_terminal_that_cannot_do_blocks_gets_ascii() -> None:
     assert "GPU: 51 ? C" in text or "GPU: 51 ?C" in text
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_run() -> None:
+def test_a_lost_terminal_does_not_end_the_run() -> None:
     ours, theirs = pty.openpty()
     stream = os.fdopen(theirs, "w")
     bar = make_progress(stream)
@@ -241,7 +241,7 @@ def test_a_terminal_that_is_gone_does_not_end_the_run() -> None:
         stream.close()
 
 
-def test_nothing_is_left_in_place_of_standard_output() -> None:
+def test_standard_output_is_restored() -> None:
     out, err = sys.stdout, sys.stderr
     with terminal() as (stream, _):
         for _phase in range(2):
@@ -252,7 +252,7 @@ def test_nothing_is_left_in_place_of_standard_output() -> None:
     assert (sys.stdout, sys.stderr) == (out, err)
 
 
-def test_progress_for_silent_ranks_has_the_same_verbs() -> None:
+def test_progress_of_silent_ranks_has_the_same_methods() -> None:
     silent = make_progress(None)
     silent.start(3)
     assert not silent.due(3)
@@ -262,7 +262,7 @@ def test_progress_for_silent_ranks_has_the_same_verbs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bar", "lines"])
-def test_an_update_that_is_not_due_takes_three_calls(kind: str) -> None:
+def test_an_update_that_is_not_due_costs_three_calls(kind: str) -> None:
     """`update`, `due` and the clock; `scripts/measure/monitor.py` prints what that takes."""
     calls = 0
 

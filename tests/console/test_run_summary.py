@@ -76,7 +76,7 @@ def test_the_start_report_in_full(screen: Callable[..., None]) -> None:
     screen(start_report(START))
 
 
-def test_the_start_report_in_ascii_says_the_same(screen: Callable[..., None]) -> None:
+def test_the_start_report_in_ascii_has_the_same_content(screen: Callable[..., None]) -> None:
     text = start_report(dataclasses.replace(START, notes=("51 °C",)), ascii_only=True)
     assert text.isascii()
     screen(text)
@@ -91,11 +91,11 @@ def test_the_end_summary_in_full(screen: Callable[..., None]) -> None:
     screen(end_summary(END))
 
 
-def test_what_is_unknown_is_left_out(screen: Callable[..., None]) -> None:
+def test_unknown_values_are_omitted(screen: Callable[..., None]) -> None:
     screen(end_summary(EndOfRun("failed", update=3, total_updates=10, time=TimeSpent(2.0))))
 
 
-def test_a_long_run_is_told_in_hours() -> None:
+def test_a_long_run_is_shown_in_hours() -> None:
     assert "in 2 h 3 min" in end_summary(dataclasses.replace(END, time=TimeSpent(7_390.0)))
 
 
@@ -111,5 +111,5 @@ def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
 @pytest.mark.parametrize(
     ("encoding", "only_ascii"), [("utf-8", False), ("ascii", True), ("latin-1", True), ("cp1252", True)]
 )
-def test_the_encoding_of_the_stream_decides_about_ticks(encoding: str, only_ascii: bool) -> None:
+def test_the_encoding_of_the_stream_determines_the_tick_marks(encoding: str, only_ascii: bool) -> None:
     assert prints_only_ascii(io.TextIOWrapper(io.BytesIO(), encoding=encoding)) is only_ascii

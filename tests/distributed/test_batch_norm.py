@@ -88,7 +88,7 @@ def test_ranks_normalize_as_one_process_with_all_samples(
     [{"momentum": None}, {"momentum": 0.3, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}],
     ids=str,
 )
-def test_every_option_means_what_it_means_in_one_process(options: dict[str, Any]) -> None:
+def test_every_option_has_the_same_effect_as_in_one_process(options: dict[str, Any]) -> None:
     alone = learned(World(CPU), 2, (8,), torch.float64, passes=3, **options)
     results = run_ranks(lambda world: learned(world, 2, (5, 3), torch.float64, 3, **options), 2)
     # without running statistics evaluation normalizes the batch at hand, which is each rank's own
@@ -98,7 +98,7 @@ def test_every_option_means_what_it_means_in_one_process(options: dict[str, Any]
         assert distance(buffer, results[1]["buffers"][name]) < PROMISED[torch.float64], name
 
 
-def test_a_pass_in_vain_counts_for_nothing_on_any_rank() -> None:
+def test_a_dummy_pass_does_not_count_on_any_rank() -> None:
     def passed(world: World) -> dict[str, Any]:
         model = synchronized(make_model(2, torch.float64), world)
         mine = samples(2, torch.float64)[5 * world.rank : 5 + 3 * world.rank]
@@ -133,7 +133,7 @@ class _Passes:
         self.forward = torch.enable_grad
 
 
-def test_buffers_of_one_rank_forget_a_pass_in_vain() -> None:
+def test_buffers_are_restored_after_a_dummy_pass() -> None:
     model = make_model(1, torch.float64)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with without_side_effects(model):
@@ -142,7 +142,7 @@ def test_buffers_of_one_rank_forget_a_pass_in_vain() -> None:
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers())
 
 
-def test_names_types_and_one_process_stay_as_they_are() -> None:
+def test_names_types_and_single_processes_are_unchanged() -> None:
     plain = make_model(2, torch.float32)
     assert synchronized(plain, World(CPU)) is plain
     assert type(plain[1]) is nn.BatchNorm2d
@@ -210,7 +210,7 @@ def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mod
         assert training == [mode] * len(before)
 
 
-def test_of_many_norms_some_are_named() -> None:
+def test_only_some_of_many_norms_are_named() -> None:
     for said, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
         assert "sync: 0 (Activated), 1 (Activated)," in said
         assert "4 (Activated) and 2 more\n" in said
@@ -224,7 +224,7 @@ def test_norms_that_never_train_may_be_of_any_kind() -> None:
         assert training == [True] * 3
 
 
-def test_once_is_as_good_as_twice_and_one_process_has_norms_of_any_kind() -> None:
+def test_conversion_is_idempotent_and_one_process_accepts_any_norm() -> None:
     def named(world: World) -> list[str]:
         return [
             type(module).__name__ for module in synchronized(synchronized(make_model(2, torch.float32), world), world)
@@ -234,7 +234,7 @@ def test_once_is_as_good_as_twice_and_one_process_has_norms_of_any_kind() -> Non
     assert type(synchronized(Activated(3), World(CPU))) is Activated
 
 
-def test_one_value_over_all_ranks_is_refused_everywhere() -> None:
+def test_a_single_value_over_all_ranks_is_refused_on_all_ranks() -> None:
     def single_value(world: World) -> str:
         model = synchronized(nn.BatchNorm1d(3), world)
         try:

@@ -46,7 +46,7 @@ def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
     assert norm.constant_bytes == 2 * 4 * 4 + 8  # mean, variance and a count
 
 
-def test_activations_are_counted_once_and_weights_are_none() -> None:
+def test_activations_are_counted_once_and_weights_are_excluded() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(32, 8)
     costs = measure_costs(model, list(model), (x,), repeats=1)
@@ -57,7 +57,7 @@ def test_activations_are_counted_once_and_weights_are_none() -> None:
     assert all(cost.seconds > 0 for cost in costs)
 
 
-def test_the_seconds_of_a_layer_are_those_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_a_layer_is_its_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
     class Slow(nn.Linear):
@@ -78,7 +78,7 @@ def test_the_seconds_of_a_layer_are_those_that_it_took(monkeypatch: pytest.Monke
     assert [cost.seconds for cost in measure_costs(model, list(model), (torch.randn(2, 4),))] == [0.0, 3.0, 6.0]
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_leaves_the_model_unchanged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -89,7 +89,7 @@ def test_measuring_leaves_no_trace() -> None:
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_random_numbers_are_not_used_up() -> None:
+def test_measuring_does_not_advance_generators() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     x = torch.randn(8, 4)
     state = torch.get_rng_state()
@@ -97,14 +97,14 @@ def test_random_numbers_are_not_used_up() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_layers_that_look_up_are_measured_too() -> None:
+def test_embedding_layers_are_measured_too() -> None:
     model = Whole()
     costs = measure_costs(model, model.layers(), (torch.randint(0, 10, (2, 3)),), repeats=1)
     assert [cost.num_trained for cost in costs] == [44, 20, 20, 0]
     assert costs[1].activation_bytes == 2 * 3 * 4 * 4
 
 
-def test_the_device_is_waited_for_before_and_after_each_pass() -> None:
+def test_the_device_is_synchronized_before_and_after_each_pass() -> None:
     """Else its clock would start in the work of the pass before, and stop before its own is done."""
     events: list[str] = []
 

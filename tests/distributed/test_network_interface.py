@@ -20,14 +20,14 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize("store", ["tcp://127.0.0.1:29500", "file:///tmp/store"])
-def test_on_one_machine_ranks_meet_on_the_loopback(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has addresses of several kinds, one of which is the one that is looked for."""
     rows = {name: [SimpleNamespace(address=address) for address in found] for name, found in ADDRESSES.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
     assert interface_of(RankInfo(0, 0, 2, 2, store)) == "lo"
 
 
-def test_where_no_interface_has_the_address_none_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_interface_is_chosen_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
     assert interface_of(RankInfo(0, 0, 2, 2, "tcp://127.0.0.1:29500")) == ""
 
@@ -57,7 +57,7 @@ class Probe:
 @pytest.mark.parametrize(
     ("towards_rank_0", "expected"), [("10.0.0.6", "eth1"), ("127.0.0.1", "eth0"), ("127.0.1.1", "eth0"), (None, "eth0")]
 )
-def test_on_several_machines_ranks_meet_on_the_way_to_rank_0_and_never_on_the_loopback(
+def test_ranks_of_several_machines_use_the_interface_towards_rank_0(
     towards_rank_0: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 may resolve its own name to the loopback; then the default route decides, here that of eth0."""

@@ -267,7 +267,7 @@ def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> Non
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "interleaved"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_tied_weights_have_the_gradient_of_both_ends(options: dict[str, Any], world_size: int) -> None:
+def test_tied_weights_have_the_gradient_of_both_stages(options: dict[str, Any], world_size: int) -> None:
     def update(world: World) -> dict[str, Any]:
         micros = lambda: batches([2, 2, 1], torch.float64, tokens=True)  # noqa: E731
         torch.manual_seed(0)
@@ -282,7 +282,7 @@ def test_tied_weights_have_the_gradient_of_both_ends(options: dict[str, Any], wo
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved"])
-def test_tuples_go_between_layers_and_anything_comes_out(schedule: str) -> None:
+def test_layers_pass_tuples_and_the_model_returns_any_structure(schedule: str) -> None:
     def update(world: World) -> dict[str, Any]:
         torch.manual_seed(0)
         return one_update(
@@ -292,7 +292,7 @@ def test_tuples_go_between_layers_and_anything_comes_out(schedule: str) -> None:
     assert_same_update(update(ALONE), run_ranks(update, 2), PROMISED[torch.float64])
 
 
-def test_micro_batches_of_many_shapes_each_make_their_own_step() -> None:
+def test_micro_batches_of_many_shapes_are_each_sent_with_their_shape() -> None:
     sizes = [1, 1, *range(2, KEPT_STEPS + 4), 1, 2]
 
     def updates(world: World) -> list[float]:
@@ -302,7 +302,7 @@ def test_micro_batches_of_many_shapes_each_make_their_own_step() -> None:
     np.testing.assert_allclose(run_ranks(updates, 2)[1], updates(ALONE), rtol=2 * PROMISED[torch.float64])
 
 
-def test_what_a_loss_draws_is_the_same_on_the_first_and_the_last_stage() -> None:
+def test_draws_of_a_loss_are_the_same_on_the_first_and_the_last_stage() -> None:
     def update(world: World) -> float:
         torch.manual_seed(100 + world.rank)
         model = nn.Sequential(nn.Identity(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Identity())
@@ -386,7 +386,7 @@ class Shifted(nn.Module):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(("split", "is_apart"), [([2, 3], True), ([4, 1], False)])
-def test_a_module_of_two_ranks_may_have_buffers_that_stay_alike(learns: bool, split: list[int], is_apart: bool) -> None:
+def test_a_module_on_two_ranks_may_have_equal_buffers(learns: bool, split: list[int], is_apart: bool) -> None:
     """A checkpoint holds the buffers of one of them, with which both would resume."""
 
     def check(world: World) -> bool:
@@ -487,7 +487,7 @@ def test_half_precision_computes_as_one_process_does() -> None:
     np.testing.assert_allclose(ranks[1]["losses"], run(ALONE)["losses"], rtol=PROMISED[torch.float32])
 
 
-def test_an_overflow_on_one_stage_is_one_on_all() -> None:
+def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
     class Large(nn.Module):
         """Multiplies the gradient that goes to the layers before it, in one micro-batch of the third update."""
 
@@ -529,7 +529,7 @@ def test_a_stage_without_parameters_takes_part_in_everything() -> None:
     np.testing.assert_allclose(one["losses"], run(ALONE)["losses"], rtol=1e-3)
 
 
-def test_what_was_saved_by_some_ranks_is_loaded_by_any_number() -> None:
+def test_a_checkpoint_of_several_ranks_is_loaded_by_any_number() -> None:
     saved: dict[str, Tensor] = {}
 
     def save(world: World) -> dict[str, Any]:
@@ -583,7 +583,7 @@ def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
         assert result == [alone[0], [rank == 0] * 2, 2]
 
 
-def test_evaluation_between_updates_leaves_them_as_they_were() -> None:
+def test_evaluation_between_updates_does_not_change_them() -> None:
     def run(world: World, evaluates: bool) -> list[float]:
         made = training(world, lambda: plain(5, torch.float64))
         norms = []
@@ -597,7 +597,7 @@ def test_evaluation_between_updates_leaves_them_as_they_were() -> None:
     assert run_ranks(lambda world: run(world, True), 2) == run_ranks(lambda world: run(world, False), 2)
 
 
-def test_statistics_of_the_data_are_those_of_rank_0_which_alone_resumes() -> None:
+def test_data_statistics_come_from_rank_0() -> None:
     def merged(world: World) -> list[float]:
         parallel = Pipelined(world)
         state = {"sum": torch.tensor([3.0 - world.rank])}
@@ -649,7 +649,7 @@ def test_layers_that_lose_parameters_are_refused() -> None:
         assert "miss 4.weight, 4.bias" in result
 
 
-def test_a_task_that_does_not_tell_its_layers_is_told_so() -> None:
+def test_a_task_without_layers_gets_a_message() -> None:
     def unknown(parallel: Pipelined) -> None:
         def layers() -> list[nn.Module]:
             raise NotImplementedError("Mine must define layers()")
@@ -721,7 +721,7 @@ def failing(world: World, where: str) -> list[str]:
         ("count", 0, "different numbers of micro-batches, from 2 to 3"),
     ],
 )
-def test_a_fault_of_one_rank_is_heard_by_all(where: str, rank: int, text: str) -> None:
+def test_an_error_of_one_rank_reaches_all(where: str, rank: int, text: str) -> None:
     """Nobody is left waiting: the ranks end well within the time of a collective, 30 s."""
     results = run_ranks(lambda world: failing(world, where), 2)
     for attempt in range(2):
@@ -730,7 +730,7 @@ def test_a_fault_of_one_rank_is_heard_by_all(where: str, rank: int, text: str) -
         assert text.rsplit(": ", maxsplit=1)[-1] in other, other
 
 
-def test_a_fault_amid_the_passes_is_told_as_it_is_and_ends_the_others() -> None:
+def test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks() -> None:
     """The others wait for a message until the connection of the rank that raised is gone."""
 
     def run(world: World) -> None:
@@ -784,7 +784,7 @@ def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     assert table.splitlines()[1].startswith("0 ")
 
 
-def test_a_slow_layer_is_alone_where_time_is_balanced() -> None:
+def test_a_slow_layer_gets_its_own_stage_if_time_is_balanced() -> None:
     clock = Clock()
 
     class Slow(nn.Linear):
@@ -851,7 +851,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
     ],
     ids=["equal", "the last does most", "backward"],
 )
-def test_the_bubble_is_the_share_that_stages_wait(
+def test_the_bubble_is_the_share_of_time_that_stages_wait(
     first: dict[str, float], last: dict[str, float], expected: tuple[float, float, float]
 ) -> None:
     """Of four micro-batches: measured, of equal stages in theory, and of these stages without a delay between them."""

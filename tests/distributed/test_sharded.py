@@ -241,7 +241,7 @@ def test_the_gradient_of_random_splits_is_that_of_one_process(world_size: int, d
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": True}], ids=str)
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_is_kept_or_computed_again_does_not_change_the_updates(
+def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
     options: dict[str, Any], checkpointed: bool
 ) -> None:
     def learn(world: World) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def test_what_is_kept_or_computed_again_does_not_change_the_updates(
 # ---------------------------------------------------------------- passes in vain, and parameters in use
 
 
-def test_a_pass_in_vain_adds_nothing_even_where_it_is_infinite() -> None:
+def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
     """Buffers, too, are those of the passes that count."""
 
     def learn(world: World) -> list[Any]:
@@ -408,7 +408,7 @@ def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
-def test_parameters_may_travel_in_half(communicate: str, precision: Any) -> None:
+def test_parameters_may_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
     """Weights of 8 bits (bfloat16) or 11 bits (float16); sums of gradients and the weights kept are float32."""
     alone = trained(ALONE, dtype=torch.float32)
 
@@ -441,7 +441,7 @@ OPTIMIZERS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(name: str) -> None:
     """Two ranks, then one, then two: the checkpoint never tells who made it."""
     options: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
 
@@ -470,7 +470,7 @@ def test_a_run_goes_on_with_other_ranks_from_its_checkpoint(name: str) -> None:
     assert result["numbers"] == expected["numbers"]
 
 
-def test_each_rank_holds_its_part_and_all_begin_with_the_weights_of_the_first() -> None:
+def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
     def held(world: World) -> list[Any]:
         torch.manual_seed(world.rank)
         model = Model()
@@ -490,7 +490,7 @@ def test_each_rank_holds_its_part_and_all_begin_with_the_weights_of_the_first() 
 # ---------------------------------------------------------------- between updates
 
 
-def test_an_evaluation_between_updates_leaves_the_shards_in_place() -> None:
+def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     def walk(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
         x, _ = samples(torch.float64)
@@ -518,7 +518,7 @@ def test_an_evaluation_between_updates_leaves_the_shards_in_place() -> None:
     )  # not of gathered copies
 
 
-def test_gathered_ranks_need_not_keep_step_and_may_call_any_method() -> None:
+def test_ranks_with_gathered_weights_run_independently() -> None:
     def walk(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
         assert isinstance(run.parallel, Sharded) or world.world_size == 1
@@ -625,7 +625,7 @@ def refusal(function: Callable[[World], Any], world: World) -> str:
     return ""
 
 
-def test_what_cannot_be_sharded_is_told_all_at_once() -> None:
+def test_everything_that_cannot_be_sharded_is_reported_at_once() -> None:
     def wrap(world: World) -> None:
         model = Model().to(torch.float32)
         model.blocks[1].inner.weight = model.head.weight  # type: ignore[assignment, union-attr]
@@ -647,7 +647,7 @@ def test_what_cannot_be_sharded_is_told_all_at_once() -> None:
             assert found in said
 
 
-def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:
+def test_a_loss_that_bypasses_the_model_is_refused_on_all_ranks() -> None:
     def learn(world: World) -> None:
         trained(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
 
@@ -655,7 +655,7 @@ def test_a_loss_that_goes_past_the_model_is_refused_on_all_ranks() -> None:
         assert "outside of model(...)" in said
 
 
-def test_gradients_are_exchanged_once_an_update_however_many_micro_batches_it_has() -> None:
+def test_gradients_are_exchanged_once_per_update() -> None:
     def exchanged(world: World) -> list[int]:
         found = []
         for micro in (16, 4):
@@ -669,7 +669,7 @@ def test_gradients_are_exchanged_once_an_update_however_many_micro_batches_it_ha
         assert once == often > 0
 
 
-def test_given_tensors_are_loaded_whichever_are_missing() -> None:
+def test_given_tensors_are_loaded_if_others_are_missing() -> None:
     def loaded(world: World) -> list[Any]:
         found = []
         for missing in ("temperature", "embed.weight", "head.bias"):

@@ -9,7 +9,7 @@ import pytest
 from runner.distributed.timeouts import within
 
 
-def test_the_result_or_the_error_of_the_call_comes_back() -> None:
+def test_the_result_or_the_error_of_the_call_is_returned() -> None:
     assert within(60.0, lambda: 7) == 7
     assert within(60.0, lambda: None) is None
     with pytest.raises(KeyError, match="mine"):

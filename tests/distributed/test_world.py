@@ -24,7 +24,7 @@ def collectives(world: World) -> list[object]:
     ]
 
 
-def test_every_rank_gets_the_same_of_all() -> None:
+def test_every_rank_receives_the_same_values() -> None:
     for got in run_ranks(collectives, 3):
         assert got == [
             [{"rank": rank, "text": "x" * (5 * rank)} for rank in range(3)],
@@ -32,11 +32,11 @@ def test_every_rank_gets_the_same_of_all() -> None:
         ]  # fmt: skip
 
 
-def test_a_world_of_one_returns_what_it_was_given() -> None:
+def test_collectives_of_a_single_process_return_their_input() -> None:
     assert collectives(World(CPU)) == [[{"rank": 0, "text": ""}], ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
 
 
-def test_a_rank_that_raises_is_told_apart() -> None:
+def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
     def broken(world: World) -> None:
         if world.rank == 1:
             raise ValueError("this one")

@@ -97,7 +97,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_is_restored_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     square = random_tensor(dtype, 5, 7)
     saved = {
         "square": square,
@@ -119,7 +119,7 @@ def test_a_conjugated_view_is_saved_conjugated(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.load(path).tensors("model")["conj"], tensor.conj())
 
 
-def test_state_and_facts_come_back(tmp_path: Path) -> None:
+def test_state_and_metadata_are_restored(tmp_path: Path) -> None:
     state: dict[str, Any] = {
         "nan": math.nan,
         "tiny": 5e-324,
@@ -143,7 +143,7 @@ def test_the_manifest_begins_with_its_own_hash(tmp_path: Path) -> None:
     assert names == ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
 
 
-def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     wrong = [
         Snapshot(1, {}, {"object": object()}, {}),
         Snapshot(1, {}, {}, {"object": {1, 2}}),
@@ -156,7 +156,7 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_everything_is_private(tmp_path: Path) -> None:
+def test_all_files_are_private(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", snapshot(1))
     assert path.stat().st_mode & 0o777 == 0o700
     assert {entry.stat().st_mode & 0o777 for entry in path.iterdir()} == {0o600}
@@ -171,7 +171,7 @@ def test_ranks_write_files_of_different_names() -> None:
 # What is damaged is noticed
 
 
-def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     assert verify(path) == []
     generator = random.Random(0)
@@ -188,7 +188,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_every_truncation_and_every_addition_is_noticed(tmp_path: Path) -> None:
+def test_every_truncation_and_every_addition_is_detected(tmp_path: Path) -> None:
     path = save(tmp_path, snapshot(1))
     for file in sorted(path.iterdir()):
         content = file.read_bytes()
@@ -202,7 +202,7 @@ def test_every_truncation_and_every_addition_is_noticed(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_files_that_changed_places_are_noticed(tmp_path: Path) -> None:
+def test_swapped_files_are_detected(tmp_path: Path) -> None:
     first, second = (save(tmp_path, snapshot(update)) for update in (1, 2))
     for name in files.names(first):
         ours, theirs = (first / name).read_bytes(), (second / name).read_bytes()
@@ -272,13 +272,13 @@ def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: 
     [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 200_000, b'{"a":' * 900 + b"1" + b"}" * 900, b"1" * 5000, b"NaN"],
     ids=lambda text: repr(text[:10]),
 )
-def test_no_manifest_is_so_odd_that_checking_it_fails(tmp_path: Path, text: bytes) -> None:
+def test_no_manifest_makes_verification_raise(tmp_path: Path, text: bytes) -> None:
     path = save(tmp_path, snapshot(1))
     (path / "MANIFEST.json").write_bytes(text)
     assert verify(path)
 
 
-def test_what_changes_after_the_check_is_not_loaded(tmp_path: Path) -> None:
+def test_files_that_change_after_verification_are_not_loaded(tmp_path: Path) -> None:
     loaded = checkpoint.load(save(tmp_path, snapshot(1)))
     damage(loaded.path)
     with pytest.raises(DataError, match="changed since"):
@@ -289,7 +289,7 @@ def test_what_changes_after_the_check_is_not_loaded(tmp_path: Path) -> None:
         checkpoint.load(loaded.path)
 
 
-def test_a_file_that_is_no_safetensors_is_bad_data(tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_invalid(tmp_path: Path) -> None:
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     size, sha256 = files.write_new(path / "model.safetensors", [b"\xff" * 64])
     manifest = json.loads((path / "MANIFEST.json").read_text())
@@ -303,7 +303,7 @@ def test_a_file_that_is_no_safetensors_is_bad_data(tmp_path: Path) -> None:
 # Recovery
 
 
-def test_nothing_saved_is_a_fresh_start(tmp_path: Path) -> None:
+def test_without_checkpoints_a_run_starts_from_scratch(tmp_path: Path) -> None:
     assert recover(tmp_path / "checkpoints") == checkpoint.Recovery(None)
     (tmp_path / ".tmp-update-0000000001-ab").mkdir()
     (tmp_path / "notes").write_text("not ours")
@@ -327,7 +327,7 @@ def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_p
     assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
 
 
-def test_only_damaged_ones_left_is_65_every_time_until_set_aside(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_exit_65_until_moved_aside(tmp_path: Path) -> None:
     for update in (1, 2):
         damage(save(tmp_path, snapshot(update)))
     for _ in range(3):
@@ -340,7 +340,7 @@ def test_only_damaged_ones_left_is_65_every_time_until_set_aside(tmp_path: Path)
     assert len(files.names(tmp_path)) == 2
 
 
-def test_starting_afresh_hides_later_checkpoints(tmp_path: Path) -> None:
+def test_a_fresh_start_hides_later_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, snapshot(9))
     assert checkpoint.set_aside(tmp_path) == 1
     save(tmp_path, snapshot(1))
@@ -348,7 +348,7 @@ def test_starting_afresh_hides_later_checkpoints(tmp_path: Path) -> None:
     assert verify(tmp_path / "earlier-update-0000000009-1") == []
 
 
-def test_what_cannot_be_read_is_moved_aside_where_the_run_goes_on_from_another(
+def test_an_unreadable_checkpoint_is_moved_aside_if_there_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for update in (1, 2):
@@ -372,7 +372,7 @@ def test_what_cannot_be_read_is_moved_aside_where_the_run_goes_on_from_another(
     assert checkpoint.load(changed).manifest["run_id"] == "another"
 
 
-def test_what_cannot_be_read_stays_where_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_checkpoint_stays_if_there_is_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, snapshot(1))
 
     def denied(path: Path, **_: Any) -> bytes:
@@ -440,7 +440,7 @@ def some(num_operations: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
     num_operations = count_operations(lambda: save(tmp_path / "counting", snapshot(2)))
     assert num_operations > 25
     for at in some(num_operations):
@@ -465,7 +465,7 @@ def test_a_fault_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path, kind: str) -> None:
+def test_an_error_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path, kind: str) -> None:
     def fill(directory: Path) -> Path:
         for update in (1, 2, 3, 4):
             save_quickly(directory, update)
@@ -506,7 +506,7 @@ def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path) -> None:
     assert ("fsync", str(directory)) in after
 
 
-def test_what_a_checkpoint_counts_on_is_on_disk_before_its_name(tmp_path: Path) -> None:
+def test_rows_that_a_checkpoint_refers_to_are_on_disk_before_its_name(tmp_path: Path) -> None:
     faults = Faults()
     with faults.active(), files.AppendLog(tmp_path / "metrics") as log:
         log.write("a row")
@@ -581,7 +581,7 @@ for _ in range({15 if IS_LONG else 5}):
 # Retention
 
 
-def test_an_old_checkpoint_is_out_of_sight_before_it_is_taken_apart(tmp_path: Path) -> None:
+def test_an_old_checkpoint_is_renamed_before_its_files_are_removed(tmp_path: Path) -> None:
     for update in (1, 2, 3):
         save_quickly(tmp_path, update)
     faults = Faults()
@@ -619,7 +619,7 @@ def test_the_best_one_is_kept_whatever_its_age(tmp_path: Path) -> None:
 # The writer
 
 
-def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_while_a_snapshot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     write_new = files.write_new
 
@@ -640,7 +640,7 @@ def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path, monkeypatc
     assert_is(recover(tmp_path).checkpoint, 2)
 
 
-def test_a_save_is_tried_three_times_each_time_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_is_attempted_three_times_in_new_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Faulty(System):
         def __init__(self, num_failures: int) -> None:
             self.left, self.folders = num_failures, list[Path]()
@@ -665,7 +665,7 @@ def test_a_save_is_tried_three_times_each_time_in_a_new_folder(tmp_path: Path, m
     assert files.names(tmp_path) == ["update-0000000001"]
 
 
-def test_a_failed_save_is_told_and_the_third_in_a_row_ends_the_run(
+def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
@@ -702,7 +702,7 @@ def test_the_writer_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     assert updates_in(tmp_path) == [2, 6, 7]
 
 
-def test_what_was_written_or_checked_once_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_or_verified_checkpoints_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for update in (1, 2, 3):
         save(tmp_path, snapshot(update))
     asked: list[str] = []
@@ -715,7 +715,7 @@ def test_what_was_written_or_checked_once_is_not_read_again(tmp_path: Path, monk
     assert updates_in(tmp_path) == [5, 6, 7]
 
 
-def test_the_writer_tells_what_a_save_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_reports_the_cost_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     writer = Writer(tmp_path, sync_first=lambda: bool(gate.wait(60)) or None)
     assert writer.busy_s is None
@@ -732,7 +732,7 @@ def test_the_writer_tells_what_a_save_took(tmp_path: Path, monkeypatch: pytest.M
     assert 0 < saved.write_s <= saved.total_s
 
 
-def test_retention_that_fails_is_told_but_is_no_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_retention_is_reported_and_is_not_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise StorageError("cannot remove")
 
@@ -744,7 +744,7 @@ def test_retention_that_fails_is_told_but_is_no_failed_save(tmp_path: Path, monk
     assert len(writer.failures) == 5
 
 
-def test_a_fault_of_the_program_reaches_the_thread_that_trains(tmp_path: Path) -> None:
+def test_an_internal_error_is_raised_in_the_training_thread(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.submit(Snapshot(1, {}, {"object": object()}, {}))
     with pytest.raises(TypeError):
@@ -753,7 +753,7 @@ def test_a_fault_of_the_program_reaches_the_thread_that_trains(tmp_path: Path) -
     assert writer.wait() == 2
 
 
-def test_where_no_thread_is_to_be_had_it_is_saved_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_checkpoints_are_saved_synchronously(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -768,7 +768,7 @@ def test_where_no_thread_is_to_be_had_it_is_saved_all_the_same(tmp_path: Path, m
     assert updates_in(tmp_path) == [1, 2]
 
 
-def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+def test_no_thread_is_left(tmp_path: Path) -> None:
     before = threading.enumerate()
     writer = Writer(tmp_path)
     for update in range(5):
@@ -778,14 +778,14 @@ def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     assert threading.enumerate() == before
 
 
-def test_a_save_anew_takes_the_place_of_a_valid_one(tmp_path: Path) -> None:
+def test_a_repeated_save_replaces_a_valid_one(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
     save(tmp_path, dataclasses.replace(snapshot(1), state={"finished": True}), overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["update-0000000001"]
     assert checkpoint.load(path_of(tmp_path, 1)).state == {"finished": True}
 
 
-def test_a_save_anew_that_a_crash_ended_between_two_names_is_undone(tmp_path: Path) -> None:
+def test_a_repeated_save_that_crashed_between_two_renames_is_undone(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
     save(tmp_path, snapshot(2))
     path_of(tmp_path, 2).rename(tmp_path / "replaced-update-0000000002")
@@ -795,7 +795,7 @@ def test_a_save_anew_that_a_crash_ended_between_two_names_is_undone(tmp_path: Pa
     assert not (tmp_path / "replaced-update-0000000002").exists()
 
 
-def test_nothing_that_was_to_be_replaced_comes_back_after_a_fresh_start(tmp_path: Path) -> None:
+def test_replaced_checkpoints_do_not_reappear_after_a_fresh_start(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
     path_of(tmp_path, 1).rename(tmp_path / "replaced-update-0000000001")
     assert checkpoint.set_aside(tmp_path) == 1

@@ -38,7 +38,7 @@ def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
     return bests_beside(load(path_of(run.checkpoints, update)))
 
 
-def test_a_best_checkpoint_that_was_written_late_is_known_to_the_ones_after_it(run: RunDirectory) -> None:
+def test_a_late_best_checkpoint_is_known_to_later_ones(run: RunDirectory) -> None:
     assert bests(run, 20) == [(0.3, 15)]
     assert bests(run, 15) == [(0.3, 15)]
     assert bests(run, 5) == [(0.9, 5)], "what comes later is not known yet"
@@ -72,7 +72,7 @@ def test_bests_of_another_phase_or_metric_are_not_compared(changes: Mapping[str,
 
 
 @pytest.mark.parametrize(("better", "expected"), [("min", [(0.1, 10), (0.2, 30)]), ("max", [(0.4, 20), (0.2, 30)])])
-def test_as_many_best_ones_are_known_as_are_kept_the_best_first(
+def test_known_best_checkpoints_are_those_kept_in_order(
     better: str, expected: list[tuple[float, int]], tmp_path: Path
 ) -> None:
     values = {**VALUES, "checkpoint.best_is": better, "checkpoint.keep_best": 2}
@@ -82,7 +82,7 @@ def test_as_many_best_ones_are_known_as_are_kept_the_best_first(
         assert bests(run, 30) == expected
 
 
-def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_it_was_asked_for(run: RunDirectory) -> None:
+def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_requested(run: RunDirectory) -> None:
     path = path_of(run.checkpoints, 15)
     (path / "model.safetensors").write_bytes(b"damaged")
     said: list[str] = []
@@ -94,7 +94,7 @@ def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_it_was_asked
             choose(run, wanted)
 
 
-def test_a_checkpoint_that_is_not_there_is_refused(run: RunDirectory) -> None:
+def test_a_missing_checkpoint_is_refused(run: RunDirectory) -> None:
     with pytest.raises(InputMissing):
         choose(run, "7")
     with pytest.raises(InputMissing):

@@ -40,7 +40,7 @@ def test_plain_names_are_allowed(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../a", "a/b", "/tmp/a", ".hidden", "-a", "_a", "a b", "a\n", "a\0", "ä", "~", "last"]
 )
-def test_other_names_are_refused_and_nothing_is_made(tmp_path: Path, name: str) -> None:
+def test_invalid_names_are_refused_and_nothing_is_created(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RunDirectory.create_or_open(tmp_path / "outputs", name)
     assert caught.value.exit_code == Exit.CONFIG
@@ -79,7 +79,7 @@ sys.stdin.read()
     RunDirectory.create_or_open(tmp_path, "gpt").release()
 
 
-def test_a_lock_file_that_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
+def test_an_empty_lock_file_is_no_obstacle(tmp_path: Path) -> None:
     first = RunDirectory.create_or_open(tmp_path, "gpt")
     for note in ("", "[]", "{}", "\ufffd", '{"pid": null, "host": 1, "started": 2}'):
         (first.path / ".lock").write_text(note)
@@ -90,14 +90,14 @@ def test_a_lock_file_that_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
     RunDirectory.create_or_open(tmp_path, "gpt").release()
 
 
-def test_opening_sweeps_what_a_crash_left_and_nothing_else(tmp_path: Path) -> None:
+def test_opening_removes_leftovers_of_a_crash_and_nothing_else(tmp_path: Path) -> None:
     path = make_run(tmp_path, "gpt")
     (path / ".tmp-run.json-0a1b").write_text("{")
     RunDirectory.create_or_open(tmp_path, "gpt").release()
     assert sorted(entry.name for entry in path.iterdir()) == [".lock", "checkpoints", "run.json"]
 
 
-def test_a_run_that_cannot_be_made_ends_with_73(tmp_path: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_exit_73(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for root, name in ((tmp_path / "file", "gpt"), (tmp_path, "file"), (tmp_path / ("n" * 300), "gpt")):
         with pytest.raises(CannotCreate) as caught:
@@ -105,7 +105,7 @@ def test_a_run_that_cannot_be_made_ends_with_73(tmp_path: Path) -> None:
         assert caught.value.exit_code == Exit.CANNOT_CREATE
 
 
-def test_missing_permission_ends_with_77(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_permission_is_exit_77(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(*_: object, **__: object) -> Any:  # chmod does not keep root out
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -116,7 +116,7 @@ def test_missing_permission_ends_with_77(tmp_path: Path, monkeypatch: pytest.Mon
     assert AccelRunError("another").exit_code == Exit.SOFTWARE
 
 
-def test_last_is_the_run_that_was_written_to_last(tmp_path: Path) -> None:
+def test_last_is_the_run_written_most_recently(tmp_path: Path) -> None:
     make_run(tmp_path, "old", age=100)
     make_run(tmp_path, "new", age=10)
     make_run(tmp_path, "older", age=200)
@@ -159,7 +159,7 @@ def test_a_run_is_found_by_name_and_by_path_without_a_lock(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("run", ["gbt-1", "/nowhere", "..", "a\0b", "n" * 300, ""])
-def test_a_missing_run_is_answered_with_those_that_exist(tmp_path: Path, run: str) -> None:
+def test_a_missing_run_lists_existing_runs(tmp_path: Path, run: str) -> None:
     make_run(tmp_path, "gpt-1", age=5)
     make_run(tmp_path, "cape")
     with pytest.raises(InputMissing, match="runs, newest first: cape, gpt-1") as caught:
@@ -168,14 +168,14 @@ def test_a_missing_run_is_answered_with_those_that_exist(tmp_path: Path, run: st
     assert ("mean gpt-1?" in str(caught.value)) == (run == "gbt-1")
 
 
-def test_no_runs_at_all_is_said(tmp_path: Path) -> None:
+def test_the_absence_of_runs_is_reported(tmp_path: Path) -> None:
     for run in ("last", "gpt"):
         with pytest.raises(InputMissing, match="accel-run train"):
             RunDirectory.find(tmp_path / "outputs", run)
     assert not (tmp_path / "outputs").exists()
 
 
-def test_without_the_lock_only_what_can_be_made_again_is_written(tmp_path: Path) -> None:
+def test_without_the_lock_only_reproducible_files_are_written(tmp_path: Path) -> None:
     make_run(tmp_path, "gpt")
     found = RunDirectory.find(tmp_path, "gpt")
     found.write("report.html", "<p>")

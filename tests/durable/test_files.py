@@ -43,7 +43,7 @@ def test_a_written_file_holds_what_was_given_and_is_private(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
+def test_a_failed_write_leaves_the_old_content_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     path = tmp_path / "run.json"
@@ -56,7 +56,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(
     assert files.names(tmp_path) == ["run.json"]
 
 
-def test_content_is_on_disk_before_its_name_and_the_name_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace: list[str] = []
 
     def traced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ def test_content_is_on_disk_before_its_name_and_the_name_after(tmp_path: Path, m
     assert trace == ["write", "fsync", "rename", "fsync folder"]
 
 
-def test_a_full_disk_is_named_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_a_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "write", failing(errno.ENOSPC))
     with pytest.raises(StorageError) as caught:
         files.write_new(tmp_path / "model", [b"abc"])
@@ -83,7 +83,7 @@ def test_a_full_disk_is_named_in_words(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("inodes", "free", "is_named"), [(100, 0, True), (100, 5, False), (0, 0, False)])
-def test_missing_inodes_are_not_called_a_full_disk(
+def test_exhausted_inodes_are_not_reported_as_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inodes: int, free: int, is_named: bool
 ) -> None:
     there = SimpleNamespace(f_files=inodes, f_favail=free, f_bavail=1000)
@@ -115,7 +115,7 @@ def test_pieces_of_any_size_are_written_in_order(tmp_path: Path, sizes: list[int
     assert (tmp_path / "data").read_bytes() == whole
 
 
-def test_a_large_file_is_on_its_way_to_the_disk_before_it_is_synced(tmp_path: Path) -> None:
+def test_writeback_of_a_large_file_starts_before_the_sync(tmp_path: Path) -> None:
     class Watching(System):
         def __init__(self) -> None:
             self.begun: list[tuple[int, int]] = []
@@ -136,7 +136,7 @@ def test_a_large_file_is_on_its_way_to_the_disk_before_it_is_synced(tmp_path: Pa
     assert [start for start, _ in watching.begun] == ends[:-1]
 
 
-def test_a_write_that_fails_leaves_no_thread_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_thread(tmp_path: Path) -> None:
     class Full(System):
         def write(self, descriptor: int, data: memoryview) -> int:
             raise OSError(errno.ENOSPC, "full")
@@ -156,7 +156,7 @@ def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dangling", [True, False])
-def test_a_new_file_never_goes_through_a_link(tmp_path: Path, dangling: bool) -> None:
+def test_a_new_file_never_follows_a_link(tmp_path: Path, dangling: bool) -> None:
     victim = tmp_path / "victim"
     if not dangling:
         victim.write_text("precious")
@@ -167,7 +167,7 @@ def test_a_new_file_never_goes_through_a_link(tmp_path: Path, dangling: bool) ->
     assert dangling != victim.exists()
 
 
-def test_a_name_that_is_taken_keeps_its_content(tmp_path: Path) -> None:
+def test_an_existing_file_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / "name").write_text("first")
     with pytest.raises(StorageError, match="exists already"):
         files.write_new(tmp_path / "name", [b"second"])
@@ -186,7 +186,7 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
         files.read(tmp_path / "plain", at_most=3)
 
 
-def test_removing_a_link_keeps_what_it_points_to(tmp_path: Path) -> None:
+def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("kept")
     (tmp_path / "outgoing").mkdir()
@@ -205,7 +205,7 @@ def test_new_folders_are_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "raises"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
-def test_only_a_file_system_that_cannot_sync_folders_is_forgiven(
+def test_only_unsupported_folder_syncs_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, raises: bool
 ) -> None:
     monkeypatch.setattr(os, "fsync", failing(error))
@@ -216,7 +216,7 @@ def test_only_a_file_system_that_cannot_sync_folders_is_forgiven(
         files.fsync_directory(tmp_path)
 
 
-def test_length_counts_what_is_in_the_file(tmp_path: Path) -> None:
+def test_length_is_the_number_of_bytes_in_the_file(tmp_path: Path) -> None:
     with files.AppendLog(tmp_path / "log") as log:
         log.write("one")
         assert log.length == 0
@@ -253,7 +253,7 @@ def test_rows_are_written_while_the_disk_is_busy(tmp_path: Path) -> None:
         syncing.join()
 
 
-def test_a_sync_that_failed_is_never_believed_again(tmp_path: Path) -> None:
+def test_after_a_failed_sync_no_later_sync_is_trusted(tmp_path: Path) -> None:
     class Broken(System):
         def fsync(self, descriptor: int) -> None:
             raise OSError(errno.EIO, "broken")
@@ -278,7 +278,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, whole: str, torn: str) -> N
     assert (tmp_path / "log").read_text() == whole + "next\n"
 
 
-def test_a_flush_that_fails_tears_no_line_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_flush_tears_and_loses_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = files.AppendLog(tmp_path / "log")
     log.write("first")
     log.flush()
@@ -301,7 +301,7 @@ def test_a_flush_that_fails_tears_no_line_and_loses_none(tmp_path: Path, monkeyp
     assert (tmp_path / "log").read_text() == "first\nsecond\nthird\n"
 
 
-def test_cutting_never_makes_a_log_longer(tmp_path: Path) -> None:
+def test_truncating_never_extends_a_log(tmp_path: Path) -> None:
     with files.AppendLog(tmp_path / "log") as log:
         log.write("one")
         log.write("two")
@@ -315,7 +315,7 @@ def test_cutting_never_makes_a_log_longer(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "one\nthree\n"
 
 
-def test_lines_of_several_threads_stay_whole(tmp_path: Path) -> None:
+def test_lines_of_several_threads_are_not_mixed(tmp_path: Path) -> None:
     with files.AppendLog(tmp_path / "log") as log:
 
         def write(word: str) -> None:
@@ -381,7 +381,7 @@ def test_a_released_lock_can_be_taken_again_and_a_second_release_does_nothing(tm
     again.release()
 
 
-def test_a_lock_file_that_was_replaced_is_not_held(tmp_path: Path) -> None:
+def test_a_replaced_lock_file_is_not_held(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     lock = files.Lock(path, "mine")
     assert lock.holds(path)
@@ -393,7 +393,7 @@ def test_a_lock_file_that_was_replaced_is_not_held(tmp_path: Path) -> None:
     assert not lock.holds(path)
 
 
-def test_a_forked_child_releases_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
     lock = files.Lock(tmp_path / ".lock", "parent")
     child = os.fork()
     if child == 0:
@@ -428,7 +428,7 @@ def test_a_file_system_that_was_not_synced_is_an_error_and_the_old_content_stays
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM])
-def test_where_file_systems_cannot_be_synced_each_file_is(tmp_path: Path, reason: int) -> None:
+def test_each_file_is_synced_if_file_systems_cannot_be(tmp_path: Path, reason: int) -> None:
     synced = []
 
     class Counting(RefusesToSync):
@@ -453,7 +453,7 @@ log.close()
 """
 
 
-def test_rows_are_written_at_the_end_also_where_the_log_took_the_place_of_standard_input(tmp_path: Path) -> None:
+def test_rows_are_written_at_the_end_also_if_the_log_has_descriptor_0(tmp_path: Path) -> None:
     """A program that was started with its standard input closed has files of number 0."""
     path = tmp_path / "metrics.jsonl"
     subprocess.run([sys.executable, "-c", WITHOUT_INPUT, path], cwd=ROOT, check=True)

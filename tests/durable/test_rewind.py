@@ -8,7 +8,7 @@ from tests.faults.crash_states import states
 from tests.faults.histories import RETURN, check
 
 
-def test_a_crash_while_a_run_goes_back_and_returns_loses_nothing(tmp_path: Path) -> None:
+def test_a_crash_during_a_rewind_loses_nothing(tmp_path: Path) -> None:
     recording = RETURN.record(tmp_path / "recorded")
     for state in states(recording.start, recording.operations, 300, RETURN.name):
         check(RETURN, state, tmp_path / "state")

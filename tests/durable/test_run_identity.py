@@ -39,7 +39,7 @@ def test_two_uids_differ_and_no_change_of_one_digit_makes_another() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 7, 1e99, [], [MINE], {}, "", MINE[:-1], MINE + "0", MINE.upper(), "\ud800"])
-def test_what_is_not_a_uid_is_none(tmp_path: Path, value: Any) -> None:
+def test_an_invalid_uid_is_none(tmp_path: Path, value: Any) -> None:
     assert not is_uid(value)
     content = {"name": "mine", "names": value, "uid": value, "adopted": [value, {"uid": value}, {"uid": OTHERS}]}
     record = RunRecord.decode(json.dumps(content).encode())
@@ -67,9 +67,7 @@ def test_the_uid_decides_and_not_the_name(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "run", [RunIdentity(), RunIdentity(frozenset({"mine"})), RunIdentity(RUN.names, MINE, frozenset({OTHERS}))]
 )
-def test_another_uid_is_accepted_where_that_of_the_run_is_not_known_or_it_was_adopted(
-    tmp_path: Path, run: RunIdentity
-) -> None:
+def test_another_uid_is_accepted_if_unknown_or_adopted(tmp_path: Path, run: RunIdentity) -> None:
     saved(tmp_path, 1, run_id="mine", run_uid=OTHERS)
     assert recover(tmp_path, run).checkpoint is not None
 

@@ -37,7 +37,7 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
         '{"task": "gpt", "overrides": [], "folder": "/\\ud800"}',
     ],
 )
-def test_a_damaged_record_is_no_other_task(tmp_path: Path, record: str) -> None:
+def test_a_damaged_record_is_not_another_task(tmp_path: Path, record: str) -> None:
     whole = origin_of(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
     assert whole == RunRequest(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
     for words, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
@@ -50,14 +50,14 @@ def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
     assert origin_of(made, tmp_path, Request()) == RunRequest((), None, None)
 
 
-def test_what_is_given_is_put_over_what_the_run_was_made_with() -> None:
+def test_given_overrides_replace_those_of_the_run() -> None:
     origin = RunRequest(("optimizer=sgd", "optimizer.lr=1", "run=first", "resume=fresh"), Path("/a.py"), None)
     given = Request(("seed=1", "optimizer=adamw"), None, Path("/conf"), ("budget_s",))
     asked = origin.request(given)
     assert asked == Request(("seed=1", "optimizer=adamw"), Path("/a.py"), Path("/conf"), ("budget_s",))
 
 
-def test_a_folder_from_elsewhere_does_not_say_which_code_is_run(tmp_path: Path) -> None:
+def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'
     (tmp_path / "outputs").mkdir()

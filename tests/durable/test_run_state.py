@@ -35,14 +35,14 @@ def running(pid: int, **other: Any) -> dict[str, Any]:
         ("interrupted", "interrupted"), ("failed", "failed"), ("strange", "unknown"),
     ],
 )  # fmt: skip
-def test_a_run_that_has_ended_stands_as_it_said(state: str, word: str) -> None:
+def test_an_ended_run_has_its_recorded_state(state: str, word: str) -> None:
     """Whether a process of that number is there is not asked: it is another one, or none."""
     for pid in (os.getpid(), 2**22 + 1):
         found = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
         assert (found.word, found.exit_code) == (word, 3)
 
 
-def test_a_run_is_running_while_its_process_is_there_and_killed_afterwards() -> None:
+def test_a_run_is_running_while_its_process_lives_and_killed_afterwards() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         record = running(process.pid)
         by_clock = {**record, "birth": None, "started": datetime.now(UTC).isoformat()}
@@ -51,17 +51,17 @@ def test_a_run_is_running_while_its_process_is_there_and_killed_afterwards() -> 
     assert state_of(record).word == state_of(by_clock).word == "killed"
 
 
-def test_a_number_that_another_process_has_got_is_not_the_run() -> None:
+def test_a_reused_pid_is_not_the_run() -> None:
     assert state_of(running(os.getpid(), birth="another")).word == "killed"
     assert state_of(running(os.getpid(), birth=None, started="2001-01-01T00:00:00+00:00")).word == "killed"
 
 
-def test_of_a_run_on_another_machine_nobody_can_tell_that_it_was_killed() -> None:
+def test_a_run_on_another_machine_is_not_reported_as_killed() -> None:
     found = state_of(running(os.getpid(), host="another", birth="another"))
     assert found.word == "running"
     assert "another" in found.sentence
 
 
 @pytest.mark.parametrize("record", [{}, {"state": "running"}, {"state": "running", "pid": "x"}, {"state": 3}])
-def test_a_damaged_record_is_no_error(record: dict[str, Any]) -> None:
+def test_a_damaged_record_raises_nothing(record: dict[str, Any]) -> None:
     assert state_of(record).word in ("unknown", "killed")

@@ -36,7 +36,7 @@ def test_the_first_signal_only_sets_a_flag(number: signal.Signals) -> None:
         assert stop.requested == number.name
 
 
-def test_old_handlers_come_back_whatever_happens() -> None:
+def test_old_handlers_are_always_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with pytest.raises(ZeroDivisionError), StopRequest():
@@ -45,7 +45,7 @@ def test_old_handlers_come_back_whatever_happens() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_a_hang_up_that_is_ignored_stays_ignored_and_all_other_requests_are_heard() -> None:
+def test_an_ignored_sighup_stays_ignored_and_other_signals_are_handled() -> None:
     """`nohup` starts a program in this way."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -59,7 +59,7 @@ def test_a_hang_up_that_is_ignored_stays_ignored_and_all_other_requests_are_hear
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_warning_is_not_the_first_request() -> None:
+def test_a_warning_signal_is_not_the_first_stop_request() -> None:
     with StopRequest() as stop:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -68,7 +68,7 @@ def test_a_warning_is_not_the_first_request() -> None:
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_leaves_at_once_with_130(first: signal.Signals, second: signal.Signals) -> None:
+def test_the_second_signal_exits_at_once_with_130(first: signal.Signals, second: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -84,7 +84,7 @@ def test_the_second_signal_leaves_at_once_with_130(first: signal.Signals, second
         assert "Traceback" not in err
 
 
-def test_only_the_main_thread_may_listen() -> None:
+def test_only_the_main_thread_may_install_handlers() -> None:
     caught: list[BaseException] = []
 
     def listen() -> None:

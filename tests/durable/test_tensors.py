@@ -32,12 +32,12 @@ def some_tensor(word: str, shape: tuple[int, ...]) -> Tensor:
 
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WORDS), st.lists(st.integers(0, 3), max_size=3)), max_size=12))
 @settings(max_examples=200 if IS_LONG else 50)
-def test_the_bytes_are_those_that_the_library_writes(drawn: dict[str, tuple[str, list[int]]]) -> None:
+def test_the_bytes_equal_those_of_the_safetensors_library(drawn: dict[str, tuple[str, list[int]]]) -> None:
     made = {name: some_tensor(word, tuple(shape)) for name, (word, shape) in drawn.items()}
     assert b"".join(pieces(made)) == bytes_of(made)
 
 
-def test_the_names_of_a_large_model_come_in_the_order_of_the_library() -> None:
+def test_the_names_of_a_large_model_have_the_order_of_the_library() -> None:
     names = [f"blocks.{number}.{part}" for number in range(24) for part in ("weight", "bias", "running_mean")]
     random.Random(0).shuffle(names)
     made = {name: torch.full((2, 3), index, dtype=torch.float32) for index, name in enumerate(names)}
@@ -45,7 +45,7 @@ def test_the_names_of_a_large_model_come_in_the_order_of_the_library() -> None:
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_views_of_any_kind_are_written_as_what_they_show(word: str) -> None:
+def test_views_of_any_kind_are_written_by_value(word: str) -> None:
     square = some_tensor(word, (4, 4))
     made = {"tied": square, "again": square, "part": square[1:3], "turned": square.t(), "one": square[0, 0]}
     made["many"] = square[0, :1].expand(5)
@@ -58,7 +58,7 @@ def test_views_of_any_kind_are_written_as_what_they_show(word: str) -> None:
         assert torch.equal(back[name].to(torch.complex64), tensor.to(torch.complex64)), name
 
 
-def test_what_is_dense_is_written_from_where_it_lies() -> None:
+def test_dense_tensors_are_written_without_a_copy() -> None:
     weight = torch.zeros(1000, 1000)
     _, memory = pieces({"weight": weight})
     weight[0, 0] = 1.0
@@ -91,7 +91,7 @@ def test_a_copy_is_dense_and_equal(word: str) -> None:
     assert torch.equal(room.copy(conjugated), conjugated)
 
 
-def test_copies_of_one_save_do_not_touch_each_other() -> None:
+def test_copies_of_one_save_do_not_overlap() -> None:
     generator, room = random.Random(0), HostBuffer()
     for _ in range(3):
         room.clear()
@@ -100,7 +100,7 @@ def test_copies_of_one_save_do_not_touch_each_other() -> None:
         assert all(torch.equal(copy, tensor) for copy, tensor in zip(kept, given, strict=True))
 
 
-def test_the_memory_of_the_first_save_is_that_of_all_later_ones() -> None:
+def test_later_saves_reuse_the_memory_of_the_first() -> None:
     room, given = HostBuffer(), [torch.randn(size) for size in (10, 2_000_000, 3, 700_000, 5_000_000, 1)]
     places = []
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_the_memory_of_the_first_save_is_that_of_all_later_ones() -> None:
     assert room.nbytes < 3 * sum(tensor.nbytes for tensor in given)
 
 
-def test_the_first_copy_goes_into_memory_that_was_prepared() -> None:
+def test_the_first_copy_uses_preallocated_memory() -> None:
     tensors = [torch.randn(3 << 20), torch.randn(1 << 20), torch.randn(())]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     room = HostBuffer()
@@ -124,7 +124,7 @@ def test_the_first_copy_goes_into_memory_that_was_prepared() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "room"]
 
 
-def test_without_a_thread_the_first_copy_takes_its_memory_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_thread_the_first_copy_allocates_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -136,14 +136,14 @@ def test_without_a_thread_the_first_copy_takes_its_memory_itself(monkeypatch: py
     assert torch.equal(room.copy(given), given)
 
 
-def test_little_is_not_prepared() -> None:
+def test_small_states_are_not_preallocated() -> None:
     room = HostBuffer()
     room.prepare(1 << 20, torch.device("cpu"))
     room.clear()
     assert room.nbytes == 0
 
 
-def test_a_forked_child_does_not_keep_the_copy() -> None:
+def test_a_forked_child_does_not_inherit_the_copy() -> None:
     kept, flags = HostBuffer().copy(torch.ones(4_000_000)), [""]
     place = kept.data_ptr()
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -116,7 +116,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_there_is_a_recipe_for_each_thing_people_add_and_each_is_used() -> None:
+def test_every_kind_of_extension_has_a_recipe_and_each_is_used() -> None:
     assert [recipe.title.split()[2] for recipe in RECIPES] == [
         "technique", "suite", "hardware", "precision", "strategy", "hook", "task",
     ]  # fmt: skip
@@ -125,7 +125,7 @@ def test_there_is_a_recipe_for_each_thing_people_add_and_each_is_used() -> None:
         assert recipe.commands, recipe.title
 
 
-def test_what_the_recipes_add_is_formatted_and_linted(copy: Path) -> None:
+def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
     for words in (["format", "--check"], ["check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *words, "--no-cache", "runner", "tasks"],
@@ -134,7 +134,7 @@ def test_what_the_recipes_add_is_formatted_and_linted(copy: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_the_recipes_add_is_used_by_the_commands_below_them(copy: Path) -> None:
+def test_commands_of_the_recipes_use_their_files(copy: Path) -> None:
     lines = [list(words[1:]) for recipe in RECIPES for words in recipe.commands if words[0] == "accel-run"]
     assert len(lines) >= len(RECIPES)
     done = subprocess.run(

@@ -79,7 +79,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Pat
 @pytest.mark.parametrize(
     "words", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
 )
-def test_strategies_that_cannot_are_refused_by_name(words: str, server: ForkServer, tmp_path: Path) -> None:
+def test_unsupported_strategies_are_refused_by_name(words: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "own_clip.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
     ended = server.run(f"train --task own_clip.py {ON_CPU} {words}", tmp_path)
     assert ended.code == 78, ended.err

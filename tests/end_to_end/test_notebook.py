@@ -56,7 +56,7 @@ def test_the_blocks_of_the_page_run_one_after_another(
     assert "first" in Path("outputs/first/report.html").read_text(encoding="utf-8")
 
 
-def test_the_editors_file_starts_a_run_and_goes_on_with_it(server: ForkServer, tmp_path: Path) -> None:
+def test_the_editors_file_starts_and_resumes_a_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(["new", "my_task.py"], tmp_path).code == 0
     file = json.loads((DOCS / "examples" / "launch.json").read_text(encoding="utf-8"))
     for configuration in file["configurations"]:

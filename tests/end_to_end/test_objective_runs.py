@@ -95,7 +95,9 @@ def test_a_resumed_run_is_the_same_bit_for_bit(words: str, server: ForkServer, t
         ("", '"optimizer.lr": 5e-4', '"optimizer.rate": 5e-4'),
     ],
 )
-def test_what_cannot_be_trained_is_refused(words: str, old: str, new: str, server: ForkServer, tmp_path: Path) -> None:
+def test_untrainable_configurations_are_refused(
+    words: str, old: str, new: str, server: ForkServer, tmp_path: Path
+) -> None:
     (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
     ended = server.run(f"train --task own_gan.py {ON_CPU} {words}", tmp_path)
     assert ended.code == 78, ended.err

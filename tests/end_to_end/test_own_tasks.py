@@ -34,7 +34,7 @@ def of_run(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "outputs" / "mine" / "run.json").read_text()))
 
 
-def test_every_example_of_an_own_task_is_tried_and_listed() -> None:
+def test_every_example_task_is_tested_and_listed() -> None:
     assert {path.name for path in (DOCS / "examples").glob("own_*.py")} == set(EXAMPLES)
     page = (DOCS / "own-task.md").read_text(encoding="utf-8")
     assert all(f"(examples/{name})" in page for name in EXAMPLES)

@@ -49,7 +49,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment
 
 
-def test_the_wheel_holds_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
+def test_the_wheel_has_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
     expected = {
         *(f"runner/{path}" for path in files("conf", "*.yaml")),
         *(f"runner/{path}" for path in files("tasks", "*.py")),
@@ -64,14 +64,14 @@ def test_the_wheel_holds_every_config_task_and_module_of_the_checkout(wheel: Pat
     assert expected <= names, f"missing in the wheel: {sorted(expected - names)}"
 
 
-def test_the_wheel_holds_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"runner", "accel_run"}
     assert not [name for name in names if "test_" in name or "__pycache__" in name]
     assert len(names) == len(set(names))
 
 
-def test_the_metadata_are_those_of_the_project(wheel: Path) -> None:
+def test_the_metadata_match_the_project(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(archive.read(name))
@@ -85,7 +85,7 @@ def test_the_metadata_are_those_of_the_project(wheel: Path) -> None:
     assert str(metadata.get_payload()).startswith("# accel-run\n")
 
 
-def test_the_sdist_holds_what_a_clone_needs_to_check_itself(built: Path) -> None:
+def test_the_sdist_has_everything_that_the_checks_need(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
@@ -116,7 +116,7 @@ def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: 
     assert run(installed / "bin" / "accel-run", *argv, cwd=tmp_path).strip()
 
 
-def test_the_installed_program_and_its_metadata_tell_one_version(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_program_and_its_metadata_agree_on_the_version(installed: Path, tmp_path: Path) -> None:
     code = "from importlib.metadata import version; print(version('accel-run'))"
     told = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()
     assert run(installed / "bin" / "accel-run", "--version", cwd=tmp_path) == f"accel-run {told}\n"

@@ -28,7 +28,7 @@ def evaluations(folder: Path, phase: str, run: str = "mine") -> list[int]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [10, 7, 20])
-def test_a_save_that_falls_on_the_last_update_loses_no_row(every: int, server: ForkServer, tmp_path: Path) -> None:
+def test_a_save_at_the_last_update_loses_no_row(every: int, server: ForkServer, tmp_path: Path) -> None:
     words = [*BASE, f"checkpoint.every={every}"]
     assert server.run(words, tmp_path).code == 0
     before = rows(tmp_path)
@@ -37,9 +37,7 @@ def test_a_save_that_falls_on_the_last_update_loses_no_row(every: int, server: F
     assert rows(tmp_path) == before
 
 
-def test_the_schedule_of_a_phase_begins_at_its_beginning_whatever_was_skipped_before(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_the_schedule_of_a_phase_starts_at_zero_whatever_was_skipped_before(server: ForkServer, tmp_path: Path) -> None:
     words = [*BASE, "precision=fp16", "precision.init_scale=1e8", "scheduler.warmup=10", "log_every=1"]
     done = server.run(words, tmp_path)
     assert done.code == 0, done.err
@@ -79,7 +77,7 @@ def test_a_phase_can_be_opened_to_measure_its_updates(tmp_path: Path) -> None:
         assert list(phase.updates()) == [1, 2, 3]
 
 
-def test_a_refused_attempt_leaves_the_run_as_it_was(server: ForkServer, tmp_path: Path) -> None:
+def test_a_refused_attempt_does_not_change_the_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     run = tmp_path / "outputs" / "mine"
     kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
@@ -89,7 +87,7 @@ def test_a_refused_attempt_leaves_the_run_as_it_was(server: ForkServer, tmp_path
     assert json.loads((run / "error.json").read_text())["exit_code"] == 88
 
 
-def test_lost_rows_do_not_make_a_run_unresumable(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_with_lost_rows_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes()[:-40])
@@ -111,7 +109,7 @@ def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> Non
     assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None
 
 
-def test_another_metric_than_the_loss_ends_no_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_other_than_the_loss_does_not_end_a_run(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "task.metric=accuracy"], tmp_path)
     assert done.code == 0, done.err
     assert "checkpoint.best=val/loss" in done.out + done.err
@@ -124,7 +122,7 @@ def test_a_task_without_validation_data_trains(server: ForkServer, tmp_path: Pat
     assert evaluations(tmp_path, "two") == []
 
 
-def test_a_batch_larger_than_the_data_is_said(server: ForkServer, tmp_path: Path) -> None:
+def test_a_batch_larger_than_the_data_is_reported(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "global_batch_size=1000"], tmp_path)
     assert done.code == 0, done.err
     assert "1000" in done.out + done.err

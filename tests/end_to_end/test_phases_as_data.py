@@ -94,7 +94,7 @@ def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Ended]
     assert checkpoint(whole[0], ADAPTER).state["optimizer"]["optimizer"] == "torch.Adam"
 
 
-def test_a_phase_stops_early_and_says_so(whole: tuple[Path, Ended]) -> None:
+def test_a_phase_that_stops_early_reports_it(whole: tuple[Path, Ended]) -> None:
     folder, _ = whole
     assert run_json(folder)["phases"]["patient"]["updates"] == 8
     assert newest_valid(folder / "outputs" / "mine" / "checkpoints") == path_of(
@@ -102,7 +102,7 @@ def test_a_phase_stops_early_and_says_so(whole: tuple[Path, Ended]) -> None:
     )
 
 
-def test_time_and_memory_are_told_by_phase(
+def test_time_and_memory_are_reported_by_phase(
     whole: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = whole
@@ -126,7 +126,7 @@ def test_evaluation_draws_the_same_numbers_each_time(whole: tuple[Path, Ended]) 
     assert len(noise) == 1
 
 
-def test_the_ends_of_phases_are_kept(whole: tuple[Path, Ended]) -> None:
+def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, Ended]) -> None:
     names = {path.name for path in (whole[0] / "outputs" / "mine" / "checkpoints").glob("update-*")}
     assert {f"update-{number:010d}" for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)} <= names
 
@@ -143,7 +143,7 @@ def test_the_ends_of_phases_are_kept(whole: tuple[Path, Ended]) -> None:
         ("patient:9", 28),
     ],
 )  # the batch at which it is killed, and the checkpoint that is there then
-def test_a_run_killed_in_any_phase_goes_on_bit_for_bit(
+def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
     stop_at: str, wait_for: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:
     place = tmp_path / "outputs" / "mine" / "checkpoints" / f"update-{wait_for:010d}"
@@ -169,7 +169,7 @@ def test_phases_run_one_by_one_give_the_same(whole: tuple[Path, Ended], server: 
     assert [one["finished"] for one in run_json(tmp_path)["phases"].values()] == [True] * 4
 
 
-def test_a_finished_phase_does_not_bind_the_next(server: ForkServer, tmp_path: Path) -> None:
+def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=3", "optimizer.lr=0.3").code == 0
     ended = train(server, tmp_path, "phases=[adapter]", "updates=2", "phase.adapter.optimizer=sgd")
     assert ended.code == 0, ended.err
@@ -241,7 +241,7 @@ def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_slips_are_found_before_training(
+def test_typos_are_found_before_training(
     words: list[str],
     suggested: str,
     tmp_path: Path,
@@ -259,7 +259,7 @@ def test_slips_are_found_before_training(
     ("word", "named"),
     [("task.losses=pretrian", "pretrian"), ("task.added=x", "dict"), ("task.fits=false", "statistics")],
 )
-def test_faults_of_the_task_are_found_before_training(
+def test_errors_of_the_task_are_found_before_training(
     word: str, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ended = train(server, tmp_path, word)
@@ -303,7 +303,7 @@ STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretra
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop_at", STOPS)
-def test_a_run_asked_to_stop_in_any_phase_goes_on_bit_for_bit(
+def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
     stop_at: str, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:
     words = [f"task.stop_at={stop_at}", "task.by=SIGTERM"]
@@ -317,7 +317,7 @@ def test_a_run_asked_to_stop_in_any_phase_goes_on_bit_for_bit(
     assert int(weights(tmp_path, PATIENT)["times"]) == 1
 
 
-def test_a_finished_phase_that_is_made_longer_is_not_finished_before_it_is(server: ForkServer, tmp_path: Path) -> None:
+def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=3").code == 0
     words = ["phases=[pretrain]", "updates=9", "resume_allow=[updates]"]
     ended = train(server, tmp_path, *words, "task.stop_at=pretrain:3", "task.by=SIGTERM", "resume_allow=[updates,task]")
@@ -356,9 +356,7 @@ def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tm
     assert train(server, tmp_path, "phases=[patient]", "updates=2").code == 0
 
 
-def test_phases_that_are_not_finished_can_be_run_in_any_order_that_their_needs_allow(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_unfinished_phases_run_in_any_order_that_their_needs_allow(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=2").code == 0
     ended = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
     assert ended.code == 0, ended.err
@@ -409,7 +407,7 @@ def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_p
         ("phase.adapter.evaluate.every", "evaluate.every=3", "3"),
     ],
 )
-def test_explain_names_the_word_that_reaches_a_phase(
+def test_explain_names_the_override_that_reaches_a_phase(
     key: str, word: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -425,9 +423,7 @@ def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path
     assert "head.extra" in ended.out + ended.err
 
 
-def test_what_is_typed_for_all_phases_beats_the_task_and_is_beaten_by_what_is_typed_for_one(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_overrides_of_one_phase_beat_those_of_all_which_beat_the_task(server: ForkServer, tmp_path: Path) -> None:
     words = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
     ended = train(server, tmp_path, *words)
     assert ended.code == 0, ended.err

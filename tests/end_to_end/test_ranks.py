@@ -144,7 +144,7 @@ PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
         f"{PIPED} parallelism.schedule=gpipe micro_batch_size=5", f"{PIPED} parallelism.split=[1,3]",
     ],
 )  # fmt: skip
-def test_one_rank_and_two_by_any_strategy_make_the_same_curve(
+def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
     words: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
 ) -> None:
     assert len(expected) == 12
@@ -153,7 +153,7 @@ def test_one_rank_and_two_by_any_strategy_make_the_same_curve(
     assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=SAME_CURVE)
 
 
-def test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again(
+def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     again = BASE.replace("run=r", "run=again")
@@ -204,7 +204,7 @@ def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_p
         "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=interleaved",
     ],
 )  # fmt: skip
-def test_updates_of_gpt_make_the_same_curve(
+def test_gpt_has_the_same_curve_on_any_number_of_ranks(
     words: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
     well(server.run(f"{GPT} {words}", tmp_path))
@@ -249,7 +249,7 @@ def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", ["", "parallelism.shares=[20,12]"])
-def test_a_killed_rank_is_named_and_the_rest_goes_on(
+def test_a_killed_rank_is_named_and_the_others_resume(
     server: ForkServer, folder: Path, words: str, expected: dict[int, float]
 ) -> None:
     again = f"{BASE} {TWO} {words} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
@@ -274,7 +274,7 @@ def samples_of_first_epoch(seen: Path) -> list[int]:
     return [index for update in range(3) for index in made[update]]
 
 
-def test_the_fault_of_a_task_ends_the_run_with_its_own_words(server: ForkServer, folder: Path) -> None:
+def test_an_error_of_a_task_ends_the_run_with_its_own_message(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} {TWO} task.fault=raise", folder)
     assert ended.code == 70
     assert "Traceback" not in ended.err
@@ -289,7 +289,7 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_82(server: ForkServer, fo
     assert json.loads((folder / "outputs/r/error.json").read_text())["exit_code"] == 82
 
 
-def test_a_rank_that_leaves_in_the_middle_is_lost(server: ForkServer, folder: Path) -> None:
+def test_a_rank_that_exits_during_training_is_lost(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} {TWO} task.fault=exit", folder)
     assert ended.code == 84, ended.err
     assert not living(folder)
@@ -297,7 +297,7 @@ def test_a_rank_that_leaves_in_the_middle_is_lost(server: ForkServer, folder: Pa
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
+def test_a_stopped_run_saves_and_resumes(
     server: ForkServer, folder: Path, number: int, expected: dict[int, float]
 ) -> None:
     again = f"{BASE} {TWO} task.fault=stop".replace("run=r", "run=again")
@@ -312,7 +312,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
-def test_ranks_started_by_torchrun_make_the_same_run(
+def test_ranks_started_by_torchrun_train_the_same_run(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     words = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
@@ -333,13 +333,13 @@ def torchrun(words: list[str], folder: Path) -> dict[int, int]:
     return {rank: int(code) for rank, code in elastic_launch(config, main)(words).items()}
 
 
-def test_what_ranks_trained_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
+def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
     task = Path(__file__).with_name("task_with_everything.py")
     well(server.run(f"both --task {task} run=r updates=2 inference.samples=1 monitor=off {TWO}", folder))
     assert (folder / "outputs/r/predictions/summary.json").is_file()
 
 
-def test_the_rank_that_holds_the_others_up_is_named(server: ForkServer, folder: Path) -> None:
+def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
     """One rank takes ten times as long; the others wait for it, however busy the machine is."""
     words = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
     well(server.run(words, folder))
@@ -390,7 +390,7 @@ def test_a_second_signal_leaves_at_once_with_130(server: ForkServer, folder: Pat
     assert not living(folder)
 
 
-def test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again(server: ForkServer, folder: Path) -> None:
+def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: ForkServer, folder: Path) -> None:
     well(server.run(BASE, folder))
     expected = losses(folder)
     words = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
@@ -401,7 +401,7 @@ def test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again(server: 
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 
 
-def test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages(
+def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     three = "parallelism=pipeline parallelism.world_size=3 parallelism.split=[1,1,2]"
@@ -424,7 +424,7 @@ save_policy.time = Clock()
 """
 
 
-def test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row(server: ForkServer, folder: Path) -> None:
+def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, folder: Path) -> None:
     words = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
     words = words.replace("evaluate.every=6", "evaluate.every=0")
     well(server.run(words.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
@@ -433,7 +433,7 @@ def test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row(server: ForkServ
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
 
 
-def test_a_rank_whose_samples_are_all_bad_leaves_them_to_the_others(server: ForkServer, folder: Path) -> None:
+def test_a_rank_with_only_bad_samples_continues_without_them(server: ForkServer, folder: Path) -> None:
     words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
     well(server.run(words.replace("updates=12", "epochs=30"), folder))
     assert len(events(folder, "bad sample")) == 90
@@ -446,7 +446,7 @@ def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkSer
     assert names == ["update-0000000002"]
 
 
-def test_buffers_of_any_type_and_layout_start_alike(
+def test_buffers_of_any_type_and_layout_start_equal(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     well(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
@@ -493,7 +493,7 @@ def build(*, samples: int = 33) -> Task: return Small(samples)
 """
 
 
-def test_nobody_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
+def test_no_process_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
     words = f"{BASE} {TWO} dataloader.num_workers=1 task.fault=hang"
     pid = server.start(words.split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
@@ -507,7 +507,7 @@ def test_nobody_is_left_when_the_launcher_is_killed(server: ForkServer, folder: 
     ("words", "where"),
     [("parallelism.shares=[1,2,3]", "parallelism.shares"), ("global_batch_size=1", "global_batch_size")],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_impossible_configurations_are_reported_before_anything_starts(
     words: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)

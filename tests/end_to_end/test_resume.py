@@ -83,7 +83,7 @@ def test_37_updates_a_kill_and_63_more_equal_100(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
+def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     number: signal.Signals, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     stopped = tmp_path
@@ -101,7 +101,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     assert_equal_runs(straight(), stopped, 100)
 
 
-def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(straight(), damaged)
     checkpoint = path_of(damaged / "outputs" / "mine" / "checkpoints", 100)
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over(server: ForkServer, straight: Strai
     assert_equal_runs(straight(), damaged, 100)
 
 
-def test_a_finished_run_is_left_as_it_is(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
+def test_a_finished_run_is_not_changed(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     shutil.copytree(straight(), tmp_path, dirs_exist_ok=True)
     before = {
         path: path.read_bytes() for path in (tmp_path / "outputs" / "mine" / "checkpoints").rglob("*") if path.is_file()
@@ -150,7 +150,7 @@ def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, 
     assert_equal_runs(straight(), changed, 100)
 
 
-def test_fresh_starts_anew_and_keeps_what_was(server: ForkServer, tmp_path: Path) -> None:
+def test_fresh_starts_from_scratch_and_keeps_the_old_files(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "updates=40"], tmp_path).code == 0
     again = server.run([*BASE, "updates=40", "seed=3", "resume=fresh"], tmp_path)
     assert again.code == 0, again.err

@@ -66,7 +66,7 @@ def predictions(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cut", CUTS)
-def test_no_reader_cut_or_rank_changes_a_run_whose_samples_draw(
+def test_readers_resumes_and_ranks_do_not_change_a_run_whose_samples_draw(
     cut: str, base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
@@ -96,7 +96,7 @@ def test_another_seed_draws_other_numbers_for_every_split(
     assert all(evaluation == found.evaluations[0] for evaluation in found.evaluations)
 
 
-def test_predictions_follow_from_their_seed_and_number(base: tuple[Path, Outcome], server: ForkServer) -> None:
+def test_predictions_depend_only_on_seed_and_index(base: tuple[Path, Outcome], server: ForkServer) -> None:
     folder, wanted = base
     assert len(set(wanted.predictions.values())) == 3
     assert server.run([*AGAIN, "inference.samples=4"], folder).code == 0

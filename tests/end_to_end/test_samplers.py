@@ -64,7 +64,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
-def test_a_wrong_sampler_ends_the_run_before_training(
+def test_an_invalid_sampler_ends_the_run_before_training(
     words: str, code: int, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ended = server.run(f"{TRAIN} {words} dataloader.num_workers=0", tmp_path)
@@ -72,7 +72,7 @@ def test_a_wrong_sampler_ends_the_run_before_training(
     assert named in ended.err
 
 
-def test_a_resumed_run_keeps_its_sampler_and_its_weights_of_samples(server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_sampler_and_sample_weights(server: ForkServer, tmp_path: Path) -> None:
     task = tmp_path / "mine.py"
     task.write_text(TASK.read_text())
     line = f"train --task {task} run=mine device=cpu monitor=off dataloader.num_workers=0 sampler=weighted"

@@ -109,7 +109,7 @@ def checkout(tmp_path: Path) -> Checkout:
 # Making the environment
 
 
-def test_the_environment_is_made_once_with_torch_first(checkout: Checkout) -> None:
+def test_the_environment_is_created_once_with_torch_first(checkout: Checkout) -> None:
     first = checkout.run("setup.sh", "dev")
     assert first.returncode == 0, first.stderr
     assert first.stdout == "", "what the scripts print belongs to accel-run"
@@ -119,7 +119,7 @@ def test_the_environment_is_made_once_with_torch_first(checkout: Checkout) -> No
     assert checkout.calls() == []
 
 
-def test_a_second_call_starts_nothing_but_what_compares_the_stamp(checkout: Checkout, tmp_path: Path) -> None:
+def test_a_second_call_only_compares_the_stamp(checkout: Checkout, tmp_path: Path) -> None:
     checkout.run("setup.sh", "dev")
     checkout.calls()
     few = tmp_path / "few"
@@ -134,7 +134,7 @@ def test_a_second_call_starts_nothing_but_what_compares_the_stamp(checkout: Chec
     assert checkout.calls() == []
 
 
-def test_extras_are_added_to_those_that_are_there(checkout: Checkout) -> None:
+def test_extras_are_added_to_installed_ones(checkout: Checkout) -> None:
     checkout.run("setup.sh", "dev")
     checkout.calls()
     checkout.run("setup.sh", "plots")
@@ -144,7 +144,7 @@ def test_extras_are_added_to_those_that_are_there(checkout: Checkout) -> None:
     assert checkout.calls() == []
 
 
-def test_run_installs_what_the_data_of_the_task_lies_in(checkout: Checkout) -> None:
+def test_run_installs_the_packages_of_the_tasks_data(checkout: Checkout) -> None:
     assert checkout.run("run.sh", "train", "task=cape", "updates=1").returncode == 0
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[cape]"]
     for word in ("task=gpt", "task=c.pe", "updates=2"):
@@ -153,7 +153,7 @@ def test_run_installs_what_the_data_of_the_task_lies_in(checkout: Checkout) -> N
 
 
 @pytest.mark.parametrize(("mode", "extra"), [("search", "search")])
-def test_run_installs_what_a_command_cannot_do_without(checkout: Checkout, mode: str, extra: str) -> None:
+def test_run_installs_the_packages_that_a_command_needs(checkout: Checkout, mode: str, extra: str) -> None:
     assert checkout.run("run.sh", mode).returncode == 0
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[{extra}]"]
 
@@ -181,7 +181,7 @@ def test_a_changed_dependency_is_installed(checkout: Checkout, changed: str) -> 
     assert checkout.calls() == ["pip torch", f"pip {checkout.root}"]
 
 
-def test_a_moved_checkout_is_installed_anew(checkout: Checkout) -> None:
+def test_a_moved_checkout_is_reinstalled(checkout: Checkout) -> None:
     checkout.run("setup.sh", "dev")
     checkout.calls()
     moved = Checkout(checkout.root.rename(checkout.root.parent / "moved"), checkout.stub, checkout.elsewhere)
@@ -189,7 +189,7 @@ def test_a_moved_checkout_is_installed_anew(checkout: Checkout) -> None:
     assert moved.calls() == ["pip torch", f"pip {moved.root}[dev]"]
 
 
-def test_a_failed_install_says_why_and_the_next_call_repairs_it(checkout: Checkout) -> None:
+def test_a_failed_install_reports_why_and_the_next_call_repairs_it(checkout: Checkout) -> None:
     (checkout.stub / "break").touch()
     done = checkout.run("setup.sh")
     assert done.returncode == 71
@@ -200,7 +200,7 @@ def test_a_failed_install_says_why_and_the_next_call_repairs_it(checkout: Checko
     assert checkout.calls() == ["pip torch", f"pip {checkout.root}"]
 
 
-def test_a_killed_install_is_begun_again(checkout: Checkout) -> None:
+def test_a_killed_install_is_restarted(checkout: Checkout) -> None:
     (checkout.stub / "hang").touch()
     killed = checkout.start("setup.sh", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     hanging = checkout.stub / "hanging"
@@ -214,7 +214,7 @@ def test_a_killed_install_is_begun_again(checkout: Checkout) -> None:
     assert checkout.calls() == ["pip torch", f"pip {checkout.root}"]
 
 
-def test_two_at_once_install_once(checkout: Checkout) -> None:
+def test_two_concurrent_calls_install_once(checkout: Checkout) -> None:
     (checkout.stub / "hang").touch()
     first = checkout.start("setup.sh", stderr=subprocess.DEVNULL)
     wait_until((checkout.stub / "hanging").exists)
@@ -227,7 +227,7 @@ def test_two_at_once_install_once(checkout: Checkout) -> None:
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}"]
 
 
-def test_a_python_that_is_too_old_is_named(checkout: Checkout) -> None:
+def test_a_python_that_is_too_old_is_reported(checkout: Checkout) -> None:
     (checkout.stub / "old").touch()
     done = checkout.run("setup.sh")
     assert done.returncode == 71
@@ -307,7 +307,7 @@ def test_on_a_terminal_a_menu_asks(checkout: Checkout, answer: str) -> None:
     assert shown.splitlines()[-1] == "inference"
 
 
-def test_leaving_the_menu_is_no_mode(checkout: Checkout) -> None:
+def test_leaving_the_menu_selects_no_mode(checkout: Checkout) -> None:
     shown, code = at_a_terminal(checkout, "\x04")
     assert code == 64
     assert "usage: " in shown

@@ -79,7 +79,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
-def test_what_a_stream_excludes_is_refused(
+def test_settings_that_a_stream_excludes_are_refused(
     words: str, code: int, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ended = server.run(f"{TRAIN} {words}", tmp_path)
@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> N
     assert [each.code for each in ended] == [0, 88, 0]
 
 
-def test_a_lying_state_is_announced(server: ForkServer, tmp_path: Path) -> None:
+def test_an_incorrect_stream_state_is_reported(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run(f"{TRAIN} task.kind=lying_state updates=3", tmp_path)
     assert ended.code == 0
     assert "load_state_dict" in ended.out + ended.err

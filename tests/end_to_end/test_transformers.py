@@ -152,7 +152,7 @@ T5 = {
         ("AutoModelForSeq2SeqLM", "t5", {}, {"labels": (2, 7)}),
     ],
 )
-def test_each_head_has_the_loss_of_its_model(
+def test_each_head_uses_the_loss_of_its_model(
     head: str, kind: str, options: dict[str, Any], labels: dict[str, tuple[int, ...]]
 ) -> None:
     torch.manual_seed(0)
@@ -191,7 +191,7 @@ def test_checkpointed_blocks_have_the_same_gradients(kind: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+def test_untrainable_configurations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskFault):
         loss_of(torch.nn.Linear(1, 1))
     with pytest.raises(InputMissing):

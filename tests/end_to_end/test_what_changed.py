@@ -111,7 +111,7 @@ def changes(folder: Path) -> list[tuple[int, list[str], list[str]]]:
 
 
 @pytest.mark.parametrize("draws", ["never", *DRAWS])
-def test_what_did_not_change_is_not_reported(
+def test_unchanged_code_and_data_are_not_reported(
     server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
 ) -> None:
     folder = of(trained[draws], tmp_path)
@@ -123,7 +123,7 @@ def test_what_did_not_change_is_not_reported(
 
 
 @pytest.mark.parametrize("lines", [90, 102])
-def test_a_data_set_of_another_length_is_refused_and_leaves_the_run_as_it_was(
+def test_a_data_set_of_another_length_is_refused_without_changing_the_run(
     server: ForkServer, copied: Path, lines: int
 ) -> None:
     write(copied, {"data.txt": "\n".join(str(0.01 * number) for number in range(lines))})
@@ -169,7 +169,7 @@ def test_changed_samples_are_named_and_recorded(
     assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "in checkpoints, too"
 
 
-def test_changed_code_is_named_and_recorded_with_what_it_imports(server: ForkServer, copied: Path) -> None:
+def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer, copied: Path) -> None:
     write(copied, {"helpers/unit.py": "UNIT = 2.0\n", "mine.py": TASK + "\n# edited\n"})
     ended = resumed(server, copied)
     assert ended.code == 0, ended.err
@@ -236,7 +236,7 @@ def test_checkpoints_without_these_records_are_resumed(server: ForkServer, copie
     assert changes(copied) == []
 
 
-def test_a_checkpoint_of_another_run_is_passed_over(server: ForkServer, copied: Path) -> None:
+def test_a_checkpoint_of_another_run_is_skipped(server: ForkServer, copied: Path) -> None:
     other = server.run(
         WORDS.replace("run=mine updates=30", "run=other").replace("run=mine", "run=other") + " updates=60", copied
     )
@@ -280,7 +280,7 @@ def elsewhere(server: ForkServer, copied: Path) -> Path:
     return copied / "others" / "mine" / "checkpoints" / "update-0000000060"
 
 
-def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_leaves_the_run_as_it_was(
+def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_the_run(
     server: ForkServer, copied: Path, elsewhere: Path
 ) -> None:
     there = copied / "outputs" / "mine" / "checkpoints" / elsewhere.name
@@ -301,7 +301,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_leaves_the_run_
     assert resumed(server, copied).code == 0
 
 
-def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_where_that_is_allowed(
+def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
     server: ForkServer, copied: Path, elsewhere: Path
 ) -> None:
     shutil.copytree(elsewhere, copied / "outputs" / "mine" / "checkpoints" / elsewhere.name)
@@ -354,7 +354,7 @@ def _flipped(uid: str) -> str:
 @pytest.mark.parametrize(
     "damage", [lambda uid: None, lambda uid: 7, lambda uid: [uid], lambda uid: {}, lambda uid: "", _flipped, str.upper]
 )
-def test_a_run_whose_uid_is_damaged_takes_that_of_its_checkpoints(
+def test_a_run_with_a_damaged_uid_adopts_that_of_its_checkpoints(
     server: ForkServer, copied: Path, damage: Callable[[str], Any]
 ) -> None:
     found = record(copied)
@@ -366,7 +366,7 @@ def test_a_run_whose_uid_is_damaged_takes_that_of_its_checkpoints(
     assert record(copied)["uid"] == found["uid"]
 
 
-def test_a_run_begun_from_another_or_afresh_is_a_new_one(server: ForkServer, copied: Path) -> None:
+def test_a_run_started_from_another_or_fresh_is_a_new_one(server: ForkServer, copied: Path) -> None:
     uids = [record(copied)["uid"]]
     ended = server.run(WORDS.replace("run=mine", "run=next") + " updates=40 resume=mine resume_allow=[updates]", copied)
     assert ended.code == 0, ended.err

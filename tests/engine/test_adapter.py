@@ -82,14 +82,14 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("train", ["", "2"])
-def test_an_adapter_is_trained_as_in_a_plain_loop_and_saved_alone(train: str, tmp_path: Path) -> None:
+def test_an_adapter_trains_as_in_a_plain_loop_and_is_saved_alone(train: str, tmp_path: Path) -> None:
     expected = by_hand(train=train)
     trained(tmp_path, f"adapter.train=[{train}]")
     wanted = {name: weight.detach() for name, weight in expected.named_parameters() if weight.requires_grad}
     assert_close(saved(tmp_path), wanted, TOLERANCE)
 
 
-def test_a_checkpoint_may_hold_the_whole_model(tmp_path: Path) -> None:
+def test_a_checkpoint_may_contain_the_complete_model(tmp_path: Path) -> None:
     trained(tmp_path, "adapter.checkpoint=all")
     assert_close(saved(tmp_path), dict(by_hand().state_dict()), TOLERANCE)
 

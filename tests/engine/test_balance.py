@@ -43,7 +43,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 8])
-def test_shares_follow_the_speed_of_the_ranks_however_far_is_read_ahead(ahead: int) -> None:
+def test_shares_follow_the_speed_of_the_ranks_whatever_the_prefetch(ahead: int) -> None:
     dealt = run(shares_by("speed", ORDER), 0, 120, ahead)
     assert {sum(each) for each in dealt} == {TOTAL}
     assert dealt[0] == (16, 16)
@@ -51,7 +51,7 @@ def test_shares_follow_the_speed_of_the_ranks_however_far_is_read_ahead(ahead: i
     assert len({*dealt[-80:]}) == 1
 
 
-def test_shares_found_before_a_checkpoint_hold_after_it() -> None:
+def test_shares_are_restored_from_a_checkpoint() -> None:
     straight = shares_by("speed", ORDER)
     run(straight, 0, 120, 3)
     resumed = shares_by("speed", ORDER)
@@ -59,7 +59,7 @@ def test_shares_found_before_a_checkpoint_hold_after_it() -> None:
     assert run(resumed, 120, 160, 3) == [(8, 24)] * 40
 
 
-def test_a_run_stopped_before_anything_was_known_tries_the_same_splits_again() -> None:
+def test_a_run_stopped_before_the_first_solution_repeats_its_probes() -> None:
     fresh, resumed = shares_by("speed", ORDER), shares_by("speed", ORDER)
     resumed.load({}, 50)
     assert [resumed.of(50 + number) for number in range(8)] == [fresh.of(number) for number in range(8)]
@@ -69,7 +69,7 @@ def test_a_run_stopped_before_anything_was_known_tries_the_same_splits_again() -
 
 
 @pytest.mark.parametrize(("wanted", "order"), [("equal", ORDER), ([16, 16], ORDER), ("speed", Order(64, TOTAL, 8, 0))])
-def test_other_shares_stay_as_they_are(wanted: Any, order: Order) -> None:
+def test_fixed_shares_are_not_changed(wanted: Any, order: Order) -> None:
     shares = shares_by(wanted, order)
     assert shares.of(0) is None
     assert sum(shares.made(1)) == TOTAL

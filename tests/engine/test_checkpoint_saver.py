@@ -32,7 +32,7 @@ def saver(policy: SavePolicy, toll: SaveCost | None = None, **known: Any) -> Sav
 
 
 @pytest.mark.parametrize(("best_is", "sign"), [("min", 1), ("max", -1)])
-def test_the_best_of_a_resumed_phase_are_those_of_its_checkpoint(best_is: Any, sign: int) -> None:
+def test_best_checkpoints_of_a_resumed_phase_are_restored(best_is: Any, sign: int) -> None:
     found = saver(default(best_is=best_is, keep_best=2), bests=[(sign * 1.0, 4), (sign * 3.0, 2)])
     assert not found.is_best(sign * 3.0)
     assert not found.is_best(math.nan)
@@ -43,7 +43,7 @@ def test_the_best_of_a_resumed_phase_are_those_of_its_checkpoint(best_is: Any, s
     assert not found.is_best(sign * 2.5)
 
 
-def test_as_many_are_the_best_as_are_kept() -> None:
+def test_the_number_of_best_checkpoints_is_the_number_kept() -> None:
     found = saver(default(keep_best=3))
     for number, value in enumerate([5.0, 9.0, 7.0, 9.5, 1.0], start=1):
         is_best = found.is_best(value)
@@ -53,12 +53,12 @@ def test_as_many_are_the_best_as_are_kept() -> None:
     assert found.bests == [(1.0, 5), (5.0, 1), (7.0, 3)]
 
 
-def test_the_newest_checkpoint_of_a_resumed_phase_is_the_one_it_began_with() -> None:
+def test_the_newest_checkpoint_of_a_resumed_phase_is_its_starting_point() -> None:
     assert saver(default(), on_disk=12).remains() == 12
     assert saver(default()).remains() is None
 
 
-def test_the_interval_of_a_resumed_run_follows_from_what_saves_cost_before() -> None:
+def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None:
     toll = SaveCost()
     for _ in range(10):
         toll.updated(0.5, writing=False)

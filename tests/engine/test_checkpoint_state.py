@@ -32,7 +32,7 @@ def changed(start: Loaded, change: Callable[[dict[str, Any], dict[str, Any]], An
     return replace(start, state=state, manifest=manifest)
 
 
-def test_what_this_program_wrote_is_believed(start: Loaded) -> None:
+def test_a_state_written_by_this_program_is_accepted(start: Loaded) -> None:
     assert check_state(start) is start
 
 

@@ -148,7 +148,7 @@ CASES = [(method, name) for method, (table, _) in TABLES.items() for name in tab
 
 
 @pytest.mark.parametrize(("method", "name"), CASES, ids=[" returns ".join(case) for case in CASES])
-def test_a_wrong_return_is_a_fault_of_the_task_with_the_method_and_the_fix(method: str, name: str) -> None:
+def test_an_invalid_return_value_is_an_error_of_the_task_with_method_and_fix(method: str, name: str) -> None:
     table, use = TABLES[method]
     right = {"evaluate": lambda x: {"accuracy": (x.sum(), len(x))}}
     with pytest.raises(TaskFault) as found:
@@ -172,14 +172,14 @@ def test_a_wrong_return_is_a_fault_of_the_task_with_the_method_and_the_fix(metho
         lambda x: (x.sum(), torch.tensor(2.5, requires_grad=True)),
     ],
 )
-def test_a_sum_and_a_count_of_one_element_are_taken(answer: Callable[[Tensor], Any]) -> None:
+def test_a_sum_and_a_count_of_one_element_are_accepted(answer: Callable[[Tensor], Any]) -> None:
     total, count = loss_of(Wrong(loss=answer))
     assert total.shape == ()
     assert total.requires_grad
     assert not (isinstance(count, Tensor) and (count.shape or count.requires_grad))
 
 
-def test_predictions_that_are_right_are_taken() -> None:
+def test_valid_predictions_are_accepted() -> None:
     right = [Prediction({"a/b.txt": "a", "c": b"c", "d": np.zeros(2)}, text="a", items=0, plots={"e.png": b""})]
     assert predictions_of(Wrong(predict=lambda _: right)) == right
     assert predictions_of(Wrong(predict=lambda _: iter(right))) == right
@@ -188,7 +188,7 @@ def test_predictions_that_are_right_are_taken() -> None:
 # ---------------------------------------------------------------- a metric without items
 
 
-def test_a_metric_without_items_is_no_number_and_is_named() -> None:
+def test_a_metric_without_items_is_nan_and_is_named() -> None:
     answer = {"rare": (torch.tensor(0.0), 0), "odd": (torch.tensor(math.nan), 0), "often": (one, 2)}
     found = metrics_of(Wrong(evaluate=lambda x: answer))
     assert math.isnan(found.metrics["rare"])
@@ -196,19 +196,19 @@ def test_a_metric_without_items_is_no_number_and_is_named() -> None:
     assert found.known() == {"often": 0.5}
 
 
-def test_a_metric_whose_sum_is_no_number_was_measured() -> None:
+def test_a_metric_with_a_nan_sum_counts_as_measured() -> None:
     found = metrics_of(Wrong(evaluate=lambda x: {"loss": (torch.tensor(math.nan), 2)}))
     assert math.isnan(found.known()["loss"])
 
 
-def test_a_metric_without_items_stays_so_beside_one_that_is_no_number() -> None:
+def test_a_metric_without_items_is_distinguished_from_a_nan_metric() -> None:
     answer = {"loss": (torch.tensor(math.nan), 2), "rare": (torch.tensor(0.0), 0)}
     found = metrics_of(Wrong(evaluate=lambda x: answer))
     assert found.empty == ("rare",)
     assert set(found.known()) == {"loss"}
 
 
-def test_a_tracker_gets_what_the_file_has() -> None:
+def test_a_tracker_receives_the_rows_of_the_file() -> None:
     """Rows that are sent again after a stop come from the file."""
     written: list[str] = []
     logged: list[Any] = []
@@ -274,9 +274,7 @@ ON_CPU = "--task mine.py run=mine device=cpu monitor=off dataloader.num_workers=
         ("both task.wrong=predict updates=1", "predict"),
     ],
 )
-def test_no_mistake_of_a_task_is_called_a_fault_of_ours(
-    words: str, named: str, server: ForkServer, tmp_path: Path
-) -> None:
+def test_no_error_of_a_task_is_reported_as_internal(words: str, named: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
     ended = server.run(f"{words} {ON_CPU}", tmp_path)
     assert ended.code == 70
@@ -285,7 +283,7 @@ def test_no_mistake_of_a_task_is_called_a_fault_of_ours(
     assert "Traceback" not in ended.err
 
 
-def test_a_metric_without_items_is_shown_in_the_same_words_everywhere(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_without_items_is_shown_alike_everywhere(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace('"rare"', '"rare_loss"').replace(', "loss": self.loss(', "} or {("))
     shown = {words: server.run(words, tmp_path) for words in (f"train {ON_CPU}", "runs", "status mine", "report mine")}
     assert server.run(f"train {ON_CPU} run=other".replace("run=mine ", ""), tmp_path).code == 0

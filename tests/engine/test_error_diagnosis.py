@@ -15,7 +15,7 @@ from runner.base.task import Task
 from runner.engine.error_diagnosis import explain, place_of
 
 
-def test_a_worker_that_dies_while_it_hands_over_a_batch_is_a_lost_worker() -> None:
+def test_a_worker_that_dies_while_sending_a_batch_is_a_lost_worker() -> None:
     ours, theirs = multiprocessing.connection.Pipe()
     theirs.close()
     with pytest.raises(EOFError) as caught:
@@ -23,7 +23,7 @@ def test_a_worker_that_dies_while_it_hands_over_a_batch_is_a_lost_worker() -> No
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), DataWorkerLost)
 
 
-def test_a_connection_of_somebody_else_is_not() -> None:
+def test_a_foreign_connection_error_is_not_a_lost_worker() -> None:
     with pytest.raises(ConnectionResetError) as caught:
         raise ConnectionResetError
     assert explain(caught.value, Path("mine.py"), "update 3", 4) is None
@@ -37,11 +37,11 @@ def test_a_connection_of_somebody_else_is_not() -> None:
         (OSError(12, "Cannot allocate memory"), HostMemoryError),
     ],
 )
-def test_memory_that_runs_out_is_no_broken_device(error: Exception, wanted: type[AccelRunError]) -> None:
+def test_out_of_memory_is_not_a_broken_device(error: Exception, wanted: type[AccelRunError]) -> None:
     assert isinstance(explain(error, Path("mine.py"), "update 3", 4), wanted)
 
 
-def test_a_sample_that_there_is_no_memory_for_is_named() -> None:
+def test_a_sample_that_exceeds_memory_is_named() -> None:
     error = DataError("sample 7 cannot be read: MemoryError")
     error.__cause__ = MemoryError()
     found = explain(error, Path("mine.py"), "update 3", 4)
@@ -63,7 +63,7 @@ def _tensor_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place])
-def test_a_graph_that_the_task_has_used_up_is_a_fault_of_the_task(mistake: Callable[[], None]) -> None:
+def test_a_graph_freed_by_the_task_is_an_error_of_the_task(mistake: Callable[[], None]) -> None:
     with pytest.raises(RuntimeError) as caught:
         mistake()
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)

@@ -25,7 +25,7 @@ def norm_of(given: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
 @pytest.mark.parametrize("correction", [None, 1.0, 3.0, 0.25, "tensor"])
-def test_what_is_left_is_the_corrected_gradient_clipped_to_its_norm(
+def test_the_result_is_the_unscaled_gradient_clipped_to_its_norm(
     correction: float | str | None, max_norm: float | None
 ) -> None:
     found, factor = gradients(), 0.125 if correction == "tensor" else float(correction or 1.0)
@@ -55,13 +55,13 @@ def test_half_gradients_stay_half_and_no_gradients_have_no_norm(max_norm: float 
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_gradient_that_is_not_finite_is_seen_in_the_norm(max_norm: float | None) -> None:
+def test_a_non_finite_gradient_makes_the_norm_non_finite(max_norm: float | None) -> None:
     found = gradients()
     found[1][2] = math.nan
     assert math.isnan(float(correct_and_clip(found, None, max_norm)))  # type: ignore[arg-type]
 
 
-def test_cleared_gradients_are_gone() -> None:
+def test_cleared_gradients_are_released() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     clear(model.parameters())

@@ -146,7 +146,7 @@ def test_best_checkpoints_keep_the_share_of_the_time(
     assert sorted(training.on_disk()) == sorted({best, num_updates} | set(training.saved[-2:]))
 
 
-def test_a_checkpoint_that_is_saved_meanwhile_does_not_count_on_the_held_one(tmp_path: Path, clock: Clock) -> None:
+def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Path, clock: Clock) -> None:
     """A kill may come before the held one is written."""
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     training.updated()
@@ -193,7 +193,7 @@ def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume
     assert bests_beside(newest, training.saver.policy.ranking) == bests[1:], "one that is lost does not count"
 
 
-def test_a_save_that_fails_does_not_drop_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
+def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     training.updated()
     training.evaluated(1.0)
@@ -266,7 +266,9 @@ def test_a_held_checkpoint_is_written_after_ten_minutes_whatever_it_costs(tmp_pa
 
 
 @pytest.mark.parametrize("policy", [default(every=1000), off(best="val/loss")], ids=["counted", "off"])
-def test_what_the_user_says_of_saving_is_done_at_once(policy: SavePolicy, tmp_path: Path, clock: Clock) -> None:
+def test_checkpoints_requested_by_settings_are_written_at_once(
+    policy: SavePolicy, tmp_path: Path, clock: Clock
+) -> None:
     training = Training(tmp_path, clock, policy, copy_s=0.001, slowed_s=1.0)
     for value in (3.0, 2.0, 1.0):
         training.updated()
@@ -308,9 +310,7 @@ def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer,
     assert bests_of(run)[1] == [[values[best], best]]
 
 
-def test_a_best_checkpoint_that_was_lost_is_not_what_others_are_compared_with(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_lost_best_checkpoint_is_not_compared_with(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run(RUN, tmp_path)
     assert ended.code == 0, ended.err
     run = tmp_path / "outputs" / "mine"
@@ -328,7 +328,7 @@ def test_a_best_checkpoint_that_was_lost_is_not_what_others_are_compared_with(
     assert f"update-{later:010}" in names
 
 
-def test_at_a_stop_with_time_for_one_save_the_last_one_is_made(
+def test_a_stop_with_time_for_one_save_writes_the_last_checkpoint(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path, "checkpoint.grace_s=30") as phase:

@@ -39,7 +39,7 @@ ORDER = [
 ]
 
 
-def test_the_order_of_hooks_is_the_one_that_was_decided() -> None:
+def test_the_order_of_hooks_is_fixed() -> None:
     assert [kind.__name__ for kind in HOOKS] == ORDER
 
 
@@ -90,9 +90,7 @@ class Counted(Phase):
     kinds_of_hooks = (Counting, *HOOKS)
 
 
-def test_a_hook_is_called_between_updates_and_its_state_comes_back_from_a_checkpoint(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_hook_is_called_between_updates_and_restored_from_a_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("runner.engine.opening.Phase", Counted)
     with opened(tmp_path, "checkpoint=off", "checkpoint.best=null") as phase:
         stopped_by = phase.run()

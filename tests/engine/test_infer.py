@@ -62,7 +62,7 @@ class Slow(nn.Module):
         return self(x) if again else x
 
 
-def test_latency_is_that_of_the_calls_of_the_model_and_of_nothing_between_them(time: Time) -> None:
+def test_latency_covers_only_calls_of_the_model(time: Time) -> None:
     model = Slow(time)
     with timed_calls(model, CPU) as calls:
         for samples in (4, 1, 2):
@@ -74,7 +74,7 @@ def test_latency_is_that_of_the_calls_of_the_model_and_of_nothing_between_them(t
     assert (calls.seconds, calls.samples) == ([4.0, 1.0, 2.0], [4, 1, 2])
 
 
-def test_a_call_inside_a_call_is_part_of_it_and_one_that_raises_ends(time: Time) -> None:
+def test_nested_calls_count_once_and_a_raising_call_ends(time: Time) -> None:
     model = Slow(time)
     with timed_calls(model, CPU) as calls:
         model(torch.zeros(2, 3), again=True)
@@ -102,7 +102,7 @@ def test_a_compiled_model_stays_one_graph_while_it_is_timed() -> None:
     assert len(calls.seconds) == 2
 
 
-def test_the_summary_tells_wall_clock_and_model_apart(time: Time) -> None:
+def test_the_summary_separates_wall_clock_and_model_time(time: Time) -> None:
     with timed_calls(model := Slow(time), CPU) as calls:
         for samples in (10, *[2] * 150):
             model(torch.zeros(samples, 1))
@@ -123,7 +123,7 @@ def test_latency_leaves_out_the_first_call_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize(("calls", "known"), [(0, 0), (1, 2), (20, 2), (21, 3), (100, 3), (101, 4)])
-def test_a_percentile_is_told_only_where_there_are_values_for_it(time: Time, calls: int, known: int) -> None:
+def test_a_percentile_is_reported_only_with_enough_values(time: Time, calls: int, known: int) -> None:
     with timed_calls(model := Slow(time), CPU) as made:
         for _ in range(calls):
             model(torch.zeros(1, 1))
@@ -146,7 +146,7 @@ def syncs(faults: Faults) -> int:
 
 
 @pytest.mark.parametrize("refusal", [None, "ENOSYS"])
-def test_a_thousand_small_predictions_wait_for_the_disk_a_few_times(
+def test_a_thousand_small_predictions_are_synced_a_few_times(
     run: RunDirectory, time: Time, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults()
@@ -174,7 +174,7 @@ class NeverDue:
 
 
 @pytest.mark.parametrize(("count", "size"), [(OUTBOX_FILES, 1), (2, module.OUTBOX_BYTES // 2)])
-def test_many_or_large_predictions_do_not_wait_for_the_timer(
+def test_many_or_large_predictions_are_written_before_the_timer(
     count: int, size: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "Timer", NeverDue)
@@ -191,7 +191,7 @@ def _refused(*_: Any) -> None:
     raise OSError(38, "Function not implemented")
 
 
-def test_what_was_predicted_is_written_when_a_later_prediction_fails(run: RunDirectory) -> None:
+def test_completed_predictions_are_written_when_a_later_one_fails(run: RunDirectory) -> None:
     with pytest.raises(ZeroDivisionError), Outbox(run, print) as outbox:
         outbox.put({"predictions/a.txt": b"x"})
         assert not (run.predictions / "a.txt").exists()
@@ -199,9 +199,7 @@ def test_what_was_predicted_is_written_when_a_later_prediction_fails(run: RunDir
     assert (run.predictions / "a.txt").exists()
 
 
-def test_a_text_is_shown_after_its_files_are_on_disk_and_while_the_next_prediction_takes_long(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OUTBOX_S", 0.0)
     shown = threading.Event()
     found: list[tuple[str, bool]] = []
@@ -243,7 +241,7 @@ def test_a_valid_prediction_reads_no_source(monkeypatch: pytest.MonkeyPatch) -> 
     assert checked_prediction(prediction, Task.predict, Path("task.py")) is prediction
 
 
-def test_an_error_of_a_late_write_is_raised_by_what_follows(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_an_asynchronous_write_is_raised_later(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OUTBOX_S", 0.0)
     failed = threading.Event()
     shown: list[str] = []
@@ -277,7 +275,7 @@ def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) 
     assert sorted(path.name for path in run.predictions.iterdir()) == [f"{number}.txt" for number in range(5)]
 
 
-def test_few_files_are_synced_alone(run: RunDirectory) -> None:
+def test_files_are_synced_in_groups(run: RunDirectory) -> None:
     """A sync of the file system would wait for what all other programs have written."""
     faults = Faults()
     with files.through(faults), Outbox(run, print) as outbox:
@@ -312,7 +310,7 @@ class Mine(Task):
 """
 
 
-def test_ranks_share_the_predictions_and_each_is_made_once(server: ForkServer, tmp_path: Path) -> None:
+def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SHARDED)
     trained = server.run(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
     assert trained.code == 0, trained.err

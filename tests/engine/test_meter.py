@@ -90,7 +90,7 @@ def test_the_end_of_a_phase_closes_the_window_and_an_empty_one_is_no_row() -> No
     assert [(row["update"], row["train/loss"]) for row in rows] == [(4, 5.0), (5, 10.0)]
 
 
-def test_a_row_has_the_readings_of_its_time_and_no_norm_where_none_was_measured() -> None:
+def test_a_row_has_the_readings_of_its_window_and_no_unmeasured_norm() -> None:
     rows: list[Row] = []
     meter = made(rows, every=1, readings=lambda: {"gpu0/util": 3.0})
     meter(step(1, 1.0, norm=None))
@@ -163,7 +163,7 @@ def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], it
     meter(step(number, 1.0, items))
 
 
-def test_time_is_that_of_the_updates_and_not_of_the_hooks(time: Time) -> None:
+def test_time_excludes_hooks(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=2)
     for number in range(1, 5):
@@ -189,7 +189,7 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
     )
 
 
-def test_the_share_of_data_is_known_before_the_first_row(time: Time) -> None:
+def test_the_data_wait_is_known_before_the_first_row(time: Time) -> None:
     meter = made([], every=100)
     assert meter.data_wait() is None
     update_of(meter, time, 1, {"data": 5.0, "forward": 1.0})
@@ -200,7 +200,7 @@ def test_the_share_of_data_is_known_before_the_first_row(time: Time) -> None:
     assert meter.data_wait() == 0.75
 
 
-def test_updates_that_the_clock_has_not_seen_do_not_count_for_it(time: Time) -> None:
+def test_untimed_updates_do_not_count_for_the_rate(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=4)
     update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update starts everything
@@ -217,7 +217,7 @@ def test_updates_that_the_clock_has_not_seen_do_not_count_for_it(time: Time) -> 
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 100])
-def test_throughput_is_the_items_over_the_time_since_the_first_update_whatever_the_rows(time: Time, every: int) -> None:
+def test_throughput_is_items_over_time_since_the_first_update(time: Time, every: int) -> None:
     rows: list[Row] = []
     meter = made(rows, every=every, is_starting=True)
     update_of(meter, time, 1, {"data": 60.0}, items=100)
@@ -286,7 +286,7 @@ class Late:
         return PendingCopy(numbers, event)
 
 
-def test_a_row_is_written_when_its_numbers_have_come_and_in_order() -> None:
+def test_rows_are_written_in_order_once_their_values_arrive() -> None:
     rows: list[Row] = []
     late = Late()
     meter = made(rows, every=1, send=late)
@@ -298,7 +298,7 @@ def test_a_row_is_written_when_its_numbers_have_come_and_in_order() -> None:
     assert [row["update"] for row in rows] == [1, 2, 3]
 
 
-def test_flushing_waits_for_what_is_on_its_way() -> None:
+def test_flushing_waits_for_pending_rows() -> None:
     rows: list[Row] = []
     late = Late()
     meter = made(rows, every=1, send=late)

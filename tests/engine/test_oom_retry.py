@@ -97,7 +97,7 @@ def of_numpy_generator() -> dict[str, Any]:
 
 @pytest.mark.parametrize("update", [0, 1, 3])
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_passes_change_is_put_back(name: str, update: int) -> None:
+def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> None:
     model = Model()
     found = begun(CHANGES[name], update=update, model=model)
     found.restore()  # the change of this update
@@ -126,7 +126,7 @@ def test_what_passes_change_is_put_back(name: str, update: int) -> None:
         (lambda _: random.random(), 2, 2, "Python's random generator"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_put_back_is_named(
+def test_state_that_cannot_be_restored_is_named(
     change: Callable[[Model], object], update: int, since: int, said: str
 ) -> None:
     """Weights that a momentum encoder moves through `.data` too: torch counts no change there."""
@@ -135,7 +135,7 @@ def test_what_cannot_be_put_back_is_named(
 
 @pytest.mark.parametrize("change", [replace, grow, add_one, drop, through_data, lambda _: None])
 @pytest.mark.parametrize("since", [0, 1, 2])
-def test_a_healthy_update_notices_nothing(change: Callable[[Model], object], since: int) -> None:
+def test_an_update_without_oom_is_unaffected(change: Callable[[Model], object], since: int) -> None:
     begun(change, update=4, since=since)
 
 
@@ -161,7 +161,7 @@ def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
     assert found.restore() == ""
 
 
-def test_what_was_not_finite_before_is_still_found_when_the_update_after_it_is_discarded() -> None:
+def test_earlier_non_finite_values_are_found_after_a_discarded_update() -> None:
     """On a GPU the numbers of an update are looked at in the one after it."""
     precision = Precision(World(CPU))
     precision.checks_at_once = False
@@ -174,7 +174,7 @@ def test_what_was_not_finite_before_is_still_found_when_the_update_after_it_is_d
         precision.step(optimizer, torch.tensor(1.0), torch.tensor(1.0))
 
 
-def test_of_a_step_that_failed_no_number_is_left() -> None:
+def test_a_failed_step_leaves_no_value() -> None:
     precision = Precision(World(CPU))
     precision.checks_at_once = False
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -229,13 +229,13 @@ def of_numpy(nbytes: int) -> BaseException:
     ],
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
 )  # fmt: skip
-def test_who_says_that_memory_is_missing(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
+def test_errors_that_mean_out_of_memory(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
     found = oom_cause_of(error)
     assert (found and (found.side, found.requested_bytes)) == wanted
 
 
 @pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
-def test_the_sample_that_asked_for_too_much_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
+def test_the_sample_that_exceeded_memory_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
     found = oom_cause_of(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
     assert isinstance(found, OomCause)
     assert "sample 7" in found.text

@@ -130,7 +130,7 @@ def test_the_state_of_a_hook_resumes_bit_for_bit(write: Callable[[str], Path], t
         assert torch.equal(weight, final_weights(parts)[name])
 
 
-def test_two_ranks_run_a_hook_as_one_process_does(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_hooks_run_alike_on_one_and_two_ranks(write: Callable[[str], Path], tmp_path: Path) -> None:
     train = ["train", "--task", str(write(TASK)), *WORDS, "updates=4"]
     two = ["parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[11,5]"]
     assert main([*train, "run=one"]) == 0
@@ -163,7 +163,7 @@ def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable
         ("def state_dict", "def readings(self):\n        return 1\n    def state_dict"),
     ],
 )
-def test_a_fault_of_a_hook_is_the_tasks_and_names_the_line(
+def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
     before: str, after: str, write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert before in TASK
@@ -172,7 +172,7 @@ def test_a_fault_of_a_hook_is_the_tasks_and_names_the_line(
     assert file.name in capsys.readouterr().err
 
 
-def test_a_package_brings_a_task_and_the_fault_of_its_hook_names_the_line(
+def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"package_{tmp_path.name}"
@@ -200,7 +200,7 @@ def test_a_package_brings_a_task_and_the_fault_of_its_hook_names_the_line(
         own_options.forget_packages()
 
 
-def test_the_fault_of_a_hook_of_a_package_names_the_line(
+def test_an_error_in_a_packaged_hook_names_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], write: Callable[[str], Path]
 ) -> None:
     name = f"package_{tmp_path.name}"
@@ -285,7 +285,7 @@ def test_a_histogram_counts_every_finite_value_once() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 4, 5), (2, 3, 0, 5), (7,)])
-def test_a_tensor_that_is_no_image_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_tensor_that_is_not_an_image_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         png(torch.zeros(shape))
 

@@ -43,7 +43,7 @@ def without(name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in changed().items() if other != name}
 
 
-def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+def test_weights_and_buffers_are_restored(tmp_path: Path) -> None:
     given, found = changed(), model()
     load_model(found, saved(given, tmp_path), PARALLEL)
     assert all(torch.equal(tensor, given[name]) for name, tensor in found.state_dict().items())
@@ -60,7 +60,7 @@ def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path) -> None
         (lambda: changed(**{"0.bias": torch.zeros(4, dtype=torch.float64)}), "0.bias"),  # would be rounded
     ],
 )
-def test_a_model_that_does_not_fit_is_refused_and_stays_as_it_is(
+def test_a_mismatched_model_is_refused_and_not_changed(
     given: Callable[[], dict[str, Tensor]], name: str, tmp_path: Path
 ) -> None:
     found = model()
@@ -79,7 +79,7 @@ def test_mechanics_may_differ(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["optimizer.lr", "phase.body.updates", "precision"])
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_what_changes_the_mathematics_from_here_on_must_be_named(key: str, is_gone: bool) -> None:
+def test_changes_of_the_mathematics_must_be_allowed_by_name(key: str, is_gone: bool) -> None:
     now = {other: value for other, value in BEFORE.items() if other != key} | ({} if is_gone else {key: 9})
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["epochs", f"{key}s"])
@@ -90,13 +90,13 @@ def test_what_changes_the_mathematics_from_here_on_must_be_named(key: str, is_go
 
 
 @pytest.mark.parametrize("key", ["seed", "task", "task.size", "optimizer", "phase.body.trains"])
-def test_what_makes_it_another_run_is_refused_even_if_it_is_named(key: str) -> None:
+def test_changes_that_make_another_run_are_always_refused(key: str) -> None:
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, BEFORE | {key: "other"}, [key, key.partition(".")[0]])
     assert [problem.where for problem in caught.value.problems] == [key]
 
 
-def test_all_that_may_not_differ_is_named_at_once() -> None:
+def test_all_refused_differences_are_reported_at_once() -> None:
     now = BEFORE | {"seed": 2, "precision": "bf16", "optimizer.lr": 1.0, "dataloader.num_workers": 0}
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["optimizer.lr"])

@@ -35,12 +35,12 @@ from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy, default
         ("1 minute", (1.0, "min")),
     ],
 )
-def test_a_time_to_save_means_what_it_says(every: int | str, parsed: tuple[float, str]) -> None:
+def test_checkpoint_intervals_are_parsed(every: int | str, parsed: tuple[float, str]) -> None:
     assert parse_every(every) == parsed
 
 
 @given(st.from_regex(r"[0-9. ]{0,6}(updates?|epochs?|min(utes?)?)", fullmatch=True))
-def test_all_that_the_schema_lets_through_is_understood(text: str) -> None:
+def test_every_interval_that_the_schema_accepts_is_parsed(text: str) -> None:
     if fault(Every, text) is None:
         number, unit = parse_every(text)
         assert number > 0
@@ -84,7 +84,7 @@ def test_minutes_are_counted_from_the_last_save(every: Any, seconds: float, monk
 
 
 @pytest.mark.parametrize("every", [100, "2epochs", "10min"])
-def test_a_save_that_failed_comes_again_after_a_minute_once(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
     policy = default(every=every)
@@ -122,7 +122,7 @@ def test_better_is_strictly_better(better: Any, value: float, best: float | None
     assert off(best_is=better).is_better(value, best) == is_better
 
 
-def test_what_is_kept_is_what_was_said() -> None:
+def test_the_requested_number_of_checkpoints_is_kept() -> None:
     assert (default(keep=7, best=None).keep, default(keep=7, best=None).best) == (7, None)
     assert (off(keep=7, best="val/x").keep, off(keep=7, best="val/x").best) == (7, "val/x")
     assert {"default": default, "off": off} == CHECKPOINTS
@@ -143,7 +143,7 @@ def after(toll: SaveCost, held_s: float, during: list[float], written: Saved) ->
     toll.written(written)
 
 
-def test_a_save_costs_what_it_holds_and_what_it_slows_down() -> None:
+def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     toll = SaveCost()
     for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them was disturbed by something else
         toll.updated(seconds, writing=False)
@@ -160,7 +160,7 @@ def test_a_save_costs_what_it_holds_and_what_it_slows_down() -> None:
     assert toll.expected_s() == pytest.approx(2.3), "the slowest of the last three"
 
 
-def test_a_save_that_failed_counts_for_nothing() -> None:
+def test_a_failed_save_does_not_count() -> None:
     toll, good = SaveCost(), saved()
     toll.updated(0.5, writing=False)
     for written in (None, good, good):
@@ -171,7 +171,7 @@ def test_a_save_that_failed_counts_for_nothing() -> None:
     assert len(toll.state()) == 1
 
 
-def test_a_resumed_run_knows_how_long_a_save_takes() -> None:
+def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
     toll, resumed = SaveCost(), SaveCost()
     toll.updated(0.5, writing=False)
     for seconds in (3.0, 1.0, 2.0, 1.5):
@@ -208,21 +208,21 @@ def test_the_time_between_saves_follows_from_their_cost(
 
 
 @pytest.mark.parametrize("every", [200, "10min", "2epochs"])
-def test_what_the_user_says_is_not_adapted(every: Any) -> None:
+def test_a_given_interval_is_not_adapted(every: Any) -> None:
     policy = default(every=every)
     before = policy.seconds
     assert policy.adapt(100.0, 100.0, 1.0) == ""
     assert policy.seconds == before
 
 
-def test_nobody_is_told_to_say_what_holds_already() -> None:
+def test_no_suggestion_repeats_a_current_setting() -> None:
     """Where a disk is too slow."""
     assert "checkpoint.every=auto" in default(every=1).advice
     for policy in (default(), default(best=None)):
         assert "checkpoint.every=auto" not in policy.advice
 
 
-def test_the_rule_can_be_read() -> None:
+def test_the_interval_is_described() -> None:
     assert re.findall(r"\d+%|\d+ min", str(default())) == ["1%", "10 min"]
     assert str(default(every="2.5min")) == "every 2.5 min"
     assert str(default(every=1, best=None)) == "every 1 update"

@@ -55,7 +55,7 @@ def weights(phase: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in phase.run_.parts.bare.state_dict().items()}
 
 
-def test_what_is_written_is_the_state_of_its_update_however_slow_the_disk_is(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path: Path) -> None:
     with opened(tmp_path, "checkpoint=off") as phase:
         updates = phase.updates()
         for _ in range(3):
@@ -74,9 +74,7 @@ def test_what_is_written_is_the_state_of_its_update_however_slow_the_disk_is(tmp
             assert all(torch.equal(there[name], tensor) for name, tensor in saved.items())
 
 
-def test_a_save_that_comes_while_another_is_written_leaves_that_one_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gate(System):
         """Begins with no checkpoint before it is opened."""
 
@@ -160,7 +158,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
         assert files.names(folder) == [f"update-{number:010}" for number in (best, update - 1, update)]
 
 
-def test_a_save_that_failed_is_made_up_for_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_is_repeated_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr(save_policy, "AGAIN_S", 0.0)
     with opened(tmp_path, "checkpoint.every=1000") as phase:
@@ -174,7 +172,7 @@ def test_a_save_that_failed_is_made_up_for_soon(tmp_path: Path, monkeypatch: pyt
     assert [saved_at for _, saved_at in found] == [2, 2, 2, 2], "once, and not at every update"
 
 
-def test_no_save_is_begun_for_which_there_is_no_time(tmp_path: Path) -> None:
+def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
     with opened(tmp_path, "checkpoint.every=1", "checkpoint.grace_s=1e-9") as phase:
         updates, folder = phase.updates(), phase.run_.directory.checkpoints
         next(updates)
@@ -209,7 +207,7 @@ def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.C
     assert "not saved" not in said.out + said.err
 
 
-def test_whatever_goes_wrong_at_the_end_the_writer_has_ended_before_the_run_is_closed(
+def test_the_writer_ends_before_the_run_is_closed_whatever_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -238,7 +236,7 @@ def test_whatever_goes_wrong_at_the_end_the_writer_has_ended_before_the_run_is_c
     assert writers == [False]
 
 
-def test_the_rows_that_a_checkpoint_counts_are_synced_before_it_has_its_name(tmp_path: Path) -> None:
+def test_rows_that_a_checkpoint_counts_are_synced_before_its_rename(tmp_path: Path) -> None:
     class Watched(System):
         def __init__(self) -> None:
             self.synced = 0
@@ -290,9 +288,7 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words
         assert synced[-1:] == [metrics.stat().st_size]
 
 
-def test_saves_that_come_faster_than_the_disk_writes_are_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [1000.0], list[str]()
     waits_s = itertools.cycle([0.7, 0.0])  # for the save before, and once more when the next is handed over
 
@@ -314,7 +310,7 @@ def test_saves_that_come_faster_than_the_disk_writes_are_told_once(
     assert "checkpoint.every=auto" in text
 
 
-def test_a_save_that_is_due_by_the_clock_waits_for_the_disk_instead_of_training(tmp_path: Path) -> None:
+def test_a_timed_save_waits_for_the_disk_instead_of_blocking_training(tmp_path: Path) -> None:
     with opened(tmp_path, "checkpoint.every=10min") as phase:
         updates = phase.updates()
         next(updates)
@@ -334,7 +330,7 @@ def test_a_save_that_is_due_by_the_clock_waits_for_the_disk_instead_of_training(
         assert saving_of(phase).saver.toll.num_saves == 2
 
 
-def test_the_interval_follows_from_what_a_save_costs_also_in_a_resumed_run(
+def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as phase:

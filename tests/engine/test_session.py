@@ -11,11 +11,11 @@ from runner.engine.job import name_of
 
 
 @pytest.mark.parametrize("name", ["last", "../x", "a/b", ".", "..", "-x", "two words"])
-def test_a_name_that_would_lead_elsewhere_is_refused(name: str) -> None:
+def test_a_name_outside_of_the_output_folder_is_refused(name: str) -> None:
     with pytest.raises(ConfigError):
         name_of(compose(Request((f"run={name}",))))
 
 
-def test_a_run_without_a_name_is_called_after_its_task() -> None:
+def test_a_run_without_a_name_is_named_after_its_task() -> None:
     assert name_of(compose(Request(("run=mine",)))) == "mine"
     assert "gpt" in name_of(compose(Request(("task=gpt",))))

@@ -86,7 +86,7 @@ def test_every_sample_of_a_split_counts_once(words: tuple[str, ...], server: For
     assert json.loads(written.read_text()) == record
 
 
-def test_evaluate_uses_the_best_checkpoint_unless_told_otherwise(server: ForkServer, tmp_path: Path) -> None:
+def test_evaluate_uses_the_best_checkpoint_by_default(server: ForkServer, tmp_path: Path) -> None:
     words = ("evaluate.every=1", "checkpoint.every=1updates", "checkpoint.keep=9", "checkpoint.best_is=max")
     train(server, tmp_path, *words)
     rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
@@ -112,7 +112,7 @@ def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
     assert json.loads(written.read_text())["seconds"] == 5
 
 
-def test_evaluate_needs_no_run_where_weights_are_given(server: ForkServer, tmp_path: Path) -> None:
+def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path)
     path = checkpoint.path_of(tmp_path / "outputs/mine/checkpoints", 6)
     save_file(checkpoint.load(path).tensors("model"), tmp_path / "w.safetensors")
@@ -124,7 +124,7 @@ def test_evaluate_needs_no_run_where_weights_are_given(server: ForkServer, tmp_p
 
 
 @pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["one", "two"])
-def test_what_a_task_prints_is_not_in_the_json(words: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+def test_output_of_a_task_is_not_in_the_json(words: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
     (tmp_path / TASK.name).write_text(text)
     train(server, tmp_path, "--task", TASK.name, *words)
@@ -139,7 +139,7 @@ def refused(server: ForkServer, folder: Path, *words: str) -> Ended:
     return ended
 
 
-def test_a_misspelled_split_is_a_wrong_setting_whatever_the_task_raises(server: ForkServer, tmp_path: Path) -> None:
+def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_path: Path) -> None:
     lacks = "if split not in ('train', 'val'): raise InputMissing('there is none', where='data.path', fix='add it')"
     text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
     own = tmp_path / "own.py"
@@ -152,7 +152,7 @@ def test_a_misspelled_split_is_a_wrong_setting_whatever_the_task_raises(server: 
     assert refused(server, tmp_path, "split=test").code == 66
 
 
-def test_what_does_not_exist_is_refused_with_what_does(server: ForkServer, tmp_path: Path) -> None:
+def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
     assert refused(server, tmp_path, "split=dev").code == 78
     assert refused(server, tmp_path, "split=../x").code == 78
@@ -167,7 +167,7 @@ def test_what_does_not_exist_is_refused_with_what_does(server: ForkServer, tmp_p
     assert "damaged: 4" in damaged.err
 
 
-def test_an_evaluation_begins_with_the_batch_size_that_an_earlier_one_was_reduced_to(
+def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
     server: ForkServer, tmp_path: Path
 ) -> None:
     sizes = tmp_path / "sizes"

@@ -16,14 +16,12 @@ TASK = Path(__file__).parents[1] / "laws" / "task_of_buffers.py"
 
 
 @pytest.mark.parametrize(("updates", "every"), [(1, 1), (9, 1), (10, 1), (25, 2), (400, 40)])
-def test_auto_evaluates_about_ten_times_and_never_more_than_once_an_update(
-    updates: int, every: int, tmp_path: Path
-) -> None:
+def test_auto_evaluates_about_ten_times_and_at_most_once_per_update(updates: int, every: int, tmp_path: Path) -> None:
     with opened(tmp_path, f"updates={updates}", "evaluate.every=auto") as phase:
         assert phase.hook(Evaluation).every == every
 
 
-def test_a_run_that_is_stopped_records_by_what_and_after_which_update(server: ForkServer, tmp_path: Path) -> None:
+def test_a_stopped_run_records_the_signal_and_the_update(server: ForkServer, tmp_path: Path) -> None:
     fault = {"at": "update", "number": 3, "by": "SIGTERM"}
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
     words = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0"

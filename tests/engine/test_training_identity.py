@@ -60,7 +60,7 @@ def workers(fetcher: Fetcher, start_method: str) -> WorkerLoader:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_hashing_leaves_nothing_open_that_workers_would_share(tmp_path: Path, start_method: str) -> None:
+def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_method: str) -> None:
     (tmp_path / "data").write_bytes(bytes(range(9)))
     opening = Opening(tmp_path / "data")
     fetchers = {"train": fetcher_of(opening), "val": fetcher_of([1, 2, 3], "val")}
@@ -82,7 +82,7 @@ def test_samples_that_cannot_be_read_have_no_hash(is_apart: bool) -> None:
     assert sorted(data_of({"train": fetcher}, loader)["train"]["hashes"]) == ["0", "4"]
 
 
-def test_a_worker_that_dies_is_left_to_training() -> None:
+def test_a_worker_that_dies_while_hashing_does_not_end_the_run() -> None:
     fetcher = fetcher_of(Failing(lambda index: os._exit(3)))
     assert data_of({"train": fetcher}, workers(fetcher, "fork")) == {"train": {"samples": 5, "hashes": {}}}
 
@@ -104,7 +104,7 @@ def test_a_worker_that_dies_is_left_to_training() -> None:
         (SimpleNamespace(tobytes=lambda: b"1"), SimpleNamespace(tobytes=lambda: b"2")),
     ],
 )
-def test_another_content_is_noticed_and_the_same_one_is_not(sample: Any, other: Any) -> None:
+def test_changed_content_is_detected_and_equal_content_is_not(sample: Any, other: Any) -> None:
     fetchers, changed = {"train": fetcher_of([sample])}, {"train": fetcher_of([other])}
     loader = Loader(fetchers["train"])
     before = data_of(fetchers, loader)
@@ -113,7 +113,7 @@ def test_another_content_is_noticed_and_the_same_one_is_not(sample: Any, other: 
     assert changed_samples(before, data_of(changed, loader), changed, loader) == ["train sample 0"]
 
 
-def test_modules_that_are_imported_later_belong_to_the_code_and_are_not_imported(
+def test_modules_imported_later_belong_to_the_code_without_being_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {

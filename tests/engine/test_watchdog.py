@@ -176,7 +176,7 @@ def family(word: str) -> set[int]:
     ],
     ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk beside training"],
 )
-def test_what_hangs_is_named_with_its_place_and_leaves_nobody(
+def test_a_hang_is_named_with_its_place_and_leaves_no_process(
     fault: str, words: str, said: str, at: str, server: ForkServer, folder: Path
 ) -> None:
     run = f"h{os.getpid()}"
@@ -218,7 +218,7 @@ def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> N
     assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
 
 
-def test_a_debugger_and_a_run_without_a_watchdog_may_take_their_time(server: ForkServer, folder: Path) -> None:
+def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServer, folder: Path) -> None:
     ended = server.run([*BASE.split(), "task.fault=pdb"], folder)
     assert ended.code == 0, ended.err
     words = [word for word in BASE.split() if not word.startswith("watchdog")]
@@ -227,7 +227,7 @@ def test_a_debugger_and_a_run_without_a_watchdog_may_take_their_time(server: For
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
-def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
+def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
     """And where there is nothing to go on from, nobody is sent there."""
     gone = folder / "gone"
     gone.mkdir()
@@ -258,7 +258,7 @@ def test_a_hang_is_told_also_where_nothing_can_be_written(is_there: bool, server
     assert (folder / "outputs/r/error.json").exists() == (not is_there)
 
 
-def test_a_slow_disk_that_moves_loses_nothing(server: ForkServer, folder: Path) -> None:
+def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folder: Path) -> None:
     """A save takes three seconds and more; none of its steps does."""
     words = BASE.replace("watchdog.checkpoint_s=60", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
     ended = server.run([*words.split(), "task.fault=slow disk"], folder)
@@ -269,7 +269,7 @@ def test_a_slow_disk_that_moves_loses_nothing(server: ForkServer, folder: Path) 
 SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.LEAST_S = 2.0"  # else each case takes minutes
 
 
-def test_what_takes_longer_than_the_least_limit_from_the_start_is_let_be(server: ForkServer, folder: Path) -> None:
+def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
     words = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace(
         "updates=12", "updates=3"
     )
@@ -281,14 +281,14 @@ def test_what_takes_longer_than_the_least_limit_from_the_start_is_let_be(server:
     assert ended.code == 0, ended.err
 
 
-def test_the_search_for_what_is_not_finite_may_take_longer_than_an_update(server: ForkServer, folder: Path) -> None:
+def test_the_search_for_non_finite_values_may_exceed_an_update(server: ForkServer, folder: Path) -> None:
     words = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
     ended = server.run(f"{words} task.fault=search", folder)
     assert ended.code == 82, ended.err
     assert "at update 3" in ended.err
 
 
-def test_a_process_that_was_stopped_for_longer_than_its_limit_goes_on(server: ForkServer, folder: Path) -> None:
+def test_a_process_suspended_beyond_the_limit_continues(server: ForkServer, folder: Path) -> None:
     pid = server.start(BASE.replace("updates=12", "updates=40").split(), folder)
     rows = folder / "outputs/r/metrics.jsonl"
     wait_until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
@@ -300,7 +300,7 @@ def test_a_process_that_was_stopped_for_longer_than_its_limit_goes_on(server: Fo
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_nobody_outlives_a_run_that_is_killed_and_the_next_one_sweeps(
+def test_no_process_outlives_a_killed_run_and_the_next_one_cleans_up(
     start: str, server: ForkServer, folder: Path, short: Path
 ) -> None:
     """Also where its workers hang: they do not look for their parent then."""
@@ -328,7 +328,7 @@ def test_nobody_outlives_a_run_that_is_killed_and_the_next_one_sweeps(
 LIMITS = WatchdogLimits(update_s=None, first_update_s=1800.0, data_s=7.0, checkpoint_s=600.0)
 
 
-def test_the_limit_is_ten_times_the_longest_lately_and_never_short() -> None:
+def test_the_limit_is_ten_times_the_longest_recent_update_with_a_minimum() -> None:
     done: set[str] = set()
     waited = Waited(LIMITS, done, compiles=False)
     assert [waited.limit_s(kind) for kind in (START, UPDATE, DATA, CHECKPOINT)] == [1800.0, 1800.0, 1800.0, 600.0]
@@ -342,7 +342,7 @@ def test_the_limit_is_ten_times_the_longest_lately_and_never_short() -> None:
 
 
 @pytest.mark.parametrize("kind", [UPDATE, DATA, EVALUATION, SUMMARY])
-def test_pieces_that_all_take_long_are_let_be_from_the_second_on(kind: str) -> None:
+def test_uniformly_long_steps_are_accepted_from_the_second_on(kind: str) -> None:
     waited = Waited(WatchdogLimits(None, 1800.0, None, 600.0), {kind}, compiles=False)
     for update in range(1, 10):
         waited.took(kind, update, 55.0)
@@ -352,7 +352,7 @@ def test_pieces_that_all_take_long_are_let_be_from_the_second_on(kind: str) -> N
 
 
 @pytest.mark.parametrize("update_s", [0.0, 0.3])
-def test_a_first_piece_unlike_the_others_counts_no_longer_than_until_they_are_known(update_s: float) -> None:
+def test_an_atypical_first_step_counts_only_until_others_are_known(update_s: float) -> None:
     waited = Waited(LIMITS, {UPDATE}, compiles=False)
     waited.took(UPDATE, 1, 240.0)
     for number in range(SETTLED):
@@ -361,7 +361,7 @@ def test_a_first_piece_unlike_the_others_counts_no_longer_than_until_they_are_kn
     assert waited.limit_s(UPDATE) == LEAST_S
 
 
-def test_what_is_compiled_once_may_be_compiled_again() -> None:
+def test_recompilation_has_the_limit_of_compilation() -> None:
     waited = Waited(LIMITS, {UPDATE}, compiles=True)
     for number in range(RECENT):
         waited.took(UPDATE, number + 1, 240.0 if number == 0 else 0.3)

@@ -91,7 +91,7 @@ def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     assert_has(model, source())
 
 
-def test_a_tied_weight_that_the_file_has_once_is_not_missing(tmp_path: Path) -> None:
+def test_a_tied_weight_stored_once_is_not_missing(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in source().items() if name.startswith("backbone")}
     save_file(tensors, tmp_path / "w.safetensors")
     begun(model := Net(tied=True), tmp_path / "w.safetensors")
@@ -112,7 +112,7 @@ def test_a_new_head_keeps_its_initialization(tmp_path: Path) -> None:
         begun(Net(classes=7), tmp_path / "w.safetensors")
 
 
-def test_renamed_tensors_are_taken_under_their_new_names(tmp_path: Path) -> None:
+def test_renamed_tensors_are_loaded_under_their_new_names(tmp_path: Path) -> None:
     tensors = {
         f"encoder.{name.removeprefix('backbone.')}": tensor for name, tensor in source().items() if "backbone" in name
     }
@@ -124,9 +124,7 @@ def test_renamed_tensors_are_taken_under_their_new_names(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tensors", [{}, {"extra": torch.zeros(1)}])
-def test_without_strict_what_is_missing_and_what_is_ignored_is_listed(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_without_strict_missing_and_ignored_tensors_are_listed(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     lacking = {name: tensor for name, tensor in source().items() if name != "head.bias"}
     save_file(lacking | tensors, tmp_path / "w.safetensors")
     told = begun(Net(), tmp_path / "w.safetensors", strict=False)
@@ -142,7 +140,7 @@ def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
     return caught.value
 
 
-def test_what_is_wrong_is_refused_in_one_message_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_all_mismatches_are_refused_in_one_message_and_nothing_is_loaded(tmp_path: Path) -> None:
     save_file(source(), tmp_path / "w.safetensors")
     unknown = refusal(Net(), tmp_path / "w.safetensors", only=["bakbone"])
     assert isinstance(unknown, ConfigError)
@@ -159,7 +157,7 @@ def test_what_is_wrong_is_refused_in_one_message_and_nothing_is_loaded(tmp_path:
     assert refusal(Net(), tmp_path / "nothing").exit_code == Exit.NO_INPUT
 
 
-def test_shards_that_are_missing_twice_there_or_outside_are_refused(tmp_path: Path) -> None:
+def test_missing_duplicated_and_outside_shards_are_refused(tmp_path: Path) -> None:
     for name, index in (("index", True), ("names", False)):
         write_shards(tmp_path / name, source(), index=index)[1].unlink()
         missing = refusal(Net(), tmp_path / name)
@@ -183,7 +181,7 @@ def test_shards_that_are_missing_twice_there_or_outside_are_refused(tmp_path: Pa
         assert isinstance(refusal(Net(), tmp_path / "outside"), DataError)
 
 
-def test_a_run_its_name_and_its_checkpoints_are_sources(server: ForkServer, tmp_path: Path) -> None:
+def test_runs_and_checkpoints_are_sources_of_weights(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
     assert server.run([*words, "updates=4", "averaging=ema", "run=first"], tmp_path).code == 0
     checkpoint = load(path_of(tmp_path / "outputs/first/checkpoints", 4))
@@ -205,7 +203,7 @@ def test_a_name_that_the_weights_lack_leaves_no_run_folder(server: ForkServer, t
     assert not (tmp_path / "outputs").exists()
 
 
-def test_an_old_way_to_write_the_setting_and_the_new_one_are_equal(server: ForkServer, tmp_path: Path) -> None:
+def test_the_old_and_the_new_form_of_the_setting_are_equal(server: ForkServer, tmp_path: Path) -> None:
     missing = [server.run(f"train task=gpt {key}=nowhere", tmp_path) for key in ("weights", "weights.source")]
     assert [ended.code for ended in missing] == [66, 66]
     assert missing[0].err == missing[1].err
@@ -221,7 +219,7 @@ def test_trials_of_a_sweep_start_from_a_run_by_its_name(server: ForkServer, tmp_
         assert "run first," in log
 
 
-def test_a_run_is_measured_where_the_source_of_its_weights_is_gone(tmp_path: Path) -> None:
+def test_a_run_is_evaluated_also_if_the_source_of_its_weights_is_gone(tmp_path: Path) -> None:
     words = ("weights=gone.safetensors", "device=cpu", "monitor=off", f"output_root={tmp_path}", "run=mine")
     with open_phase(Request(words, TASK)) as phase:
         assert phase.planned.name == "train"

@@ -110,9 +110,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("env", [VIRTUAL, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "late device"])
-def test_every_part_has_the_time_that_was_spent_in_it_and_together_they_are_the_run(
-    server: ForkServer, folder: Path, env: dict[str, str]
-) -> None:
+def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder: Path, env: dict[str, str]) -> None:
     slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
     words = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
     found = evidence_of(server, folder, f"{words} evaluate.every=6 checkpoint=off", env)
@@ -138,7 +136,7 @@ def test_every_part_has_the_time_that_was_spent_in_it_and_together_they_are_the_
         assert row["perf/forward_ms"] == pytest.approx(9, abs=0.1)
 
 
-def test_the_end_says_what_limited_the_run(server: ForkServer, folder: Path) -> None:
+def test_the_end_summary_names_the_bottleneck(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} task.data=60", folder, VIRTUAL)
     assert ended.code == 0
     (line,) = (line for line in ended.out.splitlines() if line.startswith("limited by"))
@@ -147,7 +145,7 @@ def test_the_end_says_what_limited_the_run(server: ForkServer, folder: Path) -> 
 
 
 @pytest.mark.parametrize("loader", ["dataloader=thread", "dataloader.num_workers=1"])
-def test_what_a_loader_hides_behind_the_computation_is_no_wait(server: ForkServer, folder: Path, loader: str) -> None:
+def test_loading_hidden_behind_computation_is_not_data_wait(server: ForkServer, folder: Path, loader: str) -> None:
     hidden = evidence_of(server, folder, f"{loader} task.data=10 task.forward=40", {"READ_MS": "10"})
     assert hidden.data_wait == pytest.approx(0.0, abs=1e-3)
     words = f"{loader} task.data=60 task.forward=20 resume=fresh"
@@ -155,7 +153,7 @@ def test_what_a_loader_hides_behind_the_computation_is_no_wait(server: ForkServe
     assert waited.data_wait == pytest.approx(40 / 60, abs=0.05), "60 ms of which 20 are hidden, more in the first"
 
 
-def test_the_share_of_data_is_on_the_lines_before_the_first_row(server: ForkServer, folder: Path) -> None:
+def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} task.data=20 log_every=50", folder, VIRTUAL)
     assert ended.code == 0
     lines = [
@@ -166,7 +164,7 @@ def test_the_share_of_data_is_on_the_lines_before_the_first_row(server: ForkServ
     assert float(lines[-1]["data_wait"]) > 0.5
 
 
-def test_a_rank_that_waits_says_so(server: ForkServer, folder: Path) -> None:
+def test_a_waiting_rank_is_reported(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     found = evidence_of(server, folder, f"{ranks} task.forward=30 task.rank=1")
     assert len(found.ranks_s) == 2
@@ -180,7 +178,7 @@ def test_a_rank_that_waits_says_so(server: ForkServer, folder: Path) -> None:
     assert "rank0/transfer_ms" not in row
 
 
-def test_the_first_update_is_in_no_part_of_a_rank(server: ForkServer, folder: Path) -> None:
+def test_the_first_update_is_excluded_from_the_parts_of_a_rank(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     found = evidence_of(server, folder, f"{ranks} task.first=2000")
     assert len(found.ranks_s) == 2
@@ -188,7 +186,7 @@ def test_the_first_update_is_in_no_part_of_a_rank(server: ForkServer, folder: Pa
     assert all(sum(seconds.values()) < TICKS_S for seconds in found.ranks_s)
 
 
-def test_no_save_is_lost_between_a_run_and_its_continuation(server: ForkServer, folder: Path) -> None:
+def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path) -> None:
     """The last one is no part of the checkpoint that it writes."""
     one = evidence_of(server, folder, "task.saving=300")
     other = evidence_of(server, folder, "task.saving=300 updates=16 resume_allow=[updates,task.saving]")
@@ -199,7 +197,7 @@ def test_no_save_is_lost_between_a_run_and_its_continuation(server: ForkServer, 
 
 
 @pytest.mark.parametrize("rank", ["", "parallelism=ddp parallelism.world_size=2 device=cpu"], ids=["alone", "of two"])
-def test_a_failed_run_leaves_what_it_measured_until_then(server: ForkServer, folder: Path, rank: str) -> None:
+def test_a_failed_run_keeps_its_measurements(server: ForkServer, folder: Path, rank: str) -> None:
     ended = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder, VIRTUAL)
     assert ended.code not in (0, 75)
     found = read_record(folder / "outputs/r").evidence
@@ -212,7 +210,7 @@ def test_a_failed_run_leaves_what_it_measured_until_then(server: ForkServer, fol
     assert phase.updates == 6
 
 
-def test_a_run_that_fails_at_once_leaves_the_evidence_that_was_there(server: ForkServer, folder: Path) -> None:
+def test_a_run_that_fails_at_once_keeps_earlier_measurements(server: ForkServer, folder: Path) -> None:
     before = evidence_of(server, folder, "")
     ended = server.run(f"{BASE} updates=24 resume_allow=[updates]", folder, {**VIRTUAL, "FAILS_AT": "1"})
     assert ended.code not in (0, 75)
@@ -220,7 +218,7 @@ def test_a_run_that_fails_at_once_leaves_the_evidence_that_was_there(server: For
     assert read_record(folder / "outputs/r").evidence == before
 
 
-def test_a_stopped_run_leaves_what_it_knows_and_the_next_one_counts_on(server: ForkServer, folder: Path) -> None:
+def test_measurements_continue_across_a_stop(server: ForkServer, folder: Path) -> None:
     ended = server.run(f"{BASE} task.forward=50 updates=100 log_every=1", folder, {**VIRTUAL, "STOP_AT": "5"})
     assert ended.code == 75, ended.err
     first = read_record(folder / "outputs/r").evidence
@@ -238,12 +236,12 @@ def test_a_stopped_run_leaves_what_it_knows_and_the_next_one_counts_on(server: F
     assert phase.parts_s["first_update"] >= 0.1
 
 
-def test_shapes_that_vary_are_counted(server: ForkServer, folder: Path) -> None:
+def test_varying_shapes_are_counted(server: ForkServer, folder: Path) -> None:
     assert evidence_of(server, folder, f"{RAGGED} updates=40").num_batch_shapes == 3
     assert evidence_of(server, folder, "resume=fresh").num_batch_shapes == 1
 
 
-def test_a_fit_has_its_parts_too(server: ForkServer, folder: Path) -> None:
+def test_a_fit_phase_has_timed_parts_too(server: ForkServer, folder: Path) -> None:
     (folder / "task.py").write_text(
         TASK
         + """
@@ -269,7 +267,7 @@ Slow.losses = property(lambda self: {})
     assert found.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])
 
 
-def test_a_difference_that_rounding_hides_is_not_reported() -> None:
+def test_a_difference_below_rounding_is_not_reported() -> None:
     assert len(state_note(2000, 1000)) == 1
     assert state_note(100 << 20, (100 << 20) - 1) == []
     assert state_note(1, 2) == []

@@ -272,7 +272,7 @@ def _moves(char: str) -> bool:
     )
 
 
-def test_every_configuration_is_valid_or_refused_in_words(
+def test_every_configuration_is_valid_or_refused_with_a_message(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     judge = Judge(tmp_path)
@@ -296,7 +296,7 @@ def refused(*words: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
-def test_a_word_of_any_length_and_depth_is_answered_in_bounded_steps(
+def test_overrides_of_any_length_and_depth_take_bounded_steps(
     key: str, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """The longest is what Linux takes as one argument, 128 KiB."""
@@ -319,7 +319,7 @@ def test_a_word_of_any_length_and_depth_is_answered_in_bounded_steps(
 @pytest.mark.parametrize(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
 )
-def test_the_answer_to_many_words_takes_steps_in_proportion(word: str, tally: Tally) -> None:
+def test_many_overrides_take_linear_steps(word: str, tally: Tally) -> None:
     """Near names are searched for the first 50 words only; later ones cost the same each."""
 
     def cost(count: int) -> int:

@@ -14,7 +14,7 @@ from tests.faults.tallies import Tally
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
-def test_whatever_a_crash_leaves_keeps_what_was_promised(
+def test_every_crash_state_keeps_the_guarantees(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     recording = history.record(memory / "recorded")
@@ -27,7 +27,7 @@ def test_whatever_a_crash_leaves_keeps_what_was_promised(
 
 
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.name)
-def test_what_was_recorded_is_what_was_done(history: History, memory: Path) -> None:
+def test_recorded_operations_equal_executed_ones(history: History, memory: Path) -> None:
     recording = history.record(memory / "recorded")
     there = {
         str(path.relative_to(recording.root)): None if path.is_dir() else path.read_bytes()

@@ -44,7 +44,7 @@ def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
     assert files.names(pair.directory) == [f"damaged-{name_of(NEW)}-1", name_of(OLD)], how
 
 
-def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_returned(
+def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(
     pair: Pair, amount: Amount, seed: int, tally: Tally
 ) -> None:
     for number in range(amount(600, 200_000)):
@@ -62,9 +62,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_returned(
         tally.tried += 1
 
 
-def test_with_only_damaged_ones_nothing_starts_at_0_in_silence(
-    pair: Pair, amount: Amount, seed: int, tally: Tally
-) -> None:
+def test_only_damaged_checkpoints_never_restart_silently(pair: Pair, amount: Amount, seed: int, tally: Tally) -> None:
     for number in range(amount(150, 20_000)):
         generator = random.Random(f"{seed} both {number}")
         contents, whats = {}, []
@@ -85,7 +83,7 @@ def test_with_only_damaged_ones_nothing_starts_at_0_in_silence(
         tally.tried += 1
 
 
-def test_names_that_changed_do_not_deceive(pair: Pair, tally: Tally) -> None:
+def test_renamed_checkpoints_are_detected(pair: Pair, tally: Tally) -> None:
     old, new = pair.originals[OLD], pair.originals[NEW]
     for names, expected in (
         ({name_of(OLD): new, name_of(NEW): old}, None),  # exchanged
@@ -110,7 +108,7 @@ def test_names_that_changed_do_not_deceive(pair: Pair, tally: Tally) -> None:
         tally.tried += 1
 
 
-def test_things_that_are_no_files_are_put_aside_too(pair: Pair, amount: Amount, seed: int, tally: Tally) -> None:
+def test_non_files_are_moved_aside_too(pair: Pair, amount: Amount, seed: int, tally: Tally) -> None:
     for number in range(amount(20, 2000)):
         generator = random.Random(f"{seed} odd {number}")
         pair.put({name_of(update): pair.originals[update] for update in (OLD, NEW)})
@@ -219,7 +217,7 @@ def test_status_shows_a_damaged_run(
         tally.tried += 1
 
 
-def test_status_shows_a_run_whose_files_hold_odd_things(
+def test_status_shows_a_run_with_arbitrary_files(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     amount: Amount, seed: int, tally: Tally,
 ) -> None:  # fmt: skip
@@ -249,7 +247,7 @@ def metric_rows(run: Path) -> list[dict[str, object]]:
     return [{key: value for key, value in json.loads(line).items() if "perf/" not in key} for line in lines]
 
 
-def test_a_run_goes_on_whatever_was_damaged_beside_its_checkpoints(
+def test_a_run_resumes_whatever_else_is_damaged(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
     """Its newest checkpoint is gone too, so that there is something to make; rows that were damaged stay lost."""
@@ -272,7 +270,7 @@ def test_a_run_goes_on_whatever_was_damaged_beside_its_checkpoints(
         tally.tried += 1
 
 
-def test_odd_things_in_the_place_of_files_are_refused_in_words(
+def test_non_files_in_place_of_files_are_refused_with_a_message(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
     (tmp_path / "outputs").mkdir()

@@ -173,7 +173,7 @@ DISKS = {
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", DISKS)
-def test_a_full_disk_costs_updates_and_nothing_that_was_saved(
+def test_a_full_disk_loses_no_saved_update(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     case = DISKS[name]
@@ -201,7 +201,7 @@ def test_a_full_disk_costs_updates_and_nothing_that_was_saved(
 
 
 @needs_root
-def test_a_disk_that_is_freed_in_time_costs_nothing(
+def test_a_disk_that_is_freed_in_time_loses_nothing(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     with disk(tmp_path) as place:
@@ -240,7 +240,7 @@ files._system = Failing()
 """
 
 
-def test_a_disk_that_fails_at_random_costs_updates_and_nothing_that_was_saved(
+def test_a_randomly_failing_disk_loses_no_saved_update(
     server: ForkServer, reference: Reference, tmp_path: Path, seed: int, amount: Amount, tally: Tally
 ) -> None:
     dice, whole = random.Random(f"{seed} disk"), reference("")
@@ -293,7 +293,7 @@ files._system = Once()
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["EIO", "ENOSPC"])
-def test_a_disk_that_fails_once_at_the_last_save_costs_nothing(
+def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
     kind: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     ended = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
@@ -336,7 +336,7 @@ LIMITS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_limit_of_the_system_is_told(
+def test_a_system_limit_is_reported(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     limit = LIMITS[name]
@@ -363,7 +363,7 @@ assert libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size={}") == 0
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", ["4k", "64k"])
-def test_full_shared_memory_is_told_and_not_waited_for(
+def test_full_shared_memory_is_reported_without_a_hang(
     size: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     words = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
@@ -388,7 +388,7 @@ SAMPLES = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("act", SAMPLES)
-def test_a_bad_sample_is_told(act: str, workers: int, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     code, cause = SAMPLES[act]
     ended = server.run([*BASE, f"dataloader.num_workers={workers}"], tmp_path, {"ACT": act})
     must_be_told(ended, code, cause)
@@ -399,7 +399,7 @@ def test_a_bad_sample_is_told(act: str, workers: int, server: ForkServer, tmp_pa
     tally.tried += 1
 
 
-def test_a_bad_sample_is_left_out_and_listed_by_choice(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_bad_sample_is_skipped_and_listed_on_request(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     ended = server.run([*BASE, "dataloader.bad_samples=skip"], tmp_path, {"ACT": "sample-raises"})
     must_be_told(ended, 0)
     events = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
@@ -421,7 +421,7 @@ WORKERS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", WORKERS)
-def test_a_data_worker_that_dies_is_told(
+def test_a_dead_data_worker_is_reported(
     act: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     code, cause = WORKERS[act]
@@ -445,7 +445,7 @@ assert ctypes.CDLL(None).capset(header, nothing) == 0  # root without capabiliti
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("root", "code"), [("closed/runs", 77), ("closed/deep/runs", 77), ("file/runs", 73)])
-def test_a_folder_that_one_may_not_write_to_is_told(
+def test_a_folder_without_write_permission_is_reported(
     root: str, code: int, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
@@ -467,7 +467,7 @@ for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "PATH"):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_cache_of_compiled_code_that_cannot_be_written_is_told_before_the_first_update(
+def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
     num_ranks: int, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -508,7 +508,7 @@ def test_a_temporary_folder_with_a_long_name_serves_data_workers(
     tally.tried += 1
 
 
-def test_what_a_run_leaves_is_private_whatever_the_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_files_of_a_run_are_private_whatever_the_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     ended = server.run(BASE, tmp_path, None, "import os; os.umask(0)")
     must_be_told(ended, 0)
     run = tmp_path / "outputs" / "mine"
@@ -527,7 +527,7 @@ PLACES = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLACES)
-def test_a_folder_of_any_name_holds_runs(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     place = PLACES[name]
     (tmp_path / "behind").mkdir()
     (tmp_path / "a").mkdir()
@@ -555,7 +555,7 @@ def test_a_folder_of_any_name_holds_runs(name: str, server: ForkServer, tmp_path
     tally.tried += 1
 
 
-def test_a_name_that_is_too_long_is_told(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_name_that_is_too_long_is_reported(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     for words in (["run=" + 300 * "r"], ["output_root=" + 300 * "r"], ["output_root=" + "/r" * 3000]):
         ended = server.run([*BASE[:-1], "run=mine", *words][-len(BASE) :], tmp_path)
         assert ended.code in (73, 78), ended.err
@@ -578,7 +578,7 @@ STREAMS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STREAMS)
-def test_what_nobody_can_read_does_not_hold_a_run_up(
+def test_unreadable_files_do_not_block_a_run(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     ended = server.run(BASE, tmp_path, None, f"import os; {STREAMS[name]}")
@@ -587,7 +587,7 @@ def test_what_nobody_can_read_does_not_hold_a_run_up(
     tally.tried += 1
 
 
-def test_a_terminal_that_goes_away_is_a_request_to_save(
+def test_a_closed_terminal_makes_the_run_save(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     ended = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
@@ -614,7 +614,7 @@ os.read(door, 1)
 """
 
 
-def test_of_two_starts_at_the_same_moment_one_runs(
+def test_of_two_simultaneous_starts_one_runs(
     server: ForkServer, other: ForkServer, tmp_path: Path, amount: Amount, tally: Tally
 ) -> None:
     first_won = 0
@@ -662,7 +662,7 @@ assert libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, None) == 0
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [[], ["parallelism=ddp", "parallelism.world_size=2"]], ids=["one", "ranks"])
-def test_a_system_without_proc_is_named(words: list[str], server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_a_system_without_proc_is_reported(words: list[str], server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     must_be_told(server.run([*BASE, *words], tmp_path, before=NO_PROC), 71, "/proc")
     tally.tried += 1
 
@@ -702,7 +702,7 @@ def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str =
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", NO_WANDB)
-def test_a_wandb_that_cannot_be_imported_costs_no_row(
+def test_a_wandb_that_cannot_be_imported_loses_no_row(
     how: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     (tmp_path / "wandb").mkdir()
@@ -719,7 +719,7 @@ def test_a_wandb_that_cannot_be_imported_costs_no_row(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["refused", "black hole"])
-def test_a_network_that_does_not_answer_costs_neither_start_nor_rows(
+def test_an_unresponsive_network_delays_no_start_and_loses_no_row(
     how: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     pytest.importorskip("wandb")

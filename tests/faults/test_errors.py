@@ -89,7 +89,7 @@ def messages() -> list[tuple[Path, ast.Call]]:
     ]
 
 
-def test_messages_say_what_to_do() -> None:
+def test_messages_have_a_fix() -> None:
     def advises(call: ast.Call) -> bool:
         is_problem = isinstance(call.func, ast.Name) and call.func.id == "Problem"
         has_fix = any(keyword.arg in ("fix", None) for keyword in call.keywords) or (is_problem and len(call.args) > 2)
@@ -109,7 +109,7 @@ def test_messages_say_what_to_do() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WAYS)
-def test_a_code_is_reached(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+def test_exit_codes_are_reachable(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     way = WAYS[name]
     if way.first:
         assert server.run(way.first, tmp_path).code == 0
@@ -128,7 +128,7 @@ def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path:
     environment.must_be_told(ended, Exit.SECURITY, "must be in outputs, but is a link")
 
 
-def test_every_code_is_reached_by_a_fault() -> None:
+def test_every_exit_code_is_reached_by_a_fault() -> None:
     """HANG is that of the watchdog, whose suite reaches it."""
     reached = {int(way.code) for way in WAYS.values()}
     reached |= {case.code for case in environment.DISKS.values()}
@@ -144,7 +144,7 @@ def test_every_code_is_reached_by_a_fault() -> None:
     assert reached | {int(code) for code in apart} == {int(code) for code in Exit}
 
 
-def test_every_code_is_on_the_page() -> None:
+def test_every_exit_code_is_documented() -> None:
     rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
     assert [(int(number), name) for number, name in rows] == [(int(code), code.name) for code in Exit]
 
@@ -161,7 +161,7 @@ def test_every_class_of_error_is_raised_somewhere() -> None:
     assert {kind.exit_code for kind in kinds} <= set(Exit)
 
 
-def test_an_error_keeps_its_place_on_the_way_to_another_process() -> None:
+def test_an_error_keeps_its_place_across_processes() -> None:
     error = DataError("what", where="where", fix="fix")
     error.place = {"samples": [3]}
     kind, given = error.__reduce__()
@@ -397,7 +397,7 @@ RAISED = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RAISED)
-def test_what_a_task_raises_is_told_in_its_own_lines(
+def test_errors_of_a_task_are_reported_with_its_own_lines(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     told = RAISED[name]
@@ -422,7 +422,7 @@ def test_what_a_task_raises_is_told_in_its_own_lines(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", ["os.abort()", "__import__('ctypes').string_at(0)"])
-def test_a_crash_in_c_tells_the_lines_that_were_run(call: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_crash_in_c_reports_the_running_lines(call: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\n" + TASK.replace("pass  # HERE", call))
     ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
     assert ended.code not in set(Exit)
@@ -430,7 +430,7 @@ def test_a_crash_in_c_tells_the_lines_that_were_run(call: str, server: ForkServe
     assert re.search(r'mine.py", line \d+ in loss', ended.err), ended.err  # lint-tests: phrase: lines of a traceback
 
 
-def test_a_tracker_that_is_not_installed_is_told_before_a_run_begins(server: ForkServer, tmp_path: Path) -> None:
+def test_a_missing_tracker_package_is_reported_before_a_run_starts(server: ForkServer, tmp_path: Path) -> None:
     without = """
 import importlib.util as u
 find = u.find_spec
@@ -451,7 +451,7 @@ def test_the_place_is_in_error_json(server: ForkServer, tmp_path: Path) -> None:
     assert (error["last_checkpoint"], error["updates_repeated"]) == ("update-0000000004", 1)
 
 
-def test_an_error_of_a_run_that_never_began_says_nothing_of_checkpoints(server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_before_training_does_not_mention_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("return Mine()", "return inner()"))
     ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
     environment.must_be_told(ended, 70, "build raised KeyError: 'inner'")
@@ -459,7 +459,7 @@ def test_an_error_of_a_run_that_never_began_says_nothing_of_checkpoints(server: 
 
 
 @environment.needs_root
-def test_a_folder_of_the_configuration_that_cannot_be_read_is_told(server: ForkServer, tmp_path: Path) -> None:
+def test_an_unreadable_config_folder_is_reported(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "conf").chmod(0o000)

@@ -83,7 +83,7 @@ def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
     return attempt
 
 
-def test_every_call_of_the_system_can_be_recorded_and_can_fail() -> None:
+def test_every_system_call_can_be_recorded_and_can_fail() -> None:
     calls = {name for name in vars(System) if not name.startswith("_")}
     assert calls <= set(vars(Faults))
     assert calls - set(vars(Recording)) == {"begin_write_back"}, "a call that changes what a crash leaves is recorded"
@@ -128,7 +128,7 @@ class Careless(Quick):
     [(os.O_EXCL | os.O_NOFOLLOW, True), (os.O_EXCL, False), (os.O_NOFOLLOW, False)],
     ids=["both", "O_EXCL: O_NOFOLLOW refuses the link", "O_NOFOLLOW: O_EXCL refuses the link"],
 )
-def test_opening_without_care_is_caught(memory: Path, without: int, is_caught: bool) -> None:
+def test_careless_opening_is_caught(memory: Path, without: int, is_caught: bool) -> None:
     history = next(one for one in SHORT if one.name == "the first save of a run")
     trace = Attempt(history, {}, memory / "whole").faults.trace
     manifest = next(
@@ -159,7 +159,7 @@ def test_every_two_operations_fail(
             tally.skip("ended at the first")
 
 
-def test_a_row_half_written_that_cannot_be_cut_off_at_once_is_cut_off_later(memory: Path) -> None:
+def test_a_torn_row_that_cannot_be_truncated_at_once_is_truncated_later(memory: Path) -> None:
     history = replace(BY_NAME["a log"], act=lambda *_: None)
     failing = {2: "short", 3: "ENOSPC", 4: "ENOSPC"}  # after the opening and the sync of its name
     (memory / "run").mkdir()
@@ -175,7 +175,7 @@ def test_a_row_half_written_that_cannot_be_cut_off_at_once_is_cut_off_later(memo
     history.check(memory / "run", {"rows": 2})
 
 
-def test_a_log_is_cut_between_lines(memory: Path) -> None:
+def test_a_log_is_truncated_between_lines(memory: Path) -> None:
     with files.AppendLog(memory / "metrics.jsonl") as log:
         log.write(ROWS[0].decode())
         log.write(ROWS[1].decode())
@@ -230,7 +230,7 @@ def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
 NAMED = ("mkdir", "rename", "fsync", "open")  # what has to do with names
 
 
-def test_a_failure_then_a_crash_keeps_what_was_promised(
+def test_a_failure_followed_by_a_crash_keeps_the_guarantees(
     memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     history = History("a run that is started until it ends", _go_on, _check_run)
@@ -265,7 +265,7 @@ def _check_in_folders(root: Path, promised: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("is_synced", [True, False])
-def test_a_run_in_folders_that_somebody_made_just_before_outlives_a_crash(
+def test_a_run_in_just_created_folders_survives_a_crash(
     memory: Path, monkeypatch: pytest.MonkeyPatch, is_synced: bool
 ) -> None:
     history = History("folders just made", _in_folders_just_made, _check_in_folders)
@@ -293,7 +293,7 @@ def _sync_again(root: Path, promise: Callable[[str, Any], None]) -> None:
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_log_of_which_a_sync_failed_promises_nothing_more(
+def test_a_log_with_a_failed_sync_makes_no_further_promise(
     memory: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
 ) -> None:
     history = replace(BY_NAME["a log"], act=_sync_again)

@@ -57,7 +57,9 @@ def test_a_file_does_not_write_the_script_of_a_job(cluster: Path) -> None:
     assert not (cluster / "PWNED").exists()
 
 
-def test_nor_does_the_name_of_the_folder_in_which_we_are(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_the_current_folder_does_not_write_the_script_of_a_job(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (cluster / "o\ntouch PWNED\n#x").mkdir()
     monkeypatch.chdir(cluster / "o\ntouch PWNED\n#x")
     with pytest.raises(ConfigError, match="printable"):
@@ -67,7 +69,7 @@ def test_nor_does_the_name_of_the_folder_in_which_we_are(cluster: Path, monkeypa
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["outputs/b/mt.py", "outputs/mt.py", "outputs/a/mt.py", "outputs/b/link.py"])
-def test_no_run_names_code_below_the_output_root(
+def test_no_run_can_name_code_below_the_output_root(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     words = f"train --task {TASK} device=cpu monitor=off updates=1 run=a"
@@ -114,9 +116,7 @@ HOSTILE = (
 )
 
 
-def test_the_tab_key_offers_names_that_mean_nothing_to_a_shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
-) -> None:
+def test_completion_offers_shell_safe_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf" / "optimizer").mkdir(parents=True)
     for name in (*HOSTILE, "good-1.0"):

@@ -41,7 +41,9 @@ def files() -> Iterator[tuple[str, str, int, str]]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "content", "code", "told"), list(files()), ids=[name for name, *_ in files()])
-def test_nothing_grows(tmp_path: Path, name: str, content: str, code: int, told: str, tally: Tally) -> None:
+def test_files_do_not_grow_without_bound(
+    tmp_path: Path, name: str, content: str, code: int, told: str, tally: Tally
+) -> None:
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "mine.yaml").write_text(content, encoding="utf-8")
     compose(Request(("seed=1",)))  # what is imported once
@@ -61,7 +63,7 @@ def test_nothing_grows(tmp_path: Path, name: str, content: str, code: int, told:
     tally.tried += 1
 
 
-def test_an_option_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+def test_an_option_cannot_escape_its_folder(tmp_path: Path) -> None:
     (tmp_path / "evil.yaml").write_text("option: fp32\n_target_: os.system\n")
     folder = tmp_path / "conf"
     folder.mkdir()
@@ -74,14 +76,14 @@ def test_an_option_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
         assert caught.value.exit_code == 89
 
 
-def test_a_value_of_the_command_line_is_no_reference(tmp_path: Path) -> None:
+def test_a_command_line_value_is_not_a_reference(tmp_path: Path) -> None:
     for word in ("data.path='${oc.env:HOME}'", 'data.path="${seed}"', "data.path=${seed}", "data={path:'${seed}'}"):
         with pytest.raises(AccelRunError) as caught:
             compose(Request((word,)))
         assert caught.value.exit_code == 78
 
 
-def test_a_deep_task_file_is_told(server: ForkServer, tmp_path: Path) -> None:
+def test_a_deeply_nested_task_file_is_reported(server: ForkServer, tmp_path: Path) -> None:
     for name, line in (("minus", f"x = {'-' * 100_000}1\n"), ("lists", f"x = {'[' * 5_000}{']' * 5_000}\n")):
         (tmp_path / "mine.py").write_text(TASK.read_text() + line)
         ended = server.run("plan --task mine.py", tmp_path)

@@ -105,7 +105,7 @@ def hostile_words() -> Iterator[tuple[str, ...]]:
     yield ("run=/etc/cron.d/x",)
 
 
-def test_hostile_words_are_refused_and_nothing_is_called(
+def test_hostile_overrides_are_refused_and_nothing_is_called(
     watch: list[tuple[str, str]], seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     from runner.durable.directory import check_name
@@ -122,7 +122,7 @@ def test_hostile_words_are_refused_and_nothing_is_called(
         tally.tried += 1
 
 
-def test_what_names_code_is_refused_as_such(watch: list[tuple[str, str]]) -> None:
+def test_values_that_name_code_are_refused(watch: list[tuple[str, str]]) -> None:
     for target in TARGETS:
         error = attempt((f"+optimizer._target_={target}",))
         assert error is not None
@@ -212,7 +212,7 @@ def test_hostile_files_are_refused_and_nothing_is_called(
         tally.tried += 1
 
 
-def test_a_whole_config_yaml_of_an_enemy_is_no_better(
+def test_a_hostile_config_yaml_is_refused(
     watch: list[tuple[str, str]], tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     for name, content, _ in some(hostile_files(), amount(30, 1000), seed + 1):
@@ -225,7 +225,7 @@ def test_a_whole_config_yaml_of_an_enemy_is_no_better(
         tally.tried += 1
 
 
-def test_files_that_are_none_or_lead_elsewhere_are_refused(watch: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_non_files_and_escaping_links_are_refused(watch: list[tuple[str, str]], tmp_path: Path) -> None:
     outside = tmp_path / "outside.yaml"
     outside.write_text("option: adamw\n")
     folder = tmp_path / "conf" / "optimizer"
@@ -240,7 +240,7 @@ def test_files_that_are_none_or_lead_elsewhere_are_refused(watch: list[tuple[str
         assert not watch
 
 
-def test_what_is_harmless_stays_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmless_values_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     folder = tmp_path / "optimizer"
     folder.mkdir()
@@ -263,7 +263,7 @@ def test_what_is_harmless_stays_allowed(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.choices["precision"].name == "bf16"
 
 
-def test_no_variable_that_a_configuration_may_take_is_a_secret() -> None:
+def test_no_allowed_environment_variable_is_a_secret() -> None:
     from runner.base.secret import is_secret_name
 
     assert not [name for name in ENVIRONMENT if is_secret_name(name)]
@@ -276,7 +276,7 @@ ANNOTATIONS = (
 )  # fmt: skip
 
 
-def test_reading_what_a_task_offers_runs_none_of_it(watch: list[tuple[str, str]], tmp_path: Path) -> None:
+def test_reading_the_options_of_a_task_does_not_run_it(watch: list[tuple[str, str]], tmp_path: Path) -> None:
     for annotation in ANNOTATIONS:
         file = tmp_path / "evil.py"
         file.write_text(
@@ -494,7 +494,7 @@ def snapshot_of(folder: Path) -> list[tuple[str, int, bytes]]:
     ]
 
 
-def test_the_watch_sees_what_it_is_for(watched: Watched, tmp_path: Path) -> None:
+def test_the_audit_hook_detects_calls(watched: Watched, tmp_path: Path) -> None:
     evil = tmp_path / "inside"
     evil.mkdir()
     (evil / "evil.py").write_text(
@@ -510,7 +510,7 @@ def test_the_watch_sees_what_it_is_for(watched: Watched, tmp_path: Path) -> None
         assert f"\n{event} " in f"\n{seen}", (event, seen)
 
 
-def test_a_hostile_run_ends_every_command_in_words(
+def test_a_hostile_run_ends_every_command_with_a_message(
     watched: Watched, trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
 ) -> None:
     outside = tmp_path / "outside"

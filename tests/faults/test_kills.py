@@ -18,7 +18,7 @@ from tests.forkserver import ForkServer
 Amount = Callable[[int, int], int]
 
 
-def test_what_was_acknowledged_survives_a_kill(
+def test_an_acknowledged_checkpoint_survives_a_kill(
     server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
 ) -> None:
     count = amount(40, 10_000)

@@ -43,7 +43,7 @@ output.finish = finish
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_ranks", "watchdog"), [(1, "default"), (1, "off"), (2, "default"), (2, "off")])
-def test_a_second_request_after_the_last_save_leaves_the_exit_code(
+def test_a_second_signal_after_the_last_save_keeps_the_exit_code(
     num_ranks: int, watchdog: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ranks = ["parallelism=ddp", "parallelism.world_size=2"] if num_ranks > 1 else []
@@ -59,7 +59,7 @@ def test_a_second_request_after_the_last_save_leaves_the_exit_code(
     assert json.loads((run / "run.json").read_text())["state"] == "preempted"
 
 
-def test_a_third_request_leaves_an_end_that_takes_too_long(server: ForkServer, tmp_path: Path) -> None:
+def test_a_third_signal_ends_a_slow_shutdown(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_END)
     wait_until((tmp_path / "ending").exists)
     with suppress(ProcessLookupError):  # it has left
@@ -67,9 +67,7 @@ def test_a_third_request_leaves_an_end_that_takes_too_long(server: ForkServer, t
     assert server.wait().code == 130
 
 
-def test_a_request_while_output_is_handed_over_leaves_at_once_with_the_exit_code(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_signal_during_the_last_output_exits_at_once_with_the_exit_code(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_OUTPUT)
     wait_until((tmp_path / "ending").exists)
     os.kill(pid, signal.SIGTERM)

@@ -52,5 +52,5 @@ def chained(cause: BaseException) -> BaseException:
     ],
     ids=str,
 )
-def test_only_a_limit_of_the_system_is_one(error: BaseException, is_limit: bool) -> None:
+def test_only_system_limits_are_reported_as_such(error: BaseException, is_limit: bool) -> None:
     assert (system_limit_of(error) is not None) == is_limit

@@ -185,7 +185,7 @@ def num_operations(root: Path, outside: Path, real: System) -> int:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nothing_outside_is_touched_where_a_link_comes_before_an_operation(
+def test_a_link_placed_before_an_operation_touches_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
 ) -> None:
     root, outside, known = prepared
@@ -199,7 +199,7 @@ def test_nothing_outside_is_touched_where_a_link_comes_before_an_operation(
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nothing_outside_is_touched_while_links_come_and_go(
+def test_racing_links_touch_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
 ) -> None:
     root, outside, known = prepared
@@ -212,7 +212,7 @@ def test_nothing_outside_is_touched_while_links_come_and_go(
         assert load(save(run.checkpoints, snapshot(10**6))).update == 10**6
 
 
-def test_a_program_that_believes_paths_is_caught(prepared: Prepared, seed: int) -> None:
+def test_a_program_that_trusts_paths_is_caught(prepared: Prepared, seed: int) -> None:
     """Without the pinned folder the same attack writes, renames or removes outside."""
     root, outside, known = prepared
     count = num_operations(root, outside, Trusting())
@@ -250,7 +250,7 @@ def test_an_output_root_that_is_a_link_is_followed_and_a_run_that_is_one_is_not(
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "device"])
-def test_a_hostile_lock_is_told(tmp_path: Path, kind: str) -> None:
+def test_a_hostile_lock_is_reported(tmp_path: Path, kind: str) -> None:
     outside = tmp_path / "canary"
     outside.write_text("untouched")
     lock = tmp_path / "outputs" / "run" / ".lock"

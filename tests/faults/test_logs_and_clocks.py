@@ -36,7 +36,7 @@ def checkpoints_of(run: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in (run / "checkpoints").rglob("*") if path.is_file()}
 
 
-def test_a_finished_run_that_is_started_again_and_again_stays_as_it_is(
+def test_restarting_a_finished_run_does_not_change_it(
     tmp_path: Path, server: ForkServer, amount: Amount, tally: Tally
 ) -> None:
     run = tmp_path / "outputs" / "mine"
@@ -57,7 +57,7 @@ def test_a_finished_run_that_is_started_again_and_again_stays_as_it_is(
     assert after["run.json"] <= before["run.json"] + 100
 
 
-def test_a_run_that_fails_at_its_start_again_and_again_stays_as_it_is(
+def test_repeated_failed_starts_do_not_change_a_run(
     tmp_path: Path, server: ForkServer, amount: Amount, tally: Tally
 ) -> None:
     run, refused = tmp_path / "outputs" / "mine", [*FAULTS, "seed=5"]
@@ -77,7 +77,7 @@ def test_a_run_that_fails_at_its_start_again_and_again_stays_as_it_is(
     assert after["run.json"] == before["run.json"]
 
 
-def test_logs_have_a_bound_and_begin_anew_beyond_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_are_bounded_and_restart_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "MOST_BYTES", 5000)
     for _ in range(200):
         log, console = events.Events(tmp_path / "events.jsonl"), events.Console(tmp_path / "console.log", level="error")
@@ -92,7 +92,7 @@ def test_logs_have_a_bound_and_begin_anew_beyond_it(tmp_path: Path, monkeypatch:
     assert all(json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
 
 
-def test_a_row_after_one_that_a_crash_cut_is_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_row_after_a_torn_one_is_a_separate_line(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text('{"kind": "start"}\n{"kind": "en')
     log = events.Events(tmp_path / "events.jsonl")
     log.record("resume", update=3)
@@ -130,7 +130,7 @@ def test_a_clock_that_jumps_changes_nothing_that_is_computed(
     )
 
 
-def test_minutes_between_saves_are_not_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_intervals_use_a_monotonic_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = SavePolicy(seconds=60.0)
     monkeypatch.setattr(time, "time", lambda: 4e9)
     assert not policy.is_late()
@@ -142,7 +142,7 @@ def test_minutes_between_saves_are_not_those_of_the_clock(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("started", ["2001-01-01T00:00:00+00:00", "2199-01-01T00:00:00+00:00"])
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_who_runs_is_known_whatever_the_clock_was_set_to(
+def test_run_states_do_not_depend_on_the_clock(
     started: str, is_ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "outputs" / "mine"

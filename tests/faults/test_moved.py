@@ -29,7 +29,9 @@ def saved(run: Path) -> list[int]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", ["move", "replace"])
-def test_a_run_whose_folder_is_moved_goes_on_in_the_moved_folder(server: ForkServer, tmp_path: Path, act: str) -> None:
+def test_a_run_whose_folder_is_moved_continues_in_the_moved_folder(
+    server: ForkServer, tmp_path: Path, act: str
+) -> None:
     ended = run(server, tmp_path, act)
     assert ended.code == 0, ended.err
     moved, old = tmp_path / "outputs" / "moved", tmp_path / "outputs" / "mine"
@@ -52,7 +54,7 @@ def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer,
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
-def test_a_lock_that_was_removed_is_taken_again(server: ForkServer, tmp_path: Path) -> None:
+def test_a_removed_lock_is_reacquired(server: ForkServer, tmp_path: Path) -> None:
     ended = run(server, tmp_path, "unlock")
     assert ended.code == 0, ended.err
     assert saved(tmp_path / "outputs" / "mine")[-1] == 60
@@ -60,16 +62,14 @@ def test_a_lock_that_was_removed_is_taken_again(server: ForkServer, tmp_path: Pa
     assert (ended.out + ended.err).count(".lock") == 1, "said once"
 
 
-def test_a_run_that_another_process_has_taken_over_writes_no_more(server: ForkServer, tmp_path: Path) -> None:
+def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, tmp_path: Path) -> None:
     ended = run(server, tmp_path, "take", "updates=1000000")
     assert ended.code == 87, ended.err
     assert saved(tmp_path / "outputs" / "mine") == [10, 20]
 
 
 @pytest.mark.parametrize("is_alive", [True, False])
-def test_without_a_lock_a_run_that_is_still_written_is_not_begun_twice(
-    server: ForkServer, tmp_path: Path, is_alive: bool
-) -> None:
+def test_without_a_lock_a_running_run_is_not_started_twice(server: ForkServer, tmp_path: Path, is_alive: bool) -> None:
     assert run(server, tmp_path, "none").code == 0
     folder = tmp_path / "outputs" / "mine"
     (folder / ".lock").unlink()

@@ -219,9 +219,7 @@ class Names:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
-def test_every_sync_left_out_and_every_two_steps_in_the_other_order_are_caught(
-    history: History, memory: Path, tally: Tally
-) -> None:
+def test_every_omitted_sync_and_swapped_step_is_caught(history: History, memory: Path, tally: Tally) -> None:
     recording = history.record(memory / "recorded")
     judge = Judge(history, memory / "state")
     wrong, counts = [], Counter[str]()
@@ -286,7 +284,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("history", SHORT[:3], ids=lambda history: history.name)
-def test_a_save_done_otherwise_is_caught(
+def test_a_different_save_protocol_is_caught(
     history: History,
     name: str,
     change: Callable[[Recording], list[Operation]],

@@ -130,9 +130,7 @@ WITH_BAD_SAMPLES = ("missing labels", "mask in the batch")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", BY_DESIGN)
-def test_what_is_not_finite_by_design_is_not_blamed(
-    mode: str, server: ForkServer, tmp_path: Path, tally: Tally
-) -> None:
+def test_intentional_infinities_are_not_reported(mode: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     words = [*BASE, f"task.mode={mode!r}"]
     words[2] = str(TASK.with_name("task_of_masks.py"))
     fault = Fault("", BY_DESIGN[mode], saved=5)
@@ -158,7 +156,7 @@ LATE_KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", LATE_KERNELS)
-def test_an_update_that_was_applied_before_its_numbers_were_known_is_told_as_that(
+def test_an_update_applied_before_its_values_were_known_is_reported_so(
     kernel: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
     words = [*BASE, "task.fault=module", f"optimizer.kernel={kernel}"]
@@ -269,7 +267,7 @@ def updated(precision: Precision, losses: list[float], fused: bool = True) -> li
     return weights
 
 
-def test_numbers_of_a_device_are_told_with_the_next_update_and_fused_kernels_do_not_apply_them() -> None:
+def test_device_values_are_checked_one_update_later_and_fused_kernels_skip_them() -> None:
     precision, nan = Late(), float("nan")
     first, second = updated(precision, [1.0, nan])
     assert torch.equal(first, second), "weights stay finite"
@@ -280,14 +278,14 @@ def test_numbers_of_a_device_are_told_with_the_next_update_and_fused_kernels_do_
 
 
 @pytest.mark.parametrize("ask", [Precision.num_skipped, Precision.state], ids=["the next update", "a checkpoint"])
-def test_no_checkpoint_is_made_before_the_numbers_are_looked_at(ask: Any) -> None:
+def test_no_checkpoint_is_written_before_values_are_checked(ask: Any) -> None:
     precision = Late()
     updated(precision, [1.0, float("inf")], fused=False)
     with pytest.raises(NotFinite):
         ask(precision)
 
 
-def test_what_is_skipped_leaves_the_optimizer_as_it_was() -> None:
+def test_a_skipped_update_does_not_change_the_optimizer() -> None:
     nan = float("nan")
     precision = Late()
     weight = nn.Parameter(torch.ones(3))
@@ -298,7 +296,7 @@ def test_what_is_skipped_leaves_the_optimizer_as_it_was() -> None:
     assert is_finite(list(optimizer.state[weight].values()))
 
 
-def test_without_the_look_weights_are_lost() -> None:
+def test_without_the_check_weights_are_lost() -> None:
     """The faults of this file are real: a precision that does not look goes on with what is no number."""
 
     class Blind(Precision):
@@ -326,7 +324,7 @@ class Siamese(nn.Module):
         return self.last(self.shared(x)) + self.last(self.shared(x * torch.tensor(float("inf"))))  # type: ignore[no-any-return]
 
 
-def test_a_module_that_is_given_what_is_not_finite_is_not_to_blame() -> None:
+def test_a_module_with_non_finite_input_is_not_blamed() -> None:
     model = Siamese()
     with watched(model) as calls:
         calls.begin()
@@ -364,14 +362,14 @@ def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-def test_one_number_in_many_is_found(bad: float, dtype: torch.dtype) -> None:
+def test_a_single_non_finite_value_is_found(bad: float, dtype: torch.dtype) -> None:
     tensor = torch.ones(70_000, dtype=dtype)  # in float16 the sum overflows
     assert is_finite({"a": (tensor, 3, torch.ones(2, dtype=torch.int64))})
     tensor[69_000] = bad
     assert not is_finite([tensor])
 
 
-def test_what_is_not_finite_is_named() -> None:
+def test_non_finite_tensors_are_named() -> None:
     named = [("a", torch.ones(2)), ("b", torch.tensor(float("nan"))), ("c", torch.tensor(float("inf")))]
     with pytest.raises(NumericError, match="not saved: b, c"):
         must_be_finite(named, "update 3")

@@ -195,7 +195,7 @@ def chosen() -> list[Cell]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", chosen(), ids=str)
-def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, tally: Tally) -> None:
+def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
     shortage = replace(cell.shortage, struck=[])
     found = trained(cell.course, shortage)
@@ -218,7 +218,7 @@ def test_the_update_is_that_of_a_run_that_began_with_smaller_passes(cell: Cell, 
 # ---------------------------------------------------------------- laws that need one cell each
 
 
-def test_smaller_passes_that_are_remembered_are_those_of_a_smaller_micro_batch() -> None:
+def test_remembered_sizes_equal_a_smaller_micro_batch() -> None:
     """What the other laws compare with is a run of its own: the same as one that was told so."""
     asked = trained(Course(micro=4))
     remembered = trained(Course(), begins_with=(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1),))
@@ -236,7 +236,7 @@ def test_smaller_passes_that_are_remembered_are_those_of_a_smaller_micro_batch()
     ],
     ids=["asked for another size", "of other ranks", "of another phase", "of evaluations", "of another rank"],
 )  # fmt: skip
-def test_what_was_remembered_of_something_else_does_not_hold(row: ReducedMicroBatch) -> None:
+def test_sizes_remembered_for_other_settings_are_ignored(row: ReducedMicroBatch) -> None:
     assert usual()[0]["state"] == trained(Course(), begins_with=(row,))[0]["state"]
 
 
@@ -253,7 +253,7 @@ DAMAGED = (
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_what_cannot_be_understood_is_not_remembered(text: str, tmp_path: Path) -> None:
+def test_invalid_remembered_sizes_are_ignored(text: str, tmp_path: Path) -> None:
     (tmp_path / oom_history.FILE).write_text(text)
     assert oom_history.remembered(tmp_path) == []
 
@@ -265,7 +265,7 @@ def usual() -> list[dict[str, Any]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
-def test_a_step_that_changed_nothing_is_made_once_more(kernel: str) -> None:
+def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
     """Memory that is back as soon as what was cached is given back: no pass is made smaller, on no rank."""
     course = Course(2, more=(f"optimizer.kernel={kernel}",))
     found = trained(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
@@ -277,14 +277,14 @@ def test_a_step_that_changed_nothing_is_made_once_more(kernel: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_two_ranks_may_run_out_of_memory_in_one_update(where: str) -> None:
+def test_two_ranks_may_be_out_of_memory_in_one_update(where: str) -> None:
     course = Course(2, accumulation=4)
     found = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
     rows = (ReducedMicroBatch("train", 0, 0, 4, MICRO, 2), ReducedMicroBatch("train", 0, 1, 2, MICRO, 2))
     assert [there["state"] for there in found] == [there["state"] for there in trained(course, begins_with=rows)]
 
 
-def test_one_rank_may_run_out_of_memory_while_another_still_takes_the_step_before() -> None:
+def test_one_rank_may_be_out_of_memory_while_another_is_a_step_behind() -> None:
     """With unequal shares, too: passes of 6 become passes of 3, those of 10 stay."""
     course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
     found = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
@@ -293,7 +293,7 @@ def test_one_rank_may_run_out_of_memory_while_another_still_takes_the_step_befor
     assert [there["struck"] for there in found] == [[[], [8]], [[6], []]]
 
 
-def test_ranks_in_step_follow_the_smallest_passes_of_any() -> None:
+def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
     """Memory ran out on one rank of ddp; the run goes on with fsdp, where all must make as many passes."""
     course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=20",))
     of_one = (
@@ -306,7 +306,7 @@ def test_ranks_in_step_follow_the_smallest_passes_of_any() -> None:
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
 
 
-def test_a_model_whose_buffers_stay_as_they_are_goes_on_too() -> None:
+def test_a_model_with_constant_buffers_continues_too() -> None:
     """Most models: of their buffers nothing is kept, once the first update has shown it."""
     course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
     (found,) = trained(course, shortage)
@@ -316,7 +316,7 @@ def test_a_model_whose_buffers_stay_as_they_are_goes_on_too() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
-def test_memory_that_the_system_refuses_is_known_by_the_words_of_who_asked(library: str, wanted: str) -> None:
+def test_allocation_failures_are_recognized_by_their_messages(library: str, wanted: str) -> None:
     (found,) = trained(Course(), Limited("backward", 4, at=2, library=library))
     assert (found["error"], found["state"]) == (None, of_four()[0]["state"])
     assert f"update 3 (backward): {wanted}" in found["said"]
@@ -331,7 +331,7 @@ def of_four() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_programs_of_inductor_make_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
+def test_compiled_code_has_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
     course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
     found = trained(course, shortage)
     size = until(4, found[ranks - 1]["struck"][0][0])  # the third update of two ranks is ragged
@@ -342,7 +342,7 @@ def test_programs_of_inductor_make_the_same_update(ranks: int, where: str, at: i
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
+def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
     found = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
     error = found[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]
@@ -356,12 +356,12 @@ def test_a_pass_of_one_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks:
         assert "rank 1" in found[0]["error"][2]
 
 
-def test_memory_of_the_host_ends_with_81() -> None:
+def test_host_out_of_memory_is_exit_81() -> None:
     error = trained(Course(), Shortage("forward", 0, on_host=True))[0]["error"]
     assert error[:2] == ["HostMemoryError", 81]
 
 
-def test_stop_means_stop() -> None:
+def test_on_oom_stop_ends_the_run() -> None:
     found = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
     assert found[0]["error"][:2] == ["DeviceMemoryError", 80]
     assert found[0]["struck"] == [[MICRO]]
@@ -371,7 +371,7 @@ def test_stop_means_stop() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["weight", "buffer"])
-def test_what_cannot_be_put_back_is_said_and_the_run_goes_back_to_its_checkpoint(what: str) -> None:
+def test_unrestorable_state_is_reported_and_the_run_returns_to_its_checkpoint(what: str) -> None:
     """A pass that changes what none changed before: the numbers of this update are lost, so it is not made again."""
     found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert found["error"][:2] == ["DeviceMemoryError", 80]
@@ -387,7 +387,7 @@ def test_memory_that_cannot_be_made_up_for_names_the_line_of_the_task() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_goes_on_in_smaller_batches(ranks: int) -> None:
+def test_an_evaluation_continues_with_smaller_batches(ranks: int) -> None:
     found = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
     wanted = trained(Course(ranks))
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
@@ -447,7 +447,7 @@ STRATEGIES = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes(
+def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
     name: str, server: ForkServer, tmp_path: Path
 ) -> None:
     """Collectives inside the passes, or others that have applied the update already."""
@@ -463,7 +463,7 @@ def test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "code_at_end", "made"), [("SIGTERM", 75, [1, 2, 3]), ("SIGKILL", -9, [1, 2])])
-def test_the_same_command_goes_on_with_smaller_passes_and_says_so(
+def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     name: str, code_at_end: int, made: list[int], server: ForkServer, tmp_path: Path
 ) -> None:
     """Stopped while the update is made again; the resumed run meets the same limit and does not run into it."""
@@ -497,13 +497,13 @@ def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: Fork
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_fit_that_runs_out_of_memory_is_made_again_in_smaller_passes(server: ForkServer, tmp_path: Path) -> None:
+def test_a_fit_out_of_memory_is_repeated_with_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     code, _, said = whole(server, tmp_path, "micro_batch_size=8", "phases=[train,mean]", place="fit", limit=4, at=0)
     assert code == 0, said
     assert [row.phase for row in oom_history.remembered(tmp_path / "outputs/mine")] == ["mean"]
 
 
-def test_predictions_are_made_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
+def test_predictions_are_computed_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     assert whole(server, tmp_path)[0] == 0
     plant = PLANT.format(fields={"place": "predict", "limit": 2})
     ended = server.run("inference run=mine device=cpu monitor=off", tmp_path, before=plant)

@@ -33,7 +33,9 @@ def count(amount: Amount, tally: Tally, why_not: str) -> int:
     return wanted
 
 
-def test_what_was_acknowledged_survives_a_power_cut(count: int, server: ForkServer, seed: int, tally: Tally) -> None:
+def test_an_acknowledged_checkpoint_survives_a_power_cut(
+    count: int, server: ForkServer, seed: int, tally: Tally
+) -> None:
     campaign = server.call(power_cuts.cut_saves, count, seed)
     tally.tried += campaign.cuts
     tally.notes |= {

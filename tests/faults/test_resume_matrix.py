@@ -346,7 +346,7 @@ def distance(found: Result, wanted: Result) -> float:
 def line_of(cell: Cell) -> str:
     """Return what to paste in a shell to see one cell again."""
     named = shlex.quote(f"{cell.number}:{'|'.join(cell.levels)}")
-    test = "tests/faults/test_resume_matrix.py::test_every_cell_ends_as_if_nothing_had_happened"
+    test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one"
     return f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_CELL={named} python -m pytest {test}"
 
 
@@ -363,7 +363,7 @@ def cells(count: int, is_covering: bool) -> list[Cell]:
     return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
 
-def test_every_cell_ends_as_if_nothing_had_happened(
+def test_every_interrupted_run_equals_an_uninterrupted_one(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
@@ -391,7 +391,7 @@ def test_every_cell_ends_as_if_nothing_had_happened(
         matrix.has_shown_enough(len(chosen))
 
 
-def test_runs_whose_samples_draw_are_the_same_whoever_reads_and_however_often_they_are_killed(
+def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     """Samples draw from all global generators. `scripts/faults.sh --count 300 --seed N samples_draw` kills 300 runs."""
@@ -454,7 +454,7 @@ def plain(**levels: str) -> Cell:
         ("takes an older one", "on disk, but the run went on from update"),
     ],
 )
-def test_a_product_that_goes_on_wrongly_is_caught(
+def test_an_incorrect_resume_is_caught(
     broken: str, words: str, server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
@@ -475,7 +475,7 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_once_it_is(
     tally.tried += 1
 
 
-def test_a_matrix_in_which_nothing_happens_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
+def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
     matrix = Matrix(server, fast_disk, tally)
     matrix.check(plain(), [{"at": "nowhere", "by": "SIGKILL"}])
     with pytest.raises(AssertionError, match="0 of 1 cells were ended"):

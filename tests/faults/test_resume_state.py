@@ -67,7 +67,7 @@ def drawn() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.random(), random.random()
 
 
-def test_a_rank_that_was_not_there_draws_numbers_of_its_own(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: Tally) -> None:
     """Two ranks saved, four resume: the first two continue, and no two ranks draw the same."""
     cell = plain(ranks="ddp 2", saves="1")
     ended = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
@@ -187,7 +187,7 @@ def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memo
     tally.tried += 1
 
 
-def test_time_spent_after_the_last_checkpoint_is_not_forgotten(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A run that failed has told in run.json what it took until then; the one that resumes counts from there."""
     cell = plain(saves="1")
     matrix = Matrix(server, memory, tally)
@@ -207,7 +207,7 @@ def test_time_spent_after_the_last_checkpoint_is_not_forgotten(server: ForkServe
     tally.tried += 1
 
 
-def test_measured_shares_are_known_again(server: ForkServer, memory: Path, tally: Tally) -> None:
+def test_measured_shares_are_restored(server: ForkServer, memory: Path, tally: Tally) -> None:
     """What ranks take is not the same twice: this looks at whether the run must try splits once more, for 6 updates."""
     matrix = Matrix(server, memory, tally)
     cell = plain(ranks="ddp 2", saves="1")

@@ -182,7 +182,7 @@ def told(
     return found, seen
 
 
-def test_no_secret_is_in_what_a_run_leaves_and_says(
+def test_no_secret_is_in_files_and_output_of_a_run(
     told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]],
     folder: Path,
     home: Path,
@@ -211,7 +211,7 @@ def test_no_secret_is_in_what_a_run_leaves_and_says(
     assert "(MY_PASSWORD)" in (folder / "outputs" / "c" / "error.json").read_text()
 
 
-def test_what_is_started_gets_no_secret_that_it_does_not_need(
+def test_subprocesses_get_only_needed_secrets(
     told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]], canaries: dict[str, str]
 ) -> None:
     _, seen = told
@@ -222,7 +222,7 @@ def test_what_is_started_gets_no_secret_that_it_does_not_need(
         assert not [environment for environment in trackers if canary in environment], name
 
 
-def test_nobody_else_can_read_what_a_run_leaves_whatever_the_umask(
+def test_files_of_a_run_are_unreadable_for_others_whatever_the_umask(
     told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]], folder: Path, tally: Tally
 ) -> None:
     kinds = set()
@@ -285,7 +285,7 @@ TYPED = (
         "",
     ],
 )
-def test_a_secret_that_is_typed_is_refused_and_not_repeated(
+def test_a_secret_on_the_command_line_is_refused_and_not_repeated(
     server: ForkServer, tmp_path: Path, command: str, tally: Tally
 ) -> None:
     for typed in TYPED if command in ("train", "") else TYPED[:3]:
@@ -299,7 +299,7 @@ def test_a_secret_that_is_typed_is_refused_and_not_repeated(
     assert left == []
 
 
-def test_a_secret_is_refused_in_the_words_to_type(
+def test_a_refused_secret_has_a_message_with_a_fix(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     ended = server.run(f"train +tracker.api_key={SECRET}", tmp_path)
@@ -345,7 +345,7 @@ def test_a_random_value_of_an_unknown_key_is_not_repeated(server: ForkServer, tm
         assert value not in ended.err
 
 
-def test_an_unknown_key_of_a_task_is_answered_with_its_keys(server: ForkServer, tmp_path: Path) -> None:
+def test_an_unknown_key_of_a_task_gets_its_keys(server: ForkServer, tmp_path: Path) -> None:
     for key in ("task.pwd", "task.hiden"):
         ended = server.run(f"plan --task {TASK} {key}=x", tmp_path)
         assert ended.code == 78
@@ -368,7 +368,7 @@ INNOCENT = (
 
 
 @pytest.mark.parametrize("word", INNOCENT)
-def test_what_only_sounds_like_a_secret_is_let_through(word: str) -> None:
+def test_harmless_names_similar_to_secrets_are_accepted(word: str) -> None:
     refuse_secrets([word])
 
 
@@ -383,18 +383,18 @@ def test_a_random_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ssh_key", "master_key", "license_key", "openai_key", "conn_str", "ghtoken"])
-def test_any_word_is_refused_under_a_name_that_only_secrets_have(name: str) -> None:
+def test_any_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.{name}=wonderful"])
 
 
-def test_the_folder_of_a_shell_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pwd_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", "/srv/run2data3sets4")
     assert redacted("/srv/run2data3sets4") == "/srv/run2data3sets4"
     assert "PWD" in without_secrets(os.environ)
 
 
-def test_no_key_of_ours_has_the_name_of_a_secret() -> None:
+def test_no_setting_has_the_name_of_a_secret() -> None:
     from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
     from runner.config.schema import read_functions, settings_keys
     from runner.config.settings import Settings
@@ -463,7 +463,7 @@ def test_a_configuration_does_not_steer_the_terminal(server: ForkServer, tmp_pat
         assert "\x07" not in ended.out + ended.err, words
 
 
-def test_a_number_or_a_switch_in_a_file_is_no_secret() -> None:
+def test_numbers_and_booleans_in_files_are_not_secrets() -> None:
     assert not list(secrets_in({"class_token": True, "lr_scales": {"token": 0.1, "auth": None}, "secret": [1, 2]}))
     assert list(secrets_in({"token": {"value": "x"}, "a": {"password": "x"}, "secrets": ["x"]})) == [
         "token",
@@ -488,7 +488,7 @@ def test_names_of_services_are_known_and_their_values_hidden(name: str, monkeypa
     "text",
     [f"postgres://me:{SECRET}@host/x", f"hf_{SECRET}{SECRET}", f"sk-ant-api03-{SECRET}-x", f"sk-proj-{SECRET}", f"sk-{SECRET}"],
 )  # fmt: skip
-def test_what_has_the_shape_of_a_secret_is_hidden_in_messages(text: str) -> None:
+def test_values_with_the_shape_of_a_secret_are_redacted(text: str) -> None:
     assert has_secret_shape(text)
     shown = fit_to_show(f"cannot read {text}, sorry")
     assert SECRET not in shown
@@ -537,7 +537,7 @@ def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_pat
     assert server.run(words, tmp_path, {"DATA": "/data"}).code == 0
 
 
-def test_what_is_known_as_a_secret_is_what_is_replaced() -> None:
+def test_recognized_secrets_equal_redacted_ones() -> None:
     parts = ["-----BEGIN ", "RSA ", "PRIVATE KEY", "://", "a:b@", "u", "-", " ", ".", "A" * 16, "a1" * 20, "9" * 31]
     parts += [re.split("{", shape)[0] for shape in SHAPES]
     dice, num_found = random.Random(SEED), 0
@@ -549,7 +549,7 @@ def test_what_is_known_as_a_secret_is_what_is_replaced() -> None:
     assert num_found > 300
 
 
-def test_each_shape_is_refused_where_it_is_typed_and_replaced_where_it_is_said(texts: dict[str, list[str]]) -> None:
+def test_each_shape_is_refused_as_input_and_redacted_in_output(texts: dict[str, list[str]]) -> None:
     for text, parts in texts.items():
         assert parts, f"{text} has no part to search for"
         shown = fit_to_show(f"no login with {text}, sorry")
@@ -561,7 +561,7 @@ def test_each_shape_is_refused_where_it_is_typed_and_replaced_where_it_is_said(t
             assert not [part for part in parts if part in str(refused.value)]
 
 
-def test_each_name_is_refused_where_it_is_typed_and_its_value_replaced_in_every_way_of_writing(
+def test_each_name_is_refused_as_input_and_redacted_in_every_notation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in of_names(random.Random(SEED + 1)).items():
@@ -591,7 +591,7 @@ def test_a_password_that_left_the_environment_stays_hidden(monkeypatch: pytest.M
     "before",
     ["\x1b[31m", "\x1b[0m", "\x1b[m", json.dumps("\x1b[1;32m"), repr("\x1b[31m"), "%3D", "\\u003d", "\\x3d", "\\n", "token="],
 )  # fmt: skip
-def test_a_shape_is_known_behind_a_color_or_an_escape(before: str) -> None:
+def test_a_shape_is_recognized_after_color_codes_and_escapes(before: str) -> None:
     for lead in ("hf_", "ghp_", "AKIA", "sk_live_"):
         secret = f"{lead}{'A1B2C3D4' * 5}"[: 20 if lead == "AKIA" else 40]
         for shown in (redacted(f"with {before}{secret} "), fit_to_show(f"with {before}{secret}\x1b[0m")):
@@ -603,11 +603,11 @@ def test_a_shape_is_known_behind_a_color_or_an_escape(before: str) -> None:
     ["\x1b[36mpassword\x1b[0m=\x1b[35mX\x1b[0m", "password:\x1b[32m 'X'", "{'token': b'X'}", '{\\"pw\\": \\"X\\"}',
      "postgres://me:p@X@host/db", "https://me:a@b@X@host"],
 )  # fmt: skip
-def test_a_value_is_hidden_in_each_way_of_writing_it_behind_its_name(text: str) -> None:
+def test_a_value_is_redacted_in_each_notation(text: str) -> None:
     assert "hunter2abc99" not in fit_to_show(text.replace("X", "hunter2abc99"))
 
 
-def test_a_password_with_an_at_sign_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_with_an_at_sign_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE", f"postgres://me:{SECRET}@{SECRET}2@host/db")
     assert SECRET not in fit_to_show(f"wrong password: {SECRET}@{SECRET}2")
     monkeypatch.setenv("STORE", "http://host:8080/x and you@host")
@@ -615,9 +615,7 @@ def test_a_password_with_an_at_sign_is_known(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("word", ["training", "Checkpoint", "PARAMETERS", str(Path(__file__).parent)])
-def test_an_ordinary_word_that_is_a_password_is_hidden_only_behind_a_name(
-    word: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dictionary_word_is_redacted_only_after_a_name(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASS", word)
     text = f'{word} 0.5; \'{word}\' {word}/x {{"kind": "{word}"}}'
     assert redacted(text) == text
@@ -630,7 +628,7 @@ def test_an_ordinary_word_that_is_a_password_is_hidden_only_behind_a_name(
 
 
 @pytest.mark.parametrize("word", ["wordnet50", "adamq8bit", "Closefar100", "imagine1k", "gpx2-medium", "vix_16_base"])
-def test_a_short_word_with_a_number_is_typed_freely_and_hidden_on_screens(
+def test_a_short_alphanumeric_password_is_accepted_as_input_and_redacted(
     word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model and a password may be called the same; what programs read back must keep the model.
@@ -646,7 +644,7 @@ def test_a_short_word_with_a_number_is_typed_freely_and_hidden_on_screens(
 
 
 @pytest.mark.parametrize("value", ["aB3dE5fGh7", "a1b2c3d4", "Winter2024", "tr0ub4dor&3", "hunter2hunter2", "x9-y8-z7"])
-def test_what_is_no_word_is_refused_where_it_is_typed(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_looking_values_are_refused_as_input(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DB_PASSWORD", value)
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.model={value}"])
@@ -683,13 +681,13 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkS
     assert "like a secret" in ended.err
 
 
-def test_a_secret_is_known_as_soon_as_it_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_recognized_once_it_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         monkeypatch.setenv("SOME_TOKEN", f"{SECRET}-{number}x")
         assert SECRET not in fit_to_show(f"with {SECRET}-{number}x")
 
 
-def test_an_environment_that_stays_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     redacted("x" * 20)
     names: list[bytes] = []
     decode = os.environ.decodevalue
@@ -699,7 +697,7 @@ def test_an_environment_that_stays_is_looked_at_once(monkeypatch: pytest.MonkeyP
     assert not names
 
 
-def test_what_looks_random_and_is_no_secret_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_looking_harmless_values_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     commit, digest, uuid = "0f" * 20, hashlib.sha256(b"x").hexdigest(), "550e8400-e29b-41d4-a716-446655440000"
     monkeypatch.setenv("DB_PASSWORD", "postgres")
     monkeypatch.setenv("KEY_COOKIE", str(Path(__file__)))
@@ -719,7 +717,7 @@ def test_what_looks_random_and_is_no_secret_is_left(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("show", [redacted, redacted_message])
-def test_numbers_hashes_and_data_are_no_secrets_whatever_they_are_called(show: Callable[[str], str]) -> None:
+def test_numbers_hashes_and_data_are_not_secrets(show: Callable[[str], str]) -> None:
     dice = random.Random(SEED)
     names = ("tokens", "auth", "key_norm", "first_token", "sig", "pass_s", "token", "password", "string_len", "hook_ms")
     for _ in range(300):
@@ -748,7 +746,7 @@ def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
         assert redacted_message(text) == text, file
 
 
-def test_a_text_file_of_a_run_holds_no_secret_whoever_writes_it(
+def test_no_text_file_of_a_run_has_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, list[str]]
 ) -> None:
     monkeypatch.setenv("MY_PASS", f"{SECRET}1")
@@ -767,7 +765,7 @@ def test_a_text_file_of_a_run_holds_no_secret_whoever_writes_it(
         assert json.loads(kept)["update"] == 1
 
 
-def test_a_run_keeps_compiled_code_where_nobody_else_can_put_some_first(server: ForkServer, tmp_path: Path) -> None:
+def test_compiled_code_is_in_a_folder_closed_to_others(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def build(", "import os\n\n\ndef build(", 1)
     shown = 'print("kept in", os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"])'
     (tmp_path / "mine.py").write_text(

@@ -198,7 +198,7 @@ def test_signals_to_whole_runs(
         tally.notes["runs"] = tally.tried * 2
 
 
-def test_the_suite_sees_a_worker_that_ends(server: ForkServer, tmp_path: Path, straight: Any) -> None:
+def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Path, straight: Any) -> None:
     """A product whose workers hear the signal ends like this one, a worker of which hears one that none ignores."""
 
     words = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
@@ -220,7 +220,7 @@ def interrupted(server: ForkServer, folder: Path, *words: str, at_update: int = 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_save_that_takes_longer_than_there_is_time_is_not_begun(
+def test_a_save_that_cannot_finish_in_time_is_not_started(
     num_ranks: int, server: ForkServer, tmp_path: Path, straight: Any
 ) -> None:
     words = [*ranks(num_ranks), "checkpoint.every=5"]
@@ -241,13 +241,13 @@ def test_a_save_that_takes_longer_than_there_is_time_is_not_begun(
     assert_goes_on(server, tmp_path, words, straight(num_ranks, "checkpoint.every=5"))
 
 
-def test_a_save_of_unknown_length_is_begun(server: ForkServer, tmp_path: Path) -> None:
+def test_a_save_of_unknown_duration_is_started(server: ForkServer, tmp_path: Path) -> None:
     ended = interrupted(server, tmp_path, LOW_GRACE, "checkpoint=off")
     assert ended.code == 75, ended
     assert newest_valid(tmp_path / "outputs" / "mine" / "checkpoints") is not None
 
 
-def test_a_save_for_which_there_is_time_is_made(server: ForkServer, tmp_path: Path, straight: Any) -> None:
+def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path, straight: Any) -> None:
     ended = interrupted(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
     assert ended.code == 75, ended
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
@@ -256,7 +256,7 @@ def test_a_save_for_which_there_is_time_is_made(server: ForkServer, tmp_path: Pa
     assert_goes_on(server, tmp_path, ["checkpoint.every=5"], straight(1, "checkpoint.every=5"))
 
 
-def test_a_save_that_is_due_as_well_is_not_begun_without_time(server: ForkServer, tmp_path: Path) -> None:
+def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Path) -> None:
     ended = interrupted(server, tmp_path, "checkpoint.every=1", LOW_GRACE)
     assert ended.code == 75, ended
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
@@ -266,7 +266,7 @@ def test_a_save_that_is_due_as_well_is_not_begun_without_time(server: ForkServer
     assert ("not saved" in " ".join((ended.out + ended.err).split())) == (missing == 1)
 
 
-def test_without_any_checkpoint_it_is_130(server: ForkServer, tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path: Path) -> None:
     first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # knows how long a save takes
     assert first.code == 75
     (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")

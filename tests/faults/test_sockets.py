@@ -82,7 +82,7 @@ def network(tally: Tally) -> Tally:
     return tally
 
 
-def test_the_watch_sees_who_listens_for_others(network: Tally, tmp_path: Path) -> None:
+def test_the_check_detects_listening_sockets(network: Tally, tmp_path: Path) -> None:
     code = "import socket, time; one = socket.create_server(('', 0)); time.sleep(0.3)"
     assert addresses(watched(tmp_path, [sys.executable, "-c", code])) - LOCAL == {("tcp", "00000000")}
 
@@ -98,7 +98,7 @@ def test_the_watch_sees_who_listens_for_others(network: Tally, tmp_path: Path) -
     ],
     ids=["ddp", "one process", "fsdp", "pipeline"],
 )
-def test_a_run_listens_for_nobody_else(network: Tally, tmp_path: Path, words: str) -> None:
+def test_a_run_has_no_socket_open_to_others(network: Tally, tmp_path: Path, words: str) -> None:
     train = f"train --task {TASK} device=cpu updates=4 run=r {words}"
     run = [sys.executable, "-m", "runner", *train.split()]
     found = watched(tmp_path, run)

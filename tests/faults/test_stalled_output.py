@@ -63,7 +63,7 @@ def updates(run: Path) -> list[int]:
     ("num_ranks", "loader"),
     [(1, "dataloader.num_workers=0"), (1, "dataloader.num_workers=2"), (2, "dataloader.num_workers=1")],
 )
-def test_all_updates_are_made_while_nobody_reads(
+def test_training_completes_while_output_is_stalled(
     server: ForkServer, tmp_path: Path, place: str, num_ranks: int, loader: str
 ) -> None:
     with PLACES[place](tmp_path) as path:
@@ -78,7 +78,7 @@ def test_all_updates_are_made_while_nobody_reads(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_request_to_stop_is_heard_while_nobody_reads(
+def test_a_stop_signal_is_handled_while_output_is_stalled(
     server: ForkServer, tmp_path: Path, place: str, num_ranks: int
 ) -> None:
     run = tmp_path / "outputs" / "mine"
@@ -97,7 +97,7 @@ def test_a_request_to_stop_is_heard_while_nobody_reads(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_second_request_leaves_at_once_while_nobody_reads(server: ForkServer, tmp_path: Path, place: str) -> None:
+def test_a_second_signal_exits_at_once_while_output_is_stalled(server: ForkServer, tmp_path: Path, place: str) -> None:
     with PLACES[place](tmp_path) as path:
         words = [*BASE, "dataloader.num_workers=0", "updates=1000000", "evaluate.every=0"]
         pid = server.start(words, tmp_path, before=TO.format(path=path) + SLOW_TO_SAVE)
@@ -124,7 +124,7 @@ signals.StopRequest._handle = handle
 """
 
 
-def test_an_error_is_told_to_the_run_where_nobody_reads_it(server: ForkServer, tmp_path: Path) -> None:
+def test_an_error_is_recorded_while_output_is_stalled(server: ForkServer, tmp_path: Path) -> None:
     with unread_pipe(tmp_path) as path:
         before = TO.format(path=path) + FAILS_LATE
         ended = server.run([*BASE, "dataloader.num_workers=0", "updates=200"], tmp_path, before=before)

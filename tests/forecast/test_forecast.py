@@ -185,7 +185,7 @@ def composed(*words: str, micro: int = 4, file: Path | None = None):
     return compose(Request((*sizes, *words, "device=cpu"), file))
 
 
-def test_a_budget_is_kept_with_no_more_blocks_than_it_takes(script, tmp_path):
+def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     file = tmp_path / "stacked.py"
     file.write_text(STACKED)
 
@@ -217,7 +217,7 @@ def test_a_budget_is_kept_with_no_more_blocks_than_it_takes(script, tmp_path):
     ],
     ids=" ".join,
 )
-def test_prediction_is_the_count_of_the_real_run(script, words):
+def test_the_prediction_equals_the_count_of_the_real_run(script, words):
     configuration = composed(*words)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact
@@ -236,7 +236,7 @@ def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
     assert eight.peak.total > two.peak.total
 
 
-def test_the_prediction_of_several_objectives_is_the_count_of_the_real_run(script):
+def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(script):
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_gan.py"
     configuration = composed(file=file)
     (traced,) = forecast(configuration, script.HERE, [4])
@@ -264,7 +264,7 @@ def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
     assert traced.peak.total == script.counted(configuration, [4])["train", 4]
 
 
-def test_what_depends_on_weights_is_measured_and_says_so(script, tmp_path):
+def test_memory_that_depends_on_weights_is_measured_and_marked(script, tmp_path):
     file = tmp_path / "above.py"
     file.write_text(UNTRACEABLE)
     configuration = composed(file=file, micro=FEW)
@@ -278,7 +278,7 @@ def test_what_depends_on_weights_is_measured_and_says_so(script, tmp_path):
     assert many.peak.parameters == few.peak.parameters
 
 
-def test_a_task_that_keeps_what_it_made_is_marked(script, tmp_path):
+def test_a_task_that_keeps_tensors_is_marked(script, tmp_path):
     file = tmp_path / "keeping.py"
     file.write_text(KEEPING)
     (traced,) = forecast(composed(file=file, micro=16), script.HERE, [16])
@@ -286,7 +286,7 @@ def test_a_task_that_keeps_what_it_made_is_marked(script, tmp_path):
     assert "keeps 16 KiB" in traced.why_not  # 2 passes of 16 x 128 numbers
 
 
-def test_batches_of_unlike_length_are_marked(script, tmp_path):
+def test_batches_of_different_length_are_marked(script, tmp_path):
     """The first ones of a run are followed; a longer one may come."""
     file = tmp_path / "uneven.py"
     file.write_text(UNEVEN)
@@ -302,7 +302,7 @@ def test_batches_of_unlike_length_are_marked(script, tmp_path):
         ("recurrent", RECURRENT, "an LSTM uses another kernel"),  # that torch takes for real weights only
     ],
 )
-def test_what_a_run_would_do_otherwise_is_measured(script, tmp_path, name, task, why_not):
+def test_data_dependent_control_flow_is_measured(script, tmp_path, name, task, why_not):
     file = tmp_path / f"{name}.py"
     file.write_text(task)
     configuration = composed(file=file, micro=FEW)
@@ -312,7 +312,7 @@ def test_what_a_run_would_do_otherwise_is_measured(script, tmp_path, name, task,
     assert traced.peak.total == script.counted(configuration, [FEW])["train", FEW]
 
 
-def test_of_a_model_too_large_to_be_measured_the_parameters_are_known(script, tmp_path, monkeypatch):
+def test_parameters_of_a_model_too_large_to_measure_are_known(script, tmp_path, monkeypatch):
     monkeypatch.setattr("runner.forecast.memory_forecast.has_room", lambda model: False)
     file = tmp_path / "above_large.py"
     file.write_text(UNTRACEABLE)
@@ -466,7 +466,7 @@ def test_a_rank_of_a_pipeline_holds_what_is_predicted_of_its_layers(script, tmp_
         assert thought[0] > 2 * thought[1], "not an even part"
 
 
-def test_what_lies_between_two_traces_is_never_more_than_predicted(script, tmp_path):
+def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
     """The whole share needs no room for gradients of other passes; all that is smaller does."""
     file = tmp_path / "wide.py"
     file.write_text(WIDE)

@@ -32,7 +32,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
     return *remedies.changes_of(composed(*WORDS), HERE, made, needs, ()), len(asked)
 
 
-def test_what_there_was_no_time_for_is_told_and_what_costs_none_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     found, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MOST_S)
     assert {change.words[0].partition("=")[0] for change in found} == {"micro_batch_size", "memory"}
     assert (untried, traces) == ([remedies.BUDGET], 1)
@@ -40,14 +40,14 @@ def test_what_there_was_no_time_for_is_told_and_what_costs_none_is_tried(monkeyp
     assert (untried, traces) == ([], 2)
 
 
-def test_no_block_is_chosen_where_all_would_not_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_block_is_chosen_if_all_would_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     found, untried, traces = tried(monkeypatch, 0.5, 0.0)
     assert [change.words[0].partition("=")[0] for change in found] == ["micro_batch_size"]
     assert (untried, traces) == ([], 1)
 
 
 @pytest.mark.parametrize(("samples", "said"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
-def test_what_is_advised_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, samples: int, said: str) -> None:
+def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, said: str) -> None:
     """A process alone refuses a size that does not divide the update, unless the plan has chosen it."""
     words = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
     held = plan(*words, "micro_batch_size=auto", needs=Needs({"train": demand(1, samples)})).batch.micro_batch_size
@@ -61,7 +61,7 @@ def test_what_is_advised_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, sampl
         assert again.memory[0].prediction.total == change.bytes
 
 
-def test_what_lies_between_two_traces_is_traced_before_it_is_said_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator may take more there than on the line; here so much that 9 samples do not fit."""
     wide = dataclasses.replace(demand(9).points[0], reserved=16 * GIB)
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
@@ -71,7 +71,7 @@ def test_what_lies_between_two_traces_is_traced_before_it_is_said_to_fit(monkeyp
     assert ("micro_batch_size=8",) in [change.words for change in found]
 
 
-def test_where_a_run_does_not_fit_the_passes_that_would_are_followed_too() -> None:
+def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
     needs = Needs({"train": demand(1, 64)})
     planned, asked_for = plan(*WORDS, needs=needs), composed(*WORDS)
     asked, more = (
@@ -81,7 +81,7 @@ def test_where_a_run_does_not_fit_the_passes_that_would_are_followed_too() -> No
     assert more == {64, plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size}
 
 
-def test_what_cannot_be_asked_for_here_does_not_keep_the_others_from_being_tried_together(
+def test_an_unavailable_remedy_does_not_block_combinations_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without bitsandbytes there are no 8-bit states; smaller passes and checkpoints are enough without them."""
@@ -101,7 +101,7 @@ def test_what_cannot_be_asked_for_here_does_not_keep_the_others_from_being_tried
     assert "optimizer=adamw8bit" not in change.words
 
 
-def test_time_is_estimated_in_the_format_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit products are as much faster as the facts of the profile say."""
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
@@ -113,7 +113,7 @@ def test_time_is_estimated_in_the_format_that_is_tried(monkeypatch: pytest.Monke
     assert [change.factor for change in found] == sorted(change.factor or 0.0 for change in found)
 
 
-def test_limits_of_the_user_hold_for_what_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """memory=checkpoint is another option of the group that memory.fraction belongs to."""
     asked: list[Any] = []
     monkeypatch.setattr(remedies, "needs_of", lambda *given: asked.append(given[0]) or needs)

@@ -20,7 +20,7 @@ PLANTED = Path(__file__).parents[1] / "measure" / "planted"
         ("layers", ["task.width=4096", "global_batch_size=4096", "dataloader.pin_memory=false"], "unpinned"),
     ],
 )
-def test_a_bottleneck_of_a_gpu_is_seen_and_tried(
+def test_a_bottleneck_of_a_gpu_is_found_and_its_fix_tried(
     server: ForkServer, tmp_path: Path, task: str, words: list[str], rule: str
 ) -> None:
     ended = server.run(["advise", "--task", str(PLANTED / f"{task}.py"), *words, "budget_s=90", "--json"], tmp_path)

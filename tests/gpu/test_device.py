@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 # ---------------------------------------------------------------- memory
 
 
-def test_memory_in_use_is_what_tensors_take(device: torch.device) -> None:
+def test_memory_in_use_equals_the_size_of_tensors(device: torch.device) -> None:
     accelerator = accelerator_of(device)
     accelerator.empty_cache()
     accelerator.reset_peak()
@@ -60,7 +60,7 @@ def test_memory_in_use_is_what_tensors_take(device: torch.device) -> None:
     assert accelerator.peak() == before
 
 
-def test_the_whole_memory_is_what_the_driver_has(device: torch.device) -> None:
+def test_total_memory_is_that_of_the_driver(device: torch.device) -> None:
     accelerator = accelerator_of(device)
     memory, total = accelerator.free_memory(), accelerator.total_bytes()
     assert memory is not None
@@ -70,7 +70,7 @@ def test_the_whole_memory_is_what_the_driver_has(device: torch.device) -> None:
     assert "memory" in accelerator.memory_table().lower()
 
 
-def test_a_limit_of_memory_is_kept(device: torch.device) -> None:
+def test_a_memory_limit_is_enforced(device: torch.device) -> None:
     accelerator, total = accelerator_of(device), torch.cuda.get_device_properties(device).total_memory
     try:
         assert accelerator.limit_memory(0.1)
@@ -80,7 +80,7 @@ def test_a_limit_of_memory_is_kept(device: torch.device) -> None:
         accelerator.limit_memory(1.0)
 
 
-def test_being_out_of_memory_is_recognized_and_accounted_for(device: torch.device) -> None:
+def test_out_of_memory_is_detected_and_explained(device: torch.device) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 44, dtype=torch.uint8, device=device)
     shortage = oom_cause_of(caught.value)
@@ -112,7 +112,7 @@ def test_the_state_of_generators_is_restored(device: torch.device) -> None:
     assert torch.equal(torch.randn(100, device=device), first)
 
 
-def test_drawing_apart_leaves_the_generator_of_the_gpu_alone(device: torch.device) -> None:
+def test_separate_draws_do_not_advance_the_gpu_generator(device: torch.device) -> None:
     accelerator = accelerator_of(device)
     before = accelerator.generator_state()
     assert before is not None
@@ -154,7 +154,7 @@ def test_a_copy_of_the_state_on_the_host_is_equal(dtype: torch.dtype, device: to
         assert torch.equal(room.copy(tensor), tensor.cpu())
 
 
-def test_numbers_that_are_sent_arrive_and_later_changes_do_not(device: torch.device) -> None:
+def test_an_async_copy_has_the_values_at_its_call(device: torch.device) -> None:
     numbers = torch.arange(4.0, device=device)
     arriving = start_copy(numbers)
     numbers += 1
@@ -163,7 +163,7 @@ def test_numbers_that_are_sent_arrive_and_later_changes_do_not(device: torch.dev
 
 
 @pytest.mark.parametrize("prefetch", [none, stream])
-def test_a_batch_of_any_structure_is_on_the_device_as_it_was(prefetch: Any, device: torch.device) -> None:
+def test_a_batch_of_any_structure_is_copied_unchanged(prefetch: Any, device: torch.device) -> None:
     batches = [{"x": (torch.full((5,), number), ["name", 3]), "y": torch.tensor(number)} for number in range(4)]
     found = list(prefetch(device)(iter([MicroBatch(batch, last=True) for batch in batches])))
     for number, item in enumerate(found):
@@ -194,7 +194,7 @@ def test_workers_that_are_forked_after_the_gpu_was_used_read_on_the_host(pins: b
     assert read[:, 0].tolist() == list(range(8))
 
 
-def test_a_worker_that_uses_the_gpu_after_a_fork_is_told_so(device: torch.device) -> None:
+def test_a_forked_worker_that_uses_the_gpu_gets_a_message(device: torch.device) -> None:
     torch.ones(1, device=device)
     loader = DataLoader(Numbers("cuda"), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match="forked subprocess"):
@@ -206,7 +206,7 @@ def test_a_worker_that_uses_the_gpu_after_a_fork_is_told_so(device: torch.device
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_an_attention_kernel_runs_where_nothing_speaks_against_it(kernel: str, dtype: torch.dtype) -> None:
+def test_an_attention_kernel_runs_if_it_has_no_objection(kernel: str, dtype: torch.dtype) -> None:
     where, shape = torch.device("cuda", 0), (1, 2, 64, 64)
     if is_stand_in() and kernel != "math":
         assert isinstance(why_not(kernel, shape, dtype, where), str)

@@ -29,7 +29,7 @@ def test_the_parts_of_a_run_add_up_to_it(words: str, runs: Runs) -> None:
     assert found.num_alloc_retries == 0
 
 
-def test_marks_cost_no_wait_and_tell_what_the_device_did() -> None:
+def test_device_events_cost_no_synchronization() -> None:
     """The marks of a part enclose two events of the test, and lie between two others, on the device's own clock."""
     device = torch.device("cuda")
     matrix = torch.randn(1024, 1024, device=device)

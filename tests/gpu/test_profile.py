@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.skipif(is_stand_in(), reason="the stand-in has no kernels that a profiler could record")
-def test_a_profile_on_a_gpu_finds_what_was_planted(server: ForkServer, tmp_path: Path) -> None:
+def test_a_profile_on_a_gpu_finds_planted_waits(server: ForkServer, tmp_path: Path) -> None:
     words = "run=p device=cuda monitor=off skip=2 updates=4 task.forward_s=0.01 task.backward_s=0.02 task.waits=true"
     ended = server.run(f"profile --task {TASK} {words}", tmp_path)
     assert ended.code == 0, ended.err

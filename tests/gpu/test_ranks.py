@@ -21,7 +21,7 @@ PLAIN = "device=cuda:0 precision=fp32"
         "parallelism=fsdp", "parallelism=pipeline micro_batch_size=4", "parallelism=auto micro_batch_size=auto",
     ],
 )  # fmt: skip
-def test_two_gpus_make_the_curve_of_one(words: str, runs: Runs) -> None:
+def test_two_gpus_have_the_curve_of_one(words: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
     assert runs.curve("two", f"precision=fp32 {words}") == pytest.approx(one, rel=1e-5)
 
@@ -54,7 +54,7 @@ def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs
 
 @SEVERAL
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_that_were_stopped_and_resumed_make_the_same_curve(strategy: str, runs: Runs) -> None:
+def test_stopped_and_resumed_ranks_have_the_same_curve(strategy: str, runs: Runs) -> None:
     words = f"parallelism={strategy} precision=fp32 backend=deterministic"
     straight = runs.straight(words)
     stopped = runs.train("stopped", words, code=75, env={"STOP_AT": "3"})
@@ -63,13 +63,13 @@ def test_ranks_that_were_stopped_and_resumed_make_the_same_curve(strategy: str, 
 
 
 @SEVERAL
-def test_each_rank_has_a_gpu_of_its_own(runs: Runs) -> None:
+def test_each_rank_has_a_separate_gpu(runs: Runs) -> None:
     plan = plan_of(runs.straight("parallelism=ddp precision=fp32"))
     assert [rank["device"] for rank in plan["ranks"]] == ["cuda:0", "cuda:1"]
 
 
 @SEVERAL
-def test_a_run_of_two_gpus_goes_on_with_one(runs: Runs) -> None:
+def test_a_run_of_two_gpus_resumes_with_one(runs: Runs) -> None:
     stopped = runs.train("run", "parallelism=ddp precision=fp32", code=75, env={"STOP_AT": "3"})
     half = weights(stopped)
     ended = runs.end("resume run parallelism=single device=cuda:0 resume_allow=[parallelism]")

@@ -27,7 +27,7 @@ def test_an_update_that_was_out_of_memory_is_repeated_with_the_same_result(place
     assert short == pytest.approx(losses(runs.straight(PLAIN)), rel=1e-5)
 
 
-def test_out_of_memory_ends_the_run_where_that_is_wanted_and_says_who_holds_the_memory(runs: Runs) -> None:
+def test_on_oom_stop_ends_the_run_and_reports_who_holds_memory(runs: Runs) -> None:
     folder = runs.train("short", "device=cuda:0 task.short_in=forward on_oom=stop", code=80)
     error = json.loads((folder / "error.json").read_text())
     assert "GiB" in json.dumps(error)
@@ -39,7 +39,7 @@ def test_out_of_memory_ends_the_run_where_that_is_wanted_and_says_who_holds_the_
 @pytest.mark.parametrize(
     "words", ["precision=fp32", "precision=fp16", "task.dropout=0.5 prefetch=stream", "task.batch_norm=true"]
 )
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(words: str, runs: Runs) -> None:
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(words: str, runs: Runs) -> None:
     words = f"device=cuda:0 backend=deterministic {words}"
     straight = runs.straight(words)
     stopped = runs.train("stopped", words, code=75, env={"STOP_AT": "3"})
@@ -67,7 +67,7 @@ def test_mechanics_do_not_change_the_curve(words: str, runs: Runs) -> None:
     assert runs.curve("other", f"{PLAIN} {words}") == pytest.approx(plain, rel=1e-5)
 
 
-def test_a_gpu_makes_the_curve_of_the_cpu(runs: Runs) -> None:
+def test_a_gpu_has_the_curve_of_the_cpu(runs: Runs) -> None:
     on_cpu = runs.curve("cpu", "device=cpu precision=fp32")
     assert losses(runs.straight(PLAIN)) == pytest.approx(on_cpu, rel=1e-4)
 
@@ -75,7 +75,7 @@ def test_a_gpu_makes_the_curve_of_the_cpu(runs: Runs) -> None:
 # ---------------------------------------------------------------- which GPU, which format, which kernels
 
 
-def test_the_format_chosen_is_the_one_that_the_capability_has(runs: Runs) -> None:
+def test_the_chosen_format_is_native_to_the_capability(runs: Runs) -> None:
     capability = torch.cuda.get_device_capability(0)
     found = plan_of(runs.train("auto", "device=cuda:0 precision=auto"))["choices"]["precision"]["function"]
     assert found == ("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
@@ -97,7 +97,7 @@ def test_the_second_gpu_trains_alone(runs: Runs) -> None:
     assert plan_of(runs.folder / "outputs/second")["device"] == "cuda:1"
 
 
-def test_a_gpu_that_is_not_there_is_refused(runs: Runs) -> None:
+def test_an_absent_gpu_is_refused(runs: Runs) -> None:
     assert runs.end("train device=cuda:7").code == 69
 
 
@@ -124,7 +124,7 @@ def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
 # ---------------------------------------------------------------- export and inference
 
 
-def test_what_is_exported_computes_as_the_model_does(runs: Runs) -> None:
+def test_an_exported_program_computes_like_the_model(runs: Runs) -> None:
     folder = runs.train("run", "device=cuda:0 precision=fp32")
     ended = runs.end("export run format=safetensors,program")
     assert ended.code == 0, ended.err

@@ -67,7 +67,7 @@ def steps(precision: Any, prefetch: Any, updates: int) -> list[StepInfo]:
         return list(train_updates(run, prefetch(CUDA.device)(on_host()), updates))
 
 
-def test_a_batch_copied_ahead_is_whole_when_it_is_read_and_while_it_is_read() -> None:
+def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     """Large batches, a slow reader: a missing wait reads too early, a missing hold reads the batch after the next."""
     size = 4 * 2**20
 
@@ -84,7 +84,7 @@ def test_a_batch_copied_ahead_is_whole_when_it_is_read_and_while_it_is_read() ->
     assert torch.stack(right).tolist() == [size] * 16
 
 
-def test_copy_ahead_trains_with_the_same_batches_to_the_same_losses() -> None:
+def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:
     plain = [item.batch for item in islice(none(CUDA.device)(on_host()), 6)]
     ahead = [item.batch for item in islice(stream(CUDA.device)(on_host()), 6)]
     for mine, theirs in zip(ahead, plain, strict=True):

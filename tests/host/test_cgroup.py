@@ -20,7 +20,7 @@ def system(root: Path, **files: str) -> Path:
     return root
 
 
-def test_cgroup_version_2_limits_are_the_least_of_all_parents(tmp_path: Path) -> None:
+def test_cgroup_version_2_limits_are_the_minimum_over_parents(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="0::/user/job/step\n")
     system(root / "sys/fs/cgroup/user", **{"memory.max": "max\n", "cpu.max": "max 100000\n"})
     system(root / "sys/fs/cgroup/user/job", **{"memory.max": "8589934592\n", "cpu.max": "250000 100000\n"})
@@ -59,7 +59,7 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, line: str) -> None:
     assert cgroup_processes(tmp_path / "elsewhere") is None
 
 
-def test_what_is_in_use_is_read_where_the_tightest_limit_is(tmp_path: Path) -> None:
+def test_usage_is_read_at_the_tightest_limit(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="0::/job/step\n")
     job, step = root / "sys/fs/cgroup/job", root / "sys/fs/cgroup/job/step"
     stat = {
@@ -80,7 +80,7 @@ def test_what_is_in_use_is_read_where_the_tightest_limit_is(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])
-def test_version_1_counts_cpu_time_in_a_controller_of_its_own(tmp_path: Path, mount: str) -> None:
+def test_version_1_counts_cpu_time_in_a_separate_controller(tmp_path: Path, mount: str) -> None:
     root = system(tmp_path, proc__self__cgroup="".join(f"{at}:{name}:/\n" for at, name in enumerate([mount, "memory"])))
     system(root / "sys/fs/cgroup" / mount, **{"cpu.cfs_quota_us": "50000\n", "cpu.cfs_period_us": "100000\n"})
     system(root / "sys/fs/cgroup" / mount.replace("cpu", "cpuacct", 1) if mount == "cpu" else
@@ -94,7 +94,7 @@ def test_version_1_counts_cpu_time_in_a_controller_of_its_own(tmp_path: Path, mo
     assert (cpu.amount, cpu.cpu_seconds(), memory.memory_bytes()) == (0.5, 2.5, 500)
 
 
-def test_a_limit_whose_use_nobody_counts_says_so(tmp_path: Path) -> None:
+def test_a_limit_without_usage_accounting_is_reported(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="0::/\n")
     system(root / "sys/fs/cgroup", **{"cpu.max": "50000 100000\n", "memory.max": "1000\n"})
     cpu, memory = cpu_grant(root), memory_grant(root)

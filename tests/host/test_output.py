@@ -91,7 +91,7 @@ def test_a_slow_reader_gets_every_line_in_order(pipe: Pipe) -> None:
     assert got.decode().splitlines() == written
 
 
-def test_a_reader_that_comes_back_gets_what_was_kept(pipe: Pipe) -> None:
+def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
     written, got = lines_of(5_000), bytearray()
     with printing(pipe):
         for line in written:
@@ -123,7 +123,7 @@ def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, m
     assert sum(map(len, shown)) < 50_000 + (2 << 16)
 
 
-def test_the_end_does_not_wait_for_a_reader_that_takes_nothing(pipe: Pipe) -> None:
+def test_the_end_does_not_wait_for_a_stalled_reader(pipe: Pipe) -> None:
     """It would wait for ever, and no thread is left that does."""
     with printing(pipe):
         for line in lines_of(5_000):
@@ -145,9 +145,7 @@ def test_both_streams_of_one_pipe_keep_their_order(pipe: Pipe, monkeypatch: pyte
     assert got.decode().splitlines() == written
 
 
-def test_what_other_code_writes_to_the_descriptor_does_not_wait_either(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_writes_to_the_descriptor_do_not_block_either(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "STALLED_S", 0.0)
     with printing(pipe):
         print("x" * 200_000)
@@ -162,7 +160,7 @@ def test_what_other_code_writes_to_the_descriptor_does_not_wait_either(
     assert got.decode() == "x" * 200_000 + "\n"
 
 
-def test_a_forked_process_does_not_repeat_what_is_kept(pipe: Pipe) -> None:
+def test_a_forked_process_does_not_repeat_queued_lines(pipe: Pipe) -> None:
     got = bytearray()
     with printing(pipe):
         print("x" * 200_000)
@@ -180,7 +178,7 @@ def test_a_forked_process_does_not_repeat_what_is_kept(pipe: Pipe) -> None:
     assert text.count("from the child") == 1
 
 
-def test_a_reader_that_is_gone_ends_nothing(pipe: Pipe) -> None:
+def test_a_vanished_reader_does_not_end_the_run(pipe: Pipe) -> None:
     os.close(pipe.reader)
     with printing(pipe):
         print("x" * 200_000)
@@ -265,7 +263,7 @@ def test_a_full_disk_drops_lines_until_there_is_room(
     assert path.read_text() == "before\nafter\n"
 
 
-def test_a_task_may_point_its_output_elsewhere(pipe: Pipe, tmp_path: Path) -> None:
+def test_a_task_may_redirect_its_output(pipe: Pipe, tmp_path: Path) -> None:
     path = tmp_path / "elsewhere"
     with printing(pipe):
         print("first")
@@ -281,7 +279,7 @@ def test_a_task_may_point_its_output_elsewhere(pipe: Pipe, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
-def test_closed_streams_are_no_place_for_files(closed: str, tmp_path: Path) -> None:
+def test_descriptors_of_closed_streams_are_not_reused_by_files(closed: str, tmp_path: Path) -> None:
     """The next file that is opened would get their numbers, and what is printed."""
     program = (
         "import os, sys\nfrom runner.host.output import open_closed_streams\nopen_closed_streams()\n"

@@ -43,7 +43,7 @@ def nearest(path: Path) -> os.stat_result:
     return next(each for each in (path, *path.parents) if each.exists()).stat()
 
 
-def test_compiled_code_is_kept_between_runs_in_the_cache_of_the_user(home: Path) -> None:
+def test_compiled_code_is_kept_in_the_users_cache(home: Path) -> None:
     first = chosen()
     assert all(path.is_relative_to(home) for path in first)
     assert len(set(first)) == 2
@@ -53,7 +53,7 @@ def test_compiled_code_is_kept_between_runs_in_the_cache_of_the_user(home: Path)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_a_cache_in_which_others_write_is_not_used(home: Path, mode: int) -> None:
+def test_a_cache_writable_by_others_is_not_used(home: Path, mode: int) -> None:
     home.chmod(mode)
     with private_folder() as folder:
         for path in chosen():
@@ -63,7 +63,7 @@ def test_a_cache_in_which_others_write_is_not_used(home: Path, mode: int) -> Non
         assert not path.is_relative_to(home)
 
 
-def test_a_folder_that_somebody_put_there_first_is_not_used(home: Path) -> None:
+def test_a_folder_created_by_another_user_is_not_used(home: Path) -> None:
     elsewhere = home.parent / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     inside = chosen()[0].parent
@@ -78,14 +78,14 @@ def test_a_folder_that_somebody_put_there_first_is_not_used(home: Path) -> None:
         assert not path.is_relative_to(home)
 
 
-def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
     keep_compiled_code_private()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
-def test_a_named_folder_that_cannot_be_written_is_refused_by_its_variable(
+def test_a_given_folder_without_write_permission_is_refused_with_its_variable(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_compile_cache(variable, is_needed=True)  # names none
@@ -143,13 +143,13 @@ def test_the_cache_is_closed_to_others_whatever_the_umask_is(home: Path) -> None
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_cache_that_others_may_replace_is_not_used(home: Path) -> None:
+def test_a_cache_replaceable_by_others_is_not_used(home: Path) -> None:
     folder = chosen()[0].parent
     folder.parent.chmod(0o777)
     assert not any(path.is_relative_to(home) for path in chosen())
 
 
-def test_a_cache_that_cannot_be_made_is_replaced_by_a_private_folder(home: Path) -> None:
+def test_without_a_cache_a_private_folder_is_used(home: Path) -> None:
     (home / "accel-run").write_text("no folder\n")
     for path in chosen():
         assert stat.S_IMODE(nearest(path).st_mode) == 0o700

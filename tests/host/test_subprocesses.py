@@ -19,7 +19,7 @@ def late() -> None:
     raise TimeoutError("its own")
 
 
-def test_a_caller_that_waits_long_is_told_once_and_gets_the_answer() -> None:
+def test_a_long_wait_is_reported_once() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as told, os.fdopen(writing, "wb", buffering=0) as tell:
         assert in_subprocess(told.read, 1, on_wait=lambda: tell.write(b"x"), patience_s=0.0) == b"x"
@@ -27,14 +27,14 @@ def test_a_caller_that_waits_long_is_told_once_and_gets_the_answer() -> None:
         assert told.read() == b"", "told once"
 
 
-def test_a_caller_that_does_not_wait_is_told_nothing() -> None:
+def test_a_short_wait_is_not_reported() -> None:
     told: list[int] = []
 
     assert in_subprocess(answer, 0.0, on_wait=lambda: told.append(1), patience_s=120.0) == 0.0
     assert told == []
 
 
-def test_an_error_is_that_of_the_function() -> None:
+def test_the_error_of_the_function_is_raised() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         in_subprocess(late, on_wait=lambda: None, patience_s=0.0)
 

@@ -97,7 +97,7 @@ def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
         yield f"{where} must be {schema.__name__}, but is {value!r}"
 
 
-def test_an_api_server_would_take_the_manifest() -> None:
+def test_an_api_server_would_accept_the_manifest() -> None:
     assert list(faults(MANIFEST, JOBSET)) == []
 
 
@@ -145,7 +145,7 @@ def test_the_numbers_of_the_manifest_agree() -> None:
     assert settings.run, "without a name the next start would not go on with this run"
 
 
-def test_the_words_of_the_example_for_ray_are_a_command_line_of_ours() -> None:
+def test_the_example_for_ray_uses_valid_arguments() -> None:
     source = (EXAMPLES / "ray_train.py").read_text(encoding="utf-8")
     usage = ast.get_docstring(ast.parse(source)) or ""
     (line,) = (line for line in usage.splitlines() if " -- " in line)

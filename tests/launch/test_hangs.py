@@ -79,7 +79,7 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
         ([RankState(Heartbeat(), stopped_s=1000.0), RankState(Heartbeat(), silent_s=1000.0)], None),  # watchdog=off
     ],
 )
-def test_the_odd_one_is_who_the_others_wait_for(states: list[RankState], expected: int | None) -> None:
+def test_the_blocking_rank_is_the_one_the_others_wait_for(states: list[RankState], expected: int | None) -> None:
     assert blocking_rank(dict(enumerate(states))) == expected
 
 
@@ -94,13 +94,13 @@ def test_the_odd_one_is_who_the_others_wait_for(states: list[RankState], expecte
         (torch.nn.functional.__file__, "linear", False),
     ],
 )
-def test_who_waits_for_ranks_or_for_the_device_is_known_by_the_innermost_call(
+def test_waits_for_ranks_and_for_the_device_are_known_from_the_innermost_call(
     file: str, function: str, expected: bool
 ) -> None:
     assert waits_for_ranks(StackFrame(file, 1, function)) is expected
 
 
-def test_a_rank_that_a_debugger_holds_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
+def test_a_rank_in_a_debugger_is_neither_stopped_nor_silent(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", TRACED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with child:
         assert child.stdin is not None
@@ -118,7 +118,9 @@ def test_a_rank_that_a_debugger_holds_is_neither_stopped_nor_silent(tmp_path: Pa
         child.stdin.write("\n")
 
 
-def test_a_rank_is_known_to_be_watched_before_its_first_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_registered_as_watched_before_its_first_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watchdog, "TICK_S", 1000.0)
     options = {"update_s": 2.0, "first_update_s": 30.0, "data_s": 2.0, "checkpoint_s": 4.0}
     plan: Any = SimpleNamespace(
@@ -134,7 +136,7 @@ def test_a_rank_is_known_to_be_watched_before_its_first_look(tmp_path: Path, mon
     assert board.read() == Heartbeat()
 
 
-def test_a_rank_without_a_watchdog_shows_what_it_has_made_and_its_end(tmp_path: Path) -> None:
+def test_a_rank_without_a_watchdog_reports_its_updates_and_its_end(tmp_path: Path) -> None:
     """The launcher needs both, whoever looks for hangs."""
     plan: Any = SimpleNamespace(choices={"watchdog": SimpleNamespace(function="off", options={})})
     hangs = HangDetector(tmp_path, {0: 1, 1: 2})
@@ -147,7 +149,7 @@ def test_a_rank_without_a_watchdog_shows_what_it_has_made_and_its_end(tmp_path: 
     assert hangs.num_updates() == 7
 
 
-def test_a_sign_is_read_as_it_was_put_up(tmp_path: Path) -> None:
+def test_a_heartbeat_is_read_as_written(tmp_path: Path) -> None:
     mine, theirs = HeartbeatTable(tmp_path, 3), HeartbeatTable(tmp_path, 3)
     assert theirs.read() == Heartbeat()
     shown = Heartbeat(2**40, 1.5, 50.25, True, CHECKPOINT, True, 10**9, "a phase with a long name é")

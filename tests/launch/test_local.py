@@ -132,7 +132,7 @@ def reduce_for_ever(world: World) -> None:
 # ---------------------------------------------------------------- ends
 
 
-def test_what_ranks_return_comes_back_in_their_order(tmp_path: Path) -> None:
+def test_results_of_ranks_are_returned_in_order(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank < 2:  # the last ends first
             wait_until(lambda: has_ended(tmp_path, member.rank + 1))
@@ -149,7 +149,7 @@ def test_what_ranks_return_comes_back_in_their_order(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
-def test_ranks_meet_in_the_private_folder() -> None:
+def test_ranks_rendezvous_in_the_private_folder() -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         folder = Path(member.store.removeprefix("file://")).parent
         mode = folder.stat().st_mode & 0o777
@@ -161,7 +161,7 @@ def test_ranks_meet_in_the_private_folder() -> None:
 
 @pytest.mark.parametrize("code", [3, 78, 255])
 @pytest.mark.parametrize("leave", [sys.exit, os._exit, None], ids=["sys.exit", "os._exit", "return"])
-def test_true_exit_codes_are_kept(code: int, leave: Callable[[int], Any] | None) -> None:
+def test_exit_codes_of_ranks_are_kept(code: int, leave: Callable[[int], Any] | None) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank == 0:
             return 0, "fine"
@@ -188,7 +188,7 @@ def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
 
 
 @pytest.mark.parametrize(("codes", "together"), [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((75, 3), 3), ((3, 0), 3)])
-def test_the_codes_of_all_ranks_make_one(codes: tuple[int, int], together: int) -> None:
+def test_the_exit_codes_of_all_ranks_give_one(codes: tuple[int, int], together: int) -> None:
     ending = run_ranks(lambda member: (codes[member.rank], "told"))
     assert ending.code == together
     assert ending.results == tuple("told" if code in (0, 75) else None for code in codes)
@@ -209,7 +209,7 @@ def test_a_result_that_json_cannot_write_is_a_failure() -> None:
     assert "TypeError" in ending.cause.what
 
 
-def test_a_result_that_cannot_be_kept_is_a_failure() -> None:
+def test_a_result_that_cannot_be_stored_is_a_failure() -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank:
             Path(member.store.removeprefix("file://")).with_name("report-1").mkdir()
@@ -218,7 +218,7 @@ def test_a_result_that_cannot_be_kept_is_a_failure() -> None:
     assert run_ranks(main).code == Exit.INPUT_OUTPUT
 
 
-def test_nothing_of_the_supervisor_runs_at_the_exit_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_exit_handler_of_the_supervisor_runs_in_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note = tmp_path / "note"
     touch = atexit.register(note.touch)
     try:
@@ -239,7 +239,7 @@ def test_nothing_of_the_supervisor_runs_at_the_exit_of_a_rank(tmp_path: Path, mo
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_killed_rank_is_named_and_nobody_is_left(seed: int) -> None:
+def test_a_killed_rank_is_named_and_no_process_is_left(seed: int) -> None:
     chance = random.Random(seed)
     chosen, moment_s = chance.randrange(3), chance.uniform(0.0, 0.2)
 
@@ -257,7 +257,7 @@ def test_a_killed_rank_is_named_and_nobody_is_left(seed: int) -> None:
     assert len(ending.failures) + len(ending.killed) == 3
 
 
-def test_a_raising_rank_is_named_with_its_own_traceback_and_who_waited_is_a_victim() -> None:
+def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victims() -> None:
     def act(world: World) -> None:
         reduce_once(world)
         if world.rank == 1:
@@ -297,7 +297,7 @@ def test_the_cause_is_the_first_of_two(tmp_path: Path) -> None:
     assert ending.cause.rank == 1
 
 
-def test_a_victim_that_ends_before_the_cause_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_a_victim_that_exits_before_the_cause_is_not_the_cause(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         try:
             return in_world(lambda world: 1 / 0 if world.rank == 1 else reduce_for_ever(world))(member)
@@ -344,7 +344,7 @@ def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_
     assert began + ending.failures[1].seconds <= seen_s[0]
 
 
-def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_delay_the_end(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         note_pid(tmp_path, member)
         if member.rank == 0:
@@ -357,7 +357,7 @@ def test_a_stopped_rank_does_not_hold_up_the_end(tmp_path: Path) -> None:
     assert (ending.cause.rank, ending.killed) == (1, (0,))
 
 
-def test_where_there_are_only_victims_the_silent_rank_is_named_too() -> None:
+def test_with_only_victims_the_silent_rank_is_named_too() -> None:
     def act(world: World) -> None:
         world.sum(torch.ones(1))
         if world.rank == 1:
@@ -373,7 +373,7 @@ def test_where_there_are_only_victims_the_silent_rank_is_named_too() -> None:
 
 
 @pytest.mark.parametrize(("crash", "name"), [(partial(ctypes.string_at, 0), "SIGSEGV"), (os.abort, "SIGABRT")])
-def test_a_crashed_rank_has_a_traceback_of_its_own(crash: Callable[[], object], name: str) -> None:
+def test_a_crashed_rank_has_its_own_traceback(crash: Callable[[], object], name: str) -> None:
     def crashing_function() -> None:
         crash()
 
@@ -384,7 +384,7 @@ def test_a_crashed_rank_has_a_traceback_of_its_own(crash: Callable[[], object], 
     assert "in crashing_function" in str(as_error(ending))
 
 
-def test_the_problems_of_a_rank_come_back_under_its_name_with_its_code() -> None:
+def test_problems_of_a_rank_are_returned_with_its_name_and_exit_code() -> None:
     problems = (Problem("is 4", "model.depth", "use 3"), Problem("is missing"))
 
     def fail() -> None:
@@ -432,17 +432,17 @@ LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
     ],
     ids=lambda value: str(value)[-50:],
 )
-def test_a_victim_is_who_only_saw_another_go(error: BaseException, expected: bool) -> None:
+def test_a_victim_is_a_rank_that_only_lost_a_peer(error: BaseException, expected: bool) -> None:
     assert is_of_a_lost_rank(error) is expected
 
 
-def test_an_error_that_is_its_own_cause_can_be_told() -> None:
+def test_an_error_that_is_its_own_cause_can_be_reported() -> None:
     error = ValueError("round")
     error.__cause__ = error
     assert not is_of_a_lost_rank(error)
 
 
-def test_a_rank_that_cannot_meet_the_others_is_a_victim() -> None:
+def test_a_rank_that_cannot_join_is_a_victim() -> None:
     meets = in_world(lambda world: None, timeout_s=GIVES_UP_S)
     ending = run_ranks(lambda member: hang() if member.rank else meets(member), grace_s=0.1)
     assert ending.cause is not None
@@ -452,7 +452,7 @@ def test_a_rank_that_cannot_meet_the_others_is_a_victim() -> None:
 # ---------------------------------------------------------------- what ranks start
 
 
-def test_what_a_rank_started_does_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_a_rank_do_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "OTHERS_S", 0.3)
 
     def start() -> None:
@@ -474,7 +474,7 @@ def test_what_a_rank_started_does_not_outlive_a_failure(tmp_path: Path, monkeypa
     assert family() == before
 
 
-def test_what_made_itself_a_session_may_finish_where_all_went_well() -> None:
+def test_a_process_in_its_own_session_may_outlive_a_successful_run() -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         return 0, [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (True, False)]
 
@@ -486,7 +486,7 @@ def test_what_made_itself_a_session_may_finish_where_all_went_well() -> None:
     os.waitpid(own, 0)  # it was adopted
 
 
-def test_a_process_whose_first_thread_has_ended_is_ended_too(tmp_path: Path) -> None:
+def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) -> None:
     """The system calls it a zombie while its other threads go on, and lets nobody reap it."""
 
     def start() -> None:
@@ -506,7 +506,7 @@ def test_a_process_whose_first_thread_has_ended_is_ended_too(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("is_at_once", [True, False])
 @pytest.mark.parametrize("of_rank", [0, 1])
-def test_what_a_signal_raises_while_a_rank_starts_leaves_no_rank(
+def test_a_signal_while_a_rank_starts_leaves_no_rank(
     of_rank: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a time limit on a test does: between the fork and its return nobody would know the process.
@@ -538,7 +538,7 @@ def test_what_a_signal_raises_while_a_rank_starts_leaves_no_rank(
     assert family() == before
 
 
-def test_processes_of_others_are_let_be() -> None:
+def test_processes_of_others_are_not_killed() -> None:
     with subprocess.Popen(["sleep", "60"]) as mine:
         assert run_ranks(on_rank(1, partial(sys.exit, 3))).code == 3
         assert mine.poll() is None
@@ -546,9 +546,7 @@ def test_processes_of_others_are_let_be() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_nobody_outlives_a_supervisor_that_is_killed(
-    reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_outlives_a_killed_supervisor(reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 0.5)  # 5 s without this
 
     def main(member: RankInfo) -> tuple[int, Any]:
@@ -624,7 +622,7 @@ def often_reminded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("often_reminded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["one", "group"])
-def test_one_stop_signal_lets_every_rank_save_once_and_leave_with_75(
+def test_one_stop_signal_makes_every_rank_save_once_and_exit_with_75(
     number: signal.Signals, whole_group: bool, tmp_path: Path
 ) -> None:
     with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
@@ -636,7 +634,7 @@ def test_one_stop_signal_lets_every_rank_save_once_and_leave_with_75(
 
 
 @pytest.mark.usefixtures("often_reminded")
-def test_a_stop_is_heard_by_ranks_that_did_not_listen_yet(tmp_path: Path) -> None:
+def test_a_stop_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) -> None:
     with supervisor(saves_when_asked(tmp_path, deaf=True), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
         os.kill(pid, signal.SIGINT)
@@ -673,7 +671,7 @@ def test_a_warning_does_not_count_as_the_first_stop_signal(tmp_path: Path) -> No
     assert json.loads((tmp_path / "ending").read_text())["code"] == 75
 
 
-def test_what_the_terminal_suspends_goes_on_later(tmp_path: Path) -> None:
+def test_a_suspended_run_continues(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         note_pid(tmp_path, member)
         wait_until((tmp_path / "go").exists)
@@ -690,7 +688,7 @@ def test_what_the_terminal_suspends_goes_on_later(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ending").read_text())["results"] == [0, 1]
 
 
-def test_handlers_and_orphans_are_as_before_whatever_happens() -> None:
+def test_handlers_and_orphans_are_always_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGTSTP, signal.SIGCHLD)
 
     def state() -> list[Any]:
@@ -745,9 +743,7 @@ def test_a_process_that_has_started_cuda_does_not_fork(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
-def test_a_system_that_has_no_room_for_all_ranks_is_left_with_none(
-    refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_not_all_ranks_can_start_none_is_left(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = getattr(os, refused), []
 
     def limited(*given: int) -> Any:
@@ -763,7 +759,7 @@ def test_a_system_that_has_no_room_for_all_ranks_is_left_with_none(
     assert family() == before
 
 
-def test_a_missing_temporary_folder_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_temporary_folder_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     with pytest.raises(AccelRunError, match="the processes of a run share cannot be created: No such file") as caught:
         run_ranks(lambda member: (0, None))

@@ -70,7 +70,7 @@ def run_script(cluster: Path, code: int, **environment: str) -> tuple[int, list[
     return ended.returncode, (cluster / "srun").read_text().splitlines()
 
 
-def test_local_leaves_the_run_to_this_process() -> None:
+def test_the_local_launcher_trains_in_this_process() -> None:
     assert launch() is None
     assert launch("launcher=local") is None
 
@@ -111,13 +111,13 @@ def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(c
     assert (cluster / "a b" / name.removeprefix("run=") / "slurm").is_dir()
 
 
-def test_the_time_that_the_user_names_is_not_changed(cluster: Path) -> None:
+def test_a_given_time_limit_is_not_changed(cluster: Path) -> None:
     launch("launcher=slurm", "launcher.signal_s=300", "run=a", "checkpoint.grace_s=40")
     given = run_script(cluster, 0)[1]
     assert [word for word in given if word.startswith("checkpoint.")] == ["checkpoint.grace_s=40"]
 
 
-def test_srun_is_told_the_cores_which_it_does_not_take_from_the_job(cluster: Path) -> None:
+def test_srun_gets_the_cores_of_the_job(cluster: Path) -> None:
     launch("launcher=slurm", "launcher.cpus_per_task=6", "run=a")
     assert "--cpus-per-task=6" in run_script(cluster, 0)[1]
 
@@ -134,7 +134,7 @@ def test_srun_is_told_the_cores_which_it_does_not_take_from_the_job(cluster: Pat
         (130, "", False),
     ],
 )
-def test_a_run_that_was_told_to_stop_is_queued_again(code: int, restarts: str, is_queued: bool, cluster: Path) -> None:
+def test_a_preempted_run_is_requeued(code: int, restarts: str, is_queued: bool, cluster: Path) -> None:
     launch("launcher=slurm", "launcher.requeue_times=2", "run=a")
     environment = {"SLURM_RESTART_COUNT": restarts} if restarts else {}
     assert run_script(cluster, code, **environment)[0] == code
@@ -143,7 +143,7 @@ def test_a_run_that_was_told_to_stop_is_queued_again(code: int, restarts: str, i
         assert (cluster / "scontrol").read_text() == "requeue 42\n"
 
 
-def test_what_was_to_begin_anew_does_so_only_once(cluster: Path) -> None:
+def test_a_fresh_start_happens_only_once(cluster: Path) -> None:
     launch("launcher=slurm", "resume=fresh", "run=a")
     assert run_script(cluster, 75)[1][-1] == "resume=fresh"
     assert run_script(cluster, 75, SLURM_RESTART_COUNT="1")[1][-1] == "resume=auto"
@@ -163,9 +163,7 @@ def test_no_value_reaches_the_shell_as_code(cluster: Path) -> None:
         launch("launcher=slurm", "launcher.setup=[reboot]")
 
 
-def test_all_that_could_not_work_is_said_before_anything_is_submitted(
-    cluster: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_problems_are_reported_before_anything_is_submitted(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(cluster))
     with pytest.raises(ConfigError) as caught:
         launch("launcher=slurm", "launcher.nodes=2", "launcher.time_min=1", "run=a")
@@ -191,9 +189,7 @@ def test_a_rank_submits_nothing(cluster: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not (cluster / "script").exists()
 
 
-def test_what_sbatch_says_is_handed_on_once_and_nothing_is_left(
-    cluster: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_output_of_sbatch_is_printed_once_and_no_file_is_left(cluster: Path, capfd: pytest.CaptureFixture[str]) -> None:
     says = (
         "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition\n"
     )
@@ -230,7 +226,7 @@ NO_ANSWER = "sbatch: error: Batch job submission failed: Unable to contact slurm
         (NO_ANSWER, "Batch job submission failed: Unable to contact", "scontrol ping"),
     ],
 )
-def test_a_controller_out_of_reach_is_no_fault_of_the_configuration(
+def test_an_unreachable_controller_is_not_a_configuration_error(
     says: str, begins: str, way_out: str, cluster: Path
 ) -> None:
     (cluster / "says").write_text(says)
@@ -242,13 +238,13 @@ def test_a_controller_out_of_reach_is_no_fault_of_the_configuration(
     assert way_out in problem.fix
 
 
-def test_a_fatal_word_about_the_job_is_of_the_configuration(cluster: Path) -> None:
+def test_a_fatal_error_about_the_job_is_a_configuration_error(cluster: Path) -> None:
     (cluster / "says").write_text("sbatch: fatal: Invalid --gpus-per-node specification\n")
     with pytest.raises(ConfigError, match="rejected the job: Invalid --gpus-per-node specification\n"):
         launch("launcher=slurm", "run=a")
 
 
-def test_a_refused_job_leaves_the_run_and_its_other_jobs_alone(cluster: Path) -> None:
+def test_a_refused_job_does_not_change_the_run_or_other_jobs(cluster: Path) -> None:
     launch("launcher=slurm", "run=a")
     before = sorted((cluster / "outputs").rglob("*"))
     (cluster / "says").write_text("sbatch: error: invalid partition specified: x\n")
@@ -263,7 +259,7 @@ def test_without_submitit_the_extra_is_named(cluster: Path, monkeypatch: pytest.
         launch("launcher=slurm", "run=a")
 
 
-def test_a_task_file_and_a_folder_go_along(cluster: Path) -> None:
+def test_a_task_file_and_a_config_folder_are_passed_on(cluster: Path) -> None:
     (cluster / "my task.py").write_text("def build(*, hidden: int = 8): ...\n")
     (cluster / "conf" / "launcher").mkdir(parents=True)
     (cluster / "conf" / "launcher" / "ours.yaml").write_text("option: slurm\npartition: long\ntime_min: 600\n")

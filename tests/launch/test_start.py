@@ -71,14 +71,14 @@ def test_machines_whose_task_files_differ_end_with_78(tmp_path: Path) -> None:
     assert ended[1].err == "", "what all know is said once"
 
 
-def test_a_mistake_on_every_rank_is_said_once(tmp_path: Path) -> None:
+def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
     words = [*task(tmp_path, 0), "optimizer.lrr=1"]
     ended = ranks(tmp_path, words, words, num_local_ranks=2)
     assert [rank.value for rank in ended] == [Exit.CONFIG, Exit.CONFIG]
     assert ["optimizer.lrr=1" in rank.err for rank in ended] == [True, False]
 
 
-def test_what_only_another_machine_finds_is_said_there(tmp_path: Path) -> None:
+def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
     """The first of each machine speaks before the ranks have met; rank 0 cannot know what is wrong elsewhere."""
     words = ["train", *task(tmp_path, 1), "parallelism=ddp", "optimizer.lrr=1"]
     (second,) = forked([started_elsewhere(words, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)

@@ -95,7 +95,7 @@ def test_the_interface_is_the_one_towards_rank_0_unless_it_was_given(
     assert [one.value for one in run_in(namespaces, chosen, tmp_path)] == [given or CABLE] * 2
 
 
-def test_a_first_rank_that_knows_itself_as_loopback_takes_the_way_out(
+def test_rank_0_that_resolves_itself_to_loopback_uses_the_outgoing_interface(
     namespaces: tuple[str, str], tmp_path: Path
 ) -> None:
     def chosen(rank: int) -> str:
@@ -105,12 +105,12 @@ def test_a_first_rank_that_knows_itself_as_loopback_takes_the_way_out(
     assert run_in(namespaces[:1], chosen, tmp_path)[0].value == CABLE
 
 
-def test_ranks_of_one_machine_listen_for_nobody_else() -> None:
+def test_ranks_of_one_machine_listen_on_loopback_only() -> None:
     assert interface_of(RankInfo(1, 1, 2, 2, f"tcp://{ADDRESSES[0]}:{PORT}")) == "lo"
     assert interface_of(RankInfo(1, 1, 2, 2, "file:///tmp/store")) == "lo"
 
 
-def test_the_machines_share_nothing_but_the_cable(namespaces: tuple[str, str], tmp_path: Path) -> None:
+def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:
     """So that the test above cannot pass by a loopback that both would share."""
 
     def interfaces(rank: int) -> list[str]:
@@ -127,7 +127,7 @@ def test_the_machines_share_nothing_but_the_cable(namespaces: tuple[str, str], t
     assert [one.code for one in ended] == [Exit.SYSTEM] * 2
 
 
-def test_a_machine_that_is_alone_gives_up(namespaces: tuple[str, str], tmp_path: Path) -> None:
+def test_a_machine_without_peers_times_out(namespaces: tuple[str, str], tmp_path: Path) -> None:
     def alone(rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = CABLE
         join_as(RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}"))
@@ -137,7 +137,7 @@ def test_a_machine_that_is_alone_gives_up(namespaces: tuple[str, str], tmp_path:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_finds_somebody_else_at_the_port_gives_up_and_says_which(rank: int, tmp_path: Path) -> None:
+def test_a_rank_reports_a_port_used_by_another_program(rank: int, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -148,7 +148,7 @@ def test_a_rank_that_finds_somebody_else_at_the_port_gives_up_and_says_which(ran
     assert "MASTER_PORT" in ended.error
 
 
-def test_two_machines_train_as_one_process_does(
+def test_two_machines_train_like_one_process(
     namespaces: tuple[str, str], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)

@@ -57,7 +57,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
-def test_an_attribute_that_later_passes_use_stops_the_run_with_the_line_to_write(
+def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
     kept: str, body: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ended = trained(kept, body, server, tmp_path)
@@ -67,7 +67,7 @@ def test_an_attribute_that_later_passes_use_stops_the_run_with_the_line_to_write
 
 
 @pytest.mark.parametrize(("kept", "body"), UNUSED.values(), ids=UNUSED)
-def test_an_attribute_that_no_later_pass_uses_is_left_alone(
+def test_an_attribute_that_no_later_pass_uses_is_ignored(
     kept: str, body: str, server: ForkServer, tmp_path: Path
 ) -> None:
     ended = trained(kept, body, server, tmp_path)

@@ -136,7 +136,7 @@ def test_buffers_of_all_ranks_are_those_of_rank_0_after_every_update() -> None:
         assert found["constant"] == [[0, 1, 2]] * 2
 
 
-def test_a_buffer_that_is_made_in_a_forward_pass_is_that_of_rank_0() -> None:
+def test_a_buffer_created_in_a_forward_pass_is_that_of_rank_0() -> None:
     def rank(world: World) -> Any:
         model = Kept()
         model.register_buffer("late", None)
@@ -149,7 +149,7 @@ def test_a_buffer_that_is_made_in_a_forward_pass_is_that_of_rank_0() -> None:
     assert run_ranks(rank, 2) == [[3.0, 3.0]] * 2
 
 
-def test_a_saved_buffer_that_is_made_on_one_rank_alone_is_refused_on_all_of_them() -> None:
+def test_a_persistent_buffer_created_on_one_rank_is_refused_on_all() -> None:
     def rank(world: World) -> Any:
         model = Kept()
         model.register_buffer("late", None)
@@ -175,7 +175,7 @@ def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("is_seen_at_once", [True, False])
-def test_a_change_that_torch_does_not_count_is_synchronized_or_refused(is_seen_at_once: bool) -> None:
+def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_once: bool) -> None:
     """In the first update the bits show it; later nobody looks, and ranks must not go on with different buffers."""
 
     def change(model: Kept, rank: int, update: int) -> None:
@@ -190,21 +190,21 @@ def test_a_change_that_torch_does_not_count_is_synchronized_or_refused(is_seen_a
         assert all(isinstance(told, str) for told in found)
 
 
-def test_a_saved_buffer_that_grows_differently_on_each_rank_is_refused_on_all_of_them() -> None:
+def test_a_persistent_buffer_that_grows_differently_is_refused_on_all_ranks() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.zeros(3 + rank * update)
 
     assert all(isinstance(told, str) and "mean" in told for told in after(2, change))
 
 
-def test_a_saved_buffer_that_grows_alike_is_that_of_rank_0() -> None:
+def test_a_persistent_buffer_that_grows_alike_is_that_of_rank_0() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.full((3 + update,), rank + 5.0)
 
     assert [found["mean"] for found in after(2, change, updates=3)] == [[5.0] * 5] * 2
 
 
-def test_nothing_is_sent_for_buffers_that_do_not_change() -> None:
+def test_unchanged_buffers_are_not_sent() -> None:
     """Beside the flags, which travel with a message that ranks exchange anyway."""
 
     def rank(world: World) -> list[int]:

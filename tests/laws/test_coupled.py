@@ -267,7 +267,7 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
         assert torch.equal(buffer, task.model.get_buffer(name)), name
 
 
-def test_activations_of_one_micro_batch_are_held_at_a_time() -> None:
+def test_only_activations_of_one_micro_batch_are_stored() -> None:
     """Counted on what autograd saves: the largest number of bytes alive does not grow with the micro-batches."""
 
     def most(micro: int, num: int) -> int:
@@ -328,7 +328,7 @@ def test_more_rows_than_samples_are_refused() -> None:
         trained(ALONE, Views, shares=(32,), micro=8, dtype=torch.float64)
 
 
-def test_half_a_coupled_task_is_refused() -> None:
+def test_an_incomplete_coupled_task_is_refused() -> None:
     with pytest.raises(TaskFault):
         is_coupled(type("Half", (Task,), {"embed": Clip.embed})(), "train")
     with pytest.raises(TaskFault):

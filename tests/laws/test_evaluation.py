@@ -51,13 +51,13 @@ ROUNDED = allowed(torch.float64, 11)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 11, 100])
-def test_each_item_counts_once_whatever_the_batches(batch_size: int) -> None:
+def test_each_item_counts_once_for_any_batch_size(batch_size: int) -> None:
     assert measured(Sampling(), batch_size)["mean"] == pytest.approx(
         sum(range(4, 11)) / 7, rel=allowed(torch.float64, 11)
     )
 
 
-def test_the_model_is_back_in_train_mode_and_the_generator_where_it_was() -> None:
+def test_train_mode_and_generators_are_restored() -> None:
     task = Sampling()
     task.model.train()
     torch.manual_seed(7)
@@ -68,7 +68,7 @@ def test_the_model_is_back_in_train_mode_and_the_generator_where_it_was() -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_metric_that_samples_draws_the_same_each_time_and_other_numbers_with_another_seed() -> None:
+def test_a_metric_that_samples_depends_only_on_the_seed() -> None:
     task = Sampling()
     torch.manual_seed(1)
     first = measured(task, 4)["drawn"]
@@ -89,5 +89,5 @@ class Replaying(Sampling):
         return {"mean": (self.output[0], self.output[1])}
 
 
-def test_sums_whose_memory_is_used_again_by_the_next_batch_count() -> None:
+def test_sums_in_reused_memory_are_counted() -> None:
     assert measured(Replaying(), 4)["mean"] == pytest.approx(5.0, rel=ROUNDED)

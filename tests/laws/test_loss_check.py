@@ -158,7 +158,7 @@ MEANS: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", SUMS)
 @pytest.mark.parametrize("precision", [fp32, bf16])
-def test_nothing_is_said_of_a_sum_or_of_what_cannot_be_told(name: str, precision: Any) -> None:
+def test_a_sum_and_an_undecidable_loss_are_not_reported(name: str, precision: Any) -> None:
     assert said(SUMS[name], precision=precision) == ""
 
 
@@ -170,7 +170,7 @@ def test_a_mean_with_a_count_is_refused_with_the_place_and_the_fix(name: str) ->
     assert 'reduction="sum"' in answer
 
 
-def test_a_loss_that_is_no_sum_is_refused_with_the_attribute_that_allows_it() -> None:
+def test_a_loss_that_is_not_a_sum_is_refused_with_the_attribute_that_allows_it() -> None:
     assert "loss_is_additive" in said(contrastive)
 
 
@@ -187,7 +187,7 @@ def packed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_samples_that_are_packed_are_collated_again_as_halves(reduction: str) -> None:
+def test_packed_samples_are_collated_again_as_halves(reduction: str) -> None:
     x, y = batch_of()
     samples = list(zip(x, y, strict=True))
 
@@ -212,7 +212,7 @@ def in_training_only(model: nn.Module, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("loss", [of_heavy_draws, in_training_only])
-def test_what_cannot_be_decided_is_reported(loss: Loss) -> None:
+def test_undecidable_losses_are_reported(loss: Loss) -> None:
     assert check_sum(parts_of(model_of()), loss, micro_of(batch_of()))
     assert not check_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))
 
@@ -230,7 +230,7 @@ def test_a_sum_whose_count_does_not_grow_with_the_batch_is_refused(count: Callab
     assert "len(y)" in said(loss)
 
 
-def test_samples_that_a_batch_norm_mixes_in_eval_mode_are_no_mistake_of_the_loss() -> None:
+def test_a_batch_norm_that_mixes_samples_in_eval_mode_is_not_blamed_on_the_loss() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
     x, y = batch_of()
@@ -243,7 +243,7 @@ def test_samples_that_a_batch_norm_mixes_in_eval_mode_are_no_mistake_of_the_loss
     assert said(loss, batch, model=nn.Sequential(model[0], model[2])) == ""
 
 
-def test_each_pass_sees_the_buffers_as_they_were() -> None:
+def test_each_pass_of_the_check_sees_unchanged_buffers() -> None:
     """A queue of keys that each call fills: what the first call leaves must not hide a mean."""
     model = model_of()
     model.register_buffer("keys", torch.zeros(16, CLASSES))
@@ -258,7 +258,7 @@ def test_each_pass_sees_the_buffers_as_they_were() -> None:
     assert not model.keys.any()
 
 
-def test_what_another_loss_learns_beside_is_not_called_in_vain() -> None:
+def test_a_loss_with_an_auxiliary_term_is_not_reported() -> None:
     """A teacher that follows the student inside of the loss would take steps that training did not make."""
     model = model_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -277,7 +277,7 @@ def test_what_another_loss_learns_beside_is_not_called_in_vain() -> None:
     assert model.training
 
 
-def test_calls_that_a_model_or_a_task_counts_are_not_counted() -> None:
+def test_call_counters_of_a_model_or_a_task_are_restored() -> None:
     model = model_of()
     model.calls = 0  # type: ignore[assignment]
 
@@ -331,11 +331,11 @@ def sizes(batch: Any) -> Any:
         "a packed sequence",
     ],
 )
-def test_a_batch_that_may_not_be_one_of_rows_is_left_alone(batch: Any) -> None:
+def test_a_batch_that_may_not_consist_of_rows_is_not_split(batch: Any) -> None:
     assert sizes(batch) is None
 
 
-def test_tensors_and_lists_of_rows_are_cut_wherever_they_are() -> None:
+def test_nested_tensors_and_lists_of_rows_are_split() -> None:
     names = ["a", "b", "c", "d", "e"]
     batch = {"x": torch.zeros(5, 2), "more": (torch.zeros(5), {"names": names, "scale": 3.0}), "t": torch.zeros(())}
     first = {"x": [2, 2], "more": [[2], {"names": ["a", "b"], "scale": 3.0}], "t": []}
@@ -343,7 +343,7 @@ def test_tensors_and_lists_of_rows_are_cut_wherever_they_are() -> None:
     assert sizes(batch) == [[first, [10, 11]], [second, [12, 13, 14]]]
 
 
-def test_a_mapping_is_cut_into_mappings_of_its_type() -> None:
+def test_a_mapping_is_split_into_mappings_of_its_type() -> None:
     class Encoding(UserDict[str, Tensor]):
         def __getattr__(self, name: str) -> Tensor:
             return self.data[name]

@@ -183,7 +183,7 @@ def test_a_name_of_a_metric_that_shadows_another_is_refused(other: dict[str, Gat
     ],
     ids=["function", "list", "vector", "arguments"],
 )
-def test_what_is_no_metric_is_refused(declared: Any) -> None:
+def test_an_invalid_metric_is_refused(declared: Any) -> None:
     class Wrong(Points):
         def metrics(self, split: str) -> Any:
             return declared

@@ -80,7 +80,7 @@ def check_same(runs: Runs, name: str, tolerance: float = 1e-9) -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_draws_is_the_same_in_any_way(way: str, runs: Runs) -> None:
+def test_a_run_that_draws_is_the_same_with_any_mechanics(way: str, runs: Runs) -> None:
     name = way.replace(" ", "-").replace(",", "")
     check_same(runs.done(name, *WAYS[way]), name)
     if way.startswith("out of memory"):
@@ -103,7 +103,7 @@ def test_a_run_that_draws_is_the_same_after_a_stop(end: str, more: list[str], ru
     check_same(runs, name)
 
 
-def test_another_seed_draws_otherwise(runs: Runs) -> None:
+def test_another_seed_gives_other_draws(runs: Runs) -> None:
     """Otherwise the equalities above would say nothing."""
     runs.done("seed", "seed=1")
     assert runs.rows("seed")[1]["train/loss"] != pytest.approx(runs.rows("whole")[1]["train/loss"], rel=1e-3)

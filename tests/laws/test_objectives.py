@@ -216,7 +216,7 @@ def test_ranks_shares_and_accumulation_equal_a_plain_loop(
         assert distance(plain["weights"], one["weights"]) <= PROMISED[dtype]
 
 
-def test_parameters_of_no_objective_stay_as_they_are() -> None:
+def test_parameters_of_no_objective_are_not_changed() -> None:
     before = weights_of(Distilled(torch.float32).model)
     after = trained(ALONE, Distilled, shares=(32,), micro=8, dtype=torch.float32)["weights"]
     same = {name for name in before if before[name] == after[name]}
@@ -292,7 +292,7 @@ def test_updates_skipped_in_earlier_phases_follow_a_resume() -> None:
     assert (first.skipped_before, second.skipped_before) == (3, 0)
 
 
-def test_a_loss_with_other_arguments_than_it_is_called_with_is_refused() -> None:
+def test_a_loss_with_a_wrong_signature_is_refused() -> None:
     source = Path(__file__)
 
     class Whole(Task):

@@ -57,7 +57,7 @@ def test_every_sample_is_seen_once_per_epoch_and_each_update_closes_once(order: 
 
 
 @given(orders, st.integers(0, 30))
-def test_going_on_at_an_update_gives_what_would_have_come(order: Order, update: int) -> None:
+def test_resuming_at_any_update_continues_the_order(order: Order, update: int) -> None:
     if order.updates_per_epoch == 0:
         return
 
@@ -146,7 +146,7 @@ def test_a_bad_sample_is_named(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["0", "2", "thread"])
-def test_a_bad_sample_is_left_out_and_listed_by_choice(kind: str) -> None:
+def test_a_bad_sample_is_skipped_and_listed_on_request(kind: str) -> None:
     reader = loader(kind, Squares(), bad_samples="skip")
     batches = list(islice(reader.batches(Order(10, 5, 5, seed=0).from_update(0)), 2))
     reader.close()
@@ -163,7 +163,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_kept_samples_are_those_that_were_read(where: str) -> None:
+def test_cached_samples_equal_those_that_were_read(where: str) -> None:
     order = Order(30, 8, 8, seed=1)
     plain = list(islice(loader("0", Rows()).batches(order.from_update(0)), 6))
     kept = list(islice(loader("0", Rows(), cache=where).batches(order.from_update(0)), 6))
@@ -172,13 +172,15 @@ def test_kept_samples_are_those_that_were_read(where: str) -> None:
         assert torch.equal(mine.batch["y"], theirs.batch["y"])
 
 
-def test_samples_that_change_are_not_kept() -> None:
+def test_samples_that_change_are_not_cached() -> None:
     with pytest.raises(DataError, match="change from epoch to epoch"):
         loader("0", Noisy(), cache="memory")
 
 
 @given(st.integers(1, 100), st.none() | st.integers(1, 120))
-def test_the_samples_of_an_evaluation_are_distinct_and_as_many_as_wanted(num_samples: int, wanted: int | None) -> None:
+def test_the_samples_of_an_evaluation_are_distinct_and_of_the_requested_number(
+    num_samples: int, wanted: int | None
+) -> None:
     chosen = evenly_spread(num_samples, wanted)
     assert len(chosen) == len(set(chosen)) == min(num_samples, wanted or num_samples)
     assert set(chosen) <= set(range(num_samples))
@@ -190,7 +192,7 @@ def test_the_random_numbers_of_a_sample_depend_on_seed_epoch_and_index() -> None
     assert isinstance(sample_rng(0, 0, 0), np.random.Generator)
 
 
-def test_ranks_begin_with_seeds_of_their_own() -> None:
+def test_ranks_start_with_different_seeds() -> None:
     keys = [(seed, rank, update) for seed in (0, 1) for rank in range(5) for update in (0, 1, 50)]
     seeds = [seed_of_rank(*key) for key in keys]
     assert len(set(seeds)) == len(keys)

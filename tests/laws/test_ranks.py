@@ -173,7 +173,7 @@ def test_bfloat16_stays_close() -> None:
         )  # a sum in another order, rounded to 8 bits on the way
 
 
-def test_a_parameter_that_no_rank_used_has_no_gradient_and_one_that_some_used_has() -> None:
+def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
     class Picky(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return self[0](x) if int(x[0, 0, 0].item() * 1e3) % 2 else self[1](x)

@@ -91,14 +91,14 @@ def reference() -> Draws:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*READERS, "thread"])
-def test_no_reader_changes_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
+def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
     assert len({tuple(numbers) for numbers in reference.values()}) == len(reference) > 2 * SIZE
     assert draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4))) == reference
 
 
 @pytest.mark.parametrize("micro", [1, 5, 8])
 @pytest.mark.parametrize("shares", [(8,), (4, 4), (5, 2, 1)], ids=str)
-def test_no_cut_and_no_rank_changes_the_draws_of_a_sample(
+def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
     micro: int, shares: tuple[int, ...], reference: Draws
 ) -> None:
     found: Draws = {}
@@ -109,7 +109,7 @@ def test_no_cut_and_no_rank_changes_the_draws_of_a_sample(
 
 
 @pytest.mark.parametrize("kind", ["0", "3"])
-def test_reading_from_any_update_on_draws_what_would_have_come(kind: str, reference: Draws) -> None:
+def test_reading_from_any_update_on_gives_the_same_draws(kind: str, reference: Draws) -> None:
     for start in (1, 4):
         found = draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4), start=start, updates=3))
         assert found == {key: reference[key] for key in found}
@@ -134,7 +134,7 @@ def states() -> tuple[bytes, Any, Any]:
 
 @pytest.mark.parametrize("kind", ["0", "1", "thread"])
 @pytest.mark.parametrize("num_normal", [0, 1])
-def test_reading_leaves_the_generators_of_this_process_where_they_were(kind: str, num_normal: int) -> None:
+def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_normal: int) -> None:
     for _ in range(num_normal):  # the other one of the pair is kept
         np.random.normal()
         random.gauss(0, 1)
@@ -143,7 +143,7 @@ def test_reading_leaves_the_generators_of_this_process_where_they_were(kind: str
     assert states() == before
 
 
-def test_the_draws_of_the_model_are_neither_seen_by_samples_nor_disturbed(reference: Draws) -> None:
+def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> None:
     """As in training: dropout between two micro-batches, one of a pair of normal numbers at a time."""
 
     def of_model(batches: Iterator[MicroBatch]) -> tuple[list[list[float]], Draws]:
@@ -171,14 +171,14 @@ class Processes(Drawing):
 
 
 @pytest.mark.parametrize("kind", ["1", "thread"])
-def test_no_code_of_a_data_set_runs_beside_the_model_in_its_process(kind: str) -> None:
+def test_no_data_set_code_runs_concurrently_with_the_model_in_its_process(kind: str) -> None:
     """Generators belong to a process: what two threads draw from them at the same time cannot be kept apart."""
     batches = read(reader(kind, Processes()), Order(SIZE, 8, 3, seed=4), updates=2)
     assert os.getpid() not in {int(process) for item in batches for process in item.batch}
 
 
 @pytest.mark.parametrize("generator", ["torch", "numpy", "python"])
-def test_a_data_set_that_begins_to_draw_late_is_noticed(generator: str) -> None:
+def test_a_data_set_that_starts_to_draw_late_is_detected(generator: str) -> None:
     draw: dict[str, Callable[[], float]] = {
         "torch": lambda: torch.rand(()).item(), "numpy": np.random.random, "python": random.random,
     }  # fmt: skip
@@ -237,7 +237,7 @@ def mixed(samples: list[Tensor]) -> Tensor:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["1", "3", "spawn", "thread"])
-def test_what_collate_draws_follows_from_the_samples_of_its_batch(kind: str) -> None:
+def test_draws_of_collate_depend_on_the_samples_of_its_batch(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
     expected = draws_of(read(reader("0", Drawing(), mixed), order))
     assert draws_of(read(reader(kind, Drawing(), mixed), order)) == expected
@@ -264,7 +264,7 @@ class Together(Drawing):
 
 
 @pytest.mark.parametrize("kind", ["1", "3", "thread"])
-def test_what_is_drawn_for_a_whole_batch_follows_from_its_samples(kind: str) -> None:
+def test_draws_for_a_complete_batch_depend_on_its_samples(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
     expected = draws_of(read(reader("0", Together()), order))
     assert draws_of(read(reader(kind, Together()), order)) == expected
@@ -295,7 +295,7 @@ WRAPPERS = [(subset,), (stacked,), (by_name,), (subset, stacked), (by_name, subs
 
 
 @pytest.mark.parametrize("wrappers", WRAPPERS, ids=lambda found: " of ".join(each.__name__ for each in found))
-def test_a_wrapper_that_reads_sample_by_sample_has_the_draws_of_samples(
+def test_a_wrapper_that_reads_single_samples_has_draws_per_sample(
     wrappers: Sequence[Callable[[Any], Any]], reference: Draws
 ) -> None:
     """torch's Subset and StackDataset have `__getitems__`; `random_split` makes a Subset."""
@@ -307,7 +307,7 @@ def test_a_wrapper_that_reads_sample_by_sample_has_the_draws_of_samples(
     assert found == {key: numbers for key, numbers in reference.items() if key[0] == 0}
 
 
-def test_a_wrapper_of_what_reads_whole_batches_reads_whole_batches() -> None:
+def test_a_wrapper_of_a_batch_reader_reads_batches() -> None:
     class Counting(Drawing):
         num_batches = 0
 
@@ -370,7 +370,7 @@ class Shuffling(Drawing):
 
 
 @pytest.mark.parametrize("kind", ["0", "3"])
-def test_what_is_drawn_for_an_epoch_follows_from_the_epoch(kind: str) -> None:
+def test_draws_for_an_epoch_depend_on_the_epoch(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
     expected = draws_of(read(reader("0", Shuffling()), order))
     assert len({(key[0], *numbers) for key, numbers in expected.items()}) == 3
@@ -390,7 +390,7 @@ class SeedsItself(Kept):
 
 
 @pytest.mark.parametrize("where", ["memory", "device"])
-def test_samples_are_kept_only_if_each_epoch_makes_the_same(where: str) -> None:
+def test_samples_are_cached_only_if_they_are_equal_in_each_epoch(where: str) -> None:
     with pytest.raises(DataError):
         reader("0", Kept(always), cache=where)
     order = Order(SIZE, 8, 3, seed=4)
@@ -411,7 +411,7 @@ class Rare(Kept):
         return torch.tensor([index, random.random() if index == 1050 else 0.0])
 
 
-def test_one_sample_that_each_epoch_makes_anew_is_enough_to_keep_none() -> None:
+def test_one_changing_sample_disables_the_cache() -> None:
     with pytest.raises(DataError):
         reader("0", Rare(), cache="memory")
 
@@ -424,13 +424,13 @@ class Missing(Kept):
         return torch.tensor([0, index, random.random(), float("nan")], dtype=torch.float64)
 
 
-def test_samples_with_missing_values_are_kept() -> None:
+def test_samples_with_nan_are_cached() -> None:
     order = Order(SIZE, 8, 3, seed=4)
     plain, kept = (read(reader("0", Missing(), cache=cache), order) for cache in ("none", "memory"))
     assert all(map(torch.equal, *([each.batch[:, :3] for each in batches] for batches in (plain, kept))))
 
 
-def test_the_order_of_samples_is_that_of_earlier_versions() -> None:
+def test_the_order_of_samples_equals_that_of_earlier_versions() -> None:
     """Checkpoints hold no order: they are resumed with the one that is computed."""
     assert permutation(0, 0, 8).tolist() == ORDERS[0]
     assert permutation(2**32 - 1, 7, 8).tolist() == ORDERS[1]
@@ -466,7 +466,7 @@ BATCH = [[9321899, 11782550, 7220949]]
 
 
 @pytest.mark.parametrize(("dataset", "expected"), [(Numbers(), SAMPLES), (NumbersTogether(), BATCH)])
-def test_draws_are_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
+def test_draws_equal_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
     """Checkpoints hold no draws of samples: a run that resumes with a later version must draw the same."""
     fetcher = Fetcher(dataset, lambda samples: [*samples, first_numbers()], bad_samples="stop")
     batch = fetcher[Micro(2, [3, 5], last=True, seed=4)].batch
@@ -481,7 +481,7 @@ def test_no_seed_gives_the_order_or_the_draws_of_another_one() -> None:
     assert len({seed_of_rank(*key) for key in keys}) == len(keys)
 
 
-def test_streams_of_samples_are_apart_from_each_other_and_from_the_order() -> None:
+def test_random_streams_of_samples_and_of_the_order_are_distinct() -> None:
     big = 5 + 7 * 2**32
     keys = [(5, 0, 0), (5, 7, 0), (5, 0, 7), (big, 0, 0), (5, 7, 1), (big, 1, 0), (big, 0, 1), (5, 7 * 2**32, 1)]
     keys += [(5, 0, 7 * 2**32), (5, 7, 2**32), (5 + 2**64, 7, 0), (5 + 2**32, 0, 0), (0, 5, 0), (0, 0, 5)]

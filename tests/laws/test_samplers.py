@@ -71,7 +71,7 @@ def indices_of(order: Order, update: int) -> list[int]:
     return [index for micro in order.micros(update) for index in micro.indices]
 
 
-def test_every_option_has_a_law() -> None:
+def test_every_option_has_a_test() -> None:
     assert {kind.split()[0] for kind in MADE} == set(SAMPLERS)
 
 
@@ -129,7 +129,7 @@ def test_a_resumed_order_continues(kind: str) -> None:
 
 
 @kinds
-def test_samples_before_counts_what_was_drawn(kind: str) -> None:
+def test_samples_before_counts_drawn_samples(kind: str) -> None:
     order, counted = order_of(kind), 0
     for update in range(3 * order.updates_per_epoch):
         assert order.samples_before(update) == counted
@@ -180,7 +180,7 @@ def test_each_sample_is_drawn_once_per_epoch(kind: str) -> None:
         assert sorted(index for update in updates for index in indices_of(order, update)) == list(range(SIZE))
 
 
-def test_sequential_is_the_order_of_the_data_set() -> None:
+def test_sequential_keeps_the_order_of_the_data_set() -> None:
     order = order_of("sequential")
     assert [index for update in range(order.updates_per_epoch) for index in indices_of(order, update)] == [*range(SIZE)]
 
@@ -192,7 +192,7 @@ def outside(counts: np.ndarray[Any, Any], draws: int, shares: np.ndarray[Any, An
     return [index for index, count in enumerate(counts) if not low[index] <= count <= high[index]]
 
 
-def test_weighted_counts_are_those_of_torch() -> None:
+def test_weighted_counts_equal_those_of_torch() -> None:
     """torch's WeightedRandomSampler passes the same test, so the test does not only accept this implementation."""
     epochs, shares = 400, WEIGHTS / WEIGHTS.sum()
     sampler = weighted(samples())
@@ -230,7 +230,7 @@ def test_a_sample_drawn_again_in_an_epoch_gets_other_random_numbers() -> None:
     assert len(set(rows[:, 1].tolist())) == 8
 
 
-def test_a_mixture_has_its_shares_in_every_prefix_and_passes_over_each_data_set() -> None:
+def test_a_mixture_has_its_shares_in_every_prefix_and_covers_each_data_set() -> None:
     """After p draws, each of the S data sets is within S + 1 of its share of p."""
     shares = np.array([0.2, 0.5, 0.3])
     sampler = mixture(samples(), weights=[2, 5, 3])
@@ -248,7 +248,7 @@ def test_a_mixture_has_its_shares_in_every_prefix_and_passes_over_each_data_set(
             assert len(set(mine[first : first + size])) == size  # every sample once before any is repeated
 
 
-def test_a_mixture_without_weights_draws_from_each_data_set_alike() -> None:
+def test_a_mixture_without_weights_draws_equally_from_each_data_set() -> None:
     sampler = mixture(samples(), num_samples=300)
     drawn = np.array([index % SIZE for window in range(38) for index in sampler.draw(0, 0, window)])
     assert [int((drawn < 40).sum()), int(((drawn >= 40) & (drawn < 50)).sum()), int((drawn >= 50).sum())] == [100] * 3
@@ -323,7 +323,7 @@ WRONG: list[tuple[str, Callable[[], object], type[AccelRunError]]] = [
 
 
 @pytest.mark.parametrize(("make", "kind"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_what_cannot_be_drawn_is_refused(make: Callable[[], object], kind: type[AccelRunError]) -> None:
+def test_impossible_samplers_are_refused(make: Callable[[], object], kind: type[AccelRunError]) -> None:
     with pytest.raises(kind) as caught:
         make()
     assert all(problem.fix for problem in caught.value.problems)

@@ -95,7 +95,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_an_update_is_that_of_a_loop_written_by_hand(adaptive: bool, tmp_path: Path) -> None:
+def test_an_update_equals_that_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
     expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
     found = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
     assert_close(found, expected, TOLERANCE)
@@ -166,7 +166,7 @@ def test_sharded_weights_are_refused(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("example", ["own_gan", "own_clip"])
-def test_objectives_and_coupled_losses_are_perturbed_whatever_the_micro_batches(
+def test_objectives_and_coupled_losses_are_perturbed_for_any_micro_batches(
     example: str, server: ForkServer, tmp_path: Path
 ) -> None:
     words = "global_batch_size=32 updates=3 scheduler=constant sharpness=sam"

@@ -118,7 +118,7 @@ def test_a_stream_of_a_package_is_read_once_and_resumed(
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_states_of_packages_are_used_where_they_are_exact(name: str, tmp_path: Path) -> None:
+def test_states_of_packages_are_used_if_they_are_exact(name: str, tmp_path: Path) -> None:
     """The buffer of `shuffle` is no part of the state of `datasets`: its state does not return to the samples."""
     plain = verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=False)))
     assert (plain.has_state, plain.why_lost) == (name != "webdataset", "")

@@ -194,7 +194,7 @@ def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, s
         assert torch.equal(torch.cat([part[number] for part in parts]), whole_update)
 
 
-def test_a_state_saves_reading_again() -> None:
+def test_a_state_avoids_rereading() -> None:
     skipped: list[int] = []
 
     class Counting(Stateful):
@@ -209,7 +209,7 @@ def test_a_state_saves_reading_again() -> None:
     assert skipped[-1] == 5 * BATCH - 1  # the last sample before the stop is read again, to see that it is the same
 
 
-def test_going_back_reads_the_same_samples_again() -> None:
+def test_rewinding_reads_the_same_samples_again() -> None:
     fetcher, order = fetcher_of(source_of(Stateful, 2)), order_of(source_of(Stateful, 2))
     keys = [next(order.micros(update)) for update in range(4)]
     first = [fetcher[key].batch for key in keys]
@@ -217,7 +217,7 @@ def test_going_back_reads_the_same_samples_again() -> None:
     assert all(torch.equal(one, first[number]) for one, number in zip(again, (2, 0, 3), strict=True))
 
 
-def test_dummy_micro_batches_repeat_what_was_read() -> None:
+def test_dummy_micro_batches_repeat_read_samples() -> None:
     source = source_of(Files, 1)
     fetcher = fetcher_of(source)
     fetcher.is_in_step = True
@@ -242,7 +242,7 @@ def test_a_data_set_that_divides_itself_among_workers_is_divided_into_shards(num
     assert len(set(found[:64, 0].tolist())) == 64
 
 
-def test_the_first_samples_of_each_epoch_are_used_where_they_are_limited() -> None:
+def test_a_limit_uses_the_first_samples_of_each_epoch() -> None:
     source = source_of(Files, 1, limit=20)
     order = order_of(source)
     assert order.updates_per_epoch == 3
@@ -256,7 +256,7 @@ def test_samples_for_an_evaluation_are_kept() -> None:
     assert len(all_samples(source, 7, SEED)) == 7
 
 
-def test_what_can_only_be_iterated_over_is_a_stream() -> None:
+def test_an_iterable_without_index_is_a_stream() -> None:
     assert all(map(is_stream, (ByWorker(), Files(FILES))))
     assert not any(map(is_stream, ([1], torch.zeros(2), torch.utils.data.TensorDataset(torch.zeros(2)), 3)))
 
@@ -290,7 +290,7 @@ class Raising(Files):
         (Files, 7, "shard 5 of the train stream has no samples"),
     ],
 )
-def test_a_stream_that_breaks_its_promises_is_named(kind: Any, num_shards: int, what: str, workers: int) -> None:
+def test_a_stream_that_violates_its_contract_is_named(kind: Any, num_shards: int, what: str, workers: int) -> None:
     with pytest.raises(DataError, match=what):
         read(source_of(kind, num_shards), 12, workers=workers)
 
@@ -336,7 +336,7 @@ def test_a_lost_state_is_noted_and_the_samples_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", [WithLength, Stateful])
-def test_other_samples_after_a_stop_are_refused(kind: type[Files]) -> None:
+def test_different_samples_after_a_stop_are_refused(kind: type[Files]) -> None:
     marks = marks_after(read(source_of(kind, 1), 3))
     changed = StreamSource("train", 1, make=lambda *_: kind([[number + 1 for number in NUMBERS]]))
     with pytest.raises(DataError, match="is not the one that it was"):

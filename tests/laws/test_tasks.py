@@ -357,7 +357,7 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
 
 
 @pytest.mark.parametrize("case", DRAWS)
-def test_what_a_task_draws_changes_the_loss(case: str, fresh: Callable[[str], Task]) -> None:
+def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]) -> None:
     """Otherwise the equality above would say nothing of random numbers."""
     task = fresh(case)
     losses = []

@@ -95,7 +95,7 @@ def test_accumulation_does_not_change_the_update(
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_update_is_that_of_the_mean_loss_written_by_hand(ignored: bool) -> None:
+def test_the_update_equals_that_of_the_mean_loss(ignored: bool) -> None:
     by_hand = make_model()
     optimizer = torch.optim.AdamW(
         [
@@ -121,7 +121,7 @@ def test_the_update_is_that_of_the_mean_loss_written_by_hand(ignored: bool) -> N
     )
 
 
-def test_a_smaller_last_update_weighs_its_samples_as_any_other() -> None:
+def test_a_smaller_last_update_weights_its_samples_equally() -> None:
     """The rest of an epoch is a mean over fewer samples, not a fraction of a mean."""
     (x, y), *_ = data(1, ignored=False)
     model, by_hand = make_model(), make_model()
@@ -153,7 +153,7 @@ def poisoned(at: int, updates: int) -> Iterator[MicroBatch]:
         yield MicroBatch((x * float("inf") if number == at else x, y), True)
 
 
-def test_an_overflow_skips_the_update_halves_the_scale_and_leaves_the_schedule_where_it_was() -> None:
+def test_an_overflow_skips_the_update_halves_the_scale_and_keeps_the_schedule() -> None:
     model = make_model(torch.float32)
     run = training(model, sample_loss, precision=fp16, init_scale=1024.0)
     seen = []
@@ -201,7 +201,5 @@ def test_losses_are_added_exactly_whatever_their_format() -> None:
     ("epochs", "updates_per_epoch", "updates"),
     [(1.1, 100, 110), (0.7, 10, 7), (1.001, 1000, 1001), (2.5, 3, 8), (3, 7, 21), (0.001, 10, 1), (1e-5, 10**6, 10)],
 )
-def test_a_decimal_number_of_epochs_has_the_updates_of_that_decimal(
-    epochs: float, updates_per_epoch: int, updates: int
-) -> None:
+def test_a_fractional_number_of_epochs_is_exact(epochs: float, updates_per_epoch: int, updates: int) -> None:
     assert updates_of(epochs, updates_per_epoch) == updates

@@ -24,7 +24,7 @@ def looked(watch: AlertMonitor, readings: Readings, times: int = 1) -> list[Aler
     return [notice for _ in range(times) for notice in watch.look(readings, {}, ())]
 
 
-def test_a_slowed_gpu_is_said_once_with_what_was_measured(screen: Callable[..., None]) -> None:
+def test_a_throttled_gpu_is_reported_once_with_its_measurements(screen: Callable[..., None]) -> None:
     (notice,) = looked(watchful(), HOT, times=20)
 
     screen(notice.text)
@@ -32,14 +32,14 @@ def test_a_slowed_gpu_is_said_once_with_what_was_measured(screen: Callable[..., 
     assert notice.facts["reason"] == "hardware temperature limit"
 
 
-def test_a_busy_gpu_at_its_power_limit_is_no_reason_to_warn(screen: Callable[..., None]) -> None:
+def test_a_busy_gpu_at_its_power_limit_causes_no_warning(screen: Callable[..., None]) -> None:
     (notice,) = looked(watchful(), {"gpu0/throttle_reasons": 4}, times=IN_A_ROW)
 
     assert notice.level == "info"
     screen(notice.text)
 
 
-def test_a_moment_is_not_worth_a_word() -> None:
+def test_a_short_slowdown_is_not_reported() -> None:
     watch = watchful()
 
     assert not looked(watch, HOT, times=IN_A_ROW - 1)
@@ -48,13 +48,13 @@ def test_a_moment_is_not_worth_a_word() -> None:
     assert looked(watch, HOT)
 
 
-def test_idling_and_silence_are_not_slowness() -> None:
+def test_idle_and_missing_readings_are_not_throttling() -> None:
     assert not looked(watchful(), {"gpu0/throttle_reasons": 1 + 2 + 256}, times=9)
     assert not looked(watchful(), {}, times=9)
     assert slowed_by(None) == ()
 
 
-def test_memory_errors_are_said_when_they_become_more(screen: Callable[..., None]) -> None:
+def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -> None:
     watch = watchful()
 
     assert not looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 0}), "those of before are not this run's"
@@ -65,7 +65,7 @@ def test_memory_errors_are_said_when_they_become_more(screen: Callable[..., None
     assert (good.level, good.facts["number"]) == ("info", 2)
 
 
-def test_an_xid_is_explained_and_said_once() -> None:
+def test_an_xid_is_explained_and_reported_once() -> None:
     watch = watchful()
     told = [notice for _ in range(3) for notice in watch.look({}, {}, [GpuEvent(T4, "xid", 79)])]
 
@@ -73,7 +73,7 @@ def test_an_xid_is_explained_and_said_once() -> None:
     assert told[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
 
 
-def test_an_xid_of_a_gpu_is_that_of_its_instances_too() -> None:
+def test_an_xid_of_a_gpu_applies_to_its_instances() -> None:
     cut = Gpu(3, "MIG-a", "slice")
     (notice,) = watchful(cut).look({}, {}, [GpuEvent(Gpu(3, "GPU-c", "whole"), "xid", 31)])
 
@@ -82,14 +82,14 @@ def test_an_xid_of_a_gpu_is_that_of_its_instances_too() -> None:
 
 
 @pytest.mark.parametrize("number", [*XIDS, 999])
-def test_every_xid_has_a_meaning_and_something_to_do(number: int) -> None:
+def test_every_xid_has_a_meaning_and_an_action(number: int) -> None:
     known = explain(number)
 
     assert len(known.meaning.split()) > 2
     assert len(known.advice.split()) > 2
 
 
-def test_others_on_a_gpu_are_named_once_the_biggest_first(screen: Callable[..., None]) -> None:
+def test_other_processes_on_a_gpu_are_listed_once_by_size(screen: Callable[..., None]) -> None:
     users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
     users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
     watch = watchful()
@@ -100,11 +100,11 @@ def test_others_on_a_gpu_are_named_once_the_biggest_first(screen: Callable[..., 
     assert told[0].facts["pids"] == [5, 4, 3, 2, 1]
 
 
-def test_nobody_is_accused_whose_run_is_not_known() -> None:
+def test_unknown_processes_are_not_reported() -> None:
     assert not watchful().look({}, {0: [GpuUser(5, "", "", None, is_ours=None)]}, ())
 
 
-def test_what_a_user_may_not_read_is_said_once(screen: Callable[..., None]) -> None:
+def test_missing_permissions_are_reported_once(screen: Callable[..., None]) -> None:
     nvml = Nvml()
     nvml.denied[T4] = {"power_w", "energy_j"}
     watch = AlertMonitor(nvml, [T4])

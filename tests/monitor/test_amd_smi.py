@@ -77,7 +77,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AmdSmi:
     return found
 
 
-def test_an_amd_gpu_has_the_readings_of_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_amd_gpu_has_the_same_readings_as_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(monkeypatch) as smi:
         (card,) = smi.gpus
         reading = smi.read(card)
@@ -92,7 +92,7 @@ def test_an_amd_gpu_has_the_readings_of_nvml(monkeypatch: pytest.MonkeyPatch) ->
     assert reading.keys() == {metric.name for metric in METRICS if metric.pace != "in turn"}
 
 
-def test_processes_have_their_memory_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_have_their_memory_if_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(monkeypatch) as smi:
         assert smi.processes(smi.gpus[0]) == (GpuProcess(77, GIB), GpuProcess(78, None))
     with opened(monkeypatch, get_gpu_process_list=raising(10)) as smi:
@@ -108,7 +108,7 @@ def test_a_missing_reading_is_none_and_never_0(answer: Any, monkeypatch: pytest.
         assert not smi.denied
 
 
-def test_the_largest_integer_of_a_type_is_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_integer_of_a_type_is_not_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"correctable_count": 2**64 - 1, "uncorrectable_count": 0}
     with opened(monkeypatch, get_gpu_total_ecc_count=lambda card: counts) as smi:
         found = smi.read(smi.gpus[0], ["ecc_corrected", "ecc_uncorrected"])
@@ -125,7 +125,7 @@ def test_a_gpu_without_an_edge_sensor_gives_the_temperature_of_its_hot_spot(monk
         assert smi.read(smi.gpus[0], ["temperature_c"]) == {"temperature_c": 57}
 
 
-def test_what_a_user_may_not_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_permissions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(monkeypatch, get_power_info=raising(10)) as smi:
         assert smi.read(smi.gpus[0], ["power_w"]) == {"power_w": None}
         assert smi.denied == {smi.gpus[0]: {"power_w"}}

@@ -29,7 +29,7 @@ def is_watching() -> bool:
     return any(thread.name == "accel-run monitor" for thread in threading.enumerate())
 
 
-def test_around_a_block_it_leaves_the_samples_and_their_summary(tmp_path: Path) -> None:
+def test_a_with_block_writes_samples_and_a_summary(tmp_path: Path) -> None:
     with GPUStats(log_dir=tmp_path / "logs", interval_s=0.02) as stats:
         watch(stats)
     summary = json.loads((tmp_path / "logs" / "monitor.json").read_text())
@@ -41,7 +41,7 @@ def test_around_a_block_it_leaves_the_samples_and_their_summary(tmp_path: Path) 
     assert stat.S_IMODE((tmp_path / "logs" / "gpu.csv").stat().st_mode) == 0o600
 
 
-def test_the_names_of_the_verbs_work_without_a_block(tmp_path: Path) -> None:
+def test_start_stop_and_plot_work_without_a_block(tmp_path: Path) -> None:
     stats = GPUStats(str(tmp_path / "logs"), 0.02)
     stats.start_monitoring()
     stats.start_monitoring()
@@ -61,7 +61,7 @@ def test_it_stops_when_the_block_raises(tmp_path: Path) -> None:
     assert (tmp_path / "monitor.json").is_file()
 
 
-def test_two_at_once_and_a_second_time_keep_their_own_files(tmp_path: Path) -> None:
+def test_concurrent_and_repeated_monitors_have_separate_files(tmp_path: Path) -> None:
     with GPUStats(tmp_path, 0.02) as one, GPUStats(tmp_path, 0.02) as other:
         watch(one)
         watch(other)
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_the_block_runs(tmp_pat
 
 
 @pytest.mark.parametrize("interval_s", [0, -1.0, float("nan")])
-def test_an_interval_that_cannot_be_is_said_at_once(interval_s: float) -> None:
+def test_an_invalid_interval_is_reported_at_once(interval_s: float) -> None:
     with pytest.raises(ConfigError, match="a number of seconds from"):
         GPUStats(interval_s=interval_s)
 
@@ -154,16 +154,16 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
         ("-1", "devices: no such GPU: -1; there are: 0"),
     ],
 )
-def test_devices_that_cannot_be_are_answered_in_words(nvml_stub: NvmlStub, devices: str, said: str) -> None:
+def test_invalid_devices_get_a_message(nvml_stub: NvmlStub, devices: str, said: str) -> None:
     assert nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID").startswith(said)
 
 
-def test_a_number_of_numpys_is_a_number(nvml_stub: NvmlStub) -> None:
+def test_a_numpy_number_is_accepted(nvml_stub: NvmlStub) -> None:
     code = AROUND.replace('json.loads(os.environ["DEVICES"])', "__import__('numpy').arange(1, 2)")
     assert nvml_stub.run(code, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [PAIR["1.uuid"]]
 
 
-def test_the_summary_is_whole_private_and_through_no_link(tmp_path: Path) -> None:
+def test_the_summary_is_complete_and_private_and_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("mine")
     with GPUStats(tmp_path / "logs", 0.02) as stats:
         watch(stats)
@@ -176,7 +176,7 @@ def test_the_summary_is_whole_private_and_through_no_link(tmp_path: Path) -> Non
     assert [each.name for each in sorted((tmp_path / "logs").iterdir())] == ["gpu.csv", "monitor.json"]
 
 
-def test_a_summary_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_summary_is_not_overwritten(tmp_path: Path) -> None:
     text = "of a table that was moved away"
     (tmp_path / "monitor.json").write_text(text)
     with GPUStats(tmp_path, 0.02) as stats:
@@ -186,12 +186,12 @@ def test_a_summary_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     assert stats.path_csv.name == "gpu-2.csv"
 
 
-def test_nothing_sampled_is_nothing_to_draw_and_says_what_to_do(tmp_path: Path) -> None:
+def test_plotting_without_samples_reports_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match=r"there is no such file\n.*start_monitoring"):
         GPUStats(tmp_path).plot_stats()
 
 
-def test_a_device_that_is_not_there_is_named_with_those_that_are(nvml_stub: NvmlStub) -> None:
+def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub) -> None:
     said = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
     assert said.startswith("devices: ")
@@ -200,7 +200,7 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are(nvml_stub: Nvml
     assert "NVIDIA driver" in nvml_stub.run(AROUND, None, DEVICES="[0]")
 
 
-def test_gpu0_is_torchs_cuda_0_where_torch_has_started(nvml_stub: NvmlStub) -> None:
+def test_gpu0_is_torchs_cuda_0_if_torch_is_initialized(nvml_stub: NvmlStub) -> None:
     code = """
 import json, sys, time, types
 class Torch(types.ModuleType):  # CUDA numbers the faster GPU first
@@ -255,7 +255,7 @@ print(json.dumps(stats.get_summary()))
     assert summary["whole"]["slowed"] == {"gpu0": {"power limit": 1.0}}
 
 
-def test_pictures_of_what_was_sampled_lie_in_a_folder_of_each_start(tmp_path: Path) -> None:
+def test_plots_are_in_one_folder_per_start(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     stats = GPUStats(tmp_path / "logs", 0.02)
     for folder in ("plots", "plots-2"):

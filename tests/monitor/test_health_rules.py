@@ -41,20 +41,20 @@ def test_utilisation_is_good_from_80_to_100_percent(mean: float, level: str) -> 
     ("used", "level"),
     [(0.1, "low"), (4.9, "low"), (5, "good"), (7.9, "good"), (8.5, "note"), (9.0, "high"), (10, "high")],
 )
-def test_memory_is_good_from_50_to_80_percent_at_its_most(used: float, level: str) -> None:
+def test_memory_is_good_from_50_to_80_percent_at_its_peak(used: float, level: str) -> None:
     summary = summary_of(gpu0_util=90, gpu0_memory_gib=(0, used / 2, used), gpu0_memory_total_gib=10.0)
     assert said(summary)["GPU 0 memory"] == level
 
 
 @pytest.mark.parametrize("bands", [UTILISATION, MEMORY])
-def test_bands_leave_nothing_out_between_0_and_100(bands: tuple[object, ...]) -> None:
+def test_bands_cover_0_to_100_percent(bands: tuple[object, ...]) -> None:
     edges = [(band.low, band.high) for band in bands]  # type: ignore[attr-defined]
     assert edges[0][0] == 0
     assert edges[-1][1] > 100
     assert all(before[1] == after[0] for before, after in itertools.pairwise(edges))
 
 
-def test_nothing_is_said_of_what_was_not_read() -> None:
+def test_missing_readings_cause_no_verdict() -> None:
     assert verdicts(Summary()) == []
     assert verdicts(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
     assert said(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
@@ -62,13 +62,13 @@ def test_nothing_is_said_of_what_was_not_read() -> None:
     assert said(summary_of(cpu_percent=100.0)) == {}, "whether a GPU waits is not known"
 
 
-def test_an_idle_gpu_is_no_reason_for_advice() -> None:
+def test_an_idle_gpu_causes_no_advice() -> None:
     summary = summary_of(gpu0_util=0.0, gpu0_memory_gib=0.1, gpu0_memory_total_gib=15.0, cpu_percent=99.0)
     assert said(summary) == {"GPU 0 utilisation": "note"}
 
 
 @pytest.mark.parametrize("reason", THROTTLE_REASONS.values())
-def test_every_reason_that_holds_clocks_down_has_words_a_share_and_the_temperature(reason: str) -> None:
+def test_every_throttle_reason_has_a_text_a_share_and_the_temperature(reason: str) -> None:
     assert reason in SLOWED
     (verdict,) = verdicts(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
     assert verdict.subject == "GPU 0 clocks"
@@ -77,11 +77,11 @@ def test_every_reason_that_holds_clocks_down_has_words_a_share_and_the_temperatu
     assert verdict.level == ("high" if "temperature" in reason or "hardware" in reason or "brake" in reason else "note")
 
 
-def test_clocks_that_were_not_held_down_are_not_mentioned() -> None:
+def test_unthrottled_clocks_are_not_mentioned() -> None:
     assert said(summary_of({"gpu0": {"power limit": 0.0}}, gpu0_power_w=50)) == {}
 
 
-def test_another_process_beside_a_run_is_said_and_on_a_watched_machine_a_second_one() -> None:
+def test_other_processes_are_reported_beside_a_run_and_on_a_monitored_machine() -> None:
     one, two = (summary_of(gpu0_other_processes=count, gpu0_other_memory_gib=1.5) for count in (1, 2))
     assert said(one) == said(two) == {"GPU 0 processes": "high"}
     assert said(one, of_run=False) == {}
@@ -90,7 +90,7 @@ def test_another_process_beside_a_run_is_said_and_on_a_watched_machine_a_second_
     assert said(summary_of(gpu0_other_processes=0)) == {}
 
 
-def test_ram_and_cpu_are_said_when_they_are_the_limit() -> None:
+def test_ram_and_cpu_are_reported_if_they_are_the_limit() -> None:
     assert said(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
     busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
     assert said(busy)["CPU"] == "high"
@@ -98,7 +98,7 @@ def test_ram_and_cpu_are_said_when_they_are_the_limit() -> None:
     assert "CPU" not in said(summary_of(cpu_percent=97, gpu0_util=95)), "the GPU does not wait"
 
 
-def test_memory_errors_are_those_of_the_watch_and_not_of_the_past() -> None:
+def test_only_memory_errors_during_monitoring_count() -> None:
     assert said(summary_of(gpu0_ecc_uncorrected=(3, 3, 3))) == {}
     assert said(summary_of(gpu0_ecc_uncorrected=(3, 4, 5)))["GPU 0 memory errors"] == "high"
 
@@ -107,7 +107,7 @@ def of_gpu0(kind: str, says: str, **facts: object) -> Alert:
     return Alert(kind, f"gpu0 (Tesla T4) {says}", "warning", {"device": "gpu0", "uuid": "GPU-1", **facts})
 
 
-def test_a_lost_gpu_comes_first_and_gets_no_advice_but_that() -> None:
+def test_a_lost_gpu_comes_first_and_gets_no_other_advice() -> None:
     summary = summary_of(
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
@@ -118,7 +118,7 @@ def test_a_lost_gpu_comes_first_and_gets_no_advice_but_that() -> None:
     assert "GPU-1" in found[0].evidence
 
 
-def test_an_error_that_the_driver_reported_is_high_and_said_once() -> None:
+def test_a_driver_error_is_severe_and_reported_once() -> None:
     what = "XID 48, a memory error; reset it"
     xid = Alert("xid", f"gpu0 (Tesla T4): {what}", "warning", {"device": "gpu0"})
     found = verdicts(summary_of(gpu0_util=90), [xid])
@@ -133,7 +133,7 @@ def test_an_error_that_the_driver_reported_is_high_and_said_once() -> None:
     assert verdicts(summary_of(), [corrected]) == []
 
 
-def test_nothing_is_said_of_gpus_that_a_run_on_the_cpu_does_not_use() -> None:
+def test_a_cpu_run_gets_no_verdicts_about_gpus() -> None:
     summary = summary_of(
         gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, gpu0_other_processes=1, ram_percent=99
     )
@@ -142,14 +142,14 @@ def test_nothing_is_said_of_gpus_that_a_run_on_the_cpu_does_not_use() -> None:
     assert verdicts(summary_of(ram_percent=50), on_gpu=False) == []
 
 
-def test_what_to_change_comes_first_and_what_is_good_last() -> None:
+def test_verdicts_are_sorted_by_severity() -> None:
     summary = summary_of(
         {"gpu0": {"power limit": 1.0}}, gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
     assert [verdict.level for verdict in verdicts(summary)] == ["high", "low", "note", "good"]
 
 
-def test_every_rule_can_speak() -> None:
+def test_every_rule_can_apply() -> None:
     summary = summary_of(
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99,
         cpu_percent=99, gpu0_ecc_uncorrected=(0, 1, 2),
@@ -158,7 +158,7 @@ def test_every_rule_can_speak() -> None:
         assert list(rule(summary)), rule
 
 
-def test_the_table_has_lowest_mean_and_highest_of_what_was_read_and_no_other_line() -> None:
+def test_the_table_has_minimum_mean_and_maximum_of_each_reading() -> None:
     lines = table(summary_of(gpu0_util=(80, 85, 90), ram_percent=(1, 2, 3)))
     assert [line.split() for line in lines] == [
         ["lowest", "mean", "highest"],

@@ -64,17 +64,17 @@ def size_of(png: bytes) -> tuple[int, int]:
     ("gpus", "names"),
     [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
 )
-def test_each_gpu_has_a_picture_several_have_one_together_and_the_machine_has_one(gpus: int, names: set[str]) -> None:
+def test_plots_exist_per_gpu_for_all_gpus_and_for_the_machine(gpus: int, names: set[str]) -> None:
     found = pictures(samples_of(3, gpus))
     assert set(found) == names
     assert all(min(size_of(png)) >= 500 for png in found.values())
 
 
-def test_no_samples_make_no_picture() -> None:
+def test_without_samples_there_is_no_plot() -> None:
     assert pictures(samples_of(0)) == {}
 
 
-def test_one_sample_is_a_point_that_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
     for axes in figures_of(samples_of(1), monkeypatch)["gpu0.png"].axes:
         assert any(line.get_marker() == "o" for line in axes.lines)
 
@@ -89,7 +89,7 @@ def test_every_panel_has_a_title_a_unit_and_the_gpu_its_name(monkeypatch: pytest
     assert found["gpu0.png"].get_suptitle() == "GPU 0: Card 0"
 
 
-def test_lines_go_through_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_pass_through_the_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     util = [10.0, 90.0, 40.0]
     figure = figures_of(samples_of(3, gpu0_util=util), monkeypatch)["gpu0.png"]
     (line,) = lines_in(figure.axes[0])
@@ -107,14 +107,14 @@ def test_a_reading_that_is_missing_and_a_pause_break_the_line(monkeypatch: pytes
     assert "not watched" not in words_of(figures_of(samples_of(7), monkeypatch)["gpu0.png"])
 
 
-def test_a_reading_alone_between_two_gaps_has_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_reading_between_two_gaps_has_a_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     util = np.full(200, 50.0)
     util[99], util[101] = NAN, NAN
     axes = figures_of(samples_of(200, gpu0_util=util), monkeypatch)["gpu0.png"].axes[0]
     assert any(line.get_marker() == "o" and line.get_xdata().tolist() == [100 / 60] for line in axes.lines)
 
 
-def test_what_was_never_read_says_so_and_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metric_without_readings_is_labelled_so(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(5, gpu0_power_w=[NAN] * 5), monkeypatch)["gpu0.png"]
     power = figure.axes[3]
     assert not lines_in(power)
@@ -138,14 +138,14 @@ def test_phases_are_shaded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("phase" in words for words in words_of(nameless))
 
 
-def test_a_thousand_changes_of_phase_are_few_things_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_phase_changes_are_drawn_with_few_artists(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(2000, phases=("train", "evaluate") * 1000), monkeypatch)["gpu0.png"]
     assert all(len(axes.collections) <= 4 for axes in figure.axes)
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("gpus", "is_mixed"), [(1, False), (2, True), (8, False), (8, True)])
-def test_legend_and_panels_lie_in_the_picture_and_not_on_each_other(
+def test_legend_and_panels_are_in_the_figure_and_do_not_overlap(
     gpus: int, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = samples_of(20, gpus, phases=("warm up", "training", "evaluation", "test") * 5)
@@ -163,7 +163,7 @@ def test_legend_and_panels_lie_in_the_picture_and_not_on_each_other(
         assert all(axes.get_window_extent().height > figure.dpi for axes in figure.axes[: len(PANELS)]), "an inch"
 
 
-def test_a_name_that_all_gpus_share_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = replace(samples_of(3, 2), devices={f"gpu{gpu}": SampledGpu("Tesla T4", str(gpu)) for gpu in range(2)})
     figure = figures_of(samples, monkeypatch)["gpus.png"]
     assert figure.get_suptitle() == "2 GPUs: Tesla T4"
@@ -204,13 +204,13 @@ def test_few_samples_are_all_drawn(count: int) -> None:
     assert float(np.nanmax(line.high)) == count - 1
 
 
-def test_time_is_counted_in_units_that_people_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_axes_have_readable_units(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, unit in {100: "s", 1000: "min", 20_000: "h", 500_000: "days"}.items():
         figure = figures_of(samples_of(11, times=np.linspace(0, seconds, 11)), monkeypatch)["gpu0.png"]
         assert figure.axes[-1].get_xlabel().endswith(f"({unit})")
 
 
-def test_pyplot_is_left_alone(tmp_path: Path) -> None:
+def test_pyplot_state_is_not_changed(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np, warnings; warnings.simplefilter('error')\n"
         "from runner.monitor.samples import MachineSamples\nfrom runner.monitor.machine_plots import pictures\n"

@@ -52,7 +52,7 @@ def shown(view: View, columns: int = 100, rows: int | None = 40, *, ascii_only: 
     return [line.rstrip() for line in captured.get().splitlines()]
 
 
-def test_a_sparkline_has_a_height_for_each_eighth_and_a_gap_for_what_was_not_read() -> None:
+def test_a_sparkline_has_eight_heights_and_gaps_for_missing_readings() -> None:
     assert sparkline([0, 12.5, 25, 37.5, 50, 62.5, 75, 87.5, 100], 9) == "▁▂▃▄▅▆▇██"
     assert sparkline([50, math.nan, 50], 9) == "▅ ▅"
     assert sparkline([1, 2, 100], 2) == "▁█", "the newest are shown"
@@ -71,7 +71,7 @@ def test_a_missing_reading_is_a_question_mark_or_absent_and_never_0() -> None:
     assert not any(word in text for word in (" W", "MHz", "°C", "slowed", "RAM", "disk", " 0%"))
 
 
-def test_a_reading_that_stops_leaves_a_gap_and_one_that_begins_late_begins_late() -> None:
+def test_readings_that_stop_or_start_late_leave_gaps() -> None:
     view = view_of({"cpu/percent": 100.0}, {}, {"cpu/percent": 100.0, "ram/percent": 1.0})
     assert any(line.endswith("█ █") for line in shown(view))
     assert any(line.endswith("  ▁") for line in shown(view))
@@ -83,7 +83,7 @@ def test_the_history_of_a_lost_gpu_stays_on_the_screen() -> None:
     assert line.split() == ["GPU", "0", "Tesla", "T4", "?", "▇▇", "?", "▅▅"]
 
 
-def test_the_history_does_not_grow_for_ever() -> None:
+def test_the_history_is_bounded() -> None:
     view = view_of(*[T4] * (KEPT + 50))
     assert {len(values) for values in view.history.values()} == {KEPT}
 
@@ -111,7 +111,7 @@ def test_each_gpu_has_a_line_and_a_fault_names_its_gpus(screen: Callable[..., No
     screen("\n".join(lines))
 
 
-def test_only_a_fault_is_red() -> None:
+def test_only_errors_are_red() -> None:
     def is_red(bits: float) -> bool:
         console = Console(width=100, color_system="standard", force_terminal=True)
         with console.capture() as captured:
@@ -142,7 +142,7 @@ def test_the_column_of_runs_is_there_only_when_a_run_uses_a_gpu() -> None:
     assert "RUN" not in "\n".join(shown(view_of(T4, users=USERS)))
 
 
-def test_the_terminal_is_given_back_and_no_color_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with terminal(80) as (stream, seen):
@@ -159,7 +159,7 @@ def test_the_terminal_is_given_back_and_no_color_is_honoured(monkeypatch: pytest
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
 
 
-def test_a_terminal_of_another_size_is_noticed_and_one_that_is_gone_ends_nothing() -> None:
+def test_a_resized_terminal_is_followed_and_a_lost_one_ends_nothing() -> None:
     import fcntl
     import os
     import pty
@@ -185,7 +185,7 @@ def test_a_terminal_of_another_size_is_noticed_and_one_that_is_gone_ends_nothing
         stream.close()
 
 
-def test_lines_and_not_a_screen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal(80) as (stream, _):
         assert type(make_display(stream, io.StringIO(), as_json=False)) is SampleLines
@@ -199,7 +199,7 @@ def test_lines_and_not_a_screen_for_a_pipe_and_a_dumb_terminal(monkeypatch: pyte
     assert aside.getvalue() == "no XID\n", "said once"
 
 
-def test_a_sample_as_json_holds_every_reading_and_null_for_what_is_not_known() -> None:
+def test_a_json_sample_has_every_reading_and_null_if_unknown() -> None:
     out = io.StringIO()
     make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, users=USERS, runs=RUNS))
     found = json.loads(out.getvalue())
@@ -217,7 +217,7 @@ def test_a_sample_as_json_holds_every_reading_and_null_for_what_is_not_known() -
     assert as_object(view_of(T4))["gpus"][0]["processes"] is None
 
 
-def test_a_reader_that_went_away_is_noticed() -> None:
+def test_a_closed_pipe_is_detected() -> None:
     import os
 
     ours, theirs = os.pipe()

@@ -81,7 +81,7 @@ def test_a_t4_is_in_the_file_the_metrics_and_the_line(nvml_stub: NvmlStub) -> No
     assert [note for note in seen["notes"] if "also used" not in note and "power limit" not in note] == []
 
 
-def test_each_gpu_has_its_row_in_the_order_asked_for(nvml_stub: NvmlStub) -> None:
+def test_each_gpu_has_a_row_in_the_requested_order(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(
         WATCH, PAIR, WATCH='["3070bbbb-2222-4000-8000-000000000000", "GPU-2080aaaa-1111-4000-8000-000000000000"]'
     )
@@ -95,14 +95,14 @@ def test_each_gpu_has_its_row_in_the_order_asked_for(nvml_stub: NvmlStub) -> Non
     assert parts[2:4] == ["GPU1: 2.0/11.0GB (18%)", "Util: 90%"]
 
 
-def test_only_visible_gpus_are_watched(nvml_stub: NvmlStub) -> None:
+def test_only_visible_gpus_are_monitored(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(WATCH, PAIR, CUDA_VISIBLE_DEVICES="GPU-3070")
 
     assert {row["uuid"] for row in rows_of(seen["csv"])} == {PAIR["1.uuid"]}
 
 
 @pytest.mark.parametrize("name", [f"MIG-{SLICED['0.uuid']}/2/0", "MIG-0000bbbb"])
-def test_an_instance_of_a_gpu_is_watched_by_either_of_its_names(nvml_stub: NvmlStub, name: str) -> None:
+def test_a_mig_instance_is_monitored_by_either_name(nvml_stub: NvmlStub, name: str) -> None:
     row = rows_of(nvml_stub.run(WATCH, SLICED, CUDA_VISIBLE_DEVICES=name)["csv"])[0]
 
     assert (row["device"], row["uuid"]) == ("gpu0", SLICED["0.mig.1.uuid"])
@@ -126,9 +126,7 @@ def test_a_reading_of_0_is_a_0(nvml_stub: NvmlStub) -> None:
     assert "Util: 0%" in seen["line"]
 
 
-def test_without_a_gpu_the_cpu_is_watched_and_the_reason_noted(
-    nvml_stub: NvmlStub, screen: Callable[..., None]
-) -> None:
+def test_without_a_gpu_the_cpu_is_monitored_with_a_note(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(WATCH, None)
     row = rows_of(seen["csv"])[0]
 
@@ -138,7 +136,7 @@ def test_without_a_gpu_the_cpu_is_watched_and_the_reason_noted(
     screen(seen["notes"][0])
 
 
-def test_the_line_reads_as_promised(screen: Callable[..., None]) -> None:
+def test_the_status_line_has_its_documented_form(screen: Callable[..., None]) -> None:
     machine = {"cpu/percent": 45.3, "ram/percent": 67.2}
     sample = {"gpu0/memory_gib": 8.2, "gpu0/memory_total_gib": 16.0, "gpu0/util": 85.0} | machine
 
@@ -158,7 +156,7 @@ def test_samples_come_at_the_interval_without_drift(tmp_path: Path) -> None:
     assert steps[0] > 0
 
 
-def test_a_second_run_adds_to_the_file_after_a_torn_line(tmp_path: Path) -> None:
+def test_a_second_run_appends_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text(",".join(COLUMNS) + "\n1.0,train,cp")
     with Monitor(path, 0.01) as monitor:
@@ -187,7 +185,7 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
     assert any("is not written" in note for note in monitor.notes)
 
 
-def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(
+def test_a_file_that_cannot_be_written_is_reported_once_and_monitoring_continues(
     tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     if not Path("/dev/full").exists():
@@ -202,7 +200,7 @@ def test_a_file_that_cannot_be_written_is_noted_once_and_the_watch_goes_on(
     assert len([note for note in missing.notes if "is not written" in note]) == 1
 
 
-def test_of_a_row_that_finds_no_room_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_disk_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, write, num_rows = tmp_path / "gpu.csv", os.write, itertools.count()
 
     def on_a_disk_that_fills_up(descriptor: int, content: bytes) -> int:
@@ -235,7 +233,7 @@ def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(
     assert monitor.latest() == {}
 
 
-def test_a_driver_that_hangs_holds_up_neither_start_nor_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_driver_delays_neither_start_nor_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, release, answered = threading.Event(), threading.Event(), threading.Event()
 
     def hang() -> Nvml:
@@ -268,7 +266,7 @@ def test_starting_and_stopping_twice_leaves_no_thread() -> None:
     assert monitor.latest(), "even the shortest run leaves one sample"
 
 
-def test_the_children_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Host, "SELDOM_S", 0.0)
     monkeypatch.setattr(Host, "SEARCH_SHARE", 1.0)
     hungry = "import sys; held = bytearray(b'x') * (200 << 20); print('up', flush=True); sys.stdin.read()"
@@ -282,7 +280,7 @@ def test_the_children_of_the_process_count(monkeypatch: pytest.MonkeyPatch) -> N
         wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15), "the dead count nothing"
 
 
-def test_off_has_the_same_verbs() -> None:
+def test_off_has_the_same_methods() -> None:
     monitor = MONITORS["off"](Path("gpu.csv"))
     with monitor:
         monitor.enter_phase("train")
@@ -307,13 +305,13 @@ def test_the_yaml_files_are_the_table_and_their_keys_the_signature() -> None:
         assert OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml")) == keys
 
 
-def test_watching_does_not_import_torch(nvml_stub: NvmlStub) -> None:
+def test_monitoring_does_not_import_torch(nvml_stub: NvmlStub) -> None:
     imported = "import json, sys, runner.monitor.monitor_thread; print(json.dumps(list(sys.modules)))"
     assert "torch" not in nvml_stub.run(imported, None)
 
 
 @pytest.mark.parametrize("interval_s", [0, -1, float("nan"), float("inf"), 1e-9, 3601, "one"])
-def test_an_interval_that_cannot_be_is_answered_in_words(interval_s: Any) -> None:
+def test_an_invalid_interval_gets_a_message(interval_s: Any) -> None:
     with pytest.raises(ConfigError, match=r"a number of seconds from 0\.01 to 3600, but is"):
         Monitor(None, interval_s)
 
@@ -324,9 +322,7 @@ OLD = (
 )
 
 
-def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(
-    tmp_path: Path, screen: Callable[..., None]
-) -> None:
+def test_a_file_of_an_older_version_keeps_its_columns_with_a_note(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text(f"{OLD}\n100.0,train,cpu,,,,,,,,12.5,50\n101.0,train,cpu,,,,,,,,37.5,50\n")
     with Monitor(path, 0.01) as monitor:
@@ -340,7 +336,7 @@ def test_a_file_of_an_older_version_goes_on_with_its_columns_and_says_so(
     assert monitor.summary().phases["train"].metrics["cpu/percent"].max == 37.5, "the earlier rows count too"
 
 
-def test_a_file_that_is_not_the_monitors_stays_as_it_is(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_foreign_file_is_not_changed(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = tmp_path / "gpu.csv"
     path.write_text("my,own,table\n1,2,3\n")
     with Monitor(path, 0.01) as monitor:
@@ -387,9 +383,7 @@ print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dic
 """
 
 
-def test_after_a_gpu_is_lost_its_cells_are_empty_and_the_others_go_on(
-    nvml_stub: NvmlStub, screen: Callable[..., None]
-) -> None:
+def test_a_lost_gpu_has_empty_cells_and_the_others_continue(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(LOSE, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     rows = rows_of(seen["csv"])
 
@@ -433,7 +427,7 @@ def test_the_last_moments_of_a_run_count(tmp_path: Path) -> None:
     assert whole.seconds > 0.4
 
 
-def test_a_child_that_is_forked_while_it_watches_does_not_watch(nvml_stub: NvmlStub) -> None:
+def test_a_child_forked_during_monitoring_does_not_monitor(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, threading, time
 from runner.monitor.monitor_thread import Monitor
@@ -480,7 +474,7 @@ print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "
 """
 
 
-def test_who_uses_a_gpu_is_told_from_this_run(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
+def test_processes_on_a_gpu_are_distinguished_from_this_run(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
     by_pid = {pid: rest for pid, *rest in seen["users"]}
 
@@ -510,7 +504,7 @@ def in_a_container(root: Path, seconds: float, used: float) -> Path:
     return root
 
 
-def test_the_load_is_that_of_what_the_cgroup_grants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_load_is_relative_to_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 104.0])
     monkeypatch.setattr(GrantedCpuLoad, "now", staticmethod(lambda: next(clock)))
     host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
@@ -521,7 +515,7 @@ def test_the_load_is_that_of_what_the_cgroup_grants(tmp_path: Path, monkeypatch:
     assert found["ram/percent"] == pytest.approx(75)
 
 
-def test_the_load_is_that_of_the_cores_that_the_run_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cpu_load_is_relative_to_the_affinity_mask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cores = [(1.0, 9.0)] * 4
     times = namedtuple("times", "user idle")
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: len(cores))
@@ -533,7 +527,7 @@ def test_the_load_is_that_of_the_cores_that_the_run_may_use(monkeypatch: pytest.
     assert host.sample()["cpu/percent"] == pytest.approx(75)
 
 
-def test_a_child_that_began_after_the_last_search_is_this_runs(nvml_stub: NvmlStub) -> None:
+def test_a_child_started_after_the_last_scan_belongs_to_the_run(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, pathlib, subprocess, sys
 from runner.monitor import machine_sample
@@ -555,7 +549,7 @@ child.communicate(b"")
     assert nvml_stub.run(code, T4) == [False, [True, True, False]]
 
 
-def test_numbers_of_another_namespace_are_nobodys(nvml_stub: NvmlStub) -> None:
+def test_pids_of_another_namespace_are_unknown(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0}, MINE="no")
 
     assert {ours for *_, ours in seen["users"]} == {None}
@@ -563,7 +557,7 @@ def test_numbers_of_another_namespace_are_nobodys(nvml_stub: NvmlStub) -> None:
     assert "gpu0/other_processes" not in seen["latest"]
 
 
-def test_of_two_gpus_the_driver_waits_for_one_at_a_time(nvml_stub: NvmlStub) -> None:
+def test_a_driver_that_waits_for_one_of_two_gpus(nvml_stub: NvmlStub) -> None:
     code = """
 import json
 from runner.monitor.machine_sample import Gpus, Host
@@ -607,7 +601,7 @@ os._exit(0)  # the driver sleeps for a minute
 """
 
 
-def test_a_driver_that_hangs_leaves_no_old_readings_and_cpu_and_ram_go_on(nvml_stub: NvmlStub) -> None:
+def test_a_hanging_driver_leaves_no_stale_readings_and_cpu_and_ram_continue(nvml_stub: NvmlStub) -> None:
     readings, line, news, has_users, stopped_s, table = nvml_stub.run(HANG, T4 | {"0.processes": ""})
     last = rows_of(table)[-1]
 
@@ -621,7 +615,7 @@ def test_a_driver_that_hangs_leaves_no_old_readings_and_cpu_and_ram_go_on(nvml_s
     assert float(last["ram_percent"]) > 0
 
 
-def test_a_driver_that_hangs_when_it_is_opened_leaves_cpu_and_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_on_open_leaves_cpu_and_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(module, "OPEN_S", 0.1)
     monkeypatch.setattr(module, "OLD_S", 0.2)
@@ -633,7 +627,7 @@ def test_a_driver_that_hangs_when_it_is_opened_leaves_cpu_and_ram(monkeypatch: p
     wait_until(lambda: all(thread.name != "accel-run NVML" for thread in threading.enumerate()))
 
 
-def test_readings_of_a_sampler_that_stands_still_are_absent_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readings_of_a_stalled_sampler_are_absent_and_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, release = threading.Event(), threading.Event()
     real = Host.sample
 
@@ -675,7 +669,7 @@ def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Pat
 
 
 @pytest.mark.parametrize("reason", ["too large", "another GPU"])
-def test_a_summary_without_the_earlier_samples_says_so(
+def test_a_summary_without_earlier_samples_is_marked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     path = tmp_path / "gpu.csv"

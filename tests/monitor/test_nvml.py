@@ -27,7 +27,7 @@ with open_nvml() as nvml:
 """
 
 
-def test_a_t4_is_seen_with_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
+def test_a_t4_has_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, T4)
     (facts,), (reading,) = seen["gpus"], seen["readings"]
 
@@ -73,7 +73,7 @@ def test_an_older_driver_gives_the_same_readings_by_its_older_calls(nvml_stub: N
     assert old == new
 
 
-def test_two_unlike_gpus_come_in_bus_order_with_their_sizes(nvml_stub: NvmlStub) -> None:
+def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, PAIR)
 
     assert [facts["memory_bytes"] for facts in seen["gpus"]] == [11264 * MIB, 8192 * MIB]
@@ -99,7 +99,7 @@ def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: A
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 999])
-def test_a_missing_reading_is_none_and_leaves_the_others(nvml_stub: NvmlStub, code: int) -> None:
+def test_a_missing_reading_is_none_and_does_not_affect_others(nvml_stub: NvmlStub, code: int) -> None:
     broken: State = T4 | dict.fromkeys(
         [f"0.err.{name}" for name in ("power", "util", "memory_used", "processes")], code
     )
@@ -112,13 +112,13 @@ def test_a_missing_reading_is_none_and_leaves_the_others(nvml_stub: NvmlStub, co
     }  # fmt: skip
 
 
-def test_the_drivers_word_for_not_available_is_not_a_number(nvml_stub: NvmlStub) -> None:
+def test_the_not_available_value_of_the_driver_is_not_a_number(nvml_stub: NvmlStub) -> None:
     (reading,) = nvml_stub.run(LOOK, T4 | {"0.sm_clock": 0xFFFFFFFF})["readings"]
 
     assert reading["sm_clock_mhz"] is None
 
 
-def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
+def test_a_lost_gpu_is_named_and_does_not_affect_others(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(LOOK, PAIR | {"0.err.handle": 15})
 
     (note,) = seen["notes"]
@@ -126,7 +126,7 @@ def test_a_lost_gpu_is_named_and_leaves_the_others(nvml_stub: NvmlStub) -> None:
     assert [facts["name"] for facts in seen["gpus"]] == ["NVIDIA GeForce RTX 3070"]
 
 
-def test_a_gpu_that_is_lost_on_the_way_is_not_asked_again(nvml_stub: NvmlStub) -> None:
+def test_a_gpu_lost_during_monitoring_is_not_queried_again(nvml_stub: NvmlStub) -> None:
     code = """
 import json
 from runner.monitor.nvml import open_nvml
@@ -145,7 +145,7 @@ with open_nvml() as nvml:
     assert "off the bus" in why[0]
 
 
-def test_what_a_user_may_not_read_is_named(nvml_stub: NvmlStub) -> None:
+def test_missing_permissions_are_named(nvml_stub: NvmlStub) -> None:
     code = """
 import json
 from runner.monitor.nvml import open_nvml
@@ -156,7 +156,7 @@ with open_nvml() as nvml:
     assert nvml_stub.run(code, T4 | {"0.err.power": 4, "0.err.util": 3}) == ["power_w"]
 
 
-def test_errors_are_told_once_each_with_their_gpu(nvml_stub: NvmlStub) -> None:
+def test_errors_are_reported_once_each_with_their_gpu(nvml_stub: NvmlStub) -> None:
     code = """
 import json
 from runner.monitor.nvml import open_nvml
@@ -182,7 +182,7 @@ def test_mig_instances_are_found_under_their_gpu(nvml_stub: NvmlStub) -> None:
     assert {each["memory_bytes"] for each in facts["instances"]} == {40192 * MIB}
 
 
-def test_an_absent_nvml_has_the_same_verbs() -> None:
+def test_an_absent_nvml_has_the_same_methods() -> None:
     nvml, stranger = Nvml(why_not="because"), Gpu(0, "GPU-x", "x")
 
     assert nvml.read(stranger) == {metric.name: None for metric in METRICS if metric.pace != "in turn"}
@@ -229,7 +229,7 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(wanted: str | None, expec
     assert visible((BIG, SMALL, CUT), environ).gpus == expected
 
 
-def test_an_index_between_unlike_gpus_is_said_to_be_a_guess() -> None:
+def test_an_index_among_different_gpus_is_marked_as_a_guess() -> None:
     pair = (Gpu(0, "GPU-2080", "2080 Ti"), Gpu(1, "GPU-3070", "3070"))
 
     assert "CUDA_DEVICE_ORDER" in visible(pair, {"CUDA_VISIBLE_DEVICES": "0"}).note
@@ -238,7 +238,7 @@ def test_an_index_between_unlike_gpus_is_said_to_be_a_guess() -> None:
     assert visible(pair[:1], {"CUDA_VISIBLE_DEVICES": "0"}).note == ""
 
 
-def test_an_entry_that_names_no_gpu_is_pointed_out() -> None:
+def test_an_entry_that_names_no_gpu_is_reported() -> None:
     assert "'9'" in visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": "0,9"}).note
     for wanted in ("", "-1", "-1,0"):
         assert visible((BIG, SMALL), {"CUDA_VISIBLE_DEVICES": wanted}).note == (
@@ -270,7 +270,7 @@ def test_many_processes_are_all_listed(nvml_stub: NvmlStub) -> None:
     assert [pid for pid, _ in seen["processes"][0]] == list(range(1, 41))
 
 
-def test_looking_at_gpus_does_not_import_torch() -> None:
+def test_querying_gpus_does_not_import_torch() -> None:
     code = "import sys, runner.monitor.nvml as door; door.open_nvml(); assert 'torch' not in sys.modules"
 
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -43,7 +43,7 @@ def test_time_in_which_a_metric_was_not_read_does_not_count_in_its_mean() -> Non
     assert metrics["cpu/percent"].seconds == 6.0
 
 
-def test_the_whole_is_made_of_its_phases() -> None:
+def test_the_summary_of_a_run_combines_its_phases() -> None:
     tally = SampleTally()
     tally.add("fit", 1.0, {"cpu/percent": 10.0})
     tally.add("train", 3.0, {"cpu/percent": 50.0})
@@ -55,7 +55,7 @@ def test_the_whole_is_made_of_its_phases() -> None:
     assert summary.to_json()["devices"] == {"gpu0": {"name": "T4", "uuid": "GPU-a"}}
 
 
-def test_energy_is_what_the_counter_gained_while_somebody_watched() -> None:
+def test_energy_is_the_counter_increase_while_monitored() -> None:
     tally = SampleTally()
     for joules, after_gap in ((1000, False), (1300, False), (9000, True), (9100, False), (50, False), (60, False)):
         tally.add("train", 1.0, {"gpu0/energy_j": joules, "gpu0/power_w": 1.0}, after_gap=after_gap)
@@ -76,7 +76,7 @@ def test_without_a_counter_energy_is_power_over_time() -> None:
     assert tally.summary({}).whole.energy_j == {"gpu0": 200.0}
 
 
-def test_what_slows_a_gpu_is_a_share_of_the_time_in_which_it_told() -> None:
+def test_throttling_is_a_share_of_the_time_with_readings() -> None:
     tally = SampleTally()
     tally.add("train", 3.0, {"gpu0/throttle_reasons": 4 + 64})
     tally.add("train", 1.0, {"gpu0/throttle_reasons": 1})
@@ -110,7 +110,7 @@ def test_rows_of_one_moment_are_one_sample(tmp_path: Path) -> None:
     assert "gpu0/power_w" not in samples.values
 
 
-def test_where_nobody_watched_is_a_gap(tmp_path: Path) -> None:
+def test_unmonitored_time_is_a_gap(tmp_path: Path) -> None:
     path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 * second) for second in (10, 11, 60, 61)))
     samples = read_samples(path)
 
@@ -128,7 +128,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert Summary.of(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
-def test_a_torn_or_damaged_row_is_left_out_and_said(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_torn_or_damaged_row_is_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", row(1, util_percent=5), row(2, util_percent="seven"), row(3, util_percent=6))
     path.write_bytes(path.read_bytes() + b"4.000,train,gp\n\0\0\0\n" + b"nan" + b"," * (len(COLUMNS) - 1))
     samples = read_samples(path)
@@ -137,13 +137,13 @@ def test_a_torn_or_damaged_row_is_left_out_and_said(tmp_path: Path, screen: Call
     screen("\n".join(samples.notes))
 
 
-def test_another_gpu_under_the_same_number_is_said(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_another_gpu_under_the_same_index_is_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", row(1), row(2, uuid="GPU-new"))
 
     screen("\n".join(read_samples(path).notes))
 
 
-def test_another_gpu_is_summed_up_apart(tmp_path: Path) -> None:
+def test_another_gpu_is_summarized_separately(tmp_path: Path) -> None:
     before = [
         row(second, util_percent=10, memory_used_gib=8, memory_total_gib=10, energy_j=second) for second in (1, 2)
     ]
@@ -160,7 +160,7 @@ def test_another_gpu_is_summed_up_apart(tmp_path: Path) -> None:
     assert summary.whole.energy_j == {"gpu0": 1, "gpu1": 1}
 
 
-def test_gpus_that_change_places_stay_themselves(tmp_path: Path) -> None:
+def test_reordered_gpus_keep_their_identity(tmp_path: Path) -> None:
     rows = [row(1, util_percent=1), row(1, "gpu1", util_percent=2), row(2, uuid="GPU-b", util_percent=2)]
     samples = read_samples(written(tmp_path / "gpu.csv", *rows, row(2, "gpu1", uuid="GPU-a", util_percent=1)))
 
@@ -168,7 +168,7 @@ def test_gpus_that_change_places_stay_themselves(tmp_path: Path) -> None:
     assert (samples.values["gpu0/util"].tolist(), samples.values["gpu1/util"].tolist()) == ([2, 2], [1, 1])
 
 
-def test_memory_errors_are_those_that_came_while_somebody_watched(tmp_path: Path) -> None:
+def test_only_memory_errors_while_monitored_count(tmp_path: Path) -> None:
     counts = {1: 5, 2: 5, 50: 0, 51: 0, 99: 0, 100: 2, 101: 3}
     path = written(tmp_path / "gpu.csv", *(row(second, ecc_uncorrected=count) for second, count in counts.items()))
     stat = Summary.of(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
@@ -176,7 +176,7 @@ def test_memory_errors_are_those_that_came_while_somebody_watched(tmp_path: Path
     assert (stat.min, stat.max) == (0, 3)
 
 
-def test_a_clock_set_back_is_a_gap_and_time_still_goes_on(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_a_clock_set_back_is_a_gap_and_time_stays_monotonic(tmp_path: Path, screen: Callable[..., None]) -> None:
     path = written(tmp_path / "gpu.csv", *(row(second, energy_j=100 + n) for n, second in enumerate((50, 51, 20, 21))))
     samples = read_samples(path)
 
@@ -186,7 +186,7 @@ def test_a_clock_set_back_is_a_gap_and_time_still_goes_on(tmp_path: Path, screen
     screen("\n".join(samples.notes))
 
 
-def test_the_energy_of_the_whole_is_that_of_its_phases() -> None:
+def test_the_energy_of_a_run_is_the_sum_over_phases() -> None:
     tally = SampleTally()
     for phase, power, counter in (("fit", 100, None), ("fit", 100, None), ("train", 50, 10), ("train", 50, 70)):
         readings = {"gpu0/power_w": power} | ({} if counter is None else {"gpu0/energy_j": counter})
@@ -200,7 +200,7 @@ def test_the_energy_of_the_whole_is_that_of_its_phases() -> None:
     assert summary.whole.energy_j == {"gpu0": 290}
 
 
-def test_what_is_no_file_or_no_table_is_said_in_words(tmp_path: Path) -> None:
+def test_invalid_files_get_a_message(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="there is no such file"):
         read_samples(tmp_path / "gpu.csv")
     with pytest.raises(InputMissing, match="cannot be read"):
@@ -213,7 +213,7 @@ def test_what_is_no_file_or_no_table_is_said_in_words(tmp_path: Path) -> None:
         read_samples(tmp_path / "empty.csv")
 
 
-def test_a_row_without_end_is_said_in_words(tmp_path: Path) -> None:
+def test_an_endless_row_gets_a_message(tmp_path: Path) -> None:
     path = written(tmp_path / "gpu.csv", row(1))
     path.write_bytes(path.read_bytes() + b"9" * 200_000 + b"\n")
 
@@ -221,7 +221,7 @@ def test_a_row_without_end_is_said_in_words(tmp_path: Path) -> None:
         read_samples(path)
 
 
-def test_a_file_with_a_header_alone_holds_no_samples(tmp_path: Path) -> None:
+def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
     samples = read_samples(written(tmp_path / "gpu.csv"))
 
     assert len(samples) == 0

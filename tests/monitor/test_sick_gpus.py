@@ -101,7 +101,7 @@ def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvm
     assert card["state"] == "FAIL"
 
 
-def test_denied_counters_are_named_and_empty_and_denied_errors_are_said_to_be_unwatched(nvml_stub: NvmlStub) -> None:
+def test_denied_counters_are_empty_and_denied_errors_reported_as_unmonitored(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("power", "energy", "ecc_uncorrected", "events")}
     seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11} | denied)
 

@@ -36,9 +36,7 @@ def events_of(steps: Steps) -> list[tuple[int, int]]:
 
 @given(STEPS, st.sampled_from(ALLOCATORS))
 @settings(max_examples=25)
-def test_no_byte_is_reserved_twice_and_none_is_handed_out_that_is_not_reserved(
-    steps: Steps, allocator: Allocator
-) -> None:
+def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, allocator: Allocator) -> None:
     events = events_of(steps)
     held = replay(events, allocator)
     assert held.live <= held.allocated <= held.reserved
@@ -56,7 +54,7 @@ def test_no_byte_is_reserved_twice_and_none_is_handed_out_that_is_not_reserved(
 
 @given(STEPS, st.sampled_from([each for each in ALLOCATORS if each.max_split is None]))
 @settings(max_examples=20)
-def test_once_all_is_freed_whatever_was_there_finds_room_again(steps: Steps, allocator: Allocator) -> None:
+def test_freed_memory_can_be_reused(steps: Steps, allocator: Allocator) -> None:
     """Free neighbors have become one block again, down to whole segments."""
     events = events_of(steps)
     freed = [*events, *((block, 0) for block in range(13))]
@@ -68,9 +66,7 @@ def test_once_all_is_freed_whatever_was_there_finds_room_again(steps: Steps, all
 
 @given(STEPS, st.sampled_from(ALLOCATORS[:2]), st.integers(1, 400))
 @settings(max_examples=20)
-def test_a_limit_is_kept_and_is_refused_only_where_it_is_too_small(
-    steps: Steps, allocator: Allocator, limit_mib: int
-) -> None:
+def test_a_limit_is_enforced_and_refused_only_if_too_small(steps: Steps, allocator: Allocator, limit_mib: int) -> None:
     events = events_of(steps)
     free, bound = replay(events, allocator), replay(events, allocator, limit_mib * MIB)
     assert bound.reserved <= limit_mib * MIB
@@ -95,14 +91,12 @@ def test_a_limit_is_kept_and_is_refused_only_where_it_is_too_small(
         ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
     ],
 )
-def test_segments_have_the_sizes_that_torch_asks_the_driver_for(
-    sizes: list[int], allocated: int, reserved: int
-) -> None:
+def test_segments_have_the_sizes_that_torch_requests(sizes: list[int], allocated: int, reserved: int) -> None:
     held = replay(list(enumerate(sizes)))
     assert (held.live, held.allocated, held.reserved) == (sum(sizes), allocated, reserved)
 
 
-def test_a_trace_followed_by_hand() -> None:
+def test_a_trace_computed_by_hand() -> None:
     """30 MiB are freed and hold 12 and 15; the 3 that are left hold 2; 31 need a new segment, of 32."""
     m = MIB
     events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
@@ -120,7 +114,7 @@ def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)]).reserved == 80 * m
 
 
-def test_before_torch_gives_up_it_gives_back_what_it_has_cached() -> None:
+def test_cached_memory_is_released_before_an_oom_error() -> None:
     m = MIB
     events = [(0, 30 * m), (0, 0), (1, 40 * m)]
     assert not replay(events, limit=39 * m).fits
@@ -128,7 +122,7 @@ def test_before_torch_gives_up_it_gives_back_what_it_has_cached() -> None:
     assert (held.fits, held.retries, held.reserved) == (True, 1, 40 * m)
 
 
-def test_with_a_split_limit_large_blocks_are_given_back_first_and_that_is_no_retry() -> None:
+def test_with_a_split_limit_large_blocks_are_released_first_without_a_retry() -> None:
     m, unsplit = MIB, Allocator(max_split=32 * MIB)
     too_large = [(0, 70 * m), (1, 2 * m), (1, 0), (0, 0), (2, 40 * m)]  # 70 is more than 20 above 40
     held = replay(too_large, unsplit, limit=100 * m)

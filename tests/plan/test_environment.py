@@ -45,7 +45,7 @@ def test_branch_and_commit_are_recorded(git: Path) -> None:
     ["ref: ../../secret", "ref: refs/../../../secret", "ref: /etc/passwd", "ref: refs/heads/secret", "hunter2", "ref: ",
      "ref: refs/heads/link", "ref: refs/heads", "ref: refs/heads/large", f"{COMMIT}0", "ref: refs/heads/main\nhunter2"],
 )  # fmt: skip
-def test_no_text_of_another_file_is_recorded(git: Path, head: str) -> None:
+def test_text_of_other_files_is_not_recorded(git: Path, head: str) -> None:
     (git / "HEAD").write_text(f"{head}\n")
     (git / "refs" / "heads" / "secret").write_text("hunter2\n")
     (git / "refs" / "heads" / "link").symlink_to(git.parent.parent / "secret")
@@ -60,7 +60,7 @@ def test_a_head_that_is_a_link_is_not_followed(git: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["HEAD", "refs/heads/main", "packed-refs"])
-def test_a_named_pipe_does_not_hold_the_start_up(git: Path, name: str) -> None:
+def test_a_named_pipe_does_not_block_the_start(git: Path, name: str) -> None:
     for path in {git / name, git / "refs" / "heads" / "main"}:
         path.unlink(missing_ok=True)
     os.mkfifo(git / name)

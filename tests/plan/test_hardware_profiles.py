@@ -50,7 +50,7 @@ def devices(name: str) -> list[dict[str, Any]]:
     return list(profile(name)["hardware"]["devices"])
 
 
-def test_the_promised_profiles_are_there() -> None:
+def test_the_documented_profiles_exist() -> None:
     assert sorted(path.stem for path in (CONF / "hardware").glob("*.yaml")) == sorted(NAMES)
 
 
@@ -100,7 +100,7 @@ def test_the_options_selected_are_native_to_every_device_of_the_profile(name: st
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "guidance" in profile(name)["hardware"]])
-def test_guidance_says_that_it_is_not_measured(name: str) -> None:
+def test_guidance_is_marked_as_not_measured(name: str) -> None:
     guidance = profile(name)["hardware"]["guidance"]
     low, high = guidance["speed_up_over_cpu"]
 
@@ -124,13 +124,13 @@ def test_a_t4_is_planned_without_bfloat16_and_tf32() -> None:
     assert device.fp16_tensor_cores
 
 
-def test_auto_and_cpu_bring_no_gpu() -> None:
+def test_the_profiles_auto_and_cpu_have_no_gpu() -> None:
     assert profile("auto") == {"hardware": {"title": "whatever is here", "devices": []}}
     assert inventory_of_profile(profile("cpu")["hardware"]).devices == ()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_computed_follows_from_its_formula(name: str) -> None:
+def test_computed_facts_follow_from_their_formula(name: str) -> None:
     for device in devices(name):
         for fact, source in device.get("source", {}).items():
             formula = source.split(";")[0]

@@ -104,7 +104,7 @@ def test_an_inventory_survives_json() -> None:
     assert Inventory.from_json(here.to_json()) == here
 
 
-def test_torchs_order_and_the_drivers_are_joined_by_uuid() -> None:
+def test_torch_and_driver_order_are_matched_by_uuid() -> None:
     devices, notes = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST, SLOW), {})
 
     assert [(each.index, each.name, each.uuid) for each in devices] == [
@@ -116,7 +116,7 @@ def test_torchs_order_and_the_drivers_are_joined_by_uuid() -> None:
     assert notes == (), "by UUID the order is certain, so there is nothing to warn of"
 
 
-def test_a_hidden_gpu_is_listed_with_who_hides_it() -> None:
+def test_a_hidden_gpu_is_listed_with_the_variable_that_hides_it() -> None:
     devices, _ = match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {"CUDA_VISIBLE_DEVICES": "GPU-1111"})
 
     assert [(each.name, each.usable) for each in devices] == [(FAST.name, True), (SLOW.name, False)]
@@ -153,7 +153,7 @@ def test_an_old_driver_is_named_with_both_versions() -> None:
     assert notes == (f"torch: {complaint}",)
 
 
-def test_any_other_refusal_is_told_in_torchs_words() -> None:
+def test_any_other_refusal_has_torchs_message() -> None:
     (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, complaint="CUDA error 802"), {})
 
     assert device.why_not.endswith(": CUDA error 802")
@@ -181,7 +181,7 @@ def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
         ("sm_120", (12, 1), True),
     ],
 )
-def test_kernels_run_where_cuda_lets_them(architecture: str, capability: tuple[int, int], *, runs: bool) -> None:
+def test_kernels_run_on_compatible_capabilities(architecture: str, capability: tuple[int, int], *, runs: bool) -> None:
     gpu = Gpu(0, "GPU-x", "x", GIB, capability)
     (device,), _ = match_devices(OtherNvml([gpu]), torch_with(gpu, architectures=(architecture,)), {})
 
@@ -207,9 +207,7 @@ def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 0), ("MIG-77bb", 1), ("MIG-GPU-a100/2/0", 1)])
-def test_an_instance_that_torch_gives_the_uuid_of_its_gpu_has_its_own_free_memory(
-    wanted: str | None, found: int
-) -> None:
+def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted: str | None, found: int) -> None:
     """cudaDeviceProp has the UUID of the whole GPU before CUDA 12; CUDA shows one instance, the first by default."""
     instances = tuple(
         Gpu(0, f"MIG-77{name}", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, mig_name=f"MIG-GPU-a100/{number}/0")
@@ -289,7 +287,7 @@ def system(root: Path, **files: str) -> Path:
     return root
 
 
-def test_the_cpu_is_as_big_as_the_cgroup_grants(tmp_path: Path) -> None:
+def test_cpu_and_memory_are_limited_by_the_cgroup(tmp_path: Path) -> None:
     root = system(
         tmp_path,
         proc__self__cgroup="0::/\n",
@@ -303,7 +301,7 @@ def test_the_cpu_is_as_big_as_the_cgroup_grants(tmp_path: Path) -> None:
     assert any("cgroup grants 1.0 of" in note for note in notes)
 
 
-def test_a_profile_makes_the_inventory_of_a_machine_that_is_not_here() -> None:
+def test_a_profile_gives_the_inventory_of_an_absent_machine() -> None:
     facts = {"title": "a T4", "devices": [{"name": "Tesla T4", "memory_gib": 15.0, "capability": [7, 5]}]}
     here = replace(take_inventory(), shared_memory_bytes=123)
     absent = inventory_of_profile(facts, here)
@@ -316,7 +314,7 @@ def test_a_profile_makes_the_inventory_of_a_machine_that_is_not_here() -> None:
     assert inventory_of_profile(facts).cpu.logical_cores == 1
 
 
-def test_every_wrong_fact_of_a_profile_is_named_at_once() -> None:
+def test_all_invalid_facts_of_a_profile_are_reported_at_once() -> None:
     facts = {"devices": [{"name": 3, "memory_gib": "much"}, {"name": "x", "memory_gib": 8, "capability": [8, True]}]}
     with pytest.raises(ConfigError) as caught:
         inventory_of_profile(facts)

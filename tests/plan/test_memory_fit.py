@@ -62,9 +62,7 @@ def plan(*words: str, needs: Needs | None, on: Inventory = HERE) -> Plan:
 
 @given(st.integers(1, 64), st.sampled_from([(8,), (2, 8), (1, 4, 16)]))
 @settings(max_examples=20)
-def test_what_was_traced_is_told_as_it_was_and_more_samples_never_take_less(
-    samples: int, sizes: tuple[int, ...]
-) -> None:
+def test_traced_sizes_are_exact_and_memory_is_monotonic(samples: int, sizes: tuple[int, ...]) -> None:
     need = demand(*sizes)
     for point in need.points:
         assert need.at(point.micro_batch_size) == point
@@ -77,7 +75,9 @@ def test_what_was_traced_is_told_as_it_was_and_more_samples_never_take_less(
     st.floats(0.5, 40), st.integers(1, 64), st.sampled_from(["single", "ddp", "fsdp", "pipeline"]), st.integers(2, 8)
 )
 @settings(max_examples=30)
-def test_the_most_samples_that_fit_fit_and_one_more_does_not(gib: float, most: int, strategy: str, count: int) -> None:
+def test_the_largest_fitting_size_fits_and_one_more_sample_does_not(
+    gib: float, most: int, strategy: str, count: int
+) -> None:
     need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
     part = RankPart(strategy, 1 if strategy == "single" else count)
     found = biggest(need, rank, most, part)
@@ -85,7 +85,7 @@ def test_the_most_samples_that_fit_fit_and_one_more_does_not(gib: float, most: i
     assert found == most or not predicted(need, found + 1, rank, part).fits
 
 
-def test_each_strategy_takes_its_part_beside_what_libraries_hold() -> None:
+def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
     need = demand(2, 8)
     rank = device(16, overhead_bytes=100, communication_bytes=11)
     alone = predicted(need, 4, rank)
@@ -109,7 +109,7 @@ def test_each_strategy_takes_its_part_beside_what_libraries_hold() -> None:
     assert predicted(need, 4, device(0)).fits, "what is not known is not said to be too small"
 
 
-def test_buckets_of_ddp_are_there_while_no_gradient_is() -> None:
+def test_ddp_buckets_exist_while_no_gradient_does() -> None:
     """At the end of a forward pass with many activations there are none of a process alone."""
     point = demand(4).points[0]
     late = dataclasses.replace(point, peak=dataclasses.replace(point.peak, gradients=0))
@@ -118,12 +118,12 @@ def test_buckets_of_ddp_are_there_while_no_gradient_is() -> None:
 
 
 @pytest.mark.parametrize(("words", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0), ("interleaved", 1.5)])
-def test_a_stage_keeps_as_many_passes_as_its_schedule_has_under_way(words: str, in_flight: float) -> None:
+def test_a_stage_stores_the_micro_batches_in_flight(words: str, in_flight: float) -> None:
     choice = composed("parallelism=pipeline", f"parallelism.schedule={words}").choices["parallelism"]
     assert RankPart.of(choice, 2, 64, 8).in_flight == in_flight
 
 
-def test_what_cannot_help_at_its_best_is_not_traced() -> None:
+def test_remedies_that_cannot_suffice_are_not_traced() -> None:
     """4 samples take 2 GiB beside 1 GiB of weights, gradients and state; state is a half of that."""
     thought = predicted(demand(4), 4, device(2.7))
     assert not thought.fits
@@ -136,14 +136,14 @@ def test_what_cannot_help_at_its_best_is_not_traced() -> None:
 
 
 @given(st.integers(1, 512), st.integers(1, 512))
-def test_a_share_is_passed_in_as_few_passes_as_fit_or_a_third_more_of_one_shape(share: int, held: int) -> None:
+def test_a_share_is_split_into_few_micro_batches_of_one_shape(share: int, held: int) -> None:
     size = passes_of(share, held)
     least, made = -(-share // min(held, share)), -(-share // size)
     assert 1 <= size <= min(held, share)
     assert made == least or (share % size == 0 and made * 3 <= least * 4)
 
 
-def test_auto_takes_the_most_that_fits_a_gpu_and_the_whole_share_where_that_does() -> None:
+def test_auto_uses_the_largest_fitting_micro_batch() -> None:
     words = ("global_batch_size=64", "micro_batch_size=auto", "precision=fp16")
     needs = Needs({"train": demand(4, 16)})
     made = plan(*words, needs=needs)
@@ -164,14 +164,14 @@ def test_auto_takes_the_most_that_fits_a_gpu_and_the_whole_share_where_that_does
     assert not asked.memory[0].prediction.fits
 
 
-def test_a_cpu_passes_its_whole_share_whatever_it_takes() -> None:
+def test_a_cpu_computes_its_complete_share_at_once() -> None:
     needs = Needs({"train": demand(4, 16, sample_gib=8.0)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", "device=cpu", needs=needs)
     assert made.batch.micro_batch_size == 64
     assert not made.memory[0].prediction.fits
 
 
-def test_what_others_hold_is_not_there() -> None:
+def test_memory_of_other_processes_is_not_available() -> None:
     """Capacity is what is free now, where the device is here, and no more than this process may take."""
     words, needs = ("global_batch_size=64", "micro_batch_size=auto"), Needs({"train": demand(4, 16)})
     whole = plan(*words, needs=needs).memory[0]
@@ -185,7 +185,7 @@ def test_what_others_hold_is_not_there() -> None:
     assert shared.samples < half.samples < whole.samples
 
 
-def test_of_an_allocator_that_is_not_torchs_nothing_is_said_to_fit() -> None:
+def test_no_fit_is_claimed_for_a_foreign_allocator() -> None:
     needs = Needs({"train": demand(4, 16)})
     made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
     lines = sheet(made, needs, {})
@@ -193,14 +193,14 @@ def test_of_an_allocator_that_is_not_torchs_nothing_is_said_to_fit() -> None:
     assert any("NOT EXACT" in line for line in lines)
 
 
-def test_where_not_one_sample_fits_it_is_said() -> None:
+def test_a_model_for_which_one_sample_does_not_fit_is_reported() -> None:
     made = plan("global_batch_size=4", "micro_batch_size=auto", needs=Needs({"train": demand(1, 4, sample_gib=20.0)}))
     assert made.batch.micro_batch_size == 1
     assert not made.memory[0].prediction.fits
     assert any("predicted" in note and "accel-run plan" in note for note in made.notes), made.notes
 
 
-def test_blocks_to_compute_again_are_those_that_the_trace_has_chosen() -> None:
+def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
     known = Demand.of([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], Allocator())
     words = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
     made = plan(*words, needs=Needs({"train": known}))
@@ -222,14 +222,14 @@ def test_blocks_to_compute_again_are_those_that_the_trace_has_chosen() -> None:
         (("micro_batch_size=8", "memory=budget"), None, True),
     ],
 )
-def test_a_run_is_traced_before_it_starts_only_where_its_plan_depends_on_it(
+def test_a_run_is_traced_before_it_starts_only_if_its_plan_needs_it(
     words: tuple[str, ...], device: Device | None, *, is_wanted: bool
 ) -> None:
     here = dataclasses.replace(HERE, devices=(device,) if device else ())
     assert wants_needs(compose(Request(words)), here) is is_wanted
 
 
-def test_estimates_of_libraries_are_widened_and_an_unknown_gpu_counts_as_the_one_that_holds_most() -> None:
+def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maximum() -> None:
     known = [overhead_of("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
     assert [each.libraries for each in known] == sorted(each.libraries for each in known)
     assert known[0].libraries > (450 + 16) * MIB
@@ -237,7 +237,7 @@ def test_estimates_of_libraries_are_widened_and_an_unknown_gpu_counts_as_the_one
     assert overhead_of("cpu", None).communication == 0
 
 
-def test_seconds_are_a_range_that_grows_with_the_work_and_rests_on_the_profile() -> None:
+def test_time_is_a_range_that_grows_with_the_work() -> None:
     need = demand(2, 8)
     peaks = peaks_of("tesla t4", "fp16", [compose(Request(("+hardware=t4",))).hardware])
     assert peaks == DevicePeaks(65e12, 320e9)
@@ -251,7 +251,7 @@ def test_seconds_are_a_range_that_grows_with_the_work_and_rests_on_the_profile()
 
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(1, 4))
 @settings(max_examples=20)
-def test_no_update_on_a_gpu_is_shorter_than_the_launches_of_its_kernels(each: int, of_update: int, passes: int) -> None:
+def test_an_update_is_at_least_as_long_as_its_kernel_launches(each: int, of_update: int, passes: int) -> None:
     need = demand(2, 8)
     points = tuple(
         dataclasses.replace(point, work=dataclasses.replace(point.work, launches=each)) for point in need.points
@@ -305,14 +305,14 @@ def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) 
     assert again == made.memory[0]
 
 
-def test_needs_survive_the_way_between_ranks() -> None:
+def test_memory_demands_survive_serialization_between_ranks() -> None:
     needs = Needs({"train": demand(2, 8)}, "a reason")
     again = decode_valid(Needs, json.loads(json.dumps(encode(needs))))
     assert again.demands["train"].at(5) == needs.demands["train"].at(5)
     assert again.why_not == needs.why_not
 
 
-def test_what_fits_and_what_is_advised_are_both_told() -> None:
+def test_fitting_runs_and_remedies_are_both_shown() -> None:
     needs = Needs({"train": demand(1, 64)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", needs=needs)
     held = biggest(needs.demands["train"], made.ranks[0], 64)
@@ -327,7 +327,7 @@ def test_what_fits_and_what_is_advised_are_both_told() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> None:
+def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
     gpus = tuple(
         Device("cuda", number, f"NVIDIA Long Name {number}", f"GPU-{number}", (8 + number) * GIB, capability=(8, 6))
         for number in range(count)
@@ -355,5 +355,5 @@ def test_every_line_fits_a_terminal_and_says_what_is_an_estimate(count: int) -> 
     assert "not predicted" in untold[0]
 
 
-def test_sizes_are_told_in_the_unit_that_people_read() -> None:
+def test_sizes_have_readable_units() -> None:
     assert [sized(size) for size in (0, 2048, 3 * MIB, 2 * GIB)] == ["0", "2 KiB", "3 MiB", "2 GiB"]

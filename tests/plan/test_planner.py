@@ -72,7 +72,7 @@ def refused(*words: str, on: Inventory | None = None) -> list[Problem]:
 WORDS = ("precision.keep_fp32=[head]", "precision=fp16", "optimizer.lr_scales={0:0.5}", "epochs=2", "phases=[train]")
 
 
-def test_the_same_question_has_the_same_answer_and_the_question_is_left_alone() -> None:
+def test_planning_is_deterministic_and_does_not_change_its_input() -> None:
     asked, here = deepcopy(configuration(*WORDS)), machine(*PAIR)
     first = make_plan(asked, here)
     assert make_plan(asked, here) == first
@@ -80,13 +80,13 @@ def test_the_same_question_has_the_same_answer_and_the_question_is_left_alone() 
     assert here == machine(*PAIR)
 
 
-def test_a_plan_shares_nothing_that_can_change_with_another_plan() -> None:
+def test_plans_share_no_mutable_state() -> None:
     first = plan("precision=auto", on=machine(A100))
     first.choices["precision"].options["keep_fp32"].append("head")
     assert plan("precision=auto", on=machine(A100)).choices["precision"].options["keep_fp32"] == []
 
 
-def test_no_torch_is_needed() -> None:
+def test_planning_does_not_import_torch() -> None:
     code = """if True:
         import sys
         from runner.config.configuration import compose
@@ -146,13 +146,13 @@ def test_every_auto_is_resolved_and_has_its_reason(words: tuple[str, ...], devic
     assert {key: made.reason(key) for key in resolved if not made.reason(key).startswith("auto: ")} == {}
 
 
-def test_every_key_that_auto_is_left_to_is_in_some_plan() -> None:
+def test_every_key_with_auto_occurs_in_some_plan() -> None:
     made = plan("tracker=wandb", on=machine())
     assert {key for key, value in made.values().items() if value == "auto"} >= AUTO_IS_A_VALUE - {"evaluate.every"}
     assert configuration("evaluate.every=auto").settings.evaluate.every == "auto"
 
 
-def test_who_typed_it_is_the_reason_of_what_was_typed() -> None:
+def test_the_reason_of_an_override_is_its_source() -> None:
     made = plan("seed=3", "precision=fp32", "optimizer.kernel=foreach", "micro_batch_size=1", "global_batch_size=4")
     keys = ("seed", "precision", "optimizer.kernel", "micro_batch_size", "log_every")
     assert [made.reason(key) for key in keys] == ["command line"] * 4 + ["default"]
@@ -178,7 +178,7 @@ def test_who_typed_it_is_the_reason_of_what_was_typed() -> None:
     ],
     ids=["cpu", "t4", "a100", "one core", "pair", "gtx", "mps", "xpu", "xpu without matrix units", "unusable"],
 )
-def test_the_mechanics_follow_from_the_machine(
+def test_mechanics_are_derived_from_the_machine(
     here: Inventory, device: str, precision: str, workers: int, pin_memory: bool, prefetch: str
 ) -> None:
     values = plan(on=here).values()
@@ -193,13 +193,13 @@ def test_ranks_of_a_machine_share_its_cores_among_their_workers() -> None:
     assert made.reason("dataloader.num_workers") == reason
 
 
-def test_a_gpu_that_cannot_be_used_is_named_in_the_reason() -> None:
+def test_an_unusable_gpu_is_named_in_the_reason() -> None:
     made = plan(on=machine(BROKEN))
     assert made.reason("device").endswith(f"({BROKEN.name}: {BROKEN.why_not})")
     assert (made.device_name, made.device_uuid) == ("CPU (a processor, 16 cores)", "")
 
 
-def test_the_gpu_with_most_free_memory_is_taken() -> None:
+def test_the_gpu_with_most_free_memory_is_chosen() -> None:
     large, small = PAIR
     busy = dataclasses.replace(large, free_bytes=2 * GIB)
     full = dataclasses.replace(large, free_bytes=0)
@@ -212,7 +212,7 @@ def test_the_gpu_with_most_free_memory_is_taken() -> None:
     assert made.device_uuid == "GPU-1"
 
 
-def test_a_device_asked_for_by_name_is_taken() -> None:
+def test_a_requested_device_is_used() -> None:
     assert plan("device=cuda:1", on=machine(*PAIR)).device == "cuda:1"
     assert plan("device=cuda", on=machine(*PAIR)).device == "cuda:0"
     assert plan("device=cpu", on=machine(*PAIR)).device == "cpu"
@@ -231,7 +231,7 @@ def test_a_device_asked_for_by_name_is_taken() -> None:
         ("device=cuda", machine(BROKEN), f" cpu ({BROKEN.name}: {BROKEN.why_not})"),
     ],
 )
-def test_a_missing_device_is_said_with_those_that_are_here(word: str, here: Inventory, those: str) -> None:
+def test_a_missing_device_is_reported_with_the_existing_ones(word: str, here: Inventory, those: str) -> None:
     with pytest.raises(DeviceMissing) as caught:
         plan(word, on=here)
     assert caught.value.exit_code == Exit.NO_DEVICE == 69
@@ -258,7 +258,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("word", "here", "instead"), REFUSED)
-def test_what_was_asked_for_by_name_and_cannot_be_is_refused(word: str, here: Inventory, instead: str) -> None:
+def test_impossible_requests_are_refused(word: str, here: Inventory, instead: str) -> None:
     group = word.partition("=")[0]
     (problem,) = refused(word, on=here)
     assert problem.where == word
@@ -267,7 +267,7 @@ def test_what_was_asked_for_by_name_and_cannot_be_is_refused(word: str, here: In
 
 @pytest.mark.parametrize("word", ["precision=bf16", "attention=flash", "precision=fp16"])
 @pytest.mark.parametrize("here", [A100, MPS], ids=["a100", "mps"])
-def test_what_can_be_is_kept(word: str, here: Device) -> None:
+def test_possible_requests_are_kept(word: str, here: Device) -> None:
     group, _, name = word.partition("=")
     made = plan(word, on=machine(here))
     assert (made.choices[group].name, made.reason(group), made.notes) == (name, "command line", ())
@@ -277,7 +277,7 @@ def test_what_can_be_is_kept(word: str, here: Device) -> None:
     ("selected", "here", "instead"),
     [("precision: bf16", T4, "fp16"), ("precision: tf32", T4, "fp32"), ("attention: flash", T4, "efficient")],
 )
-def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
+def test_impossible_selections_of_a_profile_are_replaced_with_a_message(
     selected: str, here: Device, instead: str, tmp_path: Path
 ) -> None:
     (tmp_path / "hardware").mkdir()
@@ -291,7 +291,7 @@ def test_what_a_profile_selects_and_cannot_be_is_replaced_and_it_is_said(
     assert made.notes == (f"{group}={name}: {problem.what}; using {instead}",)
 
 
-def test_keys_that_were_typed_stay_when_the_option_gives_way() -> None:
+def test_overridden_keys_are_kept_when_their_option_is_replaced() -> None:
     made = plan("hardware=a100", "precision.keep_fp32=[head]", on=machine(T4))
     assert made.choices["precision"].function == "fp16"
     assert made.choices["precision"].options["keep_fp32"] == ["head"]
@@ -299,7 +299,7 @@ def test_keys_that_were_typed_stay_when_the_option_gives_way() -> None:
     assert ["precision.init_scale=8", "precision=auto"] in [suggested(note) for note in lost.notes]
 
 
-def test_a_value_of_the_task_reaches_what_takes_the_place_of_auto(tmp_path: Path) -> None:
+def test_a_value_of_the_task_reaches_the_option_that_replaces_auto(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text('SETTINGS = {"precision.keep_fp32": ["head"]}\ndef build(): ...\n')
     asked = compose(Request(task_file=tmp_path / "mine.py"))
     for device in (T4, A100):
@@ -319,7 +319,7 @@ def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> Non
     assert suggested(note) == ["precision=fp16", "attention=efficient", "backend=fast"]
 
 
-def test_the_profile_of_a_pair_uses_both_and_one_device_alone_where_there_is_one() -> None:
+def test_the_profile_of_a_pair_uses_both_devices_or_the_only_one() -> None:
     assert (both := plan("hardware=pair_11gb_8gb", on=machine(*PAIR))).world_size == 2
     assert both.choices["parallelism"].name == "ddp"
     for here in (machine(), machine(T4)):
@@ -329,12 +329,12 @@ def test_the_profile_of_a_pair_uses_both_and_one_device_alone_where_there_is_one
         assert not any("parallelism" in note for note in made.notes)
 
 
-def test_what_was_typed_stays_where_the_profile_gives_way() -> None:
+def test_overrides_are_kept_when_the_profile_is_replaced() -> None:
     made = plan("hardware=t4", "backend=deterministic", on=machine())
     assert (made.choices["backend"].name, made.choices["attention"].name) == ("deterministic", "auto")
 
 
-def test_a_profile_of_another_gpu_says_so() -> None:
+def test_a_profile_of_another_gpu_is_reported() -> None:
     assert plan("hardware=t4", on=machine(T4)).notes == ()
     assert plan("hardware=pair_11gb_8gb", "parallelism=single", on=machine(*PAIR)).notes == ()
     (note,) = plan("hardware=t4", on=machine(A100)).notes
@@ -342,7 +342,7 @@ def test_a_profile_of_another_gpu_says_so() -> None:
         assert part in note
 
 
-def test_a_gpu_that_nobody_said_to_leave_idle_is_told() -> None:
+def test_an_idle_gpu_is_reported_unless_intended() -> None:
     (note,) = plan(on=machine(*PAIR)).notes
     assert note.startswith("1 of 2 GPUs ")
     assert suggested(note)[0] == "parallelism=auto"
@@ -351,14 +351,14 @@ def test_a_gpu_that_nobody_said_to_leave_idle_is_told() -> None:
     assert plan("hardware=t4", on=machine(T4)).notes == ()
 
 
-def test_the_profile_of_the_cpu_leaves_the_gpu_alone_unless_it_is_asked_for() -> None:
+def test_the_cpu_profile_does_not_use_the_gpu_unless_requested() -> None:
     made = plan("hardware=cpu", on=machine(A100))
     assert (made.device, made.reason("device")) == ("cpu", "profile cpu")
     assert plan("hardware=cpu", "device=cuda", on=machine(A100)).device == "cuda:0"
 
 
 @pytest.mark.parametrize("profile", ["t4", "a100", "pair_11gb_8gb"])
-def test_a_machine_that_is_not_here_can_be_planned_for(profile: str) -> None:
+def test_an_absent_machine_can_be_planned_for(profile: str) -> None:
     asked = configuration(f"hardware={profile}")
     here, whose = inventory_for(asked)
     assert whose.endswith(f"profile {profile}")
@@ -389,21 +389,21 @@ def test_more_gpus_than_a_profile_describes_can_be_planned_for() -> None:
         ("compile=default", "default"),
     ],
 )
-def test_what_helps_nobody_here_is_said_once(word: str, value: Any) -> None:
+def test_options_without_effect_here_are_reported_once(word: str, value: Any) -> None:
     made = plan(word)
     (note,) = made.notes
     assert note.startswith((f"{word} ", f"{word.partition('=')[0]} "))
     assert made.values()[word.partition("=")[0]] == value
 
 
-def test_samples_that_are_kept_need_no_workers() -> None:
+def test_cached_samples_need_no_workers() -> None:
     for kept in ("memory", "device"):
         assert plan(f"dataloader.cache={kept}", on=machine(A100)).values()["dataloader.num_workers"] == 0
     (problem,) = refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100))
     assert (problem.where, suggested(problem.fix)) == ("dataloader.cache=device", ["dataloader.num_workers=0"])
 
 
-def test_every_problem_is_found_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     words = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
     problems = refused(*words, on=machine(T4))
     assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
@@ -416,7 +416,7 @@ def test_every_problem_is_found_at_once() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"))
-def test_a_batch_is_its_parts_or_the_sizes_named_instead_do_divide(total: int, micro: Any) -> None:
+def test_a_batch_is_the_product_of_its_parts_or_dividing_sizes_are_named(total: int, micro: Any) -> None:
     found = divide(total, micro, (total,))
     if isinstance(found, Batch):
         assert total == found.micro_batch_size * found.accumulation_steps == found.global_batch_size
@@ -435,7 +435,7 @@ def test_a_batch_is_its_parts_or_the_sizes_named_instead_do_divide(total: int, m
 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(2, 9))
-def test_ranks_need_no_sizes_that_divide(total: int, micro: Any, world_size: int) -> None:
+def test_shares_of_ranks_need_not_divide_the_batch(total: int, micro: Any, world_size: int) -> None:
     shares = equal(world_size, total)
     if isinstance(shares, Problem):
         assert world_size > total
@@ -457,7 +457,7 @@ def test_ranks_need_no_sizes_that_divide(total: int, micro: Any, world_size: int
         (8, 8, (5, 3), "micro_batch_size=5, or global_batch_size=16"),
     ],
 )
-def test_a_batch_that_does_not_divide_is_said_with_those_that_do(
+def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
     total: int, micro: Any, shares: tuple[int, ...], instead: str
 ) -> None:
     found = divide(total, micro, shares)
@@ -484,7 +484,7 @@ def test_a_compiled_graph_is_split_where_ranks_exchange_gradients(
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
 
 
-def test_the_plan_holds_the_batch_over_all_ranks() -> None:
+def test_the_plan_has_the_batch_over_all_ranks() -> None:
     made = plan("global_batch_size=24", "micro_batch_size=3", *RANKS)
     assert [int(number) for number in re.findall(r"\d+", str(made.batch))] == [24, 3, 2, 4]
     assert made.values()["accumulation_steps"] == 2
@@ -504,7 +504,9 @@ PAIR_WORDS = ("parallelism=ddp", "global_batch_size=32", "precision=fp32")
         ((), (16, 16), "micro-batch 16 x 1 accumulation x 2 ranks"),
     ],
 )  # fmt: skip
-def test_unequal_gpus_share_an_update_as_asked(words: tuple[str, ...], shares: tuple[int, ...], identity: str) -> None:
+def test_unequal_gpus_split_an_update_as_requested(
+    words: tuple[str, ...], shares: tuple[int, ...], identity: str
+) -> None:
     made = plan(*PAIR_WORDS, *words, on=machine(*PAIR))
     assert [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
     assert made.batch.shares == shares
@@ -521,7 +523,7 @@ def test_unequal_gpus_share_an_update_as_asked(words: tuple[str, ...], shares: t
         "parallelism.shares=[32,0]",
     ],
 )
-def test_shares_that_cannot_be_are_refused(word: str) -> None:
+def test_impossible_shares_are_refused(word: str) -> None:
     assert refused(*PAIR_WORDS, word, on=machine(*PAIR))[0].where == word
 
 
@@ -533,11 +535,11 @@ CANNOT = [
 
 
 @pytest.mark.parametrize("words", CANNOT)
-def test_what_a_strategy_cannot_do_is_refused(words: tuple[str, ...]) -> None:
+def test_unsupported_combinations_are_refused(words: tuple[str, ...]) -> None:
     assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].where == words[-1]
 
 
-def test_what_a_plan_refuses_and_notes_is_told_in_words(screen: Callable[..., None]) -> None:
+def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> None:
     pair = machine(*PAIR)
     asked = [
         *(((word,), here) for word, here, _ in REFUSED),
@@ -557,7 +559,7 @@ def test_what_a_plan_refuses_and_notes_is_told_in_words(screen: Callable[..., No
     screen("\n\n".join(told))
 
 
-def test_what_a_strategy_does_in_its_own_way_is_chosen_for_it() -> None:
+def test_options_that_a_strategy_implies_are_chosen() -> None:
     made = plan("parallelism=fsdp", "optimizer=sgd", on=machine(*PAIR))
     assert made.choices["optimizer"].options["kernel"] == "foreach"
     assert made.choices["memory"].options["channels_last"] is False

@@ -21,7 +21,7 @@ def taking(blocks, fixed=500):
 
 
 @given(BLOCKS, st.integers(0, 13_000))
-def test_it_fits_whenever_computing_everything_again_does(blocks, limit):
+def test_it_fits_whenever_recomputing_everything_does(blocks, limit):
     takes = taking(blocks)
     everything = tuple(range(len(blocks)))
     chosen = computed_again(blocks, takes, limit)
@@ -36,13 +36,13 @@ def test_more_memory_never_asks_for_more_blocks(blocks, one, other):
     assert counts[0] >= counts[1]
 
 
-def test_nothing_is_computed_again_where_all_fits():
+def test_nothing_is_recomputed_if_everything_fits():
     blocks = [Layer("block", 100, 100)] * 4
     assert computed_again(blocks, taking(blocks), 900) == ()
     assert computed_again(blocks, taking(blocks), 899) != ()
 
 
-def test_what_frees_most_for_an_operation_comes_first_and_then_the_earliest():
+def test_blocks_are_chosen_by_freed_memory_per_operation_then_by_position():
     blocks = [Layer("dear", 100, 900), Layer("cheap", 100, 100), Layer("cheap", 100, 100), Layer("cheap", 100, 100)]
     assert computed_again(blocks, taking(blocks), 801) == (1,)
     assert computed_again(blocks, taking(blocks), 800) == (1, 2)

@@ -53,7 +53,7 @@ def needs(demand: Demand) -> Needs:
         (model(24), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all
     ],
 )
-def test_the_simplest_that_fits_is_taken(
+def test_the_simplest_fitting_strategy_is_chosen(
     need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], words: str
 ) -> None:
     found = choose(needs(need), there, 32, micro)
@@ -63,7 +63,7 @@ def test_the_simplest_that_fits_is_taken(
     assert words in found.reason
 
 
-def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
+def test_a_model_that_fits_nowhere_is_reported_with_remedies() -> None:
     found = choose(needs(model(40, layers=None)), devices(11, 8), 32, None)
     assert (found.name, found.options, found.fits) == ("ddp", {"shares": "memory"}, False)
     assert "1 sample needs 50" in found.reason
@@ -71,7 +71,7 @@ def test_what_fits_nowhere_is_said_with_what_would_help() -> None:
     assert "layers()" in found.reason
 
 
-def test_the_smaller_passes_that_are_held_fit_where_they_accumulate() -> None:
+def test_accumulated_smaller_micro_batches_fit() -> None:
     """An update in one pass has no gradients of others beside the activations; in several passes they are there."""
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
     peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]
@@ -87,7 +87,7 @@ def test_the_smaller_passes_that_are_held_fit_where_they_accumulate() -> None:
     assert need.fits(there, [held] * 2, RankPart("ddp", 2, 16))
 
 
-def test_shares_that_follow_speed_pass_what_the_smallest_device_holds() -> None:
+def test_speed_based_shares_use_micro_batches_that_fit_the_smallest_device() -> None:
     """Whatever the shares become, no pass is larger than that."""
     need, there, part = model(4, activations=0.3), devices(11, 8), RankPart("ddp", 2)
     held = needs(need).held(None, there, 32, part)

@@ -26,7 +26,7 @@ def watched(waits: Any) -> Iterator[None]:
         waits.stop()
 
 
-def test_what_torch_warns_of_on_cuda_is_named_and_other_warnings_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_warnings_of_torch_are_located_and_other_warnings_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -45,7 +45,7 @@ def test_what_torch_warns_of_on_cuda_is_named_and_other_warnings_go_on(monkeypat
     assert modes == ["warn", 0]
 
 
-def test_what_torch_tells_of_after_a_backward_pass_is_no_line_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_after_backward_is_not_attributed_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     waits = DeviceWaits(MODEL, lambda file: False)

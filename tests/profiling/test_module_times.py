@@ -98,7 +98,7 @@ def times_of(model: nn.Module, depth: int = 3) -> ModuleTimes:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_sleep_is_found_where_it_is_forward_and_backward(checkpointed: bool) -> None:
+def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> None:
     model = Net(checkpointed=checkpointed)
     made(times_of(model), model, updates=1)  # what torch does once is done
     times = times_of(model)
@@ -114,7 +114,7 @@ def test_sleep_is_found_where_it_is_forward_and_backward(checkpointed: bool) -> 
     assert rows["twice"].backward.min > 0
 
 
-def test_all_owners_together_have_the_time_of_the_updates() -> None:
+def test_self_times_of_all_modules_add_up_to_the_updates() -> None:
     model = Net()
     times = times_of(model)
     times.start()
@@ -127,7 +127,7 @@ def test_all_owners_together_have_the_time_of_the_updates() -> None:
     assert 0.9 * wall < sum(times.update_seconds()) <= wall
 
 
-def test_gradients_are_those_of_a_model_that_nobody_watches() -> None:
+def test_profiling_does_not_change_gradients() -> None:
     torch.manual_seed(0)
     model = Net()
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_a_model_that_nobody_watches() -> None:
     assert not model._forward_pre_hooks  # lint-tests: private: of torch
 
 
-def test_what_is_too_deep_counts_as_part_of_what_holds_it() -> None:
+def test_modules_below_the_depth_limit_count_for_their_parent() -> None:
     model = nn.Sequential(nn.Sequential(Net(), nn.Identity()))
     times = times_of(model, depth=1)
     assert not times.table()  # nothing was measured
@@ -151,7 +151,7 @@ def test_what_is_too_deep_counts_as_part_of_what_holds_it() -> None:
     times.stop()
 
 
-def test_an_evaluation_does_not_count() -> None:
+def test_evaluations_are_not_counted() -> None:
     model = Net()
     times = times_of(model)
     times.start()
@@ -164,7 +164,7 @@ def test_an_evaluation_does_not_count() -> None:
     assert all(row.calls == 0 for row in times.table())
 
 
-def test_what_waits_for_other_ranks_is_no_time_of_a_module() -> None:
+def test_waits_for_other_ranks_are_not_module_time() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
 
     def wait(*_: Any) -> None:

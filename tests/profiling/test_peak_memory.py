@@ -7,7 +7,7 @@ from runner.profiling.peak_memory import allocator_metrics, allocator_notes
 GIB = 2**30
 
 
-def test_rows_have_what_is_reserved_in_vain_and_how_often_it_was_tried_again() -> None:
+def test_rows_have_fragmentation_and_allocation_retries() -> None:
     stats = {
         "allocated_bytes.all.current": 2 * GIB, "allocated_bytes.all.peak": 3 * GIB,
         "reserved_bytes.all.current": 4 * GIB, "inactive_split_bytes.all.current": GIB,
@@ -21,7 +21,7 @@ def test_rows_have_what_is_reserved_in_vain_and_how_often_it_was_tried_again() -
     assert allocator_metrics({})["memory/fragmentation"] == 0, "nothing was taken yet"
 
 
-def test_the_end_of_a_run_tells_what_was_amiss_and_what_helps() -> None:
+def test_the_end_summary_reports_memory_problems_with_a_fix() -> None:
     assert allocator_notes(None, None, None) == allocator_notes(0, 0.1, 4.0) == []
     retried, fragmented = allocator_notes(3, 0.25, 4.0)
     assert "3 times" in retried

@@ -10,7 +10,7 @@ from runner.profiling.profile_report import AS_IT_IS, Findings, report
 
 
 @pytest.mark.parametrize(("milliseconds", "is_noise"), [(5.0, True), (99.0, True), (100.0, False), (140.0, False)])
-def test_an_instrument_never_costs_less_than_nothing(milliseconds: float, is_noise: bool) -> None:
+def test_instrument_overhead_is_never_negative(milliseconds: float, is_noise: bool) -> None:
     times = {AS_IT_IS: 100.0, "operators": milliseconds}
     text = report(Findings("train", "cpu", 1, 0, times, dict.fromkeys(times, 3)), Path("profile"), 120)
 

@@ -54,7 +54,7 @@ def test_the_time_of_a_kernel_counts_once() -> None:
     assert text.count("75.0%") == text.count("25.0%") == 2  # once of the operators, once of the kernels
 
 
-def test_the_device_has_nothing_left_to_do_when_recording_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     # lint-tests: private: without a GPU nothing else shows when the device is waited for
     now = Session._now
@@ -70,7 +70,7 @@ def test_the_device_has_nothing_left_to_do_when_recording_begins(monkeypatch: py
     assert done[:5] == ["wait", "step", "step", "wait", "step"]
 
 
-def test_batches_go_on_after_one_that_could_not_be_read() -> None:
+def test_batches_continue_after_an_unreadable_one() -> None:
     """Memory ran out, and the update is made again with smaller ones."""
 
     class Batches:

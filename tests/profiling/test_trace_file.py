@@ -21,7 +21,7 @@ def trace(*events: dict[str, Any]) -> TraceFile:
 UPDATES = (span("user_annotation", "ProfilerStep#1", 0, 50), span("user_annotation", "ProfilerStep#2", 50, 90))
 
 
-def test_the_time_of_a_gpu_is_kernels_copies_and_idle() -> None:
+def test_gpu_time_is_kernels_copies_and_idle_time() -> None:
     seen = trace(
         *UPDATES,
         span("kernel", "gemm", 10, 30, tid=7), span("kernel", "relu", 20, 40, tid=8),  # at once: counted once
@@ -38,7 +38,7 @@ def test_the_time_of_a_gpu_is_kernels_copies_and_idle() -> None:
     assert seen.device_waits() == {"cudaStreamSynchronize": 0.5}
 
 
-def test_the_time_of_a_cpu_is_operators_data_and_what_is_between() -> None:
+def test_cpu_time_is_operators_data_and_gaps() -> None:
     seen = trace(
         *UPDATES,
         span("user_annotation", "accel-run: data", 0, 9),
@@ -62,6 +62,6 @@ def test_what_is_set_aside_is_in_no_share() -> None:
     assert seen.device_waits() == {}
 
 
-def test_an_empty_trace_says_nothing() -> None:
+def test_an_empty_trace_has_no_figures() -> None:
     assert trace().shares() == {}
     assert trace().data_share() is None

@@ -17,7 +17,7 @@ from runner.records.events import Console, Events, level_said
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
 
-def test_the_terminal_hears_its_level_and_the_file_hears_everything(
+def test_the_terminal_shows_its_level_and_the_file_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(tmp_path / "console.log")
@@ -41,34 +41,32 @@ def test_the_terminal_hears_its_level_and_the_file_hears_everything(
 @pytest.mark.parametrize(
     ("said", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
 )
-def test_the_environment_says_from_which_level_on_a_training_speaks(
-    said: str, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_sets_the_log_level(said: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_RUN_SAYS", said)
     assert level_said() == level
 
 
-def test_another_word_than_a_level_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_level_gets_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_RUN_SAYS", "quiet")
     with pytest.raises(ConfigError, match="must be one of debug, info, warning, error, but is quiet"):
         level_said()
 
 
-def test_a_warning_is_given_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console()
     for _ in range(3):
         console.warn_once("no effect")
     assert capsys.readouterr().err == "warning: no effect\n"
 
 
-def test_ranks_that_do_not_speak_leave_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_ranks_write_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(tmp_path / "console.log", speaks=False)
     console.error("same as rank 0")
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "console.log").exists()
 
 
-def test_words_go_above_the_bar_while_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_are_printed_above_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     console, above = Console(), []
     console.speak_through(above.append)
     console.info("saved")
@@ -127,14 +125,14 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_reader_that_left_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_pipe_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stdout", closed)
     Console().info("nobody hears")
 
 
-def test_signs_a_terminal_cannot_show_become_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unencodable_characters_become_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     Console().info("51 °C")

@@ -30,7 +30,7 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     assert left_by(tmp_path, {"evidence": encode(FULL)}) == FULL
 
 
-def test_what_is_known_of_updates_is_said_once() -> None:
+def test_update_times_are_stored_once() -> None:
     """A field that a phase and a run share is the same one; files of before have the same keys."""
     said = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
 
@@ -39,25 +39,25 @@ def test_what_is_known_of_updates_is_said_once() -> None:
     assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL)["phases"][0].keys()
 
 
-def test_what_no_run_has_left_is_none(tmp_path: Path) -> None:
+def test_missing_evidence_is_none(tmp_path: Path) -> None:
     assert read_record(tmp_path).evidence is None
     assert left_by(tmp_path, {"name": "first"}) is None
 
 
-def test_what_is_missing_is_unknown_and_never_zero(tmp_path: Path) -> None:
+def test_missing_values_are_unknown_and_never_zero(tmp_path: Path) -> None:
     found = left_by(tmp_path, {"evidence": {}})
     assert found is not None
     assert all(getattr(found, each.name) in (None, {}, ()) for each in fields(found))
 
 
 @pytest.mark.parametrize("wrong", ["many", True, [1], {"a": 1}, 0.5])
-def test_what_cannot_be_is_unknown(tmp_path: Path, wrong: Any) -> None:
+def test_impossible_values_are_unknown(tmp_path: Path, wrong: Any) -> None:
     found = left_by(tmp_path, {"evidence": {"updates": wrong, "parts_s": {"data": "long"}, "phases": [{"x": 1}]}})
     assert found == Evidence()
 
 
 @pytest.mark.parametrize("updates", [None, 0, 3])
-def test_a_process_that_made_few_updates_does_not_replace_what_many_took(updates: int | None) -> None:
+def test_measurements_of_few_updates_do_not_replace_those_of_many(updates: int | None) -> None:
     many = replace(FULL, updates=100)
     few = replace(FULL, updates=updates, parts_s={"closing": 0.1}, phases=(PhaseRecord("train", "train"),))
 
@@ -65,14 +65,14 @@ def test_a_process_that_made_few_updates_does_not_replace_what_many_took(updates
     assert better_known(None, few) == few
 
 
-def test_whether_the_run_failed_is_told_by_its_newest_process() -> None:
+def test_the_newest_process_determines_whether_the_run_failed() -> None:
     many, few = replace(FULL, updates=100), replace(FULL, updates=3)
 
     assert better_known(replace(many, unfinished=True), few).unfinished is None
     assert better_known(many, replace(few, unfinished=True)).unfinished
 
 
-def test_what_was_trained_otherwise_or_about_as_long_is_replaced() -> None:
+def test_measurements_of_other_settings_or_similar_length_are_replaced() -> None:
     many = replace(FULL, updates=100)
 
     for now in (replace(FULL, updates=20), replace(FULL, updates=3, num_workers=8), replace(FULL, device="cpu")):

@@ -22,7 +22,7 @@ VERSION_1 = {  # as checkpoints held it before a record had a name and the count
 }  # fmt: skip
 
 
-def test_what_a_run_has_reached_is_restored_from_its_checkpoint() -> None:
+def test_progress_of_a_run_is_restored_from_its_checkpoint() -> None:
     record = PhaseRecord("train", "first", 3, 6, samples=SampleCounts(num_samples=8, global_batch_size=4))
     progress = RunProgress(2, {"first": record}, {"val/loss": 1.5}, [1])
     assert RunProgress.of(json.loads(to_json(progress.state())), is_own=True) == progress

@@ -42,13 +42,13 @@ def test_a_plan_of_version_1_is_read_completely() -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"choices": 3, "ranks": [4], "batch": []}'])
-def test_what_cannot_be_read_is_unknown(tmp_path: Path, content: str) -> None:
+def test_unreadable_values_are_unknown(tmp_path: Path, content: str) -> None:
     assert read_plan(tmp_path) == PlanRecord()
     (tmp_path / "plan.json").write_text(content)
     assert not read_plan(tmp_path).is_known
 
 
-def test_a_value_of_a_wrong_type_makes_no_other_unknown(tmp_path: Path) -> None:
+def test_an_invalid_value_does_not_affect_others(tmp_path: Path) -> None:
     content = json.loads((OLD / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({**content, "reasons": 3}))
     found = read_plan(tmp_path)

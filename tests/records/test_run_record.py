@@ -101,7 +101,7 @@ def test_a_missing_file_is_unknown_and_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", [each for each in FULL.to_json() if each != "version"])
-def test_a_value_of_a_wrong_type_makes_no_other_unknown(tmp_path: Path, key: str) -> None:
+def test_an_invalid_value_does_not_affect_others(tmp_path: Path, key: str) -> None:
     content = FULL.to_json()
     found = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
     rest = found.to_json()
@@ -112,7 +112,7 @@ def test_a_value_of_a_wrong_type_makes_no_other_unknown(tmp_path: Path, key: str
     }
 
 
-def test_a_file_of_a_newer_version_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
+def test_known_fields_of_a_newer_version_are_read(tmp_path: Path) -> None:
     found = left_by(tmp_path, FULL.to_json() | {"version": VERSION + 1, "later": {"a": 1}})
     assert dataclasses.replace(found, version=VERSION) == FULL
     assert str(VERSION + 1) in found.problem

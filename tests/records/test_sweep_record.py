@@ -52,6 +52,6 @@ def test_a_sweep_of_version_1_is_read_completely(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"fixed": [3]}, {"trials": 3}, {"trials": [{"number": 1}]}, {"fixed": None}])
-def test_a_sweep_whose_trials_are_not_all_known_is_not_whole(tmp_path: Path, wrong: dict[str, object]) -> None:
+def test_a_sweep_with_unknown_trials_is_incomplete(tmp_path: Path, wrong: dict[str, object]) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({**VERSION_1, **wrong}))
     assert not Sweep.read(tmp_path).is_whole

@@ -67,7 +67,7 @@ assert torch.equal(kept + 1, (weight + 1).cpu()), "the refusal is not raised by 
 """
 
 
-def test_page_locking_that_is_refused_makes_copies_slower_and_nothing_else(stand_in: StandIn) -> None:
+def test_refused_page_locking_only_slows_copies(stand_in: StandIn) -> None:
     stand_in.program("a100", REFUSED, {"STAND_IN_REFUSES_REGISTRATION": "1"})
 
 
@@ -91,7 +91,7 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("words", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
-def test_a_rank_that_fails_over_nccl_is_named_and_nobody_is_left(
+def test_a_rank_that_fails_over_nccl_is_named_and_no_process_is_left(
     words: str, rank: int, stand_in: StandIn, tmp_path: Path
 ) -> None:
     """Destroying an NCCL process group waits for kernels that the failed rank never joins: for `timeout_s`."""

@@ -68,7 +68,7 @@ print(json.dumps(_stand_in.misuses()))
 """
 
 
-def test_a_program_with_its_waits_is_called_nothing(stand_in: StandIn) -> None:
+def test_a_correct_program_reports_no_hazard(stand_in: StandIn) -> None:
     assert json.loads(stand_in.program("a100", RIGHT)) == {}
 
 
@@ -82,7 +82,7 @@ assert (early, snapshot.tolist()) == ([0.0] * 100, [1.0] * 100)
 """
 
 
-def test_a_copy_to_the_host_arrives_when_somebody_waits_for_it(stand_in: StandIn) -> None:
+def test_a_copy_to_the_host_arrives_at_synchronization(stand_in: StandIn) -> None:
     stand_in.program("a100", LATE)
 
 
@@ -110,7 +110,7 @@ assert torch.cuda.memory_reserved() == 5 * 12 * MiB
 """
 
 
-def test_memory_is_handed_out_in_segments_that_split_and_are_returned_before_an_error(stand_in: StandIn) -> None:
+def test_memory_is_allocated_in_segments_that_split_and_are_released_before_an_error(stand_in: StandIn) -> None:
     stand_in.program("rtx3050ti", FRAGMENTS.replace("rest + 30", "rest + 37"))
 
 
@@ -129,7 +129,7 @@ assert state.numel() == 16
 """
 
 
-def test_each_device_draws_from_a_generator_of_its_own(stand_in: StandIn) -> None:
+def test_each_device_has_a_separate_generator(stand_in: StandIn) -> None:
     stand_in.program("a100x2", GENERATORS)
 
 

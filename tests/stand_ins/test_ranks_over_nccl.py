@@ -92,35 +92,35 @@ def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> 
 ONE, LONG = pytest.mark.sampled(1), pytest.mark.long
 # SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
 test_ranks = copied(faults.test_ranks, ONE)
-test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_rest_goes_on, ONE)
-test_an_exception = copied(whole_runs.test_the_fault_of_a_task_ends_the_run_with_its_own_words)
-test_an_early_exit = copied(whole_runs.test_a_rank_that_leaves_in_the_middle_is_lost, LONG)
+test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_others_resume, ONE)
+test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
+test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_lost, LONG)
 test_a_loss_that_is_not_finite = copied(whole_runs.test_a_loss_that_is_not_finite_ends_all_ranks_with_82, LONG)
-test_a_signal = copied(whole_runs.test_a_run_that_is_asked_to_stop_saves_and_goes_on_later, ONE)
+test_a_signal = copied(whole_runs.test_a_stopped_run_saves_and_resumes, ONE)
 test_a_second_signal = copied(whole_runs.test_a_second_signal_leaves_at_once_with_130, LONG)
-test_a_killed_launcher = copied(whole_runs.test_nobody_is_left_when_the_launcher_is_killed, LONG)
-test_out_of_memory = copied(shortages.test_where_ranks_cannot_agree_they_are_started_again_in_smaller_passes, ONE)
-test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_goes_on_and_does_not_begin_again, LONG)
-test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_split_of_its_own_goes_on_with_fewer_stages, LONG)
-test_bad_samples = copied(whole_runs.test_a_rank_whose_samples_are_all_bad_leaves_them_to_the_others, LONG)
+test_a_killed_launcher = copied(whole_runs.test_no_process_is_left_when_the_launcher_is_killed, LONG)
+test_out_of_memory = copied(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE)
+test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
+test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
+test_bad_samples = copied(whole_runs.test_a_rank_with_only_bad_samples_continues_without_them, LONG)
 test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit, LONG)
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
 
 # Tests of ranks in these files that are not run over NCCL as well.
 NO_FAILURE = {
-    whole_runs.test_one_rank_and_two_by_any_strategy_make_the_same_curve,
-    whole_runs.test_two_ranks_go_on_as_one_as_shards_as_stages_and_as_two_again,
-    whole_runs.test_updates_of_gpt_make_the_same_curve,
-    whole_runs.test_ranks_started_by_torchrun_make_the_same_run,
-    whole_runs.test_what_ranks_trained_is_used_by_one_process,
-    whole_runs.test_the_rank_that_holds_the_others_up_is_named,
+    whole_runs.test_one_and_two_ranks_by_any_strategy_have_the_same_curve,
+    whole_runs.test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline,
+    whole_runs.test_gpt_has_the_same_curve_on_any_number_of_ranks,
+    whole_runs.test_ranks_started_by_torchrun_train_the_same_run,
+    whole_runs.test_a_model_trained_on_ranks_is_used_by_one_process,
+    whole_runs.test_the_straggler_is_named,
     whole_runs.test_bad_samples_of_any_rank_are_listed,
     whole_runs.test_phases_of_statistics_are_merged_over_ranks,
-    whole_runs.test_time_is_up_for_one_checkpoint_and_not_for_two_in_a_row,
-    whole_runs.test_buffers_of_any_type_and_layout_start_alike,
+    whole_runs.test_the_time_limit_saves_one_checkpoint_and_not_two,
+    whole_runs.test_buffers_of_any_type_and_layout_start_equal,
     whole_runs.test_a_fit_may_call_the_model,
-    whole_runs.test_what_cannot_be_is_said_before_anything_starts,
+    whole_runs.test_impossible_configurations_are_reported_before_anything_starts,
 }
 OTHERWISE = {
     faults.test_ranks_of_torchrun,  # its interpreters do not know the stand-in
@@ -142,7 +142,7 @@ assert pytest.main({words}) == 0
 """
 
 
-def test_launched_ranks_that_raise_or_are_killed_are_named_and_nobody_is_left(stand_in: StandIn) -> None:
+def test_launched_ranks_that_raise_or_are_killed_are_named_and_no_process_is_left(stand_in: StandIn) -> None:
     words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "tests/launch/test_local.py"]
     words += ["-k", "test_a_killed_rank_is_named or test_a_raising_rank_is_named"]
     out = stand_in.program("h100x8", LAUNCHED.format(root=str(ROOT), words=words))
@@ -151,7 +151,7 @@ def test_launched_ranks_that_raise_or_are_killed_are_named_and_nobody_is_left(st
     assert "failed" not in out
 
 
-def test_what_is_waited_for_after_a_failure_adds_up_to_less_than_12_s() -> None:
+def test_waits_after_a_failure_add_up_to_less_than_12_s() -> None:
     """The grace of the others, what outlives its rank on purpose, and one reminder."""
     grace_s = inspect.signature(local.run_ranks).parameters["grace_s"].default
     assert grace_s + local.OTHERS_S + local.REMINDER_S < 12

@@ -36,7 +36,7 @@ def told(lines: list[str], *, search: bool = False) -> str:
         ("optimizer.betas=[0.9,0.99],[0.8,0.9]", "[0.9,0.99] [0.8,0.9]"),
     ],
 )
-def test_a_word_stands_for_its_values_in_order(word: str, values: str) -> None:
+def test_an_override_expands_to_its_values_in_order(word: str, values: str) -> None:
     found = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word,)))]
     assert found == values.split()
 
@@ -60,17 +60,17 @@ SWEEPS = [
 ]
 
 
-def test_a_sweep_that_cannot_be_is_answered_with_what_to_say(screen: Callable[..., None]) -> None:
+def test_an_invalid_sweep_gets_a_suggestion(screen: Callable[..., None]) -> None:
     screen(told(SWEEPS))
 
 
 @pytest.mark.parametrize("words", SWEEPS)
-def test_a_sweep_that_cannot_be_has_one_problem_with_its_key(words: str) -> None:
+def test_an_invalid_sweep_has_one_problem_with_its_key(words: str) -> None:
     (found,) = problems(*words.split())
     assert found.where.partition("=")[0] in {word.partition("=")[0] for word in words.split()}
 
 
-def test_as_many_trials_as_a_sweep_may_have_are_had() -> None:
+def test_the_maximum_number_of_trials_is_accepted() -> None:
     assert len(expand_sweep(Request((f"seed=range({MAX_TRIALS})",)))) == MAX_TRIALS
 
 
@@ -87,7 +87,7 @@ def test_as_many_trials_as_a_sweep_may_have_are_had() -> None:
         ("updates=range(1,2)", SearchSpace("updates", ("updates=1",))),
     ],
 )
-def test_a_range_of_a_search_is_what_hydra_calls_it_and_whole_where_its_key_is(word: str, axis: SearchSpace) -> None:
+def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: str, axis: SearchSpace) -> None:
     fixed, found = read_space(Request(("seed=3", word)))
     assert fixed.overrides == ("seed=3",)
     assert found == (axis,)
@@ -104,17 +104,17 @@ SEARCHES = [
 ]
 
 
-def test_a_search_that_cannot_be_is_answered_with_what_to_say(screen: Callable[..., None]) -> None:
+def test_an_invalid_search_gets_a_suggestion(screen: Callable[..., None]) -> None:
     screen(told(SEARCHES, search=True))
 
 
-def test_an_unknown_key_is_said_once_with_its_near_name() -> None:
+def test_an_unknown_key_is_reported_once_with_a_suggestion() -> None:
     (found,) = problems("optimizer.lrr=log(1e-4,1e-2)", search=True)
     assert found.where == "optimizer.lrr=0.0001"
     assert found.fix.endswith(" optimizer.lr?")
 
 
-def test_what_all_combinations_share_is_composed_as_each_of_them_alone() -> None:
+def test_shared_settings_compose_as_in_each_combination() -> None:
     requests = expand_sweep(Request(("optimizer=adamw,sgd", "seed=1,2", "hardware=t4")))
     together, alone = composed(requests), [composed([request])[0] for request in requests]
     assert [each.flat() for each in together] == [each.flat() for each in alone]

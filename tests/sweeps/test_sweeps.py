@@ -95,9 +95,7 @@ def needs_optuna() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [GRID, SEARCH], ids=["sweep", "search"])
-def test_whoever_goes_on_after_kills_at_any_moment_gets_the_same_table(
-    words: list[str], server: ForkServer, tmp_path: Path
-) -> None:
+def test_resuming_after_kills_gives_the_same_table(words: list[str], server: ForkServer, tmp_path: Path) -> None:
     if words is SEARCH:
         needs_optuna()
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -145,7 +143,7 @@ def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tm
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "stopped", "waiting", "waiting"]
 
 
-def test_a_trial_whose_folder_is_gone_or_of_other_settings_is_run(server: ForkServer, tmp_path: Path) -> None:
+def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, tmp_path: Path) -> None:
     assert run(server, GRID, tmp_path)[0] == 0
     shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
     other = record(tmp_path, 3) | {"overrides": ["optimizer.lr=5"]}
@@ -156,9 +154,7 @@ def test_a_trial_whose_folder_is_gone_or_of_other_settings_is_run(server: ForkSe
     assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "where it begins, and where it ends"
 
 
-def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
     code, _, err = run(server, words, tmp_path)
     assert code == 70, err
@@ -173,7 +169,7 @@ def test_of_trials_that_fail_in_every_way_the_rest_is_done_and_the_table_tells(
     assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
 
 
-def test_other_settings_for_all_trials_are_named_where_the_sweep_goes_on(server: ForkServer, tmp_path: Path) -> None:
+def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_path: Path) -> None:
     assert run(server, [*GRID, "updates=10"], tmp_path)[0] == 0
     code, _, err = run(server, [*GRID, "updates=20"], tmp_path)
     assert code == 88
@@ -181,13 +177,13 @@ def test_other_settings_for_all_trials_are_named_where_the_sweep_goes_on(server:
     assert "updates=20" in err
 
 
-def test_a_metric_that_the_first_trial_lacks_is_told_when_it_is_through(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_missing_in_the_first_trial_is_reported_at_its_end(server: ForkServer, tmp_path: Path) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
     assert len([line for line in err.splitlines() if "val/los," in line]) == 1
 
 
-def test_whoever_goes_on_waits_for_what_a_killed_sweep_still_saves(server: ForkServer, tmp_path: Path) -> None:
+def test_resuming_waits_for_trials_of_a_killed_sweep_that_still_save(server: ForkServer, tmp_path: Path) -> None:
     words, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
     pid = start(server, words, tmp_path, SAVED=str(saved))
     wait_until((tmp_path / "outputs" / "mine" / "mine-1" / "run.json").exists)
@@ -203,7 +199,7 @@ def test_whoever_goes_on_waits_for_what_a_killed_sweep_still_saves(server: ForkS
     assert ended.out.count(str(saves)) == 1
 
 
-def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServer, tmp_path: Path) -> None:
+def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer, tmp_path: Path) -> None:
     code, out, err = run(
         server, [*GRID, "together=2", "task.act=meet"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline"
     )
@@ -218,9 +214,7 @@ def test_trials_at_once_overlap_and_each_line_says_whose_it_is(server: ForkServe
     assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
 
 
-def test_a_search_asks_for_more_where_it_was_and_refuses_another_space_or_goal(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
     assert run(server, few, tmp_path)[0] == 0
@@ -239,7 +233,7 @@ def test_a_search_asks_for_more_where_it_was_and_refuses_another_space_or_goal(
     assert "1e-05" in err
 
 
-def test_a_search_counts_what_fails_or_is_not_finite_as_failed_and_goes_on(server: ForkServer, tmp_path: Path) -> None:
+def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     words = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
     code, _, err = run(server, words, tmp_path)
@@ -263,14 +257,12 @@ def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: Fork
     assert "[1/5]" not in out, "the first trial is through, and is not repeated"
 
 
-def test_a_search_of_which_every_trial_fails_ends_with_the_code_of_the_first(
-    server: ForkServer, tmp_path: Path
-) -> None:
+def test_a_search_whose_trials_all_fail_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
 
 
-def test_without_optuna_the_line_that_installs_it_is_said(tmp_path: Path) -> None:
+def test_without_optuna_the_install_command_is_shown(tmp_path: Path) -> None:
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError('no optuna', name='optuna')")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     line = [sys.executable, "-m", "runner", *SEARCH]
@@ -281,7 +273,7 @@ def test_without_optuna_the_line_that_installs_it_is_said(tmp_path: Path) -> Non
     assert not (tmp_path / "outputs").exists()
 
 
-def test_the_best_is_the_first_of_equals_and_never_one_that_is_not_through() -> None:
+def test_the_best_trial_is_finished_and_the_first_of_equals() -> None:
     results = [
         Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
         Result(Trial(2, "a-2", ()), "done", 0, float("nan")),
@@ -315,7 +307,7 @@ def test_a_trial_whose_last_evaluation_has_no_value_is_not_the_best_by_an_earlie
     assert "nan" not in as_csv(results, sweep.goal)
 
 
-def test_a_damaged_or_strange_file_of_a_sweep_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None:
     for text in (
         "",
         "[]",
@@ -332,7 +324,7 @@ def test_a_damaged_or_strange_file_of_a_sweep_is_read_as_far_as_it_goes(tmp_path
 STRANGE = (None, True, 2**70, math.inf, math.nan, "\x1b[31mred", [], {}, [[]], {"a": {"b": None}}, {"a": 3})
 
 
-def test_whatever_a_stranger_wrote_about_a_sweep_is_told_in_words(tmp_path: Path) -> None:
+def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine" / "mine-1"
     run.mkdir(parents=True)
     trial = {"number": 1, "name": "mine-1", "words": ["seed=1"], "exit_code": 0}
@@ -369,7 +361,7 @@ def test_whatever_a_stranger_wrote_about_a_sweep_is_told_in_words(tmp_path: Path
     "damage",
     ["{", '{"fixed": []}', '{"trials": [], "fixed": 3}', '{"fixed": [], "trials": [{"number": 2, "name": "b"}]}'],
 )
-def test_a_damaged_sweep_is_not_begun_anew(
+def test_a_damaged_sweep_is_not_restarted(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -407,7 +399,7 @@ def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(t
     assert len({trial.words for trial in whole}) == 2
 
 
-def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
+def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
     needs_optuna()
     from runner.sweeps.study import JOURNAL, Study
 
@@ -443,7 +435,7 @@ def test_a_damaged_journal_ends_a_search_in_words(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- wandb's agent
 
 
-def test_the_words_that_wandb_makes_of_the_sweep_in_the_documentation_are_settings() -> None:
+def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
     import yaml
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 

@@ -90,7 +90,7 @@ def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Split
         assert np.abs(places - places.mean(axis=0)).max() < 0.3, "the same corner in every font"
 
 
-def test_no_letter_and_no_likeness_of_one_is_in_two_splits(letters: Splits) -> None:
+def test_no_letter_and_no_similar_one_is_in_two_splits(letters: Splits) -> None:
     names = {split: {letter.name for letter in members} for split, members in letters.items()}
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
     where = {name: split for split, members in names.items() for name in members}
@@ -135,7 +135,7 @@ def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
         assert np.ptp(picture[top : top + 4, left : left + 4], axis=(0, 1)).max() > 60
 
 
-def test_what_a_pose_pushes_out_is_written_down(written: Path) -> None:
+def test_keypoints_pushed_out_by_a_pose_are_recorded(written: Path) -> None:
     for split in ("train", "val", "test"):
         content = json.loads((written / "annotations" / f"{split}.json").read_text())
         triples = [np.array(row["keypoints"]).reshape(-1, 3) for row in content["annotations"]]
@@ -145,7 +145,7 @@ def test_what_a_pose_pushes_out_is_written_down(written: Path) -> None:
         assert [row["num_keypoints"] for row in content["annotations"]] == [(p[:, 2] > 0).sum() for p in triples]
 
 
-def test_what_is_written_is_what_is_read(written: Path, few: Splits) -> None:
+def test_written_records_are_read_back(written: Path, few: Splits) -> None:
     number = 0
     for split, letters in few.items():
         poses = read_pose_set(written, split)
@@ -176,7 +176,7 @@ def test_a_batch_is_its_samples(written: Path) -> None:
                 assert torch.equal(batch[name][row], value), name
 
 
-def test_support_and_queries_are_other_objects_of_one_category(written: Path) -> None:
+def test_support_and_queries_are_different_objects_of_one_category(written: Path) -> None:
     data = episodes(written, "val", queries=3)
     objects = data.__getitems__(range(len(data)))["object"]
     assert objects[:, 0].tolist() == list(range(len(data)))
@@ -228,7 +228,7 @@ def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
     assert sizes.unique().numel() == 12
 
 
-def test_what_augmentation_pushes_out_is_invisible_and_counted() -> None:
+def test_keypoints_pushed_out_by_augmentation_are_invisible_and_counted() -> None:
     places = torch.tensor([[0.02, 0.02], [0.98, 0.98], [0.5, 0.5], [0.4, 0.5]])
     xy, seen = places.expand(30, 1, 4, 2), torch.tensor([True, True, True, False]).expand(30, 1, 4)
     rngs = [sample_rng(0, 0, index) for index in range(30)]
@@ -287,7 +287,7 @@ def test_crops_keep_keypoints_on_their_pixels(crop: Any, tmp_path: Path) -> None
     torch.testing.assert_close(found.double(), expected.double(), atol=0.35, rtol=0)
 
 
-def test_copying_the_support_guesses_the_mean_for_what_it_does_not_show() -> None:
+def test_copying_the_support_predicts_the_mean_for_hidden_keypoints() -> None:
     batch = {
         "support_xy": torch.tensor([[[0.2, 0.4], [0.4, 0.8], [0.0, 0.0]]]),
         "support_visible": torch.tensor([[True, True, False]]),
@@ -327,7 +327,7 @@ def keypoints_of(content: Content, number: int = 0) -> list[float]:
         (lambda c: c.update(categories=[], annotations=[]), "at least one category"),
     ],
 )
-def test_a_wrong_file_is_refused(folder: Path, change: Callable[[Content], object], match: str) -> None:
+def test_an_invalid_file_is_refused(folder: Path, change: Callable[[Content], object], match: str) -> None:
     with pytest.raises(DataError, match=match) as caught:
         read_pose_set(changed(folder, change), "train")
     assert "train.json" in str(caught.value)
@@ -367,7 +367,7 @@ def test_a_category_needs_two_objects(folder: Path) -> None:
         read_pose_set(changed(folder, keep_one), "train")
 
 
-def test_objects_without_a_visible_keypoint_are_left_out_and_counted(folder: Path) -> None:
+def test_objects_without_a_visible_keypoint_are_skipped_and_counted(folder: Path) -> None:
     def hide(content: Content) -> None:
         content["annotations"][0]["keypoints"] = [-5.0, 900.0, 0.0] * (len(keypoints_of(content)) // 3)
 
@@ -418,7 +418,7 @@ def test_missing_files_are_named(folder: Path) -> None:
         read_pose_set(folder, "val")
 
 
-def test_what_is_no_json_and_no_picture_is_refused(folder: Path) -> None:
+def test_invalid_json_and_images_are_refused(folder: Path) -> None:
     annotations = read_pose_set(folder, "train").annotations
     annotations[0].image.write_bytes(b"no picture")
     Image.new("RGB", (8, 8)).save(annotations[1].image)

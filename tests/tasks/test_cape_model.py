@@ -84,7 +84,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decoding", [False, True])
-def test_the_support_decides_the_guess(kind: str, decoding: bool) -> None:
+def test_the_prediction_depends_on_the_support(kind: str, decoding: bool) -> None:
     model, batch = make_model(kind), make_batch()
     with torch.no_grad():
         before = model(batch, decode=decoding)
@@ -98,7 +98,7 @@ def test_the_support_decides_the_guess(kind: str, decoding: bool) -> None:
             assert ((after.xy[-1] - before.xy[-1]).abs().amax(-1)[real] > 1e-5).float().mean() > 0.9, name
 
 
-def test_every_keypoint_of_the_support_reaches_every_guess() -> None:
+def test_every_prediction_depends_on_every_support_keypoint() -> None:
     model, batch = make_model(), make_batch((5,))
     xy = batch["support_xy"].requires_grad_()
     guess = model(batch)
@@ -171,7 +171,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
         assert decode(model, batch).xy.dtype == torch.float32
 
 
-def test_the_loss_is_what_it_is_by_hand() -> None:
+def test_the_loss_equals_a_computation_by_hand() -> None:
     batch = make_batch((3,), queries=1, max_keypoints=3)
     batch["query_xy"] = torch.tensor([[[[0.2, 0.4], [0.5, 0.5], [0.0, 0.0]]]])
     batch["query_visible"] = torch.tensor([[[True, False, False]]])
@@ -183,7 +183,7 @@ def test_the_loss_is_what_it_is_by_hand() -> None:
     assert int(items) == 1
 
 
-def test_queries_without_a_visible_keypoint_have_no_part_in_the_loss() -> None:
+def test_queries_without_a_visible_keypoint_are_excluded_from_the_loss() -> None:
     model, batch = make_model(), make_batch()
     task = make_task(model)
     nothing = {**batch, "query_visible": torch.zeros_like(batch["query_visible"])}
@@ -213,7 +213,7 @@ def test_decoding_together_is_decoding_one_by_one(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding_is_what_is_trained_when_fed_its_own_guesses(kind: str) -> None:
+def test_decoding_equals_training_on_its_own_predictions(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 4))
     with torch.no_grad():
         support, query = model.read(batch)
@@ -227,7 +227,7 @@ def test_decoding_is_what_is_trained_when_fed_its_own_guesses(kind: str) -> None
             torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
 
 
-def test_decoding_sees_nothing_of_the_truth() -> None:
+def test_decoding_does_not_see_the_targets() -> None:
     model, batch = make_model(), make_batch()
     blind = {
         **batch,
@@ -250,7 +250,7 @@ def test_a_keypoint_sees_those_before_it_only() -> None:
             assert not torch.allclose(before.xy[:, :, point + 1], after.xy[:, :, point + 1], atol=1e-6)
 
 
-def test_forgetting_happens_in_training_only() -> None:
+def test_keypoint_dropout_acts_in_training_only() -> None:
     model, batch = make_model(), make_batch()
     task = make_task(model, forget=0.5)
     assert torch.equal(task.loss(model, batch)[0], task.loss(model, batch)[0])
@@ -261,7 +261,7 @@ def test_forgetting_happens_in_training_only() -> None:
 # Metrics
 
 
-def test_a_keypoint_after_the_end_is_no_hit() -> None:
+def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     batch["query_visible"] = batch["present"][:, None].clone()
     xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[None]
@@ -359,7 +359,7 @@ def test_a_frozen_norm_is_batch_norm_in_eval_mode() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_learns_an_episode_by_heart(kind: str) -> None:
+def test_it_overfits_one_episode(kind: str) -> None:
     torch.manual_seed(0)
     model = PoseTransformer(replace(SMALL, attention=kind))  # type: ignore[arg-type]
     task, batch = make_task(model), make_batch((5,))

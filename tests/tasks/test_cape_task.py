@@ -79,7 +79,7 @@ def test_baselines_are_of_the_episodes_that_are_evaluated(folder: Path) -> None:
     assert copying(data) == task.baselines()
 
 
-def test_splits_are_of_categories_apart(folder: Path) -> None:
+def test_splits_have_disjoint_categories(folder: Path) -> None:
     task = make_task(
         folder, categories=(json.loads((folder / "annotations/train.json").read_text())["categories"][0]["name"],)
     )
@@ -134,7 +134,7 @@ def test_inference_of_one_category(folder: Path) -> None:
         predictions(task, category="no such")
 
 
-def test_results_are_in_pixels_of_the_whole_picture(folder: Path) -> None:
+def test_results_are_in_pixels_of_the_full_image(folder: Path) -> None:
     poses = make_task(folder).sets["val"]
     for crop in ("box", "image"):
         data = Episodes(poses, image_size=SIDE, max_keypoints=12, crop=crop)  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words", ["def f(x, *, y=-1):\n    return 'a_b'", "Zürich — 東京\t\r\n  ²٣ x\u00a0y", "", "   "]
 )
-def test_any_text_comes_back_from_its_tokens(words: str, corpus: Corpus) -> None:
+def test_tokenization_is_lossless(words: str, corpus: Corpus) -> None:
     for tokenizer in (corpus.tokenizer, Tokenizer([])):
         assert tokenizer.decode([*tokenizer.encode(words), END, 300]) == words
         assert tokenizer.encode_with_offsets(words)[0] == tokenizer.encode(words)
@@ -104,20 +104,20 @@ def test_the_library_gives_enough_records_of_every_task(corpus: Corpus) -> None:
         assert min(len(corpus.tables[split][task].source) for split in ("val", "test")) >= 40
 
 
-def test_what_is_evaluated_was_not_trained_on(corpus: Corpus) -> None:
+def test_evaluated_records_are_not_in_the_training_data(corpus: Corpus) -> None:
     for task in TASKS:
         texts = {split: {_bare(record, task) for record in corpus.records(split, task)} for split in SPLITS}
         assert not texts["train"] & (texts["val"] | texts["test"]), task
 
 
-def test_requests_of_validation_and_test_are_worded_otherwise(corpus: Corpus) -> None:
+def test_requests_of_validation_and_test_have_different_wording(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
         used = {split: {source_of(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
         assert not used["train"] & (used["val"] | used["test"])
         assert not used["val"] & used["test"]
 
 
-def test_a_request_tells_the_task_by_what_is_wanted_alone(corpus: Corpus) -> None:
+def test_a_request_identifies_its_task_only_by_its_content(corpus: Corpus) -> None:
     for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
         wordings = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in WANTED[task]}
         assert {source_of(r, task).split("\n")[0].lower() for r in corpus.records(split, task)} <= wordings
@@ -127,7 +127,7 @@ def test_a_request_tells_the_task_by_what_is_wanted_alone(corpus: Corpus) -> Non
         assert set(endings) == set(ENDINGS)
 
 
-def test_an_answer_is_the_default_of_the_parameter_asked_for() -> None:
+def test_an_answer_is_the_default_of_the_requested_parameter() -> None:
     source = "class C:\n    def f(self, a, b=1, *,\n          c='x, y', d=None):\n        pass\n"
     found = [record for task, record in records_of(source) if task == "qa"]
     assert [(record["question"], record["answer"]) for record in found] == [("b", "1"), ("c", "'x, y'"), ("d", "None")]
@@ -187,7 +187,7 @@ def test_postfix_has_the_value_of_the_expression(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", ["f(1) + 2", "a[0] + 1", "'x' + y"])
-def test_postfix_refuses_what_is_no_name_number_or_operator(expression: str) -> None:
+def test_postfix_refuses_tokens_that_are_not_names_numbers_or_operators(expression: str) -> None:
     assert postfix(ast.parse(expression, mode="eval").body) is None
 
 
@@ -236,7 +236,7 @@ def test_a_bad_record_is_named_with_file_and_index(
     assert f"{file}, record 2" in str(caught.value)
 
 
-def test_what_is_no_list_of_records_is_refused(folder: Path) -> None:
+def test_a_file_that_is_not_a_list_of_records_is_refused(folder: Path) -> None:
     file = folder / "code" / "train.json"
     for content in ("{", "{}", "[]"):
         file.write_text(content)
@@ -258,7 +258,7 @@ def test_a_training_round_has_one_record_of_each_task(corpus: Corpus) -> None:
             assert row[row != PAD].tolist() == [t for t in table.source[index % len(table.source)].tolist() if t != PAD]
 
 
-def test_every_validation_record_is_seen_once(corpus: Corpus) -> None:
+def test_every_validation_record_is_evaluated_once(corpus: Corpus) -> None:
     rounds = Rounds(corpus.tables["val"], cycle=False)
     counts = torch.zeros(len(TASKS), dtype=torch.long)
     for start in range(0, len(rounds), 16):
@@ -268,7 +268,7 @@ def test_every_validation_record_is_seen_once(corpus: Corpus) -> None:
     assert counts.tolist() == [len(table.source) for table in corpus.tables["val"].values()]
 
 
-def test_hidden_tokens_depend_on_seed_epoch_and_index_alone(corpus: Corpus) -> None:
+def test_masked_tokens_depend_on_seed_epoch_and_index_only(corpus: Corpus) -> None:
     texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
     together, alone = texts.__getitems__([3, 7]), texts[7]
     length = alone["places"].shape[1]
@@ -285,7 +285,7 @@ def test_hidden_tokens_depend_on_seed_epoch_and_index_alone(corpus: Corpus) -> N
     assert torch.equal(fixed[7]["source"], before)
 
 
-def test_only_hidden_tokens_differ_and_what_was_there_is_asked_for(corpus: Corpus) -> None:
+def test_only_masked_tokens_differ_and_are_the_targets(corpus: Corpus) -> None:
     texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
     batch = texts.__getitems__(range(64))
     masks = total = 0

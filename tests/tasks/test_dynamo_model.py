@@ -120,7 +120,7 @@ def test_every_parameter_is_in_one_part_and_phases_name_parts(task: DynamoTask) 
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_gradients_reach_all_that_a_phase_trains_and_nothing_else(task: DynamoTask, phase: str) -> None:
+def test_gradients_reach_exactly_the_trained_parameters(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
     dataset = task.dataset("train")
     for name, weight in task.model.named_parameters():
@@ -150,7 +150,7 @@ def test_the_curriculum_follows_progress(task: DynamoTask) -> None:
     assert shares == pytest.approx([0.8, 0.5, 0.2])
 
 
-def test_the_teachers_share_decides_between_the_true_task_and_the_router(task: DynamoTask) -> None:
+def test_the_teacher_forcing_ratio_selects_the_true_task_or_the_router(task: DynamoTask) -> None:
     model, batch = task.model.eval(), batch_of(task)
     true, routed = model(batch, "true"), model(batch, "router")
     assert not torch.equal(true["code"], routed["code"])
@@ -172,14 +172,14 @@ def test_the_temperature_divides_and_stays_above_a_tenth(task: DynamoTask) -> No
     assert Dynamo(SMALL).router.temperature.item() == pytest.approx(1.0)
 
 
-def test_the_router_looks_at_no_padding(task: DynamoTask) -> None:
+def test_the_router_ignores_padding(task: DynamoTask) -> None:
     batch = batch_of(task)
     wide = {"source": nn.functional.pad(batch["source"], (0, 3), value=PAD)}
     torch.testing.assert_close(task.model(wide, "router")["router"], task.model(batch, "router")["router"])
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_hard_routing_takes_one_adapter_and_soft_routing_mixes(task: DynamoTask, training: bool) -> None:
+def test_hard_routing_uses_one_adapter_and_soft_routing_mixes(task: DynamoTask, training: bool) -> None:
     model = task.model.train(training)
     logits = {"router": torch.randn(6, len(TASKS))}
     noise = per_sample_noise(logits)
@@ -190,7 +190,7 @@ def test_hard_routing_takes_one_adapter_and_soft_routing_mixes(task: DynamoTask,
     torch.testing.assert_close(mixed, logits["router"].softmax(dim=1))
 
 
-def test_the_routing_loss_is_least_for_a_decided_right_router() -> None:
+def test_the_routing_loss_is_lowest_for_a_confident_correct_router() -> None:
     task = torch.arange(5).repeat_interleave(2)
     right = nn.functional.one_hot(task, 5) * 20.0
     cold = torch.tensor(0.1)
@@ -250,7 +250,7 @@ def memory(task: DynamoTask) -> Memory:
     return Memory(task.model.base(batch["source"], real), batch["source"], real, task.model.base.embedding.weight)
 
 
-def test_the_decoder_sees_no_future(task: DynamoTask, memory: Memory) -> None:
+def test_the_decoder_is_causal(task: DynamoTask, memory: Memory) -> None:
     decoder: Any = task.model.heads["code"]
     before = torch.randint(4, 300, (len(memory.source), 8))
     first = decoder(before, memory)
@@ -261,7 +261,7 @@ def test_the_decoder_sees_no_future(task: DynamoTask, memory: Memory) -> None:
     torch.testing.assert_close(first.exp().sum(-1), torch.ones(before.shape), atol=1e-3, rtol=0)
 
 
-def test_what_is_written_is_the_likeliest_next_token_each_time(task: DynamoTask, memory: Memory) -> None:
+def test_greedy_decoding_takes_the_likeliest_token(task: DynamoTask, memory: Memory) -> None:
     decoder: Any = task.model.heads["code"]
     written = decoder.write(memory)
     assert written.shape == (len(memory.source), SMALL.max_target_length)
@@ -291,7 +291,7 @@ def test_overlap_is_the_f1_of_tokens() -> None:
     assert overlap(one, other).tolist() == pytest.approx([1.0, 0.4, 0.0, 0.0])
 
 
-def test_a_record_that_is_sent_elsewhere_counts_as_wrong(task: DynamoTask) -> None:
+def test_a_misrouted_record_counts_as_wrong(task: DynamoTask) -> None:
     batch = batch_of(task)
     made = task.model.eval()(batch, "true")
     right = torch.zeros(len(batch["task"]), dtype=torch.bool)

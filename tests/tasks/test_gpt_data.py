@@ -116,7 +116,7 @@ def test_what_is_left_of_a_text_has_no_known_block() -> None:
     assert without_blocks("a\nb\nc\nd\n", known) == "a\nb\nc\nd\n"
 
 
-def test_the_standard_library_is_text_enough_and_nothing_else() -> None:
+def test_the_text_is_the_standard_library() -> None:
     documents = standard_library()
     names = [document.name for document in documents]
     assert {"argparse.py", "json/decoder.py", "pydoc_data/topics.py"} <= set(names)
@@ -137,7 +137,7 @@ def test_text_is_prepared_once(folder: Path, tmp_path: Path, monkeypatch: pytest
     assert open_bytes(folder, tmp_path / "cache").files == first.files
 
 
-def test_changed_text_is_prepared_anew(folder: Path, tmp_path: Path) -> None:
+def test_changed_text_is_prepared_again(folder: Path, tmp_path: Path) -> None:
     first = open_bytes(folder, tmp_path / "cache")
     (folder / "even" / "0.txt").write_text("something else")
     second = open_bytes(folder, tmp_path / "cache")
@@ -159,7 +159,7 @@ def test_two_processes_may_prepare_at_the_same_time(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
     def make(folder: Path) -> None:
         (folder / "half").write_text("half")
         raise OSError("no space left on device")
@@ -169,7 +169,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_file_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_detected(folder: Path, tmp_path: Path) -> None:
     train = open_bytes(folder, tmp_path / "cache").files["train"]
     train.write_bytes(train.read_bytes()[:-1])
     with pytest.raises(DataError, match="damaged"):
@@ -246,7 +246,7 @@ def test_a_single_file_is_cut_in_three(tmp_path: Path) -> None:
     assert [len(piece) / len(text) for piece in pieces] == pytest.approx([0.9, 0.05, 0.05], abs=0.01)
 
 
-def test_a_missing_path_says_what_it_may_be(tmp_path: Path) -> None:
+def test_a_missing_path_lists_valid_kinds(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere does not exist") as caught:
         open_bytes(tmp_path / "nowhere", tmp_path / "cache")
     assert "train.bin" in caught.value.problems[0].fix
@@ -255,7 +255,7 @@ def test_a_missing_path_says_what_it_may_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "match"), [(b"\xff\xfe", "not UTF-8 at byte 0"), (b"a\0b", "NUL byte")], ids=["binary", "nul"]
 )
-def test_what_is_not_text_is_refused(folder: Path, tmp_path: Path, content: bytes, match: str) -> None:
+def test_binary_files_are_refused(folder: Path, tmp_path: Path, content: bytes, match: str) -> None:
     (folder / "picture.txt").write_bytes(content)
     with pytest.raises(DataError, match=match):
         open_bytes(folder, tmp_path / "cache")
@@ -287,7 +287,7 @@ def shards(tmp_path: Path) -> Path:
     return tmp_path / "shards"
 
 
-def test_token_shards_are_read_where_they_lie(shards: Path, tmp_path: Path) -> None:
+def test_token_shards_are_memory_mapped(shards: Path, tmp_path: Path) -> None:
     task = build(Context(0, shards, tmp_path / "cache"), block_size=16)
     tokens = np.fromfile(shards / "train.bin", np.uint16).astype(np.int64)
     x, y = task.dataset("train")[2]
@@ -298,7 +298,7 @@ def test_token_shards_are_read_where_they_lie(shards: Path, tmp_path: Path) -> N
     assert set(task.evaluate(task.model, (x[None], y[None]))) == {"loss"}
 
 
-def test_token_shards_are_continued_in_numbers(shards: Path, tmp_path: Path) -> None:
+def test_token_shards_are_numbered_consecutively(shards: Path, tmp_path: Path) -> None:
     task = build(Context(0, shards, tmp_path / "cache"), block_size=16)
     options: dict[str, Any] = {"samples": 1, "max_new_tokens": 3, "prompt": "17 4"}
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_token_shards_are_continued_in_numbers(shards: Path, tmp_path: Path) -> 
             list(task.predict(task.model, torch.Generator(), prompt="def"))
 
 
-def test_token_shards_need_both_files_of_whole_tokens(shards: Path, tmp_path: Path) -> None:
+def test_token_shards_need_both_splits_and_complete_tokens(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="'test'"):
         open_bytes(shards, tmp_path).windows("test", 16)
     with (shards / "val.bin").open("ab") as file:
@@ -339,7 +339,7 @@ def test_token_shards_refuse_a_tokenizer(shards: Path, tmp_path: Path) -> None:
 # Bits per byte
 
 
-def test_baselines_are_what_counting_by_hand_gives() -> None:
+def test_baselines_equal_a_count_by_hand() -> None:
     train, val = b"abracadabra, abracadabra", b"abba, cadabra!"
     singles, pairs = Counter(train), Counter(itertools.pairwise(train))
     firsts = Counter(train[:-1])
@@ -375,7 +375,7 @@ def test_an_impossible_vocabulary_is_refused(folder: Path, tmp_path: Path, token
 
 
 @needs_tokenizers
-def test_byte_pairs_give_the_text_back(folder: Path, tmp_path: Path) -> None:
+def test_byte_pairs_are_lossless(folder: Path, tmp_path: Path) -> None:
     corpus = open_bytes(folder, tmp_path / "cache", tokenizer="bpe", vocab_size=300)
     assert corpus.text is not None
     for split in SPLITS:

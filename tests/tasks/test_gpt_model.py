@@ -73,7 +73,7 @@ def test_every_parameter_gets_a_gradient() -> None:
         assert weight.grad.abs().sum() > 0, name
 
 
-def test_the_future_does_not_change_the_past() -> None:
+def test_the_model_is_causal() -> None:
     model = make_model()
     x, _ = make_batch(2)
     for position in range(1, SMALL.block_size):
@@ -143,7 +143,7 @@ def test_dropout_acts_in_training_only(rates: dict[str, float]) -> None:
     assert torch.equal(model(x), model(x))
 
 
-def test_each_layer_drops_other_elements() -> None:
+def test_each_layer_drops_different_elements() -> None:
     first, *others = make_model(dropout=0.5).noise(torch.zeros(4, 8))
     assert first is not None
     drawn = first.bernoulli(0.5, 100)
@@ -152,14 +152,14 @@ def test_each_layer_drops_other_elements() -> None:
         assert (drawn == other.bernoulli(0.5, 100)).float().mean() == pytest.approx(0.5, abs=0.1)
 
 
-def test_attention_that_may_drop_is_the_fused_one_where_nothing_is_dropped() -> None:
+def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped() -> None:
     # Of the numbers that are drawn only 0 is below 1e-12, with a chance of 6e-8.
     fused, explicit = (update(make_task(attention_dropout=rate)) for rate in (0.0, 1e-12))
     torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rates", RATES, ids=str)
-def test_blocks_computed_again_drop_the_same(rates: dict[str, float]) -> None:
+def test_recomputed_blocks_drop_the_same_elements(rates: dict[str, float]) -> None:
     kept, again = make_task(**rates), make_task(**rates)
     checkpoint(again.model, again.blocks(), torch.device("cpu"))
     torch.testing.assert_close(update(again), update(kept), rtol=0, atol=0)
@@ -168,7 +168,7 @@ def test_blocks_computed_again_drop_the_same(rates: dict[str, float]) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("compiled", [default, regional])
-def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., None]) -> None:
+def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callable[..., None]) -> None:
     rates = {"dropout": 0.2, "attention_dropout": 0.2}
     plain, task = make_task(**rates), make_task(**rates)
     torch.compiler.reset()
@@ -191,7 +191,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples() -> None:
     torch.testing.assert_close(whole, torch.stack(parts).sum())
 
 
-def test_an_untrained_model_knows_nothing() -> None:
+def test_an_untrained_model_has_the_loss_of_uniform_guessing() -> None:
     task = make_task()
     loss, items = task.loss(task.model, make_batch(32))
     assert loss.item() / int(items) == pytest.approx(math.log(256), rel=0.01)
@@ -204,7 +204,7 @@ def test_the_loss_is_float32_under_autocast() -> None:
         assert task.loss(task.model, make_batch(1))[0].dtype == torch.float32
 
 
-def test_it_learns_a_batch_by_heart() -> None:
+def test_it_overfits_one_batch() -> None:
     task = make_task()
     batch = make_batch(2)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=3e-2)
@@ -239,7 +239,7 @@ def test_the_same_seed_gives_the_same_samples_in_batches_of_any_size() -> None:
     assert sample(task, 2, **options) != first
 
 
-def test_temperature_zero_and_the_likeliest_one_are_the_same() -> None:
+def test_temperature_zero_is_greedy_decoding() -> None:
     task = make_task()
     options: dict[str, Any] = {"samples": 1, "max_new_tokens": 20, "prompt": "x"}
     greedy = sample(task, 1, **options, temperature=0.0)
@@ -247,7 +247,7 @@ def test_temperature_zero_and_the_likeliest_one_are_the_same() -> None:
     assert sample(task, 3, **options, top_k=1) == greedy
 
 
-def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+def test_tokens_are_sampled_with_their_probability() -> None:
     task = make_task()
     prompt = torch.tensor([65, 66])
     draws = ((torch.arange(10_000) + 0.5) / 10_000)[:, None]
@@ -263,7 +263,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 
 
 @pytest.mark.parametrize("prompt_length", [1, 5, 8, 20])
-def test_sampling_goes_on_where_the_context_is_full(prompt_length: int) -> None:
+def test_sampling_continues_beyond_the_context_length(prompt_length: int) -> None:
     model = make_model()
     prompt = torch.randint(256, (prompt_length,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

@@ -78,9 +78,7 @@ def test_a_photograph_is_in_one_split_only(cache: Path) -> None:
         assert {file.stem for file in data.files} == {Path(name).stem for name in PHOTOGRAPHS[split]}
 
 
-def test_photographs_come_from_the_package_and_are_never_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_photographs_come_from_the_package_without_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("skimage")
     monkeypatch.setitem(sys.modules, "pooch", None)
     monkeypatch.setattr("skimage.data._fetchers._fetch", lambda *_: pytest.fail("asked to fetch"))
@@ -97,7 +95,7 @@ def test_filters_are_a_bank_of_smooth_colours(cache: Path) -> None:
     assert np.abs(np.diff(bank, axis=1)).max() < 0.05
 
 
-def test_cubes_are_made_and_added_up_without_a_loop_over_pixels() -> None:
+def test_cubes_are_generated_without_a_loop_over_pixels() -> None:
     data, fit = SyntheticScenes("train", 10, 128, 128, 50), PixelStatistics(50)
     data[0]
     num_calls = 0
@@ -176,7 +174,7 @@ def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: i
         ),
     ],
 )
-def test_a_wrong_file_is_named_with_what_is_expected(
+def test_an_invalid_file_is_reported_with_the_expected_format(
     tmp_path: Path, name: str, content: bytes | None, error: type[Exception], words: str
 ) -> None:
     if content is None:
@@ -246,7 +244,7 @@ def fitted(task: AnomalyTask) -> AnomalyTask:
     return task
 
 
-def test_cubes_without_masks_can_be_scored_but_not_learned_from(tmp_path: Path) -> None:
+def test_cubes_without_masks_can_be_scored_but_not_trained_on(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     for mask in tmp_path.glob("*_mask.npy"):
         mask.unlink()
@@ -264,7 +262,7 @@ def test_cubes_without_masks_can_be_scored_but_not_learned_from(tmp_path: Path) 
     other.begin_phase("train")
 
 
-def test_settings_of_made_cubes_are_refused_beside_a_path(tmp_path: Path) -> None:
+def test_settings_of_simulated_cubes_are_refused_with_a_path(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     with pytest.raises(ConfigError, match=r"task\.height"):
         build(Context(0, tmp_path, tmp_path), height=5)

@@ -77,7 +77,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples_and_their_pixels(make: 
 
 
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_a_pixel_that_does_not_count_does_not_change_the_loss(make: Any, head: str) -> None:
+def test_an_ignored_pixel_does_not_change_the_loss(make: Any, head: str) -> None:
     task = make(head=head)
     batch = run_fit(task)
     batch["mask"][0, 0, 0] = UNKNOWN if head == "rx" else 1
@@ -110,7 +110,7 @@ def train(task: AnomalyTask, batch: dict[str, Tensor], updates: int) -> None:
         optimizer.step()
 
 
-def test_training_beats_rx_on_cubes_it_has_not_seen(make: Any) -> None:
+def test_training_beats_rx_on_held_out_cubes(make: Any) -> None:
     task = make(num_cubes=24)
     train(task, run_fit(task), 150)
     val = task.dataset("val")
@@ -158,7 +158,7 @@ def test_a_colder_selector_selects_more_and_changes_the_output(make: Any) -> Non
     assert not torch.allclose(task.model(batch["cube"])[0], logits)
 
 
-def test_entropy_and_diversity_reward_what_their_names_say() -> None:
+def test_entropy_and_diversity_terms_reward_entropy_and_diversity() -> None:
     model = TrainableRX(6, 2)
     penalties = {}
     for name, selector in (("even", torch.zeros(6)), ("uneven", torch.arange(6.0)), ("one", 1e4 * torch.eye(6)[0])):
@@ -175,7 +175,7 @@ def test_entropy_and_diversity_reward_what_their_names_say() -> None:
     assert all(0 < value < 1 for value in penalties["uneven"])
 
 
-def test_orthogonality_has_a_gradient_where_components_are_not_orthogonal() -> None:
+def test_non_orthogonal_components_have_a_gradient() -> None:
     model = TrainableRX(6, 3)
     assert model.penalties()[0].item() == pytest.approx(0, abs=1e-6), "the start is orthonormal"
     model.components.data = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -188,7 +188,7 @@ def test_orthogonality_has_a_gradient_where_components_are_not_orthogonal() -> N
     assert model.penalties()[0] < before
 
 
-def test_targets_weigh_as_much_as_the_background(make: Any) -> None:
+def test_targets_and_background_have_equal_weight(make: Any) -> None:
     task = make(orthogonality=0.0, entropy=0.0, diversity=0.0)
     batch = run_fit(task)
     weight = task.model.pos_weight
@@ -255,7 +255,7 @@ def test_the_centre_moves_once_per_update_also_across_a_resume(make: Any) -> Non
 
 
 @pytest.mark.parametrize("head", ["rx", "svdd"])
-def test_what_begins_in_the_first_phase_leaves_its_result_alone(make: Any, head: str) -> None:
+def test_later_phases_do_not_change_earlier_results(make: Any, head: str) -> None:
     task = make(head=head)
     run_fit(task)
     before = {name: value.clone() for name, value in task.model.state_dict().items()}
@@ -280,7 +280,7 @@ def test_auroc_is_the_share_of_pairs_in_order() -> None:
         assert areas[row].item() == pytest.approx(pairs)
 
 
-def test_iou_and_f1_add_up_over_batches_and_leave_out_unknown_pixels() -> None:
+def test_iou_and_f1_are_summed_over_batches_without_unknown_pixels() -> None:
     logits = torch.tensor([[[1.0, -1.0, 1.0, -1.0]], [[1.0, 1.0, 1.0, -1.0]]])
     mask = torch.tensor([[[1, 1, 0, 0]], [[1, UNKNOWN, UNKNOWN, 0]]], dtype=torch.uint8)
     whole = detection(logits, mask)

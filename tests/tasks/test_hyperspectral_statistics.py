@@ -43,7 +43,7 @@ def gathered(fit: PixelStatistics, *batches: dict[str, Tensor]) -> State:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_parts_merged_in_any_order_give_the_statistics_of_one_pass(
+def test_merged_statistics_equal_those_of_one_pass_in_any_order(
     num_parts: int, offset: float, dtype: torch.dtype
 ) -> None:
     batch, fit = make_batch(offset=offset), PixelStatistics(CHANNELS, dtype)
@@ -63,7 +63,7 @@ def test_parts_merged_in_any_order_give_the_statistics_of_one_pass(
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_the_pass_finds_what_numpy_finds_with_all_pixels_at_once(dtype: torch.dtype, digits: float) -> None:
+def test_streaming_statistics_equal_those_of_numpy(dtype: torch.dtype, digits: float) -> None:
     batch = make_batch(offset=3.0)
     state = gathered(PixelStatistics(CHANNELS, dtype), rows_of(batch, [4, 1, 0]), rows_of(batch, [2, 3, 5, 6, 7, 8, 9]))
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
@@ -86,7 +86,7 @@ def test_autocast_does_not_change_the_statistics() -> None:
         assert torch.equal(cast[name], value), name
 
 
-def test_the_state_does_not_grow_and_no_array_of_all_pixels_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_need_constant_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fit, largest = PixelStatistics(CHANNELS), 0
     join = torch.cat
 
@@ -133,7 +133,7 @@ def test_the_sample_is_pixels_of_the_data_spread_over_the_cubes() -> None:
     assert per_cube.max() <= CANDIDATES
 
 
-def test_the_hash_has_no_two_alike_and_spreads() -> None:
+def test_the_hash_is_injective_and_uniform() -> None:
     keys = mixed(torch.arange(100_000))
     assert len(keys.unique()) == 100_000
     assert (keys > 0).double().mean().item() == pytest.approx(0.5, abs=0.01)
@@ -147,7 +147,7 @@ def fitted(model: Any, batch: dict[str, Tensor], dtype: torch.dtype = torch.floa
     return model
 
 
-def test_the_components_are_the_eigenvectors_that_numpy_finds() -> None:
+def test_the_components_are_the_eigenvectors_of_numpy() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
@@ -204,7 +204,7 @@ def test_deep_svdd_starts_with_its_share_of_pixels_outside_the_sphere() -> None:
     assert (logits > 0).float().mean().item() == pytest.approx(0.05, abs=0.02)
 
 
-def test_a_dead_channel_and_a_repeated_one_do_no_harm() -> None:
+def test_constant_and_duplicated_channels_are_handled() -> None:
     batch = make_batch()
     batch["cube"][..., 2] = 5.0
     batch["cube"][..., 3] = batch["cube"][..., 4]

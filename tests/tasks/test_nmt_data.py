@@ -61,13 +61,13 @@ LEARNED = Pieces.learned(["get the name", "get_name(self, name, default=None)", 
 
 
 @given(st.text() | st.text("getnamself_(), =Xé3\n"))
-def test_any_text_survives_its_tokens(text: str) -> None:
+def test_tokenization_is_lossless(text: str) -> None:
     text = text.encode(errors="replace").decode()  # lone surrogates are no text
     assert LEARNED.decode(LEARNED.encode(text)) == text
 
 
 @given(st.lists(st.integers(0, LEARNED.num_tokens - 1)))
-def test_any_tokens_are_some_text(tokens: list[int]) -> None:
+def test_any_tokens_decode_to_text(tokens: list[int]) -> None:
     LEARNED.decode(tokens)
 
 
@@ -81,14 +81,14 @@ def test_a_word_is_one_token_in_a_description_and_in_a_signature() -> None:
     assert JOINT in LEARNED.encode("getname")
 
 
-def test_pieces_are_the_most_frequent_ones_and_none_is_twice() -> None:
+def test_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
     assert LEARNED.pieces[0] == "name"
     assert len(set(LEARNED.pieces)) == len(LEARNED.pieces)
     assert Pieces.learned(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
 
 
 @pytest.mark.parametrize("make", [lambda: Pieces.learned(["a"], LEAST_SIZE), lambda: Numbers(3)])
-def test_a_vocabulary_without_room_is_refused(make: Any) -> None:
+def test_a_too_small_vocabulary_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.vocab_size"):
         make()
 
@@ -104,7 +104,7 @@ def test_numbers_are_read_and_written() -> None:
 # The standard library
 
 
-def test_held_out_descriptions_were_never_trained_on(library: Pairs) -> None:
+def test_held_out_descriptions_are_not_in_the_training_data(library: Pairs) -> None:
     seen = {source for source, _ in library["train"]}
     for split in ("val", "test"):
         assert len(library[split]) > 200
@@ -112,14 +112,14 @@ def test_held_out_descriptions_were_never_trained_on(library: Pairs) -> None:
     assert len(library["train"]) > 4000
 
 
-def test_the_vocabulary_knows_the_training_part_alone(library: Pairs, corpus: Corpus) -> None:
+def test_the_vocabulary_is_built_from_training_data_only(library: Pairs, corpus: Corpus) -> None:
     alone = Pieces.learned((text for pair in library["train"] for text in pair), 2000)
     assert isinstance(corpus.vocabulary, Pieces)
     assert corpus.vocabulary.pieces == alone.pieces
     assert corpus.vocabulary.num_tokens == 2000
 
 
-def test_pairs_arrive_whole_and_in_order(library: Pairs, corpus: Corpus) -> None:
+def test_pairs_are_complete_and_in_order(library: Pairs, corpus: Corpus) -> None:
     assert texts(corpus, "val") == library["val"]
 
 
@@ -156,7 +156,7 @@ def make_folder(folder: Path, pairs: str = "one two\tf(x)\nthree\tg(y)\n") -> No
         (folder / f"{split}.tsv").write_text(pairs)
 
 
-def test_a_table_and_columns_say_the_same(tmp_path: Path) -> None:
+def test_a_table_and_columns_give_the_same_pairs(tmp_path: Path) -> None:
     make_folder(tmp_path / "table")
     (tmp_path / "columns").mkdir()
     for split in ("train", "val", "test"):
@@ -209,7 +209,7 @@ def test_columns_of_different_length_are_refused(tmp_path: Path) -> None:
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="does not exist"):
         open_pairs(tmp_path / "none", tmp_path, vocab_size=300)
     make_folder(tmp_path / "mine")
@@ -247,7 +247,7 @@ def unpacked(batch: Batch) -> Counter[tuple[tuple[int, ...], tuple[int, ...], tu
     return Counter(found)  # type: ignore[arg-type]
 
 
-def test_a_target_begins_and_ends_and_what_is_too_long_is_cut() -> None:
+def test_targets_have_start_and_end_tokens_and_are_truncated() -> None:
     batch = PairData(Sequences.of([[5, 6, 7, 8], [9]]), Sequences.of([[5, 6, 7], [5]]), 3, 3).__getitems__([1, 0])
     assert batch.source.tokens.tolist() == [[9, 0, 0], [5, 6, 7]]
     assert batch.target.tokens.tolist() == [[BEGIN, 5, 0], [BEGIN, 5, 6]]
@@ -255,7 +255,7 @@ def test_a_target_begins_and_ends_and_what_is_too_long_is_cut() -> None:
     assert batch.source.segments.tolist() == [[1, 0, 0], [1, 1, 1]]
 
 
-def test_packed_rows_hold_the_same_pairs_in_less_room() -> None:
+def test_packed_rows_have_the_same_pairs_in_less_space() -> None:
     indices = [*range(5, 40), 3, 3]
     padded, dense = (kind(*some_pairs(), 20, 16).__getitems__(indices) for kind in (PairData, PackedData))
     assert unpacked(padded) == unpacked(dense)
@@ -268,7 +268,7 @@ def test_packed_rows_hold_the_same_pairs_in_less_room() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 10), st.integers(1, 8)), min_size=1, max_size=60))
-def test_every_row_keeps_its_room(lengths: list[tuple[int, int]]) -> None:
+def test_no_row_exceeds_its_length(lengths: list[tuple[int, int]]) -> None:
     sources, targets = (np.array(side) for side in zip(*lengths, strict=True))
     places = packed(sources, targets, 20, 16, 4)
     assert set(places.rows.tolist()) == set(range(places.num_rows))
@@ -293,7 +293,7 @@ def test_a_sample_is_a_row_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("kind", [PairData, PackedData])
-def test_places_tell_where_each_pair_lies(kind: type[PairData]) -> None:
+def test_positions_mark_each_pair(kind: type[PairData]) -> None:
     indices = [7, 3, 3, *range(10, 40)]
     pairs = kind(*some_pairs(), 20, 16)
     for batch in (pairs.__getitems__(indices), default_collate([pairs[index] for index in indices])):
@@ -304,7 +304,7 @@ def test_places_tell_where_each_pair_lies(kind: type[PairData]) -> None:
             assert batch.labels[row][target].tolist() == pairs.labels[index].tolist()
 
 
-def test_packed_batches_are_not_kept_as_if_rows_were_samples() -> None:
+def test_packed_batches_are_not_cached_as_samples() -> None:
     assert hasattr(PackedData, "set_epoch")
     assert not hasattr(PairData, "set_epoch")
 
@@ -336,7 +336,7 @@ def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: C
     assert 3 < found["loss"] < np.log(2000)
 
 
-def test_the_rule_that_copies_the_name_is_counted_as_exact_match_is(library: Pairs, corpus: Corpus) -> None:
+def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus: Corpus) -> None:
     right = [target == f"{source.partition(':')[0].split('.')[-1]}(self)" for source, target in library["val"]]
     assert (
         baselines(corpus, 1000, 1000)["exact_match_name"] == np.mean(right) > baselines(corpus, 50, 20)["exact_match"]
@@ -344,7 +344,7 @@ def test_the_rule_that_copies_the_name_is_counted_as_exact_match_is(library: Pai
     assert baselines(corpus, 50, 3)["exact_match_name"] == 0  # cut targets are never exact
 
 
-def test_sources_that_begin_with_no_name_have_no_such_rule(tmp_path: Path) -> None:
+def test_sources_without_a_leading_name_have_no_such_rule(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
     assert "exact_match_name" not in baselines(open_pairs(tmp_path / "mine", tmp_path, vocab_size=300), 50, 20)
     make_folder(tmp_path / "named", "A.b.run: go\trun(self)\nrun: go\trun()\n")

@@ -151,7 +151,7 @@ def test_no_token_sees_a_later_one(task: Translation) -> None:
         assert not torch.isclose(before[here], after[here]).all(dim=-1).any()
 
 
-def test_pairs_in_a_row_do_not_see_each_other() -> None:
+def test_pairs_in_a_row_do_not_attend_to_each_other() -> None:
     task = make_task(packed=True)
     source, target, _, _ = batch_of(task)
     assert source.segments.max() > 2
@@ -178,7 +178,7 @@ def test_packing_changes_neither_loss_nor_gradient(count: int) -> None:
         )
 
 
-def test_packed_and_padded_models_answer_each_pair_alike() -> None:
+def test_packed_and_padded_models_give_equal_outputs() -> None:
     logits = []
     for packed in (False, True):
         task = make_task(packed=packed)
@@ -195,7 +195,7 @@ def test_packed_and_padded_models_answer_each_pair_alike() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_codes_hold_in_half_precision(dtype: torch.dtype) -> None:
+def test_position_codes_are_exact_in_half_precision(dtype: torch.dtype) -> None:
     task = make_task(packed=True)
     source, target, _, _ = batch_of(task)
     with torch.no_grad(), torch.autocast("cpu", dtype):
@@ -225,7 +225,7 @@ def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("compiled", "graphs"), [(default, 1), (regional, 2)])
-def test_a_compiled_model_drops_the_same_in_one_graph(compiled: Callable[..., None], graphs: int) -> None:
+def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callable[..., None], graphs: int) -> None:
     """With compile=regional one graph for all layers of the encoder, and one for those of the decoder."""
 
     def loss(task: Translation, epoch: int) -> tuple[Tensor, Tensor | None]:
@@ -257,7 +257,7 @@ def test_packing_does_not_change_what_dropout_drops(rates: dict[str, float]) -> 
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
-def test_attention_that_may_drop_is_the_fused_one_where_nothing_is_dropped(task: Translation) -> None:
+def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped(task: Translation) -> None:
     found = []
     for rate in (0.0, 1e-12):  # of the numbers that are drawn only 0 is below, with a chance of 6e-8
         other = make_task(packed=task.packed, attention_dropout=rate)
@@ -283,7 +283,7 @@ def greedy_without_cache(task: Translation, source: Rows) -> Tensor:
     return made.masked_fill(ended, PAD)
 
 
-def test_greedy_decoding_with_a_cache_is_that_without(task: Translation) -> None:
+def test_greedy_decoding_does_not_depend_on_the_cache(task: Translation) -> None:
     source = batch_of(task, 40, "val").source
     with torch.no_grad():
         task.model.embedding.weight[END] *= 3  # so that some end early
@@ -330,7 +330,7 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Tra
             torch.testing.assert_close(score(task, alone, found[row : row + 1])[0], best)
 
 
-def test_a_wider_beam_is_decoded_for_each_source_alone(task: Translation) -> None:
+def test_a_beam_does_not_depend_on_other_sources(task: Translation) -> None:
     source = batch_of(task, 9, "val").source
     with torch.no_grad():
         together = translations(task.model, SMALL, source, beam=3)
@@ -354,7 +354,7 @@ def test_metrics_do_not_depend_on_the_batch(task: Translation) -> None:
         assert count == sum(part[name][1] for part in parts)
 
 
-def test_a_batch_learned_by_heart_is_decoded_exactly() -> None:
+def test_an_overfitted_batch_is_decoded_exactly() -> None:
     task = make_task(packed=True, far=False)
     batch, held = batch_of(task, 4), PairData(*sides(task, 4), SMALL.source_length, SMALL.target_length)
     optimizer = torch.optim.AdamW(task.model.parameters(), lr=2e-2)
@@ -377,7 +377,7 @@ def sides(task: Translation, count: int) -> tuple[Sequences, Sequences]:
     )
 
 
-def test_a_target_that_was_cut_is_never_exact() -> None:
+def test_a_truncated_target_is_never_an_exact_match() -> None:
     task = make_task(packed=False)
     data = PairData(Sequences.of([[5, 6]]), Sequences.of([list(range(5, 15))]), 10, 6)
     batch = data.__getitems__([0])

@@ -91,7 +91,7 @@ def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
-def test_a_task_of_ones_own_declares_what_it_imports_late(server: ForkServer, tmp_path: Path) -> None:
+def test_a_users_task_declares_its_late_imports(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     words = "--task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10"
     stopped = hidden(server, f"both {words}", tmp_path, "none")
@@ -110,7 +110,7 @@ def test_every_package_beyond_the_dependencies_is_declared_by_its_task() -> None
         assert late <= declared, source
 
 
-def test_what_draws_is_a_dependency_and_the_extras_of_earlier_versions_are_valid() -> None:
+def test_matplotlib_is_a_dependency_and_earlier_extras_are_valid() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(each.startswith("matplotlib") for each in project["dependencies"])
     assert {"cape", "hyperspectral", "plots", "tasks", "tractodiff"} <= set(project["optional-dependencies"])

@@ -42,7 +42,7 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("task", WORDS)
-def test_a_task_goes_on_as_if_it_had_not_stopped(task: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_task_equals_an_uninterrupted_one(task: str, server: ForkServer, tmp_path: Path) -> None:
     name, *options = task.split()
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")

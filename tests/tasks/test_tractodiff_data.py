@@ -92,7 +92,7 @@ def damaged(one_subject: Path, tmp_path: Path) -> Path:
 # Distances
 
 
-def test_the_distance_of_lines_does_not_depend_on_their_sense() -> None:
+def test_the_distance_of_lines_does_not_depend_on_their_direction() -> None:
     one, other = torch.randn(2, 5, 16, 3, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(mdf(one, other), mdf(one.flip(1), other))
     assert torch.allclose(mdf(one, other), mdf(other, one))
@@ -168,7 +168,7 @@ def test_a_condition_is_seven_places_and_eight_directions() -> None:
 # The volume
 
 
-def test_the_mask_of_the_volume_holds_its_streamlines(volume: Path) -> None:
+def test_streamlines_are_inside_the_mask(volume: Path) -> None:
     tracts = Pieces(volume, "train").tracts
     inside = tracts.fields.mask.sample(tracts.points, torch.zeros(len(tracts.points), dtype=torch.long))
     assert len(tracts.ends) > 1000
@@ -201,9 +201,7 @@ def digest_in_filled_memory() -> str:
     return digest_of(found)
 
 
-def test_the_streamlines_of_the_volume_do_not_depend_on_what_memory_held_before(
-    traced: Any, server: ForkServer
-) -> None:
+def test_tracking_is_deterministic(traced: Any, server: ForkServer) -> None:
     assert digest_of(traced) == server.call(digest_in_filled_memory)
 
 
@@ -217,7 +215,7 @@ def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) ->
     assert not firsts["val"] & firsts["test"]
 
 
-def test_bundles_are_held_out_by_subject_and_an_atlas_does_not_hold_its_own_subject(bundles: Path) -> None:
+def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -> None:
     tracts = Pieces(bundles, "train").tracts
     assert [[tracts.names[subject] for subject in tracts.subjects(split)] for split in SPLITS] == [
         ["sub_1", "sub_2", "sub_3"],
@@ -249,7 +247,7 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
     torch.testing.assert_close(back["condition"][-3:], directions_of(line.flip(0)[:2])[0])
 
 
-def test_training_runs_straight_on_over_the_end(volume: Path) -> None:
+def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
     pieces = Pieces(volume, "train")
     line = pieces.tracts.streamlines("train", 0)[0]
     last = pieces[len(line) - 2]  # one real point is left
@@ -257,7 +255,7 @@ def test_training_runs_straight_on_over_the_end(volume: Path) -> None:
     torch.testing.assert_close(last["points"], step * torch.arange(1, 17)[:, None], atol=1e-4, rtol=1e-4)
 
 
-def test_training_knows_starts_without_history_and_held_out_pieces_always_have_one(volume: Path) -> None:
+def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
     train, val = Pieces(volume, "train").spread(2000), Pieces(volume, "val").spread(2000)
     directions = train["condition"][:, 322:].view(-1, 8, 3).norm(dim=2)
     known = (directions > 0.5).sum(dim=1)
@@ -268,7 +266,7 @@ def test_training_knows_starts_without_history_and_held_out_pieces_always_have_o
     assert (val["condition"][:, -3:].norm(dim=1) > 0.99).all()
 
 
-def test_what_is_forgotten_changes_with_the_epoch_and_not_with_the_reader(volume: Path) -> None:
+def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path) -> None:
     pieces, same = Pieces(volume, "train", 3), pickle.loads(pickle.dumps(Pieces(volume, "train", 3)))
     first = pieces.spread(300)["condition"]
     pieces.set_epoch(1)
@@ -286,7 +284,7 @@ def test_a_worker_process_gets_the_name_of_the_folder_only(volume: Path) -> None
 # The user's brains
 
 
-def test_data_are_prepared_once_and_anew_where_they_changed(one_subject: Path, tmp_path: Path) -> None:
+def test_data_are_prepared_once_and_again_if_they_changed(one_subject: Path, tmp_path: Path) -> None:
     shutil.copytree(one_subject, tmp_path / "brains")
     first = prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0)
     stamp = (first / "values.npy").stat().st_mtime_ns
@@ -322,7 +320,7 @@ def test_a_damaged_file_is_named(damaged: Path, file: str) -> None:
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("file", ["dwi.nii.gz", "mask.nii.gz", "dwi.bval", "dwi.bvec", "tracts.trk"])
-def test_a_file_with_a_number_that_is_none_is_named(damaged: Path, file: str, number: float) -> None:
+def test_a_file_with_an_invalid_number_is_named(damaged: Path, file: str, number: float) -> None:
     path = damaged / file
     if path.suffix == ".gz":
         values = nibabel.load(path).get_fdata().astype(np.float32)
@@ -373,7 +371,7 @@ def test_short_streamlines_make_no_piece(damaged: Path) -> None:
     expect(damaged, DataError, "no train streamline is at least 170 mm", step=10.0)
 
 
-def test_a_path_that_is_no_folder_is_missing(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere is no folder"):
         prepare(tmp_path / "nowhere", tmp_path, data="volume", step=1.0)
     (tmp_path / "empty").mkdir()
@@ -381,5 +379,5 @@ def test_a_path_that_is_no_folder_is_missing(tmp_path: Path) -> None:
         prepare(tmp_path / "empty", tmp_path / "cache", data="volume", step=1.0)
 
 
-def test_nothing_is_fetched(bundles: Path) -> None:
+def test_nothing_is_downloaded(bundles: Path) -> None:
     assert bundles.exists()

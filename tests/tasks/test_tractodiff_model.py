@@ -91,13 +91,13 @@ def test_a_step_back_has_the_moments_of_the_step_before() -> None:
         assert float(variance) == pytest.approx(float(1 - signal[step - 1]), abs=1e-5)
 
 
-def test_sampling_with_one_who_knows_gives_what_is_known() -> None:
+def test_sampling_with_an_oracle_recovers_the_data() -> None:
     x0 = torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
     found = Schedule(50).sample(lambda *_: x0, lambda: torch.randn(5, 16, 3))
     torch.testing.assert_close(found, x0, atol=1e-5, rtol=0)
 
 
-def test_sampling_walks_back_through_all_steps_from_pure_noise() -> None:
+def test_sampling_visits_all_steps_from_pure_noise() -> None:
     seen = []
 
     def predict(noisy: Tensor, step: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_sampling_walks_back_through_all_steps_from_pure_noise() -> None:
     assert seen == [[step, step] for step in range(9, -1, -1)]
 
 
-def test_ddim_takes_as_few_steps_as_asked_and_draws_once() -> None:
+def test_ddim_takes_the_requested_steps_and_draws_once() -> None:
     seen, x0 = [], torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
     draws = iter([torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(1))])
 
@@ -273,7 +273,7 @@ def test_it_learns(task: TractoDiff) -> None:
 # Metrics
 
 
-def test_the_baseline_goes_straight_on(task: TractoDiff) -> None:
+def test_the_baseline_extrapolates_linearly(task: TractoDiff) -> None:
     batch = task.dataset("val").spread(4096)
     steps = torch.arange(1, 17)[:, None] * task.mean_step
     expected = mdf(batch["condition"][:, None, -3:] * steps, batch["points"]).mean()
@@ -312,7 +312,7 @@ def test_the_stronger_baseline_copies_the_nearest_training_piece(
     assert task.baselines()["mdf_mm_nearest"] < 0.5 * task.baselines()["mdf_mm"]
 
 
-def test_a_piece_that_is_known_is_copied_exactly(task: TractoDiff) -> None:
+def test_a_known_piece_is_copied_exactly(task: TractoDiff) -> None:
     rows = ((task.train.num_left >= 16) & (task.train.num_known >= 8)).nonzero()[::500, 0]
     task.train.num_remembered[:] = 8
     batch = task.train.__getitems__(rows.tolist())
@@ -348,7 +348,7 @@ class Knowing(torch.nn.Module):
 # Growing
 
 
-def test_streamlines_grow_both_ways_until_they_leave() -> None:
+def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None:
     """One who goes on in the last direction, or along R from a seed, makes a line through the whole box."""
     histories = []
 
@@ -392,7 +392,7 @@ def predict(task: TractoDiff, seed: int = 0, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
-def test_other_programs_open_what_was_grown(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
+def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
     from dipy.io.streamline import load_tractogram
 
     prediction = predict(task, seeds_from=seeds_from)
@@ -419,7 +419,7 @@ def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_what_grows_is_compared_with_the_split_that_was_asked_for(task: TractoDiff, split: str) -> None:
+def test_grown_streamlines_are_compared_with_the_requested_split(task: TractoDiff, split: str) -> None:
     options: dict[str, Any] = {} if split == "test" else {"split": split}  # test unless said otherwise
     prediction = predict(task, **options)
     figures = json.loads(prediction.files["small_64D.json"])
@@ -428,14 +428,14 @@ def test_what_grows_is_compared_with_the_split_that_was_asked_for(task: TractoDi
     assert "no test" not in prediction.text
 
 
-def test_val_stands_in_where_nothing_is_held_out_for_test(task: TractoDiff) -> None:
+def test_val_is_used_if_there_is_no_test_split(task: TractoDiff) -> None:
     task.tracts.split[task.tracts.split == 2] = 0
     prediction = predict(task)
     assert prediction.text.startswith("no test streamlines")
     assert json.loads(prediction.files["small_64D.json"])["split"] == "val"
 
 
-def test_lines_come_back_from_a_file_as_they_were() -> None:
+def test_lines_are_read_back_unchanged() -> None:
     affine = np.array([[0, -2.0, 0, 20], [-1.94, 0, -0.487, 25], [-0.487, 0, 1.94, 12], [0, 0, 0, 1]])
     rng = np.random.default_rng(0)
     lines = [rng.uniform(0, 20, (count, 3)).astype(np.float32) for count in (2, 30, 17)]
@@ -468,7 +468,7 @@ def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> Non
     assert (found["overlap"], found["overreach"]) == (0, 1)
 
 
-def test_another_program_opens_a_tck_file_as_it_was(task: TractoDiff) -> None:
+def test_another_program_reads_a_tck_file_unchanged(task: TractoDiff) -> None:
     files = predict(task).files
     lines = [nibabel.streamlines.load(io.BytesIO(files[f"small_64D.{kind}"])).streamlines for kind in ("trk", "tck")]
     for one, other in zip(*lines, strict=True):
@@ -476,7 +476,7 @@ def test_another_program_opens_a_tck_file_as_it_was(task: TractoDiff) -> None:
 
 
 @pytest.mark.parametrize("options", [{"advance": 17}, {"steps": 11}])
-def test_what_a_piece_and_a_diffusion_do_not_have_is_refused(task: TractoDiff, options: dict[str, int]) -> None:
+def test_invalid_shapes_of_pieces_and_diffusion_are_refused(task: TractoDiff, options: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         predict(task, **options)
 

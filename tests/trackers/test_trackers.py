@@ -85,7 +85,7 @@ def test_there_is_a_yaml_for_each_tracker_and_no_other() -> None:
     assert {path.stem for path in (ROOT / "conf" / "tracker").glob("*.yaml")} == set(TRACKERS)
 
 
-def test_no_tracker_has_the_same_verbs(tmp_path: Path, screen: Callable[..., None]) -> None:
+def test_the_null_tracker_has_the_same_methods(tmp_path: Path, screen: Callable[..., None]) -> None:
     tracker = TRACKERS["none"](tmp_path / "run", "a run", {}, None)
     tracker.start()
     tracker.replay(tmp_path / "metrics.jsonl")
@@ -161,7 +161,7 @@ def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"{path} can be read by others"
 
 
-def test_a_resumed_run_holds_each_update_once(tmp_path: Path) -> None:
+def test_a_resumed_run_has_each_update_once(tmp_path: Path) -> None:
     first = make(tmp_path)
     first.start()
     log_all(first, rows(0, 60))
@@ -406,7 +406,7 @@ def test_a_start_online_that_fails_ends_offline_with_every_row(
 
 
 @pytest.mark.parametrize("does", ["raises", "exits", "dies"])
-def test_a_wandb_that_fails_in_the_middle_goes_on_offline(tmp_path: Path, fake: Any, does: str) -> None:
+def test_a_wandb_that_fails_during_a_run_continues_offline(tmp_path: Path, fake: Any, does: str) -> None:
     fake(online=does)
     tracker = make(tmp_path)
     tracker.start()
@@ -431,7 +431,7 @@ def test_a_wandb_that_fails_both_ways_is_off_and_every_row_is_counted(tmp_path: 
 
 
 @pytest.mark.parametrize("does", ["hangs in init", "hangs"])
-def test_finish_keeps_its_time_when_wandb_hangs(tmp_path: Path, fake: Any, does: str) -> None:
+def test_finish_is_bounded_when_wandb_hangs(tmp_path: Path, fake: Any, does: str) -> None:
     fake(online=does, offline=does)
     tracker = make(tmp_path, mode="offline")
     tracker.start()
@@ -441,7 +441,7 @@ def test_finish_keeps_its_time_when_wandb_hangs(tmp_path: Path, fake: Any, does:
     assert tracker.num_dropped == 100  # none of them was confirmed
 
 
-def test_an_upload_that_never_ends_is_cut_short_and_told(tmp_path: Path, fake: Any) -> None:
+def test_an_endless_upload_is_ended_and_reported(tmp_path: Path, fake: Any) -> None:
     fake(online="never ends")
     tracker = make(tmp_path)
     tracker.start()
@@ -463,7 +463,7 @@ def test_rows_that_a_killed_process_may_not_have_flushed_are_counted(tmp_path: P
 
 
 @pytest.mark.parametrize("does", ["ok", "dawdles", "dawdles in init"])
-def test_a_process_that_is_left_keeps_every_row_and_ends(
+def test_a_detached_process_keeps_every_row_and_ends(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """Rows that are not stored when the run ends are stored afterwards."""
@@ -534,7 +534,7 @@ def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
 
 
 @pytest.mark.parametrize("does", ["never ends", "hangs in init", "hangs"])
-def test_a_process_that_is_left_and_hangs_ends_all_the_same(
+def test_a_detached_process_that_hangs_ends(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     monkeypatch.setattr(trackers, "LOCAL_LINGER_S", 1.0)
@@ -549,7 +549,7 @@ def test_a_process_that_is_left_and_hangs_ends_all_the_same(
     until_all_ended()
 
 
-def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(
+def test_rows_beyond_the_queue_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_ROWS", 100)
@@ -564,7 +564,7 @@ def test_what_does_not_fit_in_the_queue_is_dropped_and_counted(
     assert re.findall(r"\d+(?= rows)", tracker.note) == ["9900"]
 
 
-def test_the_process_is_out_of_reach_of_signals_to_the_run(tmp_path: Path, fake: Any) -> None:
+def test_signals_to_the_run_do_not_reach_the_tracker_process(tmp_path: Path, fake: Any) -> None:
     fake()
     tracker = make(tmp_path)
     tracker.start()
@@ -578,7 +578,7 @@ def test_the_process_is_out_of_reach_of_signals_to_the_run(tmp_path: Path, fake:
     assert fake_rows(tmp_path, "online") == list(range(10))
 
 
-def test_a_phase_that_counts_from_zero_goes_on_behind_the_one_before(tmp_path: Path, fake: Any) -> None:
+def test_steps_of_a_phase_continue_after_the_previous_one(tmp_path: Path, fake: Any) -> None:
     fake()
     tracker = make(tmp_path)
     tracker.start()
@@ -623,7 +623,7 @@ def test_rows_of_a_tracker_that_was_never_started_are_counted(tmp_path: Path) ->
 # TensorBoard
 
 
-def test_without_tensorboard_the_message_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_the_package_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match=r"accel-run\[tensorboard\]"):
         TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)

@@ -67,7 +67,7 @@ def by_hand(seen: list[dict[str, Tensor]], option: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("option", "words"), [("ema", EMA), ("swa", ("averaging=swa",))])
-def test_the_average_is_that_of_a_loop_written_by_hand(option: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_average_equals_that_of_a_plain_loop(option: str, words: tuple[str, ...], tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, *words)) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
@@ -84,7 +84,7 @@ def test_averaging_does_not_change_training(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
-def test_resuming_does_not_change_the_average_by_a_bit(strategy: str, tmp_path: Path) -> None:
+def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: Path) -> None:
     words = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
@@ -120,7 +120,7 @@ def test_neither_accumulation_nor_ranks_change_the_average(words: str, world_siz
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
-def test_evaluation_and_inference_use_the_average_if_asked(
+def test_evaluation_and_inference_use_the_average_on_request(
     is_evaluated: bool, server: ForkServer, tmp_path: Path
 ) -> None:
     request = request_of(tmp_path, *EMA, f"averaging.evaluate={str(is_evaluated).lower()}")
@@ -135,7 +135,7 @@ def test_evaluation_and_inference_use_the_average_if_asked(
         assert found["val/loss"] == pytest.approx(float(total) / items, rel=TOLERANCE)
 
 
-def test_an_average_that_begins_later_is_asked_for_by_name(tmp_path: Path) -> None:
+def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> None:
     trained(tmp_path, "updates=3", "optimizer.lr=0.01")
     longer = (*EMA, "resume_allow=[updates]")
     with pytest.raises(IncompatibleResume), open_phase(request_of(tmp_path, *longer)):
@@ -147,7 +147,7 @@ def test_an_average_that_begins_later_is_asked_for_by_name(tmp_path: Path) -> No
     assert_close(saved(tmp_path), by_hand(seen, "ema"))
 
 
-def test_a_checkpoint_from_before_the_option_is_one_without_an_average(tmp_path: Path) -> None:
+def test_an_older_checkpoint_has_no_average(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path)) as phase:
         plan = phase.run_.plan
     values = {key: value for key, value in plan.values().items() if key not in ADDED}
@@ -157,7 +157,7 @@ def test_a_checkpoint_from_before_the_option_is_one_without_an_average(tmp_path:
     assert not told
 
 
-def test_an_averaged_weight_that_two_modules_share_is_under_both_names() -> None:
+def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
     """A checkpoint holds it once as an average and twice in the model: the last that is loaded counts."""
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
     model["last"].weight = model["first"].weight

@@ -87,7 +87,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
 
 
-def test_training_and_evaluation_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+def test_training_and_evaluation_equal_a_plain_loop(tmp_path: Path) -> None:
     weights, averaged, measured = by_hand(tmp_path / "hand")
     trained(tmp_path)
     assert_close(saved(tmp_path, "model"), weights, TOLERANCE)
@@ -136,7 +136,7 @@ def test_neither_accumulation_nor_ranks_change_the_weights(words: str, world_siz
         assert_close(saved(tmp_path / "other", stem), saved(tmp_path / "one", stem), TOLERANCE)
 
 
-def test_inference_and_initial_weights_are_those_of_evaluation(server: ForkServer, tmp_path: Path) -> None:
+def test_inference_and_initial_weights_equal_those_of_evaluation(server: ForkServer, tmp_path: Path) -> None:
     words = [word for word in request_of(tmp_path).overrides if not word.startswith("output_root")]
     assert server.run(["train", "--task", str(TASK), *words], tmp_path).code == 0
     folder = tmp_path / "outputs"

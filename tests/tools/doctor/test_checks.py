@@ -49,7 +49,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp64"])
-def test_a_product_that_is_wrong_fails(what: str, name: str) -> None:
+def test_a_wrong_matrix_product_fails(what: str, name: str) -> None:
     def call(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return WRONG[what](one.float(), other.float()).to(one.dtype)  # type: ignore[no-untyped-call]
 
@@ -87,7 +87,7 @@ def test_formats_are_those_of_the_device() -> None:
     assert list(there["a CPU"]) == ["fp32", "bf16", "fp16", "fp64"]
 
 
-def test_attention_that_is_wrong_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch.nn.functional.scaled_dot_product_attention
 
     def without_the_mask(*inputs: torch.Tensor, is_causal: bool) -> torch.Tensor:
@@ -113,7 +113,7 @@ def test_attention_in_half_precision_may_be_wrong_by_rounding_only(
             assert not kernels.error_of("flash", inputs) <= allowed
 
 
-def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
+def test_the_absence_of_fused_kernels_is_reported_only_if_all_were_refused(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict(tried: dict[str, str], begun: int = 0) -> list[str]:
@@ -136,7 +136,7 @@ def test_no_fused_kernel_is_said_only_where_each_was_tried_and_refused(
 # ---------------------------------------------------------------- ranks
 
 
-def test_why_torch_refuses_a_kernel_is_told_in_its_own_words() -> None:
+def test_a_refused_kernel_has_torchs_reason() -> None:
     disabled = "Memory Efficient attention has been runtime disabled."
     too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
     said = [
@@ -154,7 +154,7 @@ def test_why_torch_refuses_a_kernel_is_told_in_its_own_words() -> None:
 # ---------------------------------------------------------------- the machine
 
 
-def test_few_open_files_are_told_with_the_limit_to_set() -> None:
+def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
     told = limits_under(
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     )["open files"]
@@ -165,7 +165,7 @@ def test_few_open_files_are_told_with_the_limit_to_set() -> None:
     assert (told["state"], "/etc/security/limits.conf" in told["fix"]) == ("FAIL", True)
 
 
-def test_few_processes_are_told() -> None:
+def test_a_low_limit_of_processes_is_reported() -> None:
     told = limits_under("resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); os.setresuid(12345, 12345, 12345)")
     assert told["processes"]["state"] == "warn"
     assert "ulimit -u" in told["processes"]["seen"]
@@ -190,7 +190,7 @@ def limits_under(before: str) -> dict[str, Any]:
     return answer
 
 
-def test_variables_that_slow_torch_down_are_named(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_slow_torch_down_are_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in host_checks.SLOWING:
         monkeypatch.delenv(name, raising=False)
     assert [each.state for each in host_checks.environment(context)] == ["ok"]
@@ -201,7 +201,7 @@ def test_variables_that_slow_torch_down_are_named(context: CheckContext, monkeyp
     assert (found.state, found.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
 
 
-def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
+def test_a_thread_count_unequal_to_the_cores_is_reported(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def under(counted: int, cores: int, set_to: str = "") -> CheckResult:
@@ -218,7 +218,7 @@ def test_threads_that_are_more_or_fewer_than_the_cores_are_told(
 # ---------------------------------------------------------------- storage
 
 
-def test_a_disk_is_written_synced_and_left_as_it_was(context: CheckContext) -> None:
+def test_the_disk_check_writes_syncs_and_removes_its_file(context: CheckContext) -> None:
     found = by_subject(storage.disk(context))
 
     assert {each.state for each in found.values()} <= {"ok", "warn"}
@@ -242,12 +242,12 @@ def test_a_full_disk_fails_and_nothing_is_written(context: CheckContext, monkeyp
     assert list(context.root.parent.iterdir()) == []
 
 
-def test_what_is_not_read_back_as_it_was_written_fails(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrupted_read_back_fails(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage.files, "read", lambda path: b"something else")
     assert by_subject(storage.disk(context))["write"].state == "FAIL"
 
 
-def test_little_shared_memory_is_told(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"total": 64 * 2**20, "used": 0, "free": 1 * 2**20})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
     (found,) = storage.shared_memory(context)
@@ -262,7 +262,7 @@ def needing(monkeypatch: pytest.MonkeyPatch, *packages: software.Package) -> Non
     monkeypatch.setattr(software, "required_packages", lambda: list(packages))
 
 
-def test_a_package_that_cannot_be_imported_is_told_with_the_last_line_of_its_error(
+def test_a_failing_import_is_reported_with_its_last_line(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     why = "libcudart.so.12: cannot open shared object file"
@@ -289,7 +289,7 @@ def test_a_torch_that_cannot_be_imported_is_reported_with_its_fix(
     assert (found.state, shlex.split(found.fix)) == ("FAIL", ["pip", "install", "--force-reinstall", "torch>=2.11"])
 
 
-def test_a_version_that_is_not_supported_is_told(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_version_is_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     needing(monkeypatch, software.Package("psutil", ">=999"), software.Package("torch", ">=999"))
     (psutil,) = software.packages(context)
     _, torch_found = software.torch(context)
@@ -299,7 +299,7 @@ def test_a_version_that_is_not_supported_is_told(context: CheckContext, monkeypa
     assert (torch_found.state, torch_found.fix) == ("FAIL", 'pip install "torch>=999"')
 
 
-def test_what_is_needed_is_what_pyproject_says() -> None:
+def test_required_packages_are_those_of_pyproject() -> None:
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

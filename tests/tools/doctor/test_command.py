@@ -54,7 +54,7 @@ checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at 
 """
 
 
-def test_the_whole_examination_finds_something_by_every_check(server: ForkServer, tmp_path: Path) -> None:
+def test_a_complete_run_has_a_finding_of_every_check(server: ForkServer, tmp_path: Path) -> None:
     names = ",".join(CHECKS)
     ended = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
     told = json.loads(ended.out)
@@ -77,12 +77,12 @@ def test_the_whole_examination_finds_something_by_every_check(server: ForkServer
 
 
 @pytest.mark.parametrize("words", ["checks=[]"])
-def test_nothing_that_was_asked_for_is_left_out_silently(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_requested_check_is_skipped_silently(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words.split()]) == 78
     assert capsys.readouterr().err.startswith("accel-run: checks: ")
 
 
-def test_a_failure_is_exit_69_and_what_to_do_stands_at_the_end(
+def test_a_failure_is_exit_69_with_fixes_at_the_end(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     ended = server.run("doctor checks=[odd,bad]", tmp_path, before=FAILING)
@@ -97,7 +97,7 @@ def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_nothing_stays_when_it_is_stopped(
+def test_an_interrupted_run_leaves_nothing(
     server: ForkServer, tmp_path: Path, short: Path, number: signal.Signals
 ) -> None:
     pid = server.start(["doctor", "checks=[hang]"], tmp_path, {"TMPDIR": str(short)}, HANGING)
@@ -115,7 +115,7 @@ def test_nothing_stays_when_it_is_stopped(
     wait_until(lambda: not is_running(sleeper), "what the check started has ended")
 
 
-def test_a_folder_that_may_not_be_written_fails_with_another_to_use(server: ForkServer, tmp_path: Path) -> None:
+def test_a_read_only_folder_fails_with_an_alternative(server: ForkServer, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may become somebody else")
     ended = server.run("doctor checks=[disk] --json", tmp_path, before="import os; os.setuid(65534)")
@@ -126,7 +126,7 @@ def test_a_folder_that_may_not_be_written_fails_with_another_to_use(server: Fork
     assert " output_root=" in found["fix"]
 
 
-def test_gpus_that_torch_cannot_use_fail_and_say_why(nvml_stub: NvmlStub, tmp_path: Path) -> None:
+def test_gpus_that_torch_cannot_use_fail_with_the_reason(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     import subprocess
     import sys
 
@@ -147,7 +147,7 @@ def test_gpus_that_torch_cannot_use_fail_and_say_why(nvml_stub: NvmlStub, tmp_pa
     assert [each["uuid"] for each in told["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
 
 
-def test_a_device_that_is_not_here_fails(server: ForkServer, tmp_path: Path) -> None:
+def test_a_missing_device_fails(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run("doctor checks=[gpus] device=cuda:7", tmp_path)
     assert ended.code == 69
     assert "FAIL  gpus           cuda:7: " in ended.out
@@ -165,7 +165,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("words", SLIPS)
-def test_a_slip_is_answered_with_what_to_type(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_typo_gets_a_suggestion(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 78
     assert capsys.readouterr() == ("", SLIPS[words])
 
@@ -175,7 +175,7 @@ def test_the_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CHECKS)
 
 
-def test_on_a_terminal_what_is_tried_is_shown_and_wiped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from runner.tools.doctor.display import DoctorDisplay
     from runner.tools.doctor.findings import ok
 

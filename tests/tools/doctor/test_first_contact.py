@@ -38,7 +38,7 @@ def test_all_checks_together_take_at_most_five_minutes() -> None:
     ("device", "name", "speedup", "state"),
     [(A100, "bf16", 8.0, "ok"), (A100, "bf16", 1.0, "warn"), (T4, "bf16", 0.3, "ok"), (T4, "bf16", 4.0, "warn")],
 )
-def test_a_format_is_native_where_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
+def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
     found = of_format(FormatUnderTest(device, name, 8, is_own=device.native_bf16), speedup)
     assert found.state == state
     assert found.figures["predicted_native"] == device.native_bf16
@@ -89,7 +89,7 @@ def test_the_page_has_every_difference_with_its_sentence() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(server: ForkServer, tmp_path: Path) -> None:
+def test_the_absence_of_a_gpu_is_reported(server: ForkServer, tmp_path: Path) -> None:
     ended = server.run(["doctor", "first_contact"], tmp_path)
     assert ended.code == 69
     assert "no GPU" in ended.err

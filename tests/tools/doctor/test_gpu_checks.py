@@ -45,7 +45,7 @@ def states(findings: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(each["subject"], each["state"]) for each in findings]
 
 
-def test_a_gpu_tells_how_it_is_and_a_busy_one_works_at_its_power_limit(
+def test_the_state_of_a_gpu_is_reported_and_a_power_limit_under_load_is_normal(
     nvml_stub: NvmlStub, screen: Callable[..., None]
 ) -> None:
     found = told(nvml_stub, T4)["driver"]
@@ -55,13 +55,13 @@ def test_a_gpu_tells_how_it_is_and_a_busy_one_works_at_its_power_limit(
 
 
 @pytest.mark.parametrize(("bits", "words"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
-def test_a_gpu_that_something_slows_is_told_with_what_to_check(nvml_stub: NvmlStub, bits: int, words: str) -> None:
+def test_a_throttled_gpu_is_reported_with_what_to_check(nvml_stub: NvmlStub, bits: int, words: str) -> None:
     t4 = told(nvml_stub, T4 | {"0.throttle": bits})["driver"][1]
 
     assert (t4["state"], words in t4["fix"]) == ("warn", True)
 
 
-def test_what_a_gpu_does_not_tell_is_left_out(nvml_stub: NvmlStub) -> None:
+def test_missing_readings_are_omitted(nvml_stub: NvmlStub) -> None:
     bare = DRIVER | {"count": 1} | gpu(0, name="Quiet", uuid="GPU-1", memory_total=GIB)
     _, quiet = told(nvml_stub, bare)["driver"]
 
@@ -75,7 +75,7 @@ def test_memory_that_could_not_be_corrected_fails(nvml_stub: NvmlStub) -> None:
     assert re.search(r"\b3 errors\b", t4["seen"])
 
 
-def test_others_on_a_gpu_are_named_the_largest_first_and_their_memory_only_where_it_is_told(
+def test_other_processes_are_listed_by_size_with_memory_if_known(
     nvml_stub: NvmlStub,
 ) -> None:
     crowd = ",".join(f"{4_000_000 + number}:{number * GIB}" for number in range(1, 11))
@@ -92,7 +92,7 @@ def test_others_on_a_gpu_are_named_the_largest_first_and_their_memory_only_where
     assert silent["state"] == "skip"
 
 
-def test_nobody_listed_is_not_nobody_there(nvml_stub: NvmlStub) -> None:
+def test_an_empty_process_list_does_not_mean_an_idle_gpu(nvml_stub: NvmlStub) -> None:
     def alone(**values: object) -> dict[str, Any]:
         state = {key: value for key, value in T4.items() if key not in ("0.memory_used", "0.util")}
         (found,) = told(nvml_stub, state | gpu(0, processes="", **values))["processes"]
@@ -108,7 +108,7 @@ def test_nobody_listed_is_not_nobody_there(nvml_stub: NvmlStub) -> None:
     assert told(nvml_stub, bare | {"0.processes": ""})["processes"][0]["state"] == "skip"
 
 
-def test_a_process_is_named_only_where_its_number_is_known_to_be_its_own(nvml_stub: NvmlStub) -> None:
+def test_a_process_is_named_only_if_its_pid_is_in_this_namespace(nvml_stub: NvmlStub) -> None:
     state = T4 | {"0.processes": f"{os.getpid()}:{GIB}"}
     (inside,) = told(nvml_stub, state, CONTAINER="1")["processes"]
     (outside,) = told(nvml_stub, state)["processes"]
@@ -117,7 +117,7 @@ def test_a_process_is_named_only_where_its_number_is_known_to_be_its_own(nvml_st
     assert pids_are_of_host() == (psutil.Process().name() in outside["seen"])
 
 
-def test_numbers_that_differ_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
+def test_differing_indices_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
     slow, fast = (PAIR["0.name"], PAIR["0.uuid"]), (PAIR["1.name"], PAIR["1.uuid"])
     turned = told(nvml_stub, PAIR, SEES=json.dumps([fast, slow]))["numbering"]
     same = told(nvml_stub, PAIR, SEES=json.dumps([slow, fast]))["numbering"]
@@ -130,7 +130,7 @@ def test_numbers_that_differ_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
     assert "CUDA_VISIBLE_DEVICES=" in by_bus[0]["fix"]
 
 
-def test_an_entry_of_cuda_visible_devices_that_names_no_gpu_is_told(nvml_stub: NvmlStub) -> None:
+def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStub) -> None:
     for wanted in ("1,7", "GPU-9999", "0,0"):
         *_, last = told(nvml_stub, PAIR, CUDA_VISIBLE_DEVICES=wanted)["numbering"]
         assert last["state"] == "warn"
@@ -161,7 +161,7 @@ def test_a_machine_without_a_gpu_has_nothing_to_fix(nvml_stub: NvmlStub) -> None
 
 
 @pytest.mark.parametrize(("error", "words"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
-def test_a_driver_that_is_there_and_does_not_answer_fails(nvml_stub: NvmlStub, error: int, words: str) -> None:
+def test_an_installed_driver_that_does_not_respond_fails(nvml_stub: NvmlStub, error: int, words: str) -> None:
     (driver,) = told(nvml_stub, DRIVER | {"err.init": error})["driver"]
 
     assert driver["state"] == "FAIL"
@@ -169,7 +169,7 @@ def test_a_driver_that_is_there_and_does_not_answer_fails(nvml_stub: NvmlStub, e
     assert "modprobe" in driver["fix"]
 
 
-def test_a_gpu_that_fell_off_the_bus_fails_and_the_other_is_told(nvml_stub: NvmlStub) -> None:
+def test_a_lost_gpu_fails_and_the_other_is_reported(nvml_stub: NvmlStub) -> None:
     driver, lost, other = told(nvml_stub, PAIR | {"0.err.uuid": 15})["driver"]
 
     assert (driver["state"], lost["state"], other["state"]) == ("ok", "FAIL", "ok")
@@ -177,13 +177,13 @@ def test_a_gpu_that_fell_off_the_bus_fails_and_the_other_is_told(nvml_stub: Nvml
     assert other["subject"] == "GPU 1"
 
 
-def test_an_only_gpu_that_fell_off_the_bus_needs_no_other_driver(nvml_stub: NvmlStub) -> None:
+def test_a_lost_single_gpu_is_not_a_driver_problem(nvml_stub: NvmlStub) -> None:
     (lost,) = told(nvml_stub, T4 | {"0.err.all": 15})["driver"][-1:]
 
     assert (lost["state"], "modprobe" in lost["fix"]) == ("FAIL", False)
     assert lost["seen"].startswith("GPU 0 ")
 
 
-def test_instances_of_a_gpu_are_asked_who_computes_on_them(nvml_stub: NvmlStub) -> None:
+def test_processes_of_mig_instances_are_listed(nvml_stub: NvmlStub) -> None:
     subjects = [each["subject"] for each in told(nvml_stub, SLICED)["processes"]]
     assert subjects == ["GPU 0", SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]]

@@ -107,7 +107,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
-def test_what_ends_before_its_time_is_a_finding_and_the_rest_is_tried(name: str, tmp_path: Path) -> None:
+def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_path: Path) -> None:
     end, words = ENDS[name]
     one, two, three = found(tmp_path, broken=breaking(end), after=fine)["broken"]
 
@@ -127,7 +127,7 @@ def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None
     assert [each.state for each in told["after"]] == ["ok"]
 
 
-def test_a_hang_names_what_was_tried_how_long_and_the_line(tmp_path: Path) -> None:
+def test_a_hang_reports_check_duration_and_line(tmp_path: Path) -> None:
     """By the real clock: the process writes its stack half a second before its time is up."""
     checks = {"hangs": DoctorCheck(breaking(hang), "because", limit_s=3.0)}
     one, two = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
@@ -137,7 +137,7 @@ def test_a_hang_names_what_was_tried_how_long_and_the_line(tmp_path: Path) -> No
     assert re.search(rf" {HERE}:\d+ \(hang\)$", two.seen)
 
 
-def test_a_check_is_late_when_its_limit_has_passed_and_not_before(tmp_path: Path) -> None:
+def test_a_check_times_out_at_its_limit_and_not_before(tmp_path: Path) -> None:
     took = []
 
     class Slow(Clock):
@@ -152,7 +152,7 @@ def test_a_check_is_late_when_its_limit_has_passed_and_not_before(tmp_path: Path
     assert took == [0.0, LIMIT_S / 4, LIMIT_S / 2, 3 * LIMIT_S / 4]
 
 
-def test_a_process_that_hears_no_signal_is_ended_all_the_same(tmp_path: Path) -> None:
+def test_a_process_that_ignores_signals_is_killed(tmp_path: Path) -> None:
     def deaf() -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -161,7 +161,7 @@ def test_a_process_that_hears_no_signal_is_ended_all_the_same(tmp_path: Path) ->
     assert found(tmp_path, hangs=breaking(deaf))["hangs"][1].state == "FAIL"
 
 
-def test_what_a_crash_printed_last_is_told(tmp_path: Path) -> None:
+def test_the_last_output_of_a_crash_is_reported(tmp_path: Path) -> None:
     def complain() -> None:
         os.write(2, b"CUDA error: device-side assert\nterminate called\n")
         os.abort()
@@ -171,7 +171,7 @@ def test_what_a_crash_printed_last_is_told(tmp_path: Path) -> None:
     assert f" {HERE}:" in seen
 
 
-def test_nothing_that_a_check_prints_is_seen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_checks_is_captured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def prints(context: CheckContext) -> Iterator[CheckResult]:
         print("out")
         os.write(2, b"err")
@@ -197,7 +197,7 @@ def test_a_finding_survives_json() -> None:
         assert CheckResult.from_json(finding.to_json()) == finding
 
 
-def test_where_no_process_can_be_started_that_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_start_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse_to_fork() -> int:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -207,7 +207,7 @@ def test_where_no_process_can_be_started_that_is_a_finding(tmp_path: Path, monke
     assert "Resource temporarily unavailable" in finding.seen
 
 
-def test_a_check_that_needs_torch_is_left_out_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+def test_checks_that_need_torch_are_skipped_if_it_cannot_be_imported(tmp_path: Path) -> None:
     checks = {
         "torch": check(breaking(crash)),
         "matmul": DoctorCheck(fine, "because", needs="torch"),
@@ -220,7 +220,7 @@ def test_a_check_that_needs_torch_is_left_out_where_torch_cannot_be_imported(tmp
     assert [each.state for each in findings if each.check == "disk"] == ["ok"]
 
 
-def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) -> None:
+def test_a_crashing_gpu_check_does_not_prevent_cpu_checks(tmp_path: Path) -> None:
     from runner.tools.doctor.software import torch
 
     def devices(context: CheckContext) -> Iterator[CheckResult]:
@@ -235,7 +235,7 @@ def test_where_the_check_of_gpus_crashes_the_cpu_is_still_tried(tmp_path: Path) 
     assert [(each.subject, each.state) for each in findings if each.check == "matmul"] == [("cpu", "ok")]
 
 
-def test_a_process_that_is_given_up_half_way_is_gone(tmp_path: Path) -> None:
+def test_an_abandoned_process_is_gone(tmp_path: Path) -> None:
     checks = {"hangs": check(breaking(hang))}
     before = children()
     with subreaper():

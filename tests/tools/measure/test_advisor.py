@@ -68,18 +68,18 @@ NOTHING = tried("precision", "precision=bf16", 1.0)
 WRONG = tried("tiny micro-batches", "micro_batch_size=8", 3.0, differ=True)
 
 
-def test_only_what_is_clearly_faster_and_computes_the_same_is_advised() -> None:
+def test_only_clearly_faster_equivalent_settings_are_advised() -> None:
     found = advice(WORKERS, MORE_WORKERS, THREADS, NOTHING, WRONG)
 
     assert found.advised == [WORKERS, THREADS]
     assert first_of(found) == "data wait"
 
 
-def test_what_could_not_be_tried_is_not_advised() -> None:
+def test_untried_settings_are_not_advised() -> None:
     assert not TrialOutcome(why_not="out of memory").is_advised
 
 
-def test_a_line_that_workers_hide_comes_after_them_with_what_is_left_of_it() -> None:
+def test_a_fix_hidden_by_workers_comes_after_them_with_the_remaining_gain() -> None:
     line = RuleFinding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=1.6)
 
     assert [(entry.finding.rule, entry.gain) for entry in advice(WORKERS, findings=(line,)).entries] == [
@@ -88,7 +88,7 @@ def test_a_line_that_workers_hide_comes_after_them_with_what_is_left_of_it() -> 
     ]
 
 
-def test_a_line_that_workers_hide_little_of_comes_before_them_with_all_it_is_worth() -> None:
+def test_a_fix_hardly_hidden_by_workers_comes_before_them() -> None:
     line = RuleFinding("slow transform", "a sample takes 9 ms", by_hand="make task.py:3 faster", at_most=4.0)
 
     assert [(entry.finding.rule, entry.gain) for entry in advice(WORKERS, findings=(line,)).entries] == [
@@ -97,7 +97,7 @@ def test_a_line_that_workers_hide_little_of_comes_before_them_with_all_it_is_wor
     ]
 
 
-def test_advice_is_one_list_by_gain_whether_tried_or_for_the_user_to_do(shown: Callable[..., None]) -> None:
+def test_advice_is_one_list_sorted_by_gain(shown: Callable[..., None]) -> None:
     large = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.73)
     small = RuleFinding("slow hooks", "11 % of the time", by_hand="look at begin_update", at_most=1.05)
     unknown = RuleFinding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
@@ -110,7 +110,7 @@ def test_advice_is_one_list_by_gain_whether_tried_or_for_the_user_to_do(shown: C
     assert [each["tried"] and each["tried"]["low"] for each in told] == [None, pytest.approx(1.08), None, None]
 
 
-def test_where_no_setting_helps_what_is_for_the_user_to_do_is_still_said(shown: Callable[..., None]) -> None:
+def test_manual_fixes_are_shown_if_no_setting_helps(shown: Callable[..., None]) -> None:
     waits = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.5)
 
     shown("\n".join(screen(advice(NOTHING, findings=(waits,)))), name="by hand")
@@ -136,25 +136,25 @@ NOW = Evidence(parts_s={"data": 1.0, "forward": 3.0}, updates=40, micro_batch_si
 RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_size=4, num_threads=2)
 
 
-def test_the_parts_of_updates_are_taken_whole_or_not_at_all() -> None:
+def test_parts_of_updates_are_used_completely_or_not_at_all() -> None:
     assert filled(RUN, NOW) == RUN
     for unmade in (replace(RUN, updates=0), replace(RUN, updates=None), replace(RUN, parts_s={})):
         assert filled(unmade, NOW) == replace(NOW, num_threads=2)
 
 
-def test_of_several_phases_the_one_that_is_measured_counts() -> None:
+def test_the_measured_phase_determines_the_advice() -> None:
     phases = (PhaseRecord("train", "first"), PhaseRecord("train", "second"))
 
     assert filled(replace(RUN, phases=phases), NOW) == replace(NOW, num_threads=2)
     assert filled(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s
 
 
-def test_a_run_that_failed_does_not_tell_how_long_the_training_is() -> None:
+def test_a_failed_run_does_not_determine_the_training_length() -> None:
     assert filled(replace(RUN, epochs=0.4), replace(NOW, epochs=50.0)).epochs == 0.4
     assert filled(replace(RUN, epochs=0.4, unfinished=True), replace(NOW, epochs=50.0)).epochs == 50.0
 
 
-def test_what_takes_longer_to_begin_is_advised_only_where_the_training_is_long_enough(
+def test_slow_starting_settings_are_advised_only_for_long_trainings(
     shown: Callable[..., None],
 ) -> None:
     short = replace(WORKERS, outcome=replace(WORKERS.outcome, later_s=4.0, pays_at=900, updates=100))
@@ -178,7 +178,7 @@ def measured(
     )
 
 
-def test_what_blocks_are_too_short_to_hold_is_not_judged_by_them() -> None:
+def test_rare_events_are_not_judged_by_short_blocks() -> None:
     """A trial that never saw a save cannot contradict the run that spent a third of its time on them."""
     saves = Candidate(("checkpoint.every=auto",))
     found = ComparisonResult([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
@@ -194,7 +194,7 @@ def test_what_blocks_are_too_short_to_hold_is_not_judged_by_them() -> None:
     assert tried_in(seen, "checkpoints too often", saves, 1.41).outcome.is_advised
 
 
-def test_a_later_beginning_is_paid_by_what_updates_gain() -> None:
+def test_a_slower_start_must_be_amortized() -> None:
     cache = Candidate(("dataloader.cache=memory",))
     found = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
 
@@ -212,13 +212,13 @@ def test_a_later_beginning_is_paid_by_what_updates_gain() -> None:
     ("shape", "channels", "side"),
     [([4, 200, 64, 64], 200, 64), ([4, 64, 64, 24], 24, 64), ([2, 3, 32, 48], 3, 32), ([2, 9, 9, 9, 4], 4, 9)],
 )
-def test_channels_are_found_before_the_sides_and_behind_them(shape: list[int], channels: int, side: int) -> None:
+def test_channels_are_found_in_either_layout(shape: list[int], channels: int, side: int) -> None:
     rows = {row.name: row.value for row in criteria(Facts(Evidence(), {}, CPU, probe={"input_shape": shape}))}
 
     assert (rows["channels"], rows["pixels of a side"]) == (channels, side)
 
 
-def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -> None:
+def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     small = Facts(
         Evidence(num_samples=80, global_batch_size=4, epochs=20.0),
         {},
@@ -237,7 +237,7 @@ def test_criteria_say_what_the_thresholds_say_and_nothing_of_what_is_unknown() -
     assert rows["parameters"] == (None, "unknown")
 
 
-def test_what_the_monitor_saw_is_read_back(tmp_path: Path) -> None:
+def test_monitor_readings_are_read_back(tmp_path: Path) -> None:
     whole = {
         "metrics": {"gpu0/util": {"mean": 40.0, "min": 0.0, "max": 90.0, "seconds": 5.0}},
         "slowed": {"gpu0": {"thermal": 0.3}},
@@ -270,7 +270,7 @@ def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pyte
     assert "data wait: 40 % " in file.read_text()
 
 
-def test_a_profile_keeps_what_the_one_before_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_keeps_earlier_selections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     write_profile(profile_of("dataloader.num_workers=2"), Request(("hardware=t4",)), "mine")
@@ -283,9 +283,7 @@ def test_a_profile_keeps_what_the_one_before_selected(tmp_path: Path, monkeypatc
     )
 
 
-def test_a_file_of_somebody_else_is_left_alone_and_one_of_ours_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_file_is_kept_and_our_own_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file, _ = write_profile(profile_of("dataloader.num_workers=2"), Request(), "mine")
     write_profile(profile_of("backend.threads=1"), Request(), "mine")
@@ -298,9 +296,7 @@ def test_a_file_of_somebody_else_is_left_alone_and_one_of_ours_is_replaced(
     assert file.read_text() == "# @package _global_\n"
 
 
-def test_a_profile_that_would_have_no_effect_is_not_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_without_effect_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     task = tmp_path / "task.py"
     task.write_text("def build(*, a: int = 1):\n    pass\n")
@@ -325,7 +321,7 @@ def test_a_profile_that_would_have_no_effect_is_not_left_behind(
         ("task=gtp", 78, "gpt"),
     ],
 )
-def test_slips_are_answered_before_anything_is_measured(
+def test_typos_get_suggestions_before_anything_is_measured(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -347,7 +343,7 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
     return RunDirectory.join(folder)
 
 
-def test_what_a_failed_run_measured_is_used_with_a_note(
+def test_measurements_of_a_failed_run_are_used_with_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[AdviceInputs] = []
@@ -390,7 +386,7 @@ def test_a_planted_wait_is_found_and_tried(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_advice_that_has_no_time_for_trials_ends_and_says_what_it_would_take(
+def test_advice_without_time_for_trials_reports_the_needed_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -403,7 +399,7 @@ def test_advice_that_has_no_time_for_trials_ends_and_says_what_it_would_take(
     assert not any(each["tried"] for each in found["advice"])
 
 
-def test_advice_on_a_run_uses_its_settings_and_leaves_it_as_it_is(
+def test_advice_uses_the_settings_of_a_run_without_changing_it(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = str(PLANTED / "layers.py")

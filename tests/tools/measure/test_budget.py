@@ -143,7 +143,7 @@ def planted(starts: list[float], update_s: float, noise: float, compiling: int) 
 
 @ON_FAKES
 @given(UNLIKE, st.floats(5.0, 200.0))
-def test_no_cell_makes_trials_longer_than_their_budget(
+def test_no_variant_exceeds_the_budget(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool], budget_s: float
 ) -> None:
     """But for the baseline's start, without which there is nothing, and a last block that takes longer than before."""
@@ -158,7 +158,7 @@ def test_no_cell_makes_trials_longer_than_their_budget(
 
 @ON_FAKES
 @given(COSTS)
-def test_in_the_time_that_is_said_to_be_needed_all_are_tried_and_in_a_third_of_it_they_are_not(
+def test_the_stated_budget_is_sufficient_and_a_third_is_not(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool]
 ) -> None:
     starts, update_s, noise, compiling, together = costs
@@ -177,7 +177,7 @@ def test_in_the_time_that_is_said_to_be_needed_all_are_tried_and_in_a_third_of_i
 
 @ON_FAKES
 @given(UNLIKE)
-def test_who_follows_what_is_said_has_all_tried_soon(
+def test_following_the_stated_budgets_tries_everything_soon(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool]
 ) -> None:
     """Starts that are nothing like each other are not known before they were seen."""
@@ -191,7 +191,7 @@ def test_who_follows_what_is_said_has_all_tried_soon(
     assert budgets[:-1] == sorted(budgets[:-1])
 
 
-def test_what_compiles_begins_last(fake: Callable[[], Comparison]) -> None:
+def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
     """Its start takes the time of many others, which would be left without a turn."""
     begun: list[str] = []
     cells = [cell("base", 1), cell("compiles", 1, compiles=True), cell("a", 1), cell("b", 1)]
@@ -204,7 +204,7 @@ def test_what_compiles_begins_last(fake: Callable[[], Comparison]) -> None:
     assert untried(trials) == []
 
 
-def test_time_that_rounds_leave_is_for_those_that_wait(fake: Callable[[], Comparison]) -> None:
+def test_spare_time_goes_to_waiting_variants(fake: Callable[[], Comparison]) -> None:
     """Half of it was put by for rounds; where intervals are narrow soon, who waits has its turn after all."""
     cells = [cell(f"cell {at}", 5.0) for at in range(8)]
 
@@ -213,7 +213,7 @@ def test_time_that_rounds_leave_is_for_those_that_wait(fake: Callable[[], Compar
     assert untried(measured(fake(), restless, 80.0, rounds=(6, 60))) != []
 
 
-def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_measured(
+def test_a_start_that_takes_too_long_is_ended_and_the_others_are_measured(
     fake: Callable[[], Comparison],
 ) -> None:
     cells = [cell("base", 1.0), cell("slow", 1000.0), cell("quick", 1.0)]
@@ -226,7 +226,7 @@ def test_a_start_that_comes_to_the_time_of_rounds_is_ended_and_those_before_are_
     assert trials.needs_more
 
 
-def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Comparison]) -> None:
+def test_at_most_half_of_the_time_is_spent_on_restarts(fake: Callable[[], Comparison]) -> None:
     arena = fake()
 
     trials = measured(arena, [cell(name, 2.0, 0.1, noise=0.5) for name in ("base", "other")], 120.0, rounds=(6, 600))
@@ -236,7 +236,7 @@ def test_half_of_the_time_at_most_goes_to_beginning_anew(fake: Callable[[], Comp
     assert 8 <= arena.number <= 60 / 2.0 + 2
 
 
-def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callable[[], Comparison]) -> None:
+def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], Comparison]) -> None:
     """Or nobody could tell whose change it was that is seen."""
     cells = [cell("base", 2.0, 0.1, noise=0.5), cell("other", 2.7, 0.1, noise=0.5), cell("third", 3.0, 0.1, noise=0.5)]
 
@@ -249,7 +249,7 @@ def test_cells_whose_starts_take_unequally_long_begin_anew_together(fake: Callab
     assert trials.own_spread.freedom >= 4
 
 
-def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
+def test_variants_that_cannot_restart_are_compared_by_their_blocks(
     fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the other's blocks nor the baseline's are lost with a process that nobody needed."""
@@ -278,7 +278,7 @@ def test_what_cannot_begin_anew_is_compared_by_what_it_has_made(
         assert lives == 1 if name == "base" else lives > 2
 
 
-def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
+def test_nothing_restarts_if_its_baseline_has_ended(
     fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: Counter[str] = Counter()
@@ -302,7 +302,7 @@ def test_nothing_is_begun_anew_where_what_it_is_compared_with_has_ended(
     assert trials.ratio(trials.of("own")) is not None
 
 
-def test_those_that_made_way_for_others_come_back(fake: Callable[[], Comparison]) -> None:
+def test_suspended_variants_return(fake: Callable[[], Comparison]) -> None:
     """Their blocks agree, but of one process each: what processes differ by is found out when all have begun."""
     cells = [cell(f"cell {at}", 5.0, 0.1) for at in range(8)]
 
@@ -315,7 +315,7 @@ def test_those_that_made_way_for_others_come_back(fake: Callable[[], Comparison]
     assert all(len(each.blocks) <= 60 for each in longer.variants[1:])
 
 
-def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callable[[], Comparison]) -> None:
+def test_time_too_short_for_waiting_variants_is_used_by_others(fake: Callable[[], Comparison]) -> None:
     cells = [cell(f"cell {at}", 20.0, 0.1, noise=0.0) for at in range(6)]
 
     trials = measured(fake(), cells, 130.0, rounds=(6, 60))
@@ -326,7 +326,7 @@ def test_time_that_is_too_short_for_who_waits_is_used_by_the_others(fake: Callab
     assert not any(each.is_short for each in trials.variants)
 
 
-def test_what_a_process_has_told_is_not_lost_with_it() -> None:
+def test_blocks_reported_by_a_lost_process_are_kept() -> None:
     first = {"losses": [1.0, 2.0, 3.0], "moved": [1.0], "peak_host_gib": 1.0}
     young = {"losses": [1.0], "moved": None, "peak_host_gib": 2.0}
 
@@ -335,7 +335,7 @@ def test_what_a_process_has_told_is_not_lost_with_it() -> None:
     assert fuller_report({}, young) == young
 
 
-def test_what_takes_long_to_start_goes_on_while_others_begin_anew(fake: Callable[[], Comparison]) -> None:
+def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[], Comparison]) -> None:
     cells = [cell("base", 1.0, 0.1, noise=0.5), cell("quick", 1.0, 0.1, noise=0.5), cell("long", 40.0, 0.1, noise=0.5)]
 
     trials = measured(fake(), cells, 160.0, rounds=(6, 600))

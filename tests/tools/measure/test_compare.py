@@ -59,7 +59,7 @@ def trials(arena: Comparison) -> ComparisonResult:
     return arena.compare(cells, LIMITS, lambda _: None)
 
 
-def test_what_is_faster_is_found(trials: ComparisonResult) -> None:
+def test_a_faster_technique_is_found(trials: ComparisonResult) -> None:
     ratio = trials.ratio(trials.of("quick"))
 
     assert ratio is not None
@@ -67,7 +67,7 @@ def test_what_is_faster_is_found(trials: ComparisonResult) -> None:
     assert ratio.low > 1.1, "each update sleeps for 4 ms, and computes for less"
 
 
-def test_cells_that_live_take_part_in_every_round(trials: ComparisonResult) -> None:
+def test_live_variants_take_part_in_every_round(trials: ComparisonResult) -> None:
     assert trials.mode == "interleaved"
     rounds = set(trials.baseline.blocks)
     assert len(rounds) >= 3
@@ -82,7 +82,7 @@ def test_the_same_weights_and_samples_are_measured(trials: ComparisonResult) -> 
     assert not numerics.differ
 
 
-def test_what_computes_something_else_is_flagged(trials: ComparisonResult) -> None:
+def test_a_variant_with_different_results_is_flagged(trials: ComparisonResult) -> None:
     numerics = trials.numerics(trials.of("wrong"))
 
     assert numerics is not None
@@ -97,7 +97,7 @@ OTHERS = {
 }
 
 
-def test_what_moves_the_weights_elsewhere_is_flagged_though_its_losses_are_alike(arena: Comparison) -> None:
+def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(arena: Comparison) -> None:
     """Losses of a few updates at the beginning of a warm-up tell nothing of what the optimizer does."""
     cells = [Variant("as it is"), *(Variant(name, words) for name, words in OTHERS.items())]
 
@@ -118,12 +118,12 @@ def test_what_moves_the_weights_elsewhere_is_flagged_though_its_losses_are_alike
 @pytest.mark.parametrize(
     ("name", "words"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
 )
-def test_what_ends_a_cell_is_its_reason_and_ends_nothing_else(trials: ComparisonResult, name: str, words: str) -> None:
+def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, words: str) -> None:
     assert words in trials.of(name).why_not
     assert trials.ratio(trials.of("quick")) is not None
 
 
-def test_start_first_update_and_warm_up_are_told_apart(trials: ComparisonResult) -> None:
+def test_start_first_update_and_warm_up_are_separated(trials: ComparisonResult) -> None:
     quick = trials.of("quick")
 
     assert quick.startup.start_s > 0
@@ -131,7 +131,7 @@ def test_start_first_update_and_warm_up_are_told_apart(trials: ComparisonResult)
     assert quick.startup.warm_up_s >= LIMITS.block_s
 
 
-def test_a_cell_tells_what_it_really_used(trials: ComparisonResult) -> None:
+def test_a_variant_reports_what_it_used(trials: ComparisonResult) -> None:
     opened, report = trials.baseline.opened, trials.baseline.report
 
     assert opened["values"]["precision"] == "fp32"
@@ -141,7 +141,7 @@ def test_a_cell_tells_what_it_really_used(trials: ComparisonResult) -> None:
     assert len(report["losses"]) == 8
 
 
-def test_a_trial_leaves_no_process_and_no_file(trials: ComparisonResult, arena: Comparison) -> None:
+def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, arena: Comparison) -> None:
     nurseries = [nursery for server in psutil.Process().children() for nursery in server.children()]
     assert nurseries
     assert [child for nursery in nurseries for child in nursery.children()] == []
@@ -160,7 +160,7 @@ def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResu
                 assert sum(block.updates_ms) == pytest.approx(lasted_ms, rel=0.02)
 
 
-def test_what_disturbs_the_measurement_is_said() -> None:
+def test_disturbances_are_reported() -> None:
     calm = VariantResult(Variant("as it is"), blocks([1.0] * 8))
     throttled = VariantResult(Variant("hot"), blocks([1.0] * 8), throttled=Counter({"heat": 3}))
     uneven = VariantResult(Variant("as it is"), blocks([1.0, 2.0] * 4))
@@ -173,7 +173,7 @@ def test_what_disturbs_the_measurement_is_said() -> None:
     assert "restless" in next(disturbances(ComparisonResult([uneven], "interleaved")))
 
 
-def test_every_cell_compiles_anew_and_its_restarts_do_not(arena: Comparison) -> None:
+def test_every_variant_compiles_once_and_restarts_use_the_cache(arena: Comparison) -> None:
     names = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
     arena.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False), lambda _: None)
 
@@ -190,7 +190,7 @@ def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
     assert rows[3]["median_ms"] is None
 
 
-def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Comparison) -> None:
+def test_variants_that_do_not_fit_together_run_in_turn(arena: Comparison) -> None:
     limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False)
 
     found = arena.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
@@ -202,7 +202,7 @@ def test_cells_that_memory_does_not_hold_together_are_started_again(arena: Compa
     assert ratio.middle > 1.1
 
 
-def test_cells_begin_anew_between_their_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_restart_between_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process does all its life, and another that does the same does not, is seen so."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
     before, folders = arena.number, set(arena.folder.glob("variant-*"))
@@ -231,7 +231,7 @@ def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Comparison) -> No
         arena.compare([Variant("as it is", ("task.raises_at=1",))], LIMITS, lambda _: None)
 
 
-def test_a_stopped_cell_computes_nothing(arena: Comparison) -> None:
+def test_a_suspended_variant_computes_nothing(arena: Comparison) -> None:
     """Its turn is over: neither it nor its data workers run on beside the next one."""
     with arena.alone(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
         process = ask.__self__  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def test_a_stopped_cell_computes_nothing(arena: Comparison) -> None:
 
 
 @pytest.mark.usefixtures("real_time")
-def test_cells_die_with_who_started_them(tmp_path: Path) -> None:
+def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
     """The kernel sees to it: no handler runs in a process that is killed."""
     ready, told = os.pipe()
     pid = os.fork()
@@ -280,7 +280,7 @@ def test_the_probe_names_the_lines_of_the_task(arena: Comparison) -> None:
     assert found["loss_terms"] == 2
 
 
-def test_blocks_of_every_cell_take_about_the_same_time(trials: ComparisonResult) -> None:
+def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) -> None:
     """One that is much faster is not timed by blocks so short that waking up is most of them."""
     quick, slow = trials.of("quick"), trials.baseline
 
@@ -288,7 +288,7 @@ def test_blocks_of_every_cell_take_about_the_same_time(trials: ComparisonResult)
     assert quick.updates * quick.median_ms > 0.3 * slow.updates * slow.median_ms
 
 
-def test_batches_read_while_a_cell_waits_for_its_turn_are_no_gain(
+def test_batches_prefetched_while_suspended_do_not_count(
     arena: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waits for a disk or a network go on while a process is stopped: what they brought is not timed."""
@@ -306,7 +306,7 @@ def test_batches_read_while_a_cell_waits_for_its_turn_are_no_gain(
     assert ratio.middle < 28 / 24 * 1.1, "at most the computing is hidden"
 
 
-def test_a_block_holds_what_comes_around_where_there_is_time_for_it(arena: Comparison) -> None:
+def test_a_block_includes_periodic_work_if_there_is_time(arena: Comparison) -> None:
     rare = ("task.sleep_ms=1", "checkpoint.every=100")  # fifty times as long as the block would be
     rarer = ("task.sleep_ms=1", "checkpoint.every=100000")
     cells = [Variant("as it is", rare), Variant("rarer", rarer), Variant("by the clock", ("checkpoint.every=10min",))]
@@ -317,7 +317,7 @@ def test_a_block_holds_what_comes_around_where_there_is_time_for_it(arena: Compa
     assert [cell.sees("checkpoint") for cell in found.variants] == [True, False, False]
 
 
-def test_slow_updates_that_are_read_far_ahead_of_end_in_time_and_the_reason_is_told(arena: Comparison) -> None:
+def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(arena: Comparison) -> None:
     """A block of such updates would take longer than the whole budget: none is begun."""
     slow = ("task.sleep_ms=1000", "dataloader.num_workers=4")
     budget_s = 20.0
@@ -331,7 +331,7 @@ def test_slow_updates_that_are_read_far_ahead_of_end_in_time_and_the_reason_is_t
     assert found.needs_s > found.baseline.turn_s > budget_s
 
 
-def test_no_block_is_begun_that_would_end_after_the_deadline(arena: Comparison) -> None:
+def test_no_block_starts_that_would_miss_the_deadline(arena: Comparison) -> None:
     cells = [Variant("as it is", ("task.sleep_ms=200",)), Variant("quick", ("task.sleep_ms=100",))]
     limits = CompareLimits(budget_s=15, rounds=(60, 60), block_s=0.5)
 
@@ -341,7 +341,7 @@ def test_no_block_is_begun_that_would_end_after_the_deadline(arena: Comparison) 
     assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks) >= LEAST_ROUNDS
 
 
-def test_a_cell_that_does_not_start_in_time_is_ended_and_told(arena: Comparison) -> None:
+def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(arena: Comparison) -> None:
     cells = [Variant("as it is"), Variant("slow", ("task.start_s=60",))]
 
     found = arena.compare(cells, CompareLimits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
@@ -351,7 +351,7 @@ def test_a_cell_that_does_not_start_in_time_is_ended_and_told(arena: Comparison)
     assert len(found.baseline.blocks) == 3
 
 
-def test_what_may_be_used_is_what_affinity_and_cgroup_leave(
+def test_available_cores_are_limited_by_affinity_and_cgroup(
     arena: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container with little memory, cells that the machine would hold are not opened side by side."""
@@ -366,7 +366,7 @@ def test_what_may_be_used_is_what_affinity_and_cgroup_leave(
     assert host.memory_bytes() == host.device_bytes(torch.device("cpu")) == 2**27
 
 
-def test_a_cell_of_one_rank_has_its_share_of_the_cores_and_no_more() -> None:
+def test_a_variant_has_only_its_share_of_the_cores() -> None:
     with Comparison(Request(SETTINGS, TASK), cores=1) as made:
         workers = Variant("workers", ("dataloader.num_workers=1",))
         with made.alone(workers, LIMITS) as (ask, _):
@@ -378,7 +378,7 @@ def result(name: str, ms: Sequence[float], against: str = "") -> VariantResult:
     return VariantResult(Variant(name, against=against), blocks(ms))
 
 
-def test_cells_that_are_compared_with_each_other_play_until_that_is_known() -> None:
+def test_compared_variants_run_until_the_result_is_known() -> None:
     """A size that takes ten times as long as the first one is clearly slower, and says nothing of its own rival."""
     noisy, even = [80.0, 120.0] * 4, [100.0] * 8
     first, rival, second, other = (
@@ -402,7 +402,7 @@ def test_cells_that_are_compared_with_each_other_play_until_that_is_known() -> N
     assert other.is_out
 
 
-def test_one_reading_of_nothing_makes_no_block_of_minutes() -> None:
+def test_a_zero_reading_does_not_cause_long_blocks() -> None:
     """On a busy machine all of a short update may have been spent in line: as if it had taken no time."""
     made: list[int] = []
 

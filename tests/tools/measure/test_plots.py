@@ -122,7 +122,7 @@ def legend_of(figure: Any) -> list[str]:
 # ---------------------------------------------------------------- files
 
 
-def test_each_picture_lies_beside_the_results(results: Results) -> None:
+def test_each_plot_is_beside_the_results(results: Results) -> None:
     drawn = draw(results)
 
     assert drawn == [results.folder / f"nmt-{name}" for name in PICTURES]
@@ -132,7 +132,7 @@ def test_each_picture_lies_beside_the_results(results: Results) -> None:
         assert 300 < height < 2000
 
 
-def test_a_picture_names_the_task_of_its_data_or_none(results: Results, tmp_path: Path) -> None:
+def test_a_plot_names_the_task_of_its_data_or_none(results: Results, tmp_path: Path) -> None:
     for figure in figures(results).values():
         assert "task nmt" in notes(figure.axes[0])
     bare = Results(tmp_path / "bare")
@@ -141,7 +141,7 @@ def test_a_picture_names_the_task_of_its_data_or_none(results: Results, tmp_path
         assert "task" not in notes(figure.axes[0])
 
 
-def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> None:
+def test_an_outdated_plot_is_removed(results: Results) -> None:
     draw(results)
     results.clean()
     results.file("speedup.png").write_bytes(b"an earlier one")
@@ -151,7 +151,7 @@ def test_a_picture_that_cannot_be_drawn_any_more_is_gone(results: Results) -> No
     assert not results.file("speedup.png").exists()
 
 
-def test_without_results_it_is_said_what_makes_them(tmp_path: Path) -> None:
+def test_without_results_the_command_that_creates_them_is_shown(tmp_path: Path) -> None:
     empty = Results(tmp_path)
     with pytest.raises(InputMissing, match="there are no results yet"):
         draw(empty)
@@ -180,13 +180,13 @@ def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Resul
     assert axes.get_ylabel().endswith("(ms)")
 
 
-def test_the_legend_goes_from_slow_to_fast_and_says_medians_and_lengths(results: Results) -> None:
+def test_the_legend_is_sorted_by_speed_with_medians_and_counts(results: Results) -> None:
     assert legend_of(figures(results)["steps.png"]) == [
         "8bit  110 ms, 2 steps", "baseline  100 ms, 4 steps", "bf16  50 ms, 4 steps", "compile  41 ms, 3 steps",
     ]  # fmt: skip
 
 
-def test_a_step_that_was_compiled_is_beyond_the_scale_and_said(results: Results) -> None:
+def test_a_compiled_step_is_off_scale_and_labelled(results: Results) -> None:
     (axes,) = figures(results)["steps.png"].axes
     bottom, top = axes.get_ylim()
 
@@ -195,7 +195,7 @@ def test_a_step_that_was_compiled_is_beyond_the_scale_and_said(results: Results)
     assert "compile step 1: 9,000 ms" in notes(axes)
 
 
-def test_a_scale_that_shows_all_says_nothing(tmp_path: Path) -> None:
+def test_a_scale_without_outliers_has_no_note(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: row([10.0, 12.0]), "bf16": row([5.0, 15.0])})
 
@@ -212,7 +212,7 @@ def test_lines_of_twenty_techniques_look_different(crowd: Results) -> None:
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 20
 
 
-def test_long_names_are_told_apart(crowd: Results) -> None:
+def test_long_names_are_distinguishable(crowd: Results) -> None:
     drawn = figures(crowd)
 
     for name in ("heatmap.png", "speedup.png"):
@@ -224,7 +224,7 @@ def test_long_names_are_told_apart(crowd: Results) -> None:
 # ---------------------------------------------------------------- heat map
 
 
-def test_cells_are_the_steps_and_missing_ones_are_empty(results: Results) -> None:
+def test_heat_map_cells_are_steps_and_missing_ones_are_empty(results: Results) -> None:
     axes, bar = figures(results)["heatmap.png"].axes
     cells = axes.collections[0].get_array().reshape(len(COLUMNS), -1)
 
@@ -237,7 +237,7 @@ def test_cells_are_the_steps_and_missing_ones_are_empty(results: Results) -> Non
     assert axes.collections[0].get_clim()[1] == 111
 
 
-def test_many_steps_make_blocks_and_lose_none(tmp_path: Path) -> None:
+def test_many_steps_are_binned_without_loss(tmp_path: Path) -> None:
     long = Results(tmp_path)
     column = [10.0 + step % 7 for step in range(333)]
     long.put({BASELINE: row(column)})
@@ -254,7 +254,7 @@ def test_many_steps_make_blocks_and_lose_none(tmp_path: Path) -> None:
     assert "median of 7" in axes.get_xlabel()
 
 
-def test_the_colors_are_one_hue_that_gets_darker() -> None:
+def test_colors_are_one_hue_of_increasing_darkness() -> None:
     colors = matplotlib.colormaps[HUE](np.linspace(0, 1, 64))[:, :3]
     light = colors @ [0.2126, 0.7152, 0.0722]
     hues = matplotlib.colors.rgb_to_hsv(colors)[:, 0]
@@ -263,7 +263,7 @@ def test_the_colors_are_one_hue_that_gets_darker() -> None:
     assert np.ptp(hues) < 0.1
 
 
-def test_noise_of_a_percent_is_no_contrast(tmp_path: Path) -> None:
+def test_noise_of_a_percent_has_no_contrast(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: row([100.0, 101.0])})
 
@@ -288,7 +288,7 @@ def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> Non
     assert "95% interval" in notes(axes)
 
 
-def test_colors_tell_what_can_be_said(results: Results, screen: Callable[..., None]) -> None:
+def test_colors_show_significance(results: Results, screen: Callable[..., None]) -> None:
     results.put(
         {
             "nothing": row([100.0], 1.02, 0.98, 1.06), "wrong": row([10.0], 9.0, 8.0, 10.0, is_wrong=True),
@@ -369,7 +369,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
-def test_no_text_lies_on_another_or_leaves_the_picture(request: pytest.FixtureRequest, which: str, name: str) -> None:
+def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
     of = figures(request.getfixturevalue(which))
     if name not in of:
         pytest.skip("nothing to draw")
@@ -386,7 +386,7 @@ def test_no_text_lies_on_another_or_leaves_the_picture(request: pytest.FixtureRe
         assert width < 1 or height < 1, f"{first!r} lies on {second!r}"
 
 
-def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
+def test_names_are_shown_verbatim(tmp_path: Path) -> None:
     odd = Results(tmp_path)
     names = ["_hidden", "$x$", "a_b^c", "日本", "back\\slash", "%s {0}", "x" * 200]
     odd.put({BASELINE: row([9.0]), **{name: row([3.0]) for name in names}})

@@ -66,7 +66,7 @@ def fresh() -> Iterator[Any]:
 # ---------------------------------------------------------------- what is put is there
 
 
-def test_what_is_put_is_read_again(fresh: Any) -> None:
+def test_stored_results_are_read_back(fresh: Any) -> None:
     @given(tables)
     def law(table: dict[str, list[float]]) -> None:
         results = fresh()
@@ -78,7 +78,7 @@ def test_what_is_put_is_read_again(fresh: Any) -> None:
     law()
 
 
-def test_every_value_of_a_row_is_read_again(results: Results) -> None:
+def test_every_value_of_a_row_is_read_back(results: Results) -> None:
     row = LadderRow(
         "cumulative", ("tf32", "bf16"), 2.5,
         TrialOutcome(Ratio(1.2, 1.1, 1.3, 9), Numerics(0.1, 0.2, 0.3, 0.4, 0.5, 0.6), "", 3.0, 70, 800),
@@ -91,7 +91,7 @@ def test_every_value_of_a_row_is_read_again(results: Results) -> None:
     assert found == LadderRow(**{**vars(row), "session": 2, "date": found.date, "hardware": HARDWARE})
 
 
-def test_a_technique_that_is_measured_again_replaces_only_its_column(fresh: Any) -> None:
+def test_a_remeasured_technique_replaces_only_its_column(fresh: Any) -> None:
     @given(tables, tables)
     def law(first: dict[str, list[float]], second: dict[str, list[float]]) -> None:
         results = fresh()
@@ -114,9 +114,7 @@ def test_the_csv_has_a_row_for_each_step_and_a_column_for_each_technique(results
         ]  # fmt: skip
 
 
-def test_each_technique_keeps_the_day_and_the_machine_it_was_measured_on(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_technique_keeps_its_date_and_machine(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "hardware", lambda: {"python": "4"})
     results.put(rows({"bf16": [5.0]}))
 
@@ -137,7 +135,7 @@ def test_hardware_names_machine_and_versions(monkeypatch: pytest.MonkeyPatch) ->
     assert json.loads(json.dumps(found)) == found
 
 
-def test_the_json_is_strict_where_an_interval_has_no_end(results: Results) -> None:
+def test_the_json_is_strict_for_infinite_intervals(results: Results) -> None:
     results.put({"two": LadderRow(outcome=TrialOutcome(Ratio(2.0)), updates_ms=(1.0,))})
 
     def refuse(word: str) -> None:
@@ -158,7 +156,7 @@ def test_the_csv_is_written_and_not_read(results: Results) -> None:
 # ---------------------------------------------------------------- init, reset, clean
 
 
-def test_init_makes_a_csv_with_the_column_step(tmp_path: Path) -> None:
+def test_init_creates_a_csv_with_the_column_step(tmp_path: Path) -> None:
     results = Results(tmp_path / "new" / "folder")
 
     results.init()
@@ -168,7 +166,7 @@ def test_init_makes_a_csv_with_the_column_step(tmp_path: Path) -> None:
     assert results.rows() == {}
 
 
-def test_init_keeps_results_and_says_what_loses_them(results: Results) -> None:
+def test_init_keeps_results_and_names_the_command_that_removes_them(results: Results) -> None:
     before = results.csv.read_bytes()
 
     with pytest.raises(ConfigError, match=r"has results already: baseline, bf16\n.*reset"):
@@ -178,7 +176,7 @@ def test_init_keeps_results_and_says_what_loses_them(results: Results) -> None:
 
 
 @pytest.mark.parametrize("content", [b"{}", b"\x00\xff", b""])
-def test_reset_empties_the_table_whatever_there_was(results: Results, content: bytes) -> None:
+def test_reset_always_empties_the_table(results: Results, content: bytes) -> None:
     results.json.write_bytes(content)
 
     results.reset()
@@ -186,7 +184,7 @@ def test_reset_empties_the_table_whatever_there_was(results: Results, content: b
     assert results.rows() == {}
 
 
-def test_clean_removes_what_was_written_here_and_nothing_else(results: Results) -> None:
+def test_clean_removes_only_our_files(results: Results) -> None:
     others = [results.folder / name for name in ("results.csv", "nmt-notes.txt", "steps.png", "nmt-steps.png.old")]
     for path in others:
         path.write_text("mine", encoding="utf-8")
@@ -202,13 +200,13 @@ def test_clean_removes_what_was_written_here_and_nothing_else(results: Results) 
     assert results.clean() == []
 
 
-def test_clean_makes_no_folder(tmp_path: Path) -> None:
+def test_clean_creates_no_folder(tmp_path: Path) -> None:
     assert Results(tmp_path / "none").clean() == []
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("word", ["folder=taken", "prefix=a/b"])
-def test_where_results_cannot_lie_is_said_before_anything_is_measured(
+def test_an_unwritable_results_folder_is_reported_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -220,7 +218,7 @@ def test_where_results_cannot_lie_is_said_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("prefix", ["../", "a/b", "/", "sub/"])
-def test_a_prefix_does_not_leave_the_folder(tmp_path: Path, prefix: str) -> None:
+def test_a_prefix_cannot_escape_the_folder(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ConfigError, match="prefix="):
         Results(tmp_path, prefix)
 
@@ -278,7 +276,7 @@ def test_any_json_is_read_or_refused(fresh: Any) -> None:
     law()
 
 
-def test_what_is_no_file_is_refused_in_words(results: Results) -> None:
+def test_non_files_are_refused_with_a_message(results: Results) -> None:
     results.json.unlink()
     results.json.symlink_to(results.folder / "elsewhere")
 
@@ -333,7 +331,7 @@ def _put_many(folder: Path, name: str) -> None:
         Results(folder).put(rows({f"{name}{number}": [1.0 + number]}))
 
 
-def test_processes_that_write_at_once_lose_no_column(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_column(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_put_many, args=(tmp_path, name)) for name in "abcd"]
     for each in writers:
@@ -346,7 +344,7 @@ def test_processes_that_write_at_once_lose_no_column(tmp_path: Path) -> None:
     assert columns(Results(tmp_path)) == expected
 
 
-def test_a_lock_that_is_not_given_back_is_said(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreleased_lock_is_reported(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.1)
     lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
     try:

@@ -128,7 +128,7 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_limits_a_run_is_seen_first(case: str) -> None:
+def test_the_bottleneck_comes_first(case: str) -> None:
     given, rule, words = CASES[case]
 
     found = findings(given)
@@ -141,17 +141,17 @@ def test_what_limits_a_run_is_seen_first(case: str) -> None:
 
 
 @pytest.mark.parametrize(("busy", "is_known"), [(0.05, False), (0.9, True)])
-def test_what_a_line_that_only_waits_would_gain_is_not_known_as_readers_hide_it(busy: float, is_known: bool) -> None:
+def test_the_gain_of_a_waiting_line_hidden_by_readers_is_unknown(busy: float, is_known: bool) -> None:
     found = findings(facts({"data": 8.0}, probe={**SLOW_LINE, "sample_busy": busy}))
 
     assert [finding.at_most is not None for finding in found if finding.rule == "slow transform"] == [is_known]
 
 
-def test_nothing_is_said_of_a_run_with_which_nothing_is_wrong() -> None:
+def test_a_healthy_run_has_no_findings() -> None:
     assert findings(facts()) == []
 
 
-def test_nothing_is_said_from_missing_data() -> None:
+def test_missing_data_cause_no_findings() -> None:
     """Each fact of each case is taken away in turn: a rule that looked at it is silent then, and none raises."""
     unknown = Facts(Evidence(), {}, CPU)
     assert findings(unknown) == []
@@ -167,7 +167,7 @@ def test_nothing_is_said_from_missing_data() -> None:
             findings(dataclasses.replace(given, evidence=dataclasses.replace(given.evidence, parts_s=less)))
 
 
-def test_a_part_that_was_not_measured_is_no_part_of_zero() -> None:
+def test_an_unmeasured_part_is_not_zero() -> None:
     parts = {name: value for name, value in PARTS.items() if name != "data"}
     unmeasured = facts()
     unmeasured = dataclasses.replace(unmeasured, evidence=dataclasses.replace(unmeasured.evidence, parts_s=parts))
@@ -183,7 +183,7 @@ def test_every_sentence_has_a_number(case: str) -> None:
     assert all(any(char.isdigit() for char in finding.evidence) for finding in findings(given))
 
 
-def test_what_is_proposed_can_be_typed() -> None:
+def test_every_proposal_is_a_valid_override() -> None:
     proposed = {
         candidate.overrides
         for given, _, _ in CASES.values()
@@ -219,13 +219,13 @@ def test_the_largest_possible_gain_comes_first() -> None:
     assert [finding.rule for finding in findings(both)][:2] == ["data wait", "checkpoints too often"]
 
 
-def test_samples_that_change_are_not_kept() -> None:
+def test_samples_that_change_are_not_cached() -> None:
     for probe in ({"same_when_read_again": False}, {"same_when_read_again": True, "changes_with_epoch": True}):
         given = facts({"data": 8.0}, {"dataloader.num_workers": 0}, probe={"sample_bytes": 1024, **probe})
         assert "dataloader.cache=memory" not in [candidate.name for candidate in findings(given)[0].candidates]
 
 
-def test_each_rule_has_the_name_of_its_findings() -> None:
+def test_each_rule_is_named_after_its_findings() -> None:
     for given, _, _ in CASES.values():
         for name, rule in RULES.items():
             found = rule(given)
@@ -239,7 +239,7 @@ def test_the_parts_are_those_that_are_measured() -> None:
 ITEM = {"waits": [{"file": "task.py", "line": 7, "times": 1}]}
 
 
-def test_a_wait_for_a_busy_gpu_is_no_lost_time() -> None:
+def test_waiting_for_a_busy_gpu_is_not_lost_time() -> None:
     """The host waits for most of an update; what the GPU computes meanwhile has to be computed anyway."""
     (busy,) = findings(facts(probe=ITEM, monitor={"gpu0/util": 95.0}))
     unwatched = findings(dataclasses.replace(facts(probe=ITEM), monitor={}))
@@ -248,7 +248,7 @@ def test_a_wait_for_a_busy_gpu_is_no_lost_time() -> None:
     assert [finding.at_most for finding in unwatched] == [None]
 
 
-def test_saves_at_the_ends_of_phases_are_no_habit() -> None:
+def test_saves_at_the_end_of_phases_are_not_a_finding() -> None:
     phases = tuple(PhaseRecord("train", f"phase {number}") for number in range(4))
     every = {"checkpoint.every": 100}
 
@@ -258,7 +258,7 @@ def test_saves_at_the_ends_of_phases_are_no_habit() -> None:
     assert found.at_most == pytest.approx(1 / (1 - share / 2))
 
 
-def test_saves_by_the_clock_are_judged_by_what_a_run_measured_of_them_and_by_no_trial() -> None:
+def test_timed_saves_are_judged_by_measurements_of_the_run() -> None:
     every = {"checkpoint.every": "1min"}
 
     (found,) = findings(facts({"saving": 5.0}, every, num_saves=10))
@@ -271,18 +271,18 @@ def test_saves_by_the_clock_are_judged_by_what_a_run_measured_of_them_and_by_no_
     assert findings(facts({"saving": 5.0}, every)) == [], "how many there were is not known"
 
 
-def test_nobody_is_sent_to_saves_that_come_more_often() -> None:
+def test_more_frequent_saves_are_never_proposed() -> None:
     """Under auto at most ten minutes of work are at risk, whatever a save costs."""
     parts = {"forward": 10_800.0, "saving": 1_200.0}
 
     assert findings(facts(parts, {"checkpoint.every": "30min"}, num_saves=6)) == []
 
 
-def test_saves_whose_times_are_already_chosen_are_left_alone() -> None:
+def test_given_save_intervals_are_kept() -> None:
     assert findings(facts({"saving": 5.0}, {"checkpoint.every": "auto"}, num_saves=9)) == []
 
 
-def test_nobody_is_sent_to_a_method_that_the_task_does_not_have() -> None:
+def test_missing_methods_of_a_task_are_not_proposed() -> None:
     (found,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
 
     assert "begin_update" not in found.by_hand
@@ -308,7 +308,7 @@ def test_a_thread_without_a_cache_is_one_worker(values: Mapping[str, Any], absen
         assert (absent in {each.name for each in found.candidates}) is is_there, cache
 
 
-def test_samples_that_are_read_once_are_not_kept() -> None:
+def test_samples_read_once_are_not_cached() -> None:
     """To keep them would be to read them all before the first update, and never again."""
     same = {"same_when_read_again": True, "sample_bytes": 1024}
     once, twice = (facts({"data": 8.0}, probe=same, epochs=epochs) for epochs in (1.0, 2.0))
@@ -328,7 +328,7 @@ def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int
     assert findings(given)[0].candidates[0].name == f"dataloader.num_workers={first}"
 
 
-def test_with_batch_norms_no_other_size_of_a_pass_is_proposed() -> None:
+def test_no_other_micro_batch_is_proposed_for_batch_norms() -> None:
     small = facts(micro_batch_size=2, accumulation_steps=32, num_alloc_retries=7, probe={"has_batch_norm": True})
 
     words = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}

@@ -31,20 +31,18 @@ NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
         (QueueSample(waited=0.1, busy=0.9, ours=1.0, own=1.0), 0.0),  # the clocks of cores are coarse
     ],
 )
-def test_what_others_held_up_is_told_from_what_was_ones_own(after: QueueSample, behind_s: float) -> None:
+def test_time_lost_to_others_is_separated_from_own_time(after: QueueSample, behind_s: float) -> None:
     assert RunQueueWait.behind_others_s(NOTHING, after) == pytest.approx(behind_s)
 
 
-def test_who_is_granted_less_than_the_cores_waits_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_quota_is_not_contention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_queue, "cpu_grant", lambda: Grant(0.5, Path("/")))
     assert RunQueueWait().look(begins=True) is None
     assert RunQueueWait.behind_others_s(None, None) == 0.0
 
 
 @pytest.mark.parametrize("block_s", [0.0, 0.25])
-def test_what_is_waited_while_it_looks_around_is_not_the_blocks(
-    monkeypatch: pytest.MonkeyPatch, block_s: float
-) -> None:
+def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
     """Each look waits for 5 ms; others are at work all the time."""
     waited, busy = [0.0], itertools.count(1.0)
 
@@ -93,7 +91,7 @@ def compute_for(seconds: float) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").is_file(), reason="the system does not count it")
-def test_what_is_left_is_the_time_of_the_work_itself() -> None:
+def test_the_remaining_time_is_that_of_the_work() -> None:
     before = os.sched_getaffinity(0)
     core = min(before)
     os.sched_setaffinity(0, {core})

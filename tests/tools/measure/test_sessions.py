@@ -59,7 +59,7 @@ def lines_of(axes: Any) -> list[list[float]]:
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
-def test_every_column_has_the_baseline_of_its_own_run_beside_it(given_runs: list[tuple[set[str], bool, bool]]) -> None:
+def test_every_column_has_the_baseline_of_its_session(given_runs: list[tuple[set[str], bool, bool]]) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder, newest = Path(place), {}
         for run, (names, is_main, in_stages) in enumerate(given_runs):
@@ -81,7 +81,7 @@ def test_every_column_has_the_baseline_of_its_own_run_beside_it(given_runs: list
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, True, True)])
-def test_no_axes_show_times_of_two_runs_and_bars_are_against_the_own_baseline(
+def test_times_of_two_sessions_never_share_axes_and_bars_use_their_own_baseline(
     given_runs: list[tuple[set[str], bool, bool]],
 ) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -104,7 +104,7 @@ def test_no_axes_show_times_of_two_runs_and_bars_are_against_the_own_baseline(
             assert lengths == pytest.approx(of_techniques | {BASELINE: 1.0})
 
 
-def test_a_baseline_goes_when_no_column_of_its_session_is_left(tmp_path: Path) -> None:
+def test_a_baseline_is_removed_with_the_last_column_of_its_session(tmp_path: Path) -> None:
     results = Results(tmp_path)
     for number in range(3):
         rows = {BASELINE: LadderRow(updates_ms=(4.0 + number,)), "bf16": LadderRow(updates_ms=(2.0,))}

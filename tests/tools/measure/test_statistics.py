@@ -42,7 +42,7 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [6, 10, 20])
-def test_the_interval_holds_the_true_ratio_as_often_as_it_says(num: int, noise: Draw) -> None:
+def test_the_confidence_interval_has_its_coverage(num: int, noise: Draw) -> None:
     found = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
     share = np.mean([ratio.low <= 1.3 <= ratio.high for ratio in found])
@@ -53,7 +53,7 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says(num: int, noise: 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [3, 4, 5])
-def test_the_interval_of_few_rounds_is_as_wide_as_they_leave_it_open(num: int, noise: Draw) -> None:
+def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
     """That the budget ends a trial early makes it no surer; heavy tails may make it wider than need be."""
     found = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
@@ -62,7 +62,7 @@ def test_the_interval_of_few_rounds_is_as_wide_as_they_leave_it_open(num: int, n
 
 
 @pytest.mark.parametrize("noise", [quiet, spiky])
-def test_a_gain_of_a_third_is_found_and_no_gain_is_not(noise: Draw) -> None:
+def test_a_gain_of_a_third_is_detected_and_none_is_not(noise: Draw) -> None:
     planted = [simulated(seed, 15, 1.3, noise) for seed in range(40)]
     nothing = [simulated(seed, 15, 1.0, noise) for seed in range(100)]
 
@@ -70,11 +70,11 @@ def test_a_gain_of_a_third_is_found_and_no_gain_is_not(noise: Draw) -> None:
     assert sum(ratio.verdict == "no clear change" for ratio in nothing) >= 95
 
 
-def test_what_is_slower_is_found_to_be() -> None:
+def test_a_slowdown_is_detected() -> None:
     assert simulated(0, 15, 0.8, quiet).verdict == "worse"
 
 
-def test_a_wandering_machine_does_not_widen_the_interval() -> None:
+def test_drift_of_the_machine_does_not_widen_the_interval() -> None:
     """The quotient within a round knows nothing of what slows both of it down."""
     rng = np.random.default_rng(0)
     speed = np.exp(np.cumsum(rng.normal(0.0, 0.3, 12)))
@@ -89,7 +89,7 @@ def test_the_same_blocks_give_the_same_interval() -> None:
     assert simulated(3, 8, 1.1, spiky) == simulated(3, 8, 1.1, spiky)
 
 
-def test_two_blocks_say_nothing_of_a_spread() -> None:
+def test_two_blocks_give_no_spread() -> None:
     found = paired([10.0, 10.0], [5.0, 5.0])
 
     assert found.middle == pytest.approx(2.0)
@@ -136,7 +136,7 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
     ("sigma", "lives", "each"),
     [(0.01, 1, 8), *itertools.product([0.005, 0.014], [2, 4], [8]), (0.005, 5, 20), (0.014, 5, 20)],
 )
-def test_the_interval_holds_what_processes_that_do_the_same_differ_by(
+def test_the_interval_includes_the_spread_between_processes(
     sigma: float, lives: int, each: int, num_cells: int, noise: Draw
 ) -> None:
     found = [
@@ -171,12 +171,12 @@ def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int,
     assert 2 / np.var(variances) == pytest.approx(found[0].freedom, rel=0.5), "it is as sure of it as it says"
 
 
-def test_cells_that_go_on_in_their_processes_tell_nothing_of_others() -> None:
+def test_variants_without_restarts_give_no_spread_between_processes() -> None:
     assert in_processes(0, 4, 1, 0.02, quiet).own_spread == ProcessSpread(0.0, 0.0)
     assert between([]) == ProcessSpread(0.0, 0.0)
 
 
-def test_some_of_the_cells_may_begin_anew() -> None:
+def test_some_variants_may_restart() -> None:
     """One of three goes on in its process; what the others change by is told by the two that do not."""
     squares = freedom = 0.0
     for seed in range(300):
@@ -196,7 +196,7 @@ def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> N
     assert student(freedom) == pytest.approx(quantile, rel=0.01)
 
 
-def test_a_round_that_the_deadline_cut_loses_nothing_of_those_before() -> None:
+def test_a_round_cut_by_the_deadline_keeps_earlier_rounds() -> None:
     trials = in_processes(0, 3, 2, 0.02, quiet)
     whole = trials.own_spread
     trials.variants[0].blocks[16] = Block(10.0, process=2)
@@ -204,7 +204,7 @@ def test_a_round_that_the_deadline_cut_loses_nothing_of_those_before() -> None:
     assert trials.own_spread == whole
 
 
-def test_a_cell_that_has_hardly_played_is_left_out_and_the_others_tell() -> None:
+def test_a_variant_with_few_blocks_is_ignored() -> None:
     trials = in_processes(0, 4, 2, 0.02, quiet)
     three = ComparisonResult(trials.variants[:3], "interleaved").own_spread
     for number in range(10, 16):
@@ -213,7 +213,7 @@ def test_a_cell_that_has_hardly_played_is_left_out_and_the_others_tell() -> None
     assert trials.own_spread == three
 
 
-def test_a_block_of_no_time_poisons_nothing() -> None:
+def test_a_block_of_zero_time_is_harmless() -> None:
     trials = in_processes(0, 3, 2, 0.01, quiet)
     trials.variants[1].blocks[3] = Block(0.0, process=101)
 

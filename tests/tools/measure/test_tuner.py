@@ -156,9 +156,7 @@ def test_the_best_of_every_axis_is_found() -> None:
     st.lists(st.floats(0.5, 2.0), min_size=2, max_size=2),
     st.floats(0.5, 2.0),
 )
-def test_without_noise_what_is_found_is_the_best_to_within_what_matters(
-    of_a: list[float], of_b: list[float], of_c: float
-) -> None:
+def test_without_noise_the_best_is_found(of_a: list[float], of_b: list[float], of_c: float) -> None:
     named = {f"a_{n}": value for n, value in enumerate(of_a, 1)} | {f"b_{n}": value for n, value in enumerate(of_b, 1)}
     ms = speeds(**named, c_1=of_c)
 
@@ -169,7 +167,7 @@ def test_without_noise_what_is_found_is_the_best_to_within_what_matters(
     assert ms(found.overrides) <= BASE_MS
 
 
-def test_on_a_noisy_machine_nothing_slower_is_ever_found_and_what_helps_almost_always() -> None:
+def test_on_a_noisy_machine_no_slowdown_is_chosen_and_gains_are_usually_found() -> None:
     helps, none = speeds(a_3=0.75, b_1=1.05), speeds(a_1=1.02, a_2=1.01, b_1=1.1)
     found_it = 0
     for seed in range(8):
@@ -180,7 +178,7 @@ def test_on_a_noisy_machine_nothing_slower_is_ever_found_and_what_helps_almost_a
     assert found_it >= 7
 
 
-def test_what_helps_alone_and_harms_beside_the_best_is_not_taken() -> None:
+def test_a_setting_that_harms_beside_the_best_is_not_chosen() -> None:
     def ms(words: Overrides) -> float:
         alone = {"a=1": 0.7, "b=1": 0.8}
         both = {"a=1", "b=1"} <= set(words)
@@ -189,7 +187,7 @@ def test_what_helps_alone_and_harms_beside_the_best_is_not_taken() -> None:
     assert searched(FakeArena(ms), [axis("a", "1"), axis("b", "1")]).overrides == ("a=1",)
 
 
-def test_what_looked_better_only_while_it_was_chosen_is_not_in_the_profile() -> None:
+def test_a_setting_that_fails_the_proof_is_not_in_the_profile() -> None:
     arena = FakeArena(lambda _: BASE_MS)
     arena.ms = lambda words: BASE_MS * (0.5 if words and len(arena.calls) < 2 else 1.0)
 
@@ -201,7 +199,7 @@ def test_what_looked_better_only_while_it_was_chosen_is_not_in_the_profile() -> 
     assert "no clear change" in found.proof.outcome.reason
 
 
-def test_the_proof_is_made_of_rounds_of_its_own_against_the_settings_as_they_are() -> None:
+def test_the_proof_uses_separate_rounds_against_current_settings() -> None:
     arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
 
     searched(arena, THREE)
@@ -209,7 +207,7 @@ def test_the_proof_is_made_of_rounds_of_its_own_against_the_settings_as_they_are
     assert [(cell.name, cell.overrides) for cell in arena.calls[-1]] == [(AS_IT_IS, ()), ("a=4 b=2", ("a=4", "b=2"))]
 
 
-def test_the_best_of_an_axis_is_compared_once_more_with_the_best_that_is_known() -> None:
+def test_the_best_of_an_axis_is_compared_again_with_the_best_known() -> None:
     """Only what new rounds find, too, is adopted. A single candidate was chosen from nothing."""
     arena = FakeArena(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
 
@@ -219,7 +217,7 @@ def test_the_best_of_an_axis_is_compared_once_more_with_the_best_that_is_known()
     assert [cells[0].overrides for cells in arena.calls] == [(), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
 
 
-def test_what_fails_or_computes_something_else_is_dropped_with_its_reason() -> None:
+def test_failing_and_different_candidates_are_dropped_with_a_reason() -> None:
     arena = FakeArena(
         speeds(a_1=0.2, a_2=0.3, a_3=0.9), fails={"a=1": "CUDA out of memory", "c=1": "ended with 9"}, wrong=["a=2"]
     )
@@ -232,7 +230,7 @@ def test_what_fails_or_computes_something_else_is_dropped_with_its_reason() -> N
     assert "computes something else" in reasons["a=2"]
 
 
-def test_what_takes_longer_to_begin_than_it_saves_is_not_taken() -> None:
+def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
     """A compiled model of a short training."""
     arena = FakeArena(speeds(a_1=0.5), updates=100)
     measure = arena.compare
@@ -252,7 +250,7 @@ def test_what_takes_longer_to_begin_than_it_saves_is_not_taken() -> None:
 
 @pytest.mark.parametrize("opening_s", [0.1, 2.0, 10.0])
 @pytest.mark.parametrize("budget_s", [1.0, 20.0, 100.0, 600.0])
-def test_the_budget_is_kept_and_what_would_be_enough_is_said(budget_s: float, opening_s: float) -> None:
+def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, opening_s: float) -> None:
     many = [axis(name, *map(str, range(7))) for name in "abcdefgh"]
     arena = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
 
@@ -267,7 +265,7 @@ def test_the_budget_is_kept_and_what_would_be_enough_is_said(budget_s: float, op
         assert not [each for each in searched(enough, many, found.needs_s).tried if each.outcome.why_not == UNTRIED]
 
 
-def test_time_that_is_left_over_goes_to_what_was_not_tried() -> None:
+def test_spare_time_goes_to_untried_candidates() -> None:
     """What is kept for the proof is left where there is nothing to be proven, and is enough for the last axis."""
     many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
     arena = FakeArena(speeds(h_0=0.6))
@@ -281,7 +279,7 @@ def test_time_that_is_left_over_goes_to_what_was_not_tried() -> None:
     assert len({each.candidate.name for each in found.tried}) == len(found.tried) == 14
 
 
-def test_a_candidate_for_which_there_is_never_time_ends_the_search() -> None:
+def test_a_candidate_without_time_ends_the_search() -> None:
     arena = FakeArena(speeds(), fails={"a=1": f"{NO_TIME}: not ready after 9 s"})
 
     found = searched(arena, [axis("a", "1"), axis("b", "1")])
@@ -290,7 +288,7 @@ def test_a_candidate_for_which_there_is_never_time_ends_the_search() -> None:
     assert len(arena.calls) <= 4
 
 
-def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
+def test_the_leader_at_the_deadline_is_still_proven() -> None:
     """Proof is what decides, and not how often its rival was beaten."""
     arena = FakeArena(speeds(a_3=0.5))
     measure = arena.compare
@@ -306,7 +304,7 @@ def test_what_leads_when_the_time_is_over_is_proven_all_the_same() -> None:
     assert found.overrides == ("a=3",)
 
 
-def test_an_error_of_the_best_known_ends_nothing() -> None:
+def test_an_error_of_the_best_known_does_not_end_the_search() -> None:
     arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
     measure, killed = arena.compare, "its process was killed"
 
@@ -322,7 +320,7 @@ def test_an_error_of_the_best_known_ends_nothing() -> None:
     assert {each.candidate.name: each.outcome.why_not for each in found.tried}["b=1"].startswith(killed)
 
 
-def test_cells_that_may_fill_the_memory_are_never_alive_together() -> None:
+def test_variants_that_may_fill_memory_never_run_together() -> None:
     arena, together = FakeArena(speeds(a_1=0.5)), []
     measure = arena.compare
 
@@ -377,7 +375,7 @@ def test_no_candidate_changes_the_mathematics(gpu: Device | None) -> None:
     assert bool(offers["copies"].candidates) == (gpu is not None)
 
 
-def test_what_is_mathematics() -> None:
+def test_mathematics_of_a_setting() -> None:
     kept = (
         "global_batch_size", "optimizer", "optimizer.lr", "phase.train.optimizer.lr", "epochs", "updates", "seed",
         "task.size", "dataloader.drop_last", "dataloader.bad_samples", "max_grad_norm", "scheduler", "parallelism",
@@ -387,7 +385,7 @@ def test_what_is_mathematics() -> None:
     assert all(map(is_mechanics, ("precision", "compile.dynamic", "phase.train.micro_batch_size", "optimizer.kernel")))
 
 
-def test_what_this_machine_cannot_do_is_left_with_the_reason() -> None:
+def test_impossible_candidates_are_skipped_with_the_reason() -> None:
     on_t4, on_cpu = offered(place("task=gpt", gpu=T4)), offered(place("task=gpt"))
 
     assert "precision=fp32" in [each.name for each in on_t4["precision"].candidates]
@@ -398,7 +396,7 @@ def test_what_this_machine_cannot_do_is_left_with_the_reason() -> None:
     assert "no GPU" in on_cpu["copies"].left["copies"]
 
 
-def test_what_was_said_on_the_command_line_stays() -> None:
+def test_command_line_settings_are_kept() -> None:
     there = place("task=gpt", "precision=fp32", "dataloader.num_workers=0", "compile=off", gpu=A100)
 
     offers = offered(there)
@@ -417,7 +415,7 @@ def build(*, a: int = 1):
 """
 
 
-def test_what_a_task_sets_is_searched_and_the_profile_has_its_effect(
+def test_settings_of_a_task_are_searched_and_the_profile_applies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a phase with a size of its own: the sizes of the others stay."""
@@ -444,14 +442,14 @@ def test_what_a_task_sets_is_searched_and_the_profile_has_its_effect(
         assert found[key] == int(value)
 
 
-def test_a_pass_of_another_size_is_not_tried_where_norms_look_at_it() -> None:
+def test_micro_batches_are_not_changed_for_batch_norms() -> None:
     there = place("task=gpt")
     with_norms = replace(there, facts=replace(there.facts, probe={**there.facts.probe, "has_batch_norm": True}))
 
     assert "batch norms" in with_norms.offers("micro-batch")(()).left["micro-batch"]
 
 
-def test_passes_divide_an_update() -> None:
+def test_micro_batches_divide_an_update() -> None:
     there = place("task=gpt", "global_batch_size=24", gpu=A100)
 
     sizes = [int(each.name.partition("=")[2]) for each in there.offers("micro-batch")(()).candidates]
@@ -459,14 +457,14 @@ def test_passes_divide_an_update() -> None:
     assert set(sizes) == {12, 6, 3, 1}
 
 
-def test_samples_that_differ_when_read_again_are_not_kept() -> None:
+def test_samples_that_differ_when_reread_are_not_cached() -> None:
     there = place("task=gpt")
     for change in ({"same_when_read_again": False}, {"changes_with_epoch": True}, {"sample_bytes": 1e12}):
         other = replace(there, facts=replace(there.facts, probe={**there.facts.probe, **change}))
         assert not other.offers("kept samples")(()).candidates, change
 
 
-def test_who_reads_follows_from_what_was_found_before() -> None:
+def test_reader_candidates_follow_from_earlier_results() -> None:
     there = place("task=gpt")
 
     assert "samples are cached" in there.offers("readers")(("dataloader.cache=memory",)).left["readers"]
@@ -477,7 +475,7 @@ def test_who_reads_follows_from_what_was_found_before() -> None:
     assert [each.name for each in more] == ["dataloader.depth=4", "dataloader.depth=8"]
 
 
-def test_a_thread_without_a_cache_is_no_reader_beside_one_worker() -> None:
+def test_a_thread_without_a_cache_equals_one_worker() -> None:
     there = place("task=gpt")
     names = {each.name for each in there.offers("readers")(()).candidates}
     assert "dataloader.num_workers=1" in names
@@ -508,7 +506,7 @@ def tuned(proof: Tried | None) -> Tuned:
     return Tuned("gpt", "a processor", "train", 31.2, found)
 
 
-def test_a_profile_composes_and_holds_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     file, command = write_profile(profile_of(tuned(BOTH)), Request(("task=gpt", "seed=3")), "mine")
@@ -528,9 +526,7 @@ def test_a_profile_composes_and_holds_exactly_the_winner(tmp_path: Path, monkeyp
         assert words in text
 
 
-def test_where_the_proof_fails_the_profile_holds_nothing_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_failed_proof_the_profile_is_empty_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plain = compose(Request(("task=gpt",))).flat()
     for proof in (None, replace(BOTH, outcome=TrialOutcome(Ratio(1.1, 0.9, 1.3, 12)))):
@@ -542,7 +538,7 @@ def test_where_the_proof_fails_the_profile_holds_nothing_and_says_so(
         assert "profile is empty" in "\n".join(screen(tuned(proof)))
 
 
-def test_a_profile_that_was_in_use_goes_on_in_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_profile_in_use_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_profile(profile_of(tuned(BOTH)), Request(), "first")
     thread = tried(PROOF, "dataloader=thread backend.threads=1", 1.5)
@@ -554,7 +550,7 @@ def test_a_profile_that_was_in_use_goes_on_in_the_new_one(tmp_path: Path, monkey
     assert (found["precision"], found["dataloader"], found["backend.threads"]) == ("bf16", "thread", 1)
 
 
-def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_stays(
+def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -574,7 +570,7 @@ def test_where_no_setting_was_tried_no_profile_is_written_and_an_earlier_one_sta
     shown(out)
 
 
-def test_what_was_found_is_json_and_ascii() -> None:
+def test_results_are_json_and_ascii() -> None:
     found = json.loads(json.dumps(as_json(tuned(BOTH))))
 
     assert found["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
@@ -598,7 +594,7 @@ def test_what_was_found_is_json_and_ascii() -> None:
         ("profile=mine --config-dir /dev/null", "is not a folder"),
     ],
 )
-def test_slips_are_answered_before_anything_is_measured(
+def test_typos_get_suggestions_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, told: str
 ) -> None:
     def measured(*_: object) -> None:
@@ -621,7 +617,7 @@ def test_slips_are_answered_before_anything_is_measured(
         ("small_passes.py", ["micro-batch", "optimizer kernels"], [], "micro_batch_size="),
     ],
 )
-def test_what_is_planted_is_tuned_away_and_nothing_else_is_changed(
+def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
     task: str,
     axes: Sequence[str],
     words: Sequence[str],
@@ -658,7 +654,7 @@ def test_what_is_planted_is_tuned_away_and_nothing_else_is_changed(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_time_that_passes_between_two_looks_at_the_clock_takes_no_candidate_away() -> None:
+def test_time_between_two_clock_readings_removes_no_candidate() -> None:
     """An axis of one candidate has just the time that this needs."""
     arena = FakeArena(speeds(a_1=0.5), opening_s=2.0)
     looks = count()
@@ -674,7 +670,7 @@ def test_time_that_passes_between_two_looks_at_the_clock_takes_no_candidate_away
 # ---------------------------------------------------------------- what it takes to begin
 
 
-def test_the_first_evaluation_is_looked_at_in_every_trial() -> None:
+def test_every_trial_includes_the_first_evaluation() -> None:
     arena, seen = FakeArena(speeds(a_1=0.5)), list[CompareLimits]()
 
     def measure(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
@@ -688,7 +684,7 @@ def test_the_first_evaluation_is_looked_at_in_every_trial() -> None:
     assert all(limits.first_evaluation for limits in seen)
 
 
-def test_a_model_that_is_compiled_again_for_evaluations_begins_later_by_that() -> None:
+def test_recompilation_for_evaluation_counts_as_start_time() -> None:
     settings_ = ("updates=100", "global_batch_size=24", "device=cpu", "backend.threads=1")
     limits = CompareLimits(budget_s=60, rounds=(1, 1), block_s=0.02, first_evaluation=True)
     with Comparison(Request(settings_, Path(__file__).parent / "task_of_sizes.py")) as arena:
@@ -701,7 +697,7 @@ def test_a_model_that_is_compiled_again_for_evaluations_begins_later_by_that() -
     assert compiled.opening_s > compiled.startup.start_s + compiled.startup.evaluation_s
 
 
-def test_every_size_of_a_batch_that_is_evaluated_is_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_evaluated_batch_size_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 samples in batches of 24: the last one has 16. What is new takes 50 ms."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the cell sets it
     words = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]

@@ -39,7 +39,7 @@ def test_the_distance_of_sketches_is_that_of_the_weights(scale: float) -> None:
     assert relative_distance(sketch(one).tolist(), sketch(other).tolist()) == pytest.approx(true, rel=0.15)
 
 
-def test_equal_values_do_not_cancel_and_the_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_values_do_not_cancel_and_chunking_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = [torch.ones(50_000), torch.ones(1000, 3)]
     found = sketch(ones)
     monkeypatch.setattr(module, "CHUNK", 4 * NUM_SUMS)
@@ -48,13 +48,13 @@ def test_equal_values_do_not_cancel_and_the_chunks_do_not_show(monkeypatch: pyte
     assert torch.equal(sketch(ones), found)
 
 
-def test_how_the_weights_lie_in_memory_does_not_show() -> None:
+def test_memory_layout_has_no_effect() -> None:
     images = [torch.randn(8, 3, 4, 4)]
 
     assert torch.equal(sketch(images), sketch([images[0].to(memory_format=torch.channels_last)]))
 
 
-def test_what_has_not_moved_or_is_no_number_is_infinitely_far() -> None:
+def test_unchanged_or_nan_weights_have_infinite_distance() -> None:
     assert relative_distance([0.0, 0.0], [1.0, 0.0]) == math.inf
     assert relative_distance([1.0, 0.0], [math.nan, 0.0]) == math.inf
     assert relative_distance([3.0, 4.0], [3.0, 4.0]) == 0.0

@@ -128,7 +128,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
     return report(folder, "full")
 
 
-def test_settings_have_the_names_by_which_they_are_typed_and_rates_no_exponent() -> None:
+def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
     tree = {"updates": 3, "precision": {"option": "bf16", "keep_fp32": []}}
     assert dict(flat(tree)) == {"updates": 3, "precision": "bf16", "precision.keep_fp32": []}
     assert [rate(36_450.4), rate(3.14159)] == ["36,450", "3.14"]
@@ -142,9 +142,7 @@ def test_settings_have_the_names_by_which_they_are_typed_and_rates_no_exponent()
         (50.0, "no gradient norm is close to max_grad_norm=50: nothing was clipped"),
     ],
 )
-def test_the_limit_of_gradients_is_drawn_in_sight_or_said_to_be_out_of_it(
-    limit: float, note: str, tmp_path: Path
-) -> None:
+def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: float, note: str, tmp_path: Path) -> None:
     told = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
     make_run(tmp_path, "mine", metrics__jsonl=told, config__yaml=f"max_grad_norm: {limit}\n")
     drawn = gradient_norm(read_story(RunDirectory.find(tmp_path, "mine")))
@@ -158,7 +156,7 @@ def test_the_limit_of_gradients_is_drawn_in_sight_or_said_to_be_out_of_it(
         assert limit < axes.get_ylim()[1]
 
 
-def test_a_page_shows_all_that_a_run_has_left(full: Page, screen: Callable[..., None]) -> None:
+def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..., None]) -> None:
     page = full
     told = labelled(page)
     assert told.keys() == CHARTS
@@ -178,7 +176,7 @@ def test_a_page_shows_all_that_a_run_has_left(full: Page, screen: Callable[..., 
     assert "plots/maps.png" in str(picture["alt"])
 
 
-def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
+def test_missing_parts_are_listed_with_the_reason(tmp_path: Path) -> None:
     make_run(tmp_path, "bare", run__json={"state": "failed", "exit_code": 70, "task": "gpt"})
     (tmp_path / "bare" / "error.json").write_text(
         json.dumps({"cause": "it raised", "where": "mine.py:3", "exit_code": 70})
@@ -196,7 +194,7 @@ def test_what_is_not_there_is_named_with_the_reason(tmp_path: Path) -> None:
         assert f"sh {tmp_path / 'bare' / 'command.sh'} run={name}\n" in f"{page.words}\n".replace("\n\n", "\n")
 
 
-def test_a_metric_that_the_last_evaluation_did_not_measure_has_no_earlier_value(tmp_path: Path) -> None:
+def test_a_metric_missing_from_the_last_evaluation_is_not_an_earlier_one(tmp_path: Path) -> None:
     last = {"val/loss": 2.1, "val/accuracy": None, "val/rare": None}
     for name in ("one", "other"):
         make_run(tmp_path, name, run__json=record(name, metrics=last), metrics__jsonl=list(rows(20)))
@@ -205,7 +203,7 @@ def test_a_metric_that_the_last_evaluation_did_not_measure_has_no_earlier_value(
             assert f"{metric}{NOT_MEASURED}" in page.words.replace(f"{metric}\n", metric)
 
 
-def test_a_run_that_goes_on_and_damaged_lines_are_told(tmp_path: Path) -> None:
+def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     path = make_run(
         tmp_path, "mine", run__json=record("mine", state="running", host="elsewhere", evidence=None, metrics=None)
     )
@@ -234,7 +232,7 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
+def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
     evil = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m$\\frac{\udc80\x00&amp;\ufffe'\""
     token = "hf_" + "a1B2" * 10
     strange = plan("ddp") | {"device_name": evil, "reasons": {"optimizer.lr": token}}
@@ -257,7 +255,7 @@ def test_what_strangers_wrote_is_neither_markup_nor_a_secret(tmp_path: Path) -> 
     assert "\x00" not in page.text
 
 
-def test_nonsense_in_every_file_is_no_fault_of_the_page(tmp_path: Path) -> None:
+def test_invalid_files_do_not_break_the_page(tmp_path: Path) -> None:
     wrong: Any = {"phases": 3, "evidence": {"seconds": "x", "parts_s": {"forward": "y"}, "ranks_s": 7}, "metrics": [1], "baselines": 4, "started": 5,
                   "command": ["a"], "overrides": 3, "task": {"x": 1}, "state": []}  # fmt: skip
     odd = {"choices": {"parallelism": {"function": "pipeline", "options": {"schedule": "x"}}}, "batch": {"shares": "x", "micro_batch_size": 0},
@@ -277,7 +275,7 @@ def test_nonsense_in_every_file_is_no_fault_of_the_page(tmp_path: Path) -> None:
 math_nan = float("nan")
 
 
-def test_figures_that_no_run_writes_cost_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_figures_break_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {
             "update": at,
@@ -388,7 +386,7 @@ def test_watching_a_finished_run_writes_its_page_once_and_returns(
     assert main(["report", "full", "--watch", "every_s=0", f"output_root={tmp_path}"]) == 78
 
 
-def test_whatever_is_long_has_room_and_the_first_chart_stays(tmp_path: Path) -> None:
+def test_long_contents_are_shortened_and_the_first_chart_is_kept(tmp_path: Path) -> None:
     long = "&" * 120_000
     for name in ("one", "two"):
         error = {"cause": long, "where": long, "fix": long, "exit_code": 70}
@@ -401,7 +399,7 @@ def test_whatever_is_long_has_room_and_the_first_chart_stays(tmp_path: Path) -> 
     assert "chart0" in labelled(report(tmp_path, "one", "two"))
 
 
-def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
+def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine"))
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "diary.txt").write_text("dear diary")
@@ -412,7 +410,7 @@ def test_nothing_is_read_through_a_link_out_of_the_run(tmp_path: Path) -> None:
     assert re.search(r"gpu\.csv\b.* regular", page.words)
 
 
-def test_many_runs_have_a_row_each_and_their_lines_are_named_once(tmp_path: Path) -> None:
+def test_many_runs_have_a_row_each_and_one_legend(tmp_path: Path) -> None:
     names = [f"gpt-20260131-14253{number}-ab12cd" for number in range(7)]
     for number, name in enumerate(names):
         make_run(tmp_path, name, run__json=record(name), metrics__jsonl=list(rows(3)), config__yaml=f"seed: {number}\n")
@@ -438,7 +436,7 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
     assert "seed" not in differ
 
 
-def test_the_page_lies_in_the_run_and_is_written_over_nothing_else(
+def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine", phases={"train": {"seconds": 100.0}}))
@@ -542,7 +540,7 @@ def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]],
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_a_browser_shows_it_in_both_lights_and_widths_and_asks_nobody(
+def test_a_browser_shows_it_light_and_dark_narrow_and_wide_without_requests(
     full: Page, asked: tuple[str, list[str]], tmp_path: Path, dark: bool
 ) -> None:
     from PIL import Image

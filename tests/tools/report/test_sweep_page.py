@@ -70,7 +70,7 @@ def test_a_page_about_500_trials_is_small(tmp_path: Path, monkeypatch: pytest.Mo
     assert "trials0" in text
 
 
-def test_nonsense_in_the_files_of_a_sweep_is_no_fault_of_the_page(folder: Path) -> None:
+def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     (folder / "lr-3" / "run.json").write_text(
         '{"state": 3, "metrics": [], "phases": {"train": {"seconds": "x"}}, "exit_code": "a"}'
     )

@@ -57,7 +57,7 @@ def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp
 
 
 @pytest.mark.usefixtures("few_rounds")
-def test_with_batch_norms_no_size_is_recommended(tmp_path: Path) -> None:
+def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
     """Their statistics are those of a pass: another size computes something else, however fast."""
     found = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
 
@@ -84,7 +84,7 @@ def test_sizes_are_whole_numbers_above_0(tmp_path: Path, key: str, text: str) ->
         report(tmp_path, **{key: text})
 
 
-def test_a_word_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plots: is not an argument of this suite"):
         benchmark(["suite=batch", "plots", f"folder={tmp_path}"])
 
@@ -92,11 +92,11 @@ def test_a_word_that_it_does_not_know_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "sizes"), [(16, [16, 8, 4, 2, 1]), (12, [12, 6, 3]), (512, [512, 256, 128, 64, 32, 16])]
 )
-def test_what_is_tried_when_nobody_says_keeps_every_pass_of_an_update_alike(samples: int, sizes: list[int]) -> None:
+def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) -> None:
     assert list(halves(samples)) == sizes
 
 
-def test_a_budget_in_which_nothing_can_begin_is_a_wrong_setting(server: ForkServer, tmp_path: Path) -> None:
+def test_a_budget_in_which_nothing_can_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """In real time; where the baseline starts within the budget after all, the table says that nothing else had."""
     ended = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
     assert ended.code in (0, 78), ended.err

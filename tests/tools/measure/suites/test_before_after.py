@@ -40,7 +40,7 @@ def profile(folder: Path, *settings: str) -> Path:
 
 
 @pytest.mark.usefixtures("few_rounds")
-def test_settings_that_are_faster_than_plain_ones_are_said_to_be(tmp_path: Path) -> None:
+def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     """Reading 16 samples sleeps for 16 ms; what is kept in memory is not read again. 256 samples are 16 updates."""
     words = ("task.read_ms=1", "task.pass_ms=2", "task.most=32", "+hardware=mine")
     wanted = asked("before_after", tmp_path, TASK, *SETTINGS, *words, biggest="64")
@@ -89,7 +89,7 @@ def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Pat
         (Biggest(None, "an error"), Biggest(64, "", True), "not measured"),
     ],
 )
-def test_a_batch_that_nobody_has_tried_to_double_is_not_the_biggest(before: Biggest, after: Biggest, sure: str) -> None:
+def test_the_largest_batch_was_tried_to_be_exceeded(before: Biggest, after: Biggest, sure: str) -> None:
     row = largest_row(before, after)
 
     assert row[:3] == ("biggest batch, samples", before.size, after.size)
@@ -101,7 +101,7 @@ def before(request: Request) -> Configuration:
     return compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, plain(compose(request)))))
 
 
-def test_plain_keeps_what_is_mathematics_of_the_loader(tmp_path: Path) -> None:
+def test_plain_settings_keep_the_mathematics_of_the_loader(tmp_path: Path) -> None:
     lines = ("defaults:", "  - override /dataloader: thread", "dataloader:", "  drop_last: true")
 
     configuration = before(Request(("+hardware=mine", *SETTINGS), TASK, profile(tmp_path, *lines)))
@@ -125,7 +125,7 @@ KEYS = (
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("typed", [*OPTIONS, *KEYS])
-def test_what_is_set_on_the_command_line_holds_before_and_after(typed: str) -> None:
+def test_command_line_settings_apply_before_and_after(typed: str) -> None:
     request = Request(("device=cpu", *typed.replace("+", "").split()), TASK)
 
     after, found = compose(request).flat(), before(request).flat()
@@ -135,21 +135,21 @@ def test_what_is_set_on_the_command_line_holds_before_and_after(typed: str) -> N
         assert found[key] == after[key], key
 
 
-def test_what_is_not_set_is_plain_before() -> None:
+def test_other_settings_are_plain_before() -> None:
     found = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
 
     expected = {"precision": "fp32", "compile": "off", "attention": "math", "dataloader.num_workers": 0}
     assert {key: found[key] for key in expected} == expected
 
 
-def test_an_optimizer_without_kernels_has_none_to_be_plain() -> None:
+def test_an_optimizer_without_kernels_is_unchanged() -> None:
     configuration = compose(Request(("optimizer=adamw8bit", *SETTINGS), TASK))
     has_kernel = "kernel" in configuration.choices["optimizer"].options
 
     assert ("optimizer.kernel=for-loop" in plain(configuration)) == has_kernel
 
 
-def test_how_busy_a_gpu_is_is_read_while_it_computes() -> None:
+def test_gpu_utilization_is_sampled_during_computation() -> None:
     answers = iter([75.0, None, 50.0])
 
     class Driver:
@@ -163,6 +163,6 @@ def test_how_busy_a_gpu_is_is_read_while_it_computes() -> None:
 
 
 @pytest.mark.parametrize(("key", "text"), [("biggest", "-1"), ("biggest", "1e3")])
-def test_numbers_that_are_none_are_refused(tmp_path: Path, key: str, text: str) -> None:
+def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*whole numbers"):
         report(tmp_path, **{key: text})

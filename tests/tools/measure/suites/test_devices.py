@@ -36,7 +36,7 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
         ([None, None, None, FASTER], "too few sizes were measured"),
     ],
 )
-def test_the_faster_device_is_named_by_the_sizes_that_were_measured(ratios: list[Ratio | None], told: str) -> None:
+def test_the_faster_device_is_reported_by_measured_sizes(ratios: list[Ratio | None], told: str) -> None:
     """Nothing is extrapolated: only clear ratios of measured sizes count."""
     assert crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == told
 
@@ -94,13 +94,13 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
         (f"cpu:1,cpu:{'9' * 5000}", "is not a device of this machine"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_missing_device_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
 
 
 @pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("sides", "1.5"), ("by", "color")])
-def test_numbers_that_are_none_are_refused(tmp_path: Path, key: str, text: str) -> None:
+def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         run(asked("devices", tmp_path, None, **{key: text}))
 

@@ -79,20 +79,20 @@ def columns_of(folder: Path) -> dict[str, list[float]]:
 # ---------------------------------------------------------------- what is measured
 
 
-def test_what_does_nothing_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
+def test_a_technique_without_effect_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
     assert rows["nothing"]["verdict"] == "no clear change"
 
 
-def test_what_sleeps_a_tenth_longer_is_slower(rows: dict[str, dict[str, object]]) -> None:
+def test_a_technique_that_costs_a_tenth_more_is_slower(rows: dict[str, dict[str, object]]) -> None:
     assert rows["slow"]["verdict"] == "worse"
 
 
-def test_what_is_faster_is_found(rows: dict[str, dict[str, object]]) -> None:
+def test_a_faster_technique_is_found(rows: dict[str, dict[str, object]]) -> None:
     assert rows["quick"]["verdict"] == "better"
     assert not rows["quick"]["is_wrong"]
 
 
-def test_what_changes_gradients_is_flagged_and_is_in_no_combination(rows: dict[str, dict[str, object]]) -> None:
+def test_a_technique_that_changes_gradients_is_flagged_and_not_combined(rows: dict[str, dict[str, object]]) -> None:
     assert rows["quick_and_wrong"]["verdict"] == "better, but wrong"
     for row in rows.values():
         assert row["mode"] == "isolated" or "quick_and_wrong" not in row["members"]  # type: ignore[operator]
@@ -106,7 +106,7 @@ def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
     assert raised.value.problems == (Problem("needs a value", word, f"use {fix}"),)
 
 
-def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[SuiteReport, Path]) -> None:
+def test_unmeasurable_techniques_are_listed_with_the_reason(measured: tuple[SuiteReport, Path]) -> None:
     skipped = measured[0].skipped
 
     assert skipped["impossible"].startswith("nonsense=1: unknown key")
@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_listed_with_the_reason(measured: tuple[Suite
     assert all(reason in "\n".join(screen(measured[0])) for reason in skipped.values())
 
 
-def test_of_those_that_exclude_each_other_the_fastest_is_combined(
+def test_the_fastest_of_exclusive_techniques_is_combined(
     measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
     """Both set task.sleep_ms."""
@@ -123,7 +123,7 @@ def test_of_those_that_exclude_each_other_the_fastest_is_combined(
     assert not any(name.endswith(" slow") for name in rows)
 
 
-def test_each_is_put_on_top_of_those_before(
+def test_techniques_are_stacked_in_order(
     measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
     assert rows["up to nothing"]["members"] == ["nothing"]
@@ -134,7 +134,7 @@ def test_each_is_put_on_top_of_those_before(
     assert "quick" in measured[0].headline
 
 
-def test_start_and_compilation_are_told_apart_and_memory_and_kernels_are_told(
+def test_start_compilation_memory_and_kernels_are_reported(
     rows: dict[str, dict[str, object]],
 ) -> None:
     for name in (BASELINE, "quick"):
@@ -150,7 +150,7 @@ def test_start_and_compilation_are_told_apart_and_memory_and_kernels_are_told(
 # ---------------------------------------------------------------- what is kept
 
 
-def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
+def test_the_table_has_a_column_per_variant_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     columns = columns_of(folder)
 
@@ -159,7 +159,7 @@ def test_the_table_has_a_column_per_cell_and_a_row_per_step(measured: tuple[Suit
     assert statistics.median(columns["quick"]) < statistics.median(columns[BASELINE])
 
 
-def test_what_is_kept_of_a_column_is_what_was_said_of_it(measured: tuple[SuiteReport, Path]) -> None:
+def test_stored_columns_equal_reported_ones(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     rows = Results(folder).rows()
 
@@ -194,7 +194,7 @@ def place_on(device: str, comparison: object = None) -> MeasuringPlace:
     return SimpleNamespace(notes=[], plan=SimpleNamespace(device=device), comparison=comparison)  # type: ignore[return-value]
 
 
-def test_float16_begins_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
+def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
     """Its updates take ten times as long there, and its start the time of others."""
     asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
     begun: list[str] = []
@@ -215,7 +215,7 @@ def test_float16_begins_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Pa
     assert begun == [BASELINE, "nothing", "fused", "fp16", BASELINE, "fp16", "nothing", "fused"]
 
 
-def test_what_is_stopped_leaves_what_it_has_measured(
+def test_an_interrupted_benchmark_keeps_its_measurements(
     tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a signal while blocks are made; the signal then means again what it meant."""
@@ -242,7 +242,7 @@ def test_what_is_stopped_leaves_what_it_has_measured(
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
-def test_what_gains_nothing_and_takes_long_to_begin_is_put_on_top_of_nothing(tmp_path: Path, config_dir: Path) -> None:
+def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, config_dir: Path) -> None:
     asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
     climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), place_on("cpu"), lambda _: None)
     better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
@@ -291,7 +291,7 @@ def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_col
         (("nothing",), {"techniques": "[slow]"}, "which also name techniques"),
     ],
 )
-def test_what_cannot_be_meant_is_a_clear_error(
+def test_contradictory_arguments_are_a_clear_error(
     tmp_path: Path, config_dir: Path, words: tuple[str, ...], options: dict[str, str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -299,7 +299,7 @@ def test_what_cannot_be_meant_is_a_clear_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_table_is_said_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
+def test_a_damaged_table_is_reported_before_anything_is_measured(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     results.put({"nothing": LadderRow(updates_ms=(1.0,))})
     results.json.write_text('{"techniques": {')
@@ -310,7 +310,7 @@ def test_a_damaged_table_is_said_before_anything_is_measured(tmp_path: Path, con
     assert results.json.read_text() == '{"techniques": {'
 
 
-def test_columns_of_another_task_are_not_put_beside_each_other(tmp_path: Path, config_dir: Path) -> None:
+def test_columns_of_different_tasks_are_not_mixed(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     results.put({"nothing": LadderRow(updates_ms=(1.0,), task="another")})
 
@@ -318,7 +318,7 @@ def test_columns_of_another_task_are_not_put_beside_each_other(tmp_path: Path, c
         run(wanted_in(tmp_path, config_dir, "nothing"))
 
 
-def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path) -> None:
+def test_the_table_is_created_emptied_and_removed(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
 
     run(wanted_in(tmp_path, config_dir, "init"))
@@ -331,7 +331,7 @@ def test_the_table_is_begun_emptied_and_removed(tmp_path: Path, config_dir: Path
         results.rows()
 
 
-def test_results_are_drawn_where_there_are_some(
+def test_results_are_plotted_if_there_are_any(
     measured: tuple[SuiteReport, Path], tmp_path: Path, config_dir: Path
 ) -> None:
     drawn = run(wanted_in(measured[1], config_dir, "plots")).files
@@ -376,7 +376,7 @@ def test_techniques_that_need_a_gpu_are_skipped_on_a_cpu() -> None:
     assert not any(each.why_not(configuration, "cuda:0") for each in known.values())
 
 
-def test_a_file_of_mine_stands_in_the_place_of_ours(tmp_path: Path) -> None:
+def test_a_users_technique_replaces_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / "bf16.yaml").write_text("overrides: [precision=bf16, compile=regional]")
 
@@ -387,7 +387,7 @@ def test_a_file_of_mine_stands_in_the_place_of_ours(tmp_path: Path) -> None:
     "text",
     ["precision=bf16", "overrides: precision=bf16", "overrides: [bf16]", "override: []", "overrides: []\nneeds: x"],
 )
-def test_a_file_that_is_no_technique_is_a_clear_error(tmp_path: Path, text: str) -> None:
+def test_an_invalid_technique_file_is_a_clear_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / "mine.yaml").write_text(text)
 
@@ -396,7 +396,7 @@ def test_a_file_that_is_no_technique_is_a_clear_error(tmp_path: Path, text: str)
 
 
 @pytest.mark.parametrize("name", ["step", "all", "plots"])
-def test_a_name_that_means_something_else_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / f"{name}.yaml").write_text("overrides: [precision=bf16]")
 
@@ -404,11 +404,11 @@ def test_a_name_that_means_something_else_is_refused(tmp_path: Path, name: str) 
         techniques(tmp_path)
 
 
-def test_every_word_of_the_ladder_is_taken() -> None:
+def test_every_argument_of_the_ladder_is_accepted() -> None:
     assert {*ladder.ACTIONS, "all"} <= set(TAKEN)
 
 
-def test_another_optimizer_keeps_the_mathematics_of_the_one_before() -> None:
+def test_another_optimizer_keeps_the_mathematics() -> None:
     """Nobody compares a learning rate with another one by mistake."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
     configuration = compose(Request(given))
@@ -454,7 +454,7 @@ def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, g
     assert {"optimizer=adamw,", "optimizer=sgd"} <= set(known["8bit"].why_not(other, "cpu").split())
 
 
-def test_a_later_technique_takes_the_place_of_what_an_earlier_one_has_set() -> None:
+def test_a_later_technique_overrides_an_earlier_one() -> None:
     base, configuration = Technique(BASELINE, ("precision=fp32", "compile=off")), compose(Request())
     members = [
         Technique("bf16", ("precision=bf16",)),
@@ -482,7 +482,7 @@ def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]
     assert ladder.evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
 
 
-def test_techniques_that_had_no_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:
+def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:
     """That they were not tried is no error: a larger budget tries them."""
     (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")
     wanted = replace(wanted_in(tmp_path, config_dir, "late", steps="4", rounds="3"), budget_s=12.0)

@@ -23,7 +23,7 @@ def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
 
 
 @pytest.mark.usefixtures("few_rounds")
-def test_where_reading_takes_long_the_loader_that_does_not_read_again_is_first(tmp_path: Path) -> None:
+def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
     """A sample sleeps for 3 ms when it is read, an update 6 ms: 24 of 30 ms wait for data."""
     found = report(
         tmp_path,
@@ -62,7 +62,7 @@ def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("few_rounds")
-def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> None:
+def test_without_a_comparison_nothing_is_recommended(tmp_path: Path) -> None:
     found = report(tmp_path, workers="0", prefetch="2", cache="none")
 
     assert [len(table.rows) for table in found.tables] == [1]
@@ -70,7 +70,7 @@ def test_where_nothing_was_compared_nothing_is_called_good(tmp_path: Path) -> No
     assert found.data["recommended"] == []
 
 
-def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path) -> None:
+def test_a_too_short_budget_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
     short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
     place = SimpleNamespace(comparison=SimpleNamespace(compare=lambda *_: short))
 
@@ -80,13 +80,13 @@ def test_a_budget_that_was_too_short_is_said_with_one_that_is_not(tmp_path: Path
     assert "budget_s=70" in note
 
 
-def test_workers_cannot_read_what_lies_on_the_device() -> None:
+def test_workers_cannot_read_a_cache_on_the_device() -> None:
     assert len(list(why_not(LoaderVariant(2, 2, pin=False, cache="device"), has_gpu=True))) == 1
     assert list(why_not(LoaderVariant(0, 0, pin=False, cache="device"), has_gpu=True)) == []
     assert list(why_not(LoaderVariant(2, 2, pin=True, cache="memory"), has_gpu=True)) == []
 
 
-def test_what_reads_nothing_ahead_is_measured_once(tmp_path: Path) -> None:
+def test_loaders_without_prefetch_are_measured_once(tmp_path: Path) -> None:
     assert str(LoaderVariant(0, 0, pin=False, cache="none")) == "0 workers, cache none"
     assert LoaderVariant("thread", 4, pin=True, cache="none").overrides == (
         "dataloader=thread", "dataloader.depth=4", "dataloader.pin_memory=true", "dataloader.cache=none",
@@ -105,6 +105,6 @@ def test_what_reads_nothing_ahead_is_measured_once(tmp_path: Path) -> None:
         ("cache", "disk"),
     ],
 )
-def test_values_that_no_loader_has_are_refused(tmp_path: Path, key: str, text: str) -> None:
+def test_invalid_loader_values_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         report(tmp_path, **{key: text})

@@ -44,21 +44,21 @@ def taking(*seconds: float) -> Callable[[], float]:
 
 
 @pytest.mark.parametrize(("words", "meant"), [("round=3", "rounds"), ("suite=machine disk_mb=3", "disk_mib")])
-def test_a_slip_may_have_meant_a_key_of_the_suite(words: str, meant: str) -> None:
+def test_a_typo_may_refer_to_a_key_of_the_suite(words: str, meant: str) -> None:
     with pytest.raises(ConfigError) as raised:
         benchmark.run(words.split())
     (problem,) = raised.value.problems
     assert problem.fix == f"did you mean {meant}?"
 
 
-def test_a_rate_is_what_was_done_over_the_seconds_it_took() -> None:
+def test_a_rate_is_work_over_time() -> None:
     rates, failed = in_turns([turn(taking(0.5), amount=2.0 * 1024**3)], rounds=5, seconds=60)
 
     assert failed == {}
     assert rates[0].per_s == (4.0 * 1024**3,) * 5
 
 
-def test_the_median_and_half_of_the_rounds_are_told() -> None:
+def test_median_and_quartiles_are_reported() -> None:
     rates, _ = in_turns([turn(taking(1.0, 0.5, 0.25, 0.2, 0.1))], rounds=5, seconds=60)
 
     assert rates[0].median == 4.0
@@ -73,7 +73,7 @@ def test_the_fastest_size_counts() -> None:
     assert (rate.size, rate.median) == (512, 8.0)
 
 
-def test_cells_take_turns_in_an_order_drawn_anew() -> None:
+def test_variants_are_interleaved_in_random_order() -> None:
     played: list[str] = []
 
     def once(name: str) -> float:
@@ -88,7 +88,7 @@ def test_cells_take_turns_in_an_order_drawn_anew() -> None:
     assert len(set(rounds)) > 1
 
 
-def test_what_fails_is_out_with_its_reason_and_ends_nothing_else() -> None:
+def test_a_failing_part_is_skipped_with_its_reason() -> None:
     what = "\"addmm_impl_cpu_\" not implemented for 'Half'"
 
     def fails() -> float:
@@ -100,7 +100,7 @@ def test_what_fails_is_out_with_its_reason_and_ends_nothing_else() -> None:
     assert [rate.name for rate in rates] == ["fp32"]
 
 
-def test_a_size_that_fails_does_not_take_the_others_with_it() -> None:
+def test_a_failing_size_does_not_affect_others() -> None:
     def no_memory() -> float:
         raise torch.OutOfMemoryError("no memory is left")
 
@@ -194,7 +194,7 @@ def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp
     assert machine_rates.cache_bytes(torch.device("cpu"), tmp_path / "none") == 0
 
 
-def test_a_file_that_would_fill_the_disk_is_not_written(asked: MachineRequest, tmp_path: Path) -> None:
+def test_no_file_that_would_fill_the_disk_is_written(asked: MachineRequest, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
 
     found = machine_rates.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
@@ -235,7 +235,7 @@ def rate_of(part: str, name: str) -> Rate:
     return Rate(part, "cuda:0", name, 1, (1.0,))
 
 
-def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks: DataSheetPeaks) -> None:
+def test_a_peak_comes_from_the_profile_of_this_device_with_its_source(peaks: DataSheetPeaks) -> None:
     facts = facts_of_profiles()["h100"]["devices"][0]
 
     peak, source = peaks.of(H100, rate_of("matmul", "bf16"))
@@ -254,7 +254,7 @@ def test_a_peak_is_that_of_the_profile_of_this_very_device_with_its_source(peaks
         (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile is of"),
     ],
 )
-def test_a_peak_that_nobody_published_is_not_guessed(
+def test_an_unpublished_peak_is_not_guessed(
     peaks: DataSheetPeaks, device: Device, part: str, name: str, why: str
 ) -> None:
     peak, source = peaks.of(device, rate_of(part, name))
@@ -280,7 +280,7 @@ def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
         ((), {"disk_mib": "much"}, "use disk_mib=64"),
     ],
 )
-def test_slips_are_said_before_anything_is_measured(
+def test_typos_are_reported_before_anything_is_measured(
     tmp_path: Path, words: tuple[str, ...], options: dict[str, str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):

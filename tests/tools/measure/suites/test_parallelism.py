@@ -50,7 +50,7 @@ def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, mon
     assert set(json.loads(found.files[0].read_text())["ratios"]) == {"equal", "shares", "shares, one slow"}
 
 
-def test_layers_on_two_ranks_have_passes_enough_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one pass for each update a stage would wait for the other all the time."""
     monkeypatch.setattr(suite, "ROUNDS", (3, 3))
 
@@ -86,6 +86,6 @@ def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pyt
         ("forms", "fsdp2", "must be some of single"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(tmp_path: Path, key: str, text: str, words: str) -> None:
+def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*{words}"):
         run(asked("parallelism", tmp_path, TASK, **{key: text}))
