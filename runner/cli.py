@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     report  called with an error instead of printing it
     """
     report = report or print_problems
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # Imported objects live forever: garbage collection takes a quarter of the 2.5 s that importing torch needs.
         # Long-running code enables it again (engine/hooks/first_update.py, engine/infer.py).
         gc.disable()
         open_closed_streams()
-    trains = bool(words) and words[0] in TRAINING
+    trains = bool(given) and given[0] in TRAINING
     ended: list[int] = []
     with _exit_on_signals(ended, for_good=argv is None), nonblocking_streams() if trains else nullcontext():
         try:
-            code = _dispatch(words)
+            code = _dispatch(given)
         except AccelRunError as error:
             report(error)
             code = int(error.exit_code)
@@ -92,61 +92,61 @@ Run accel-run COMMAND --help for details. Exit codes: 0 done, 75 saved and stopp
 """
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words:
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
         print(for_terminal(overview(), sys.stderr), end="", file=sys.stderr)
         return int(Exit.USAGE)
-    first = words[0]
+    first = argv[0]
     if first in ("--help", "-h", "help"):
-        if len(words) == 2 and words[1] in COMMANDS:
-            return _dispatch([words[1], "--help"])
+        if len(argv) == 2 and argv[1] in COMMANDS:
+            return _dispatch([argv[1], "--help"])
         print(help_page(overview()), end="")
         return int(Exit.DONE)
     if first in ("--version", "-V"):
         print(f"accel-run {__version__}")
         return int(Exit.DONE)
     if first not in COMMANDS:
-        refuse_secrets(words)
-        raise _unknown(words)
+        refuse_secrets(argv)
+        raise _unknown(argv)
     if first != "complete":  # which never prints its arguments
-        refuse_secrets(words[1:], partial(_options, words))
+        refuse_secrets(argv[1:], partial(_options, argv))
     if first != "new":  # which writes a source file of the user
         os.umask(0o077)  # set here once: libraries that write to the run directory set no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
-    ours = words[1 : words.index("--")] if "--" in words else words[1:]  # after --: another command line
+    ours = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
     if {"--help", "-h"} & set(ours):
         print(help_page(module.HELP), end="")
         return int(Exit.DONE)
     run: Callable[[list[str]], int] = module.run
-    return run(words[1:])
+    return run(argv[1:])
 
 
-def _options(words: Sequence[str]) -> Collection[str]:
+def _options(argv: Sequence[str]) -> Collection[str]:
     """Return all option names, including those of the given task file and config folder."""
     from runner.config.options import names_of_options
 
     given: dict[str, Path] = {}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        flag, has_value, value = word.partition("=")
+    for arg, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, has_value, value = arg.partition("=")
         if flag in ("--task", "--config-dir"):
             with suppress(RuntimeError):  # ~ of an unknown user
                 given[flag] = Path(value if has_value else following).expanduser()
     return names_of_options(given.get("--task"), given.get("--config-dir"))
 
 
-def _unknown(words: Sequence[str]) -> AccelRunError:
+def _unknown(argv: Sequence[str]) -> AccelRunError:
     import difflib
 
     from runner.config.aliases import fix_of_command
     from runner.config.options import options_of_groups
 
-    word = words[0]
-    known = fix_of_command(word, options_of_groups())
-    close = difflib.get_close_matches(word.lower(), [name for name in COMMANDS if COMMANDS[name][1]], n=1, cutoff=0.6)
+    arg = argv[0]
+    known = fix_of_command(arg, options_of_groups())
+    close = difflib.get_close_matches(arg.lower(), [name for name in COMMANDS if COMMANDS[name][1]], n=1, cutoff=0.6)
     if not known and close:
         known = f"did you mean accel-run {close[0]}?"
     fix = known or f"commands: {', '.join(name for name, (_, summary) in COMMANDS.items() if summary)}"
-    error = UsageError("unknown command", where=word, fix=fix)
+    error = UsageError("unknown command", where=arg, fix=fix)
     error.exit_code = Exit.CONFIG
     return error
 

@@ -37,14 +37,14 @@ examples
 OWN = {"budget_s": "120"}
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Print the advice."""
     from runner.tools.measure.advisor import AdviceInputs, advise, as_json
 
-    own, rest, is_json = own_arguments(words, OWN)
+    own, rest, is_json = own_arguments(argv, OWN)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     given = read_of_a_run(rest, own)
-    names_a_run = any(word.startswith("run=") for word in given.overrides)
+    names_a_run = any(arg.startswith("run=") for arg in given.overrides)
     is_of_a_run = names_a_run or not (given.overrides or given.task_file)
     request, recorded, notes = _of_run(given) if is_of_a_run else (given, AdviceInputs(), ())
     compose(request)  # report invalid settings before measuring
@@ -63,7 +63,7 @@ def _of_run(given: Request) -> tuple[Request, AdviceInputs, tuple[str, ...]]:
     from runner.tools.measure.facts import monitored
 
     directory, root = find_run(given, teller("advise"))
-    own = tuple(word for word in given.overrides if not word.startswith(("run=", "output_root=")))
+    own = tuple(arg for arg in given.overrides if not arg.startswith(("run=", "output_root=")))
     origin = origin_of(directory, root, given)
     request = origin.request(replace(given, overrides=own), without=("run", "resume", "output_root"))
     evidence = read_record(directory.path).evidence

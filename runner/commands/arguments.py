@@ -27,39 +27,39 @@ class Arguments:
     positional: tuple[str, ...] = ()
 
 
-def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: Iterable[str] = ()) -> Arguments:
+def read(argv: list[str], *, positional: int = 0, multirun: bool = False, own: Iterable[str] = ()) -> Arguments:
     """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` positional arguments from the overrides.
 
     own  keys of the command that were parsed before, as candidates for suggestions
     Raises ConfigError if a flag lacks its value.
     """
-    rest = list(words)
+    rest = list(argv)
     overrides: list[str] = []
     lone: list[str] = []
     paths: dict[str, Path] = {}
     sweep = False
     while rest:
-        word = rest.pop(0)
-        flag, has_value, value = word.partition("=")
+        arg = rest.pop(0)
+        flag, has_value, value = arg.partition("=")
         if flag in ("--task", "--config-dir"):
             if not has_value:
                 if not rest or "=" in rest[0] or rest[0].startswith("-"):
                     raise ConfigError(Problem("needs a path", flag, f"use {flag} ./{_EXAMPLES[flag]}"))
                 value = rest.pop(0)
             paths[flag] = Path(value).expanduser()
-        elif word in ("-m", "--multirun") and multirun:
+        elif arg in ("-m", "--multirun") and multirun:
             sweep = True
-        elif word.startswith("-") and not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-            overrides += [word, rest.pop(0)]  # an option value in the style of other tools, not a run name
+        elif arg.startswith("-") and not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+            overrides += [arg, rest.pop(0)]  # an option value in the style of other tools, not a run name
         elif (
             len(lone) < positional
-            and "=" not in word
-            and not word.startswith(("-", "~"))
+            and "=" not in arg
+            and not arg.startswith(("-", "~"))
             and (not rest or rest[0] != "=")
         ):
-            lone.append(word)
+            lone.append(arg)
         else:
-            overrides.append(word)
+            overrides.append(arg)
     return Arguments(
         Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir")), tuple(own)),
         sweep,
@@ -67,41 +67,41 @@ def read(words: list[str], *, positional: int = 0, multirun: bool = False, own: 
     )
 
 
-def read_of_a_run(words: list[str], own: Iterable[str] = ()) -> Request:
+def read_of_a_run(argv: list[str], own: Iterable[str] = ()) -> Request:
     """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`, with the run as a run= override.
 
     Raises ConfigError if two runs are given, and for unknown options, before the run is looked up.
     """
-    arguments = read(words, positional=1, own=own)
+    arguments = read(argv, positional=1, own=own)
     given = arguments.request
-    if any(word.startswith("-") for word in given.overrides):
+    if any(arg.startswith("-") for arg in given.overrides):
         _, problems = parse(given)
         raise ConfigError(problems)
-    named = [word for word in given.overrides if word.startswith("run=")]
+    named = [arg for arg in given.overrides if arg.startswith("run=")]
     if arguments.positional and named:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, named[-1], "remove one of them"))
-    return replace(given, overrides=(*given.overrides, *(override_of("run", word) for word in arguments.positional)))
+    return replace(given, overrides=(*given.overrides, *(override_of("run", arg) for arg in arguments.positional)))
 
 
-def own_arguments(words: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
+def own_arguments(argv: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
     """Return the values of a command's own keys, the other arguments, and whether `--json` was given.
 
     usual  key -> default value
     Raises ConfigError for a key without a value.
     """
     own, rest, problems = dict(usual), [], []
-    for word in words:
-        key, has_value, value = word.partition("=")
+    for arg in argv:
+        key, has_value, value = arg.partition("=")
         if key in own and has_value:
             own[key] = value
         elif key in own:
             problems.append(Problem("needs a value", key, f"use {key}={_EXAMPLES.get(key, usual[key]) or 'NAME'}"))
-        elif word != "--json":
-            rest.append(word)
+        elif arg != "--json":
+            rest.append(arg)
     if problems:
         raise ConfigError(problems)
-    return own, rest, "--json" in words
+    return own, rest, "--json" in argv
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ParsedOptions:
 
 
 def read_options(
-    words: Iterable[str], options: type, flags: Collection[str], guess: Callable[[str], str] = lambda word: ""
+    argv: Iterable[str], options: type, flags: Collection[str], guess: Callable[[str], str] = lambda arg: ""
 ) -> tuple[ParsedOptions, list[Problem]]:
     """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
 
@@ -122,17 +122,17 @@ def read_options(
     """
     keys = settings_keys(options)
     parsed, problems = ParsedOptions({}, set()), []
-    for word in words:
-        key, has_value, text = word.partition("=")
-        if word in flags:
-            parsed.flags.add(word)
+    for arg in argv:
+        key, has_value, text = arg.partition("=")
+        if arg in flags:
+            parsed.flags.add(arg)
         elif key in keys and has_value:
             value = _typed(text, keys[key].type)
             if wrong := fault(keys[key].type, value):
-                problems.append(Problem(wrong, word))
+                problems.append(Problem(wrong, arg))
             parsed.given[key] = value
         else:
-            problems.append(_unknown(word, keys, flags, guess))
+            problems.append(_unknown(arg, keys, flags, guess))
     return parsed, problems
 
 
@@ -145,20 +145,20 @@ def _typed(text: str, annotation: Any) -> Any:
     return next((value for value in candidates if fault(annotation, value) is None), candidates[len(candidates) > 1])
 
 
-def _unknown(word: str, keys: Collection[str], flags: Collection[str], guess: Callable[[str], str]) -> Problem:
-    key, has_value, value = word.partition("=")
-    if word.startswith("-"):
+def _unknown(arg: str, keys: Collection[str], flags: Collection[str], guess: Callable[[str], str]) -> Problem:
+    key, has_value, value = arg.partition("=")
+    if arg.startswith("-"):
         plain = key.lstrip("-").replace("-", "_")
-        near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(word, flags)
-        return Problem("unknown option", word, near or f"options are {', '.join(flags)} and key=value")
+        near = f"use {plain}={value or '...'}" if plain in keys else did_you_mean(arg, flags)
+        return Problem("unknown option", arg, near or f"options are {', '.join(flags)} and key=value")
     if has_value:
-        return Problem("unknown key", word, did_you_mean(key, keys) or f"known: {', '.join(keys)}")
-    meant = nearest(f"--{word}", flags, cutoff=0.8) or (f"{word}=..." if word in keys else guess(word))
+        return Problem("unknown key", arg, did_you_mean(key, keys) or f"known: {', '.join(keys)}")
+    meant = nearest(f"--{arg}", flags, cutoff=0.8) or (f"{arg}=..." if arg in keys else guess(arg))
     fix = f"use {meant}" if meant else f"known: {', '.join(keys)}"
-    return Problem("is not a setting; settings have the form key=value", word, fix)
+    return Problem("is not a setting; settings have the form key=value", arg, fix)
 
 
-def checkpoint_choice(words: Sequence[str]) -> tuple[str | None, list[str]]:
+def checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the value of `checkpoint=best|last|N`, None if it is not given, and the other arguments.
 
     The settings group `checkpoint` keeps its options: `checkpoint=off` and `checkpoint.every=10min` stay arguments.
@@ -167,15 +167,15 @@ def checkpoint_choice(words: Sequence[str]) -> tuple[str | None, list[str]]:
     from runner.durable.checkpoint_choice import BEST, LAST, is_choice
 
     chosen, rest = None, []
-    known = [] if any(word.startswith("--config-dir") for word in words) else options_of("checkpoint")
-    for word in words:
-        key, has_value, value = word.partition("=")
+    known = [] if any(arg.startswith("--config-dir") for arg in argv) else options_of("checkpoint")
+    for arg in argv:
+        key, has_value, value = arg.partition("=")
         if key != "checkpoint" or not has_value or (known and value in known):
-            rest.append(word)
+            rest.append(arg)
         elif is_choice(value):
             chosen = value
         elif not known:
-            rest.append(word)
+            rest.append(arg)
         else:
             what = f"must be {BEST}, {LAST} or the number of an update, but is {value}"
             fix = did_you_mean(value, [BEST, LAST, *known]) or "accel-run status lists the checkpoints of a run"

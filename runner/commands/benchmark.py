@@ -48,12 +48,12 @@ settings of the training, as for accel-run train: task=, --task FILE, hardware=,
 OWN = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}  # of every suite
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Measure and print."""
     from runner.tools.measure.results import Results
     from runner.tools.measure.suite import screen
 
-    suite, wanted, as_json = read_words(words)
+    suite, wanted, as_json = read_words(argv)
     Results(wanted.folder, wanted.prefix).check()  # before anything is measured
     report = import_module(f"runner.tools.measure.suites.{suite}").run(wanted)
     if as_json:
@@ -63,16 +63,16 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def read_words(words: list[str]) -> tuple[str, Any, bool]:
+def read_words(argv: list[str]) -> tuple[str, Any, bool]:
     """Return the name of the suite, its request, and whether to print JSON. Raises ConfigError."""
     from runner.tools.measure.suite import SuiteRequest
 
-    given = {key: value for key, has, value in (word.partition("=") for word in words) if has}
+    given = {key: value for key, has, value in (arg.partition("=") for arg in argv) if has}
     suite = given.get("suite", OWN["suite"])
     if suite not in SUITES:
         what = f"must be one of {', '.join(SUITES)}"
         raise ConfigError(Problem(what, f"suite={suite}", did_you_mean(suite, SUITES)))
-    own, rest, as_json = own_arguments(words, {**OWN, **SUITES[suite].options})
+    own, rest, as_json = own_arguments(argv, {**OWN, **SUITES[suite].options})
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     arguments = read(rest, positional=len(rest), own=own)
     compose(arguments.request)  # report invalid settings before measuring

@@ -15,8 +15,8 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Train and predict; return the exit code of the first step that fails."""
     from runner.launch.start import train
 
-    return int(train(read(words).request, then_infer=True)[0])
+    return int(train(read(argv).request, then_infer=True)[0])

@@ -61,13 +61,13 @@ class DoctorOptions:
         return Path(self.output_root).expanduser().absolute()
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Run the checks and print their findings; the exit code is 69 if any failed."""
     from runner.tools.doctor.examine import Examination
 
-    if words[:1] == [CONTACT]:
-        return _first_contact(words[1:])
-    options, flags = read_words(words)
+    if argv[:1] == [CONTACT]:
+        return _first_contact(argv[1:])
+    options, flags = read_words(argv)
     if options.checks == "help":
         from runner.tools.doctor.checks import CHECKS
 
@@ -84,13 +84,13 @@ def run(words: list[str]) -> int:
     return code
 
 
-def _first_contact(words: list[str]) -> int:
+def _first_contact(argv: list[str]) -> int:
     """Compare predictions with the GPU of this machine, and write the page."""
     from runner.durable.files import atomic_write, make_directory
     from runner.tools.doctor.examine import Examination
     from runner.tools.doctor.first_contact import contact_checks, page, report
 
-    options, request, is_json = read_contact(words)
+    options, request, is_json = read_contact(argv)
     checks = contact_checks(request)
     examination = Examination(checks, options.device, options.root, checks=checks)
     findings, _, code = _examined(examination, is_json=is_json)
@@ -134,24 +134,24 @@ def _hardware(examination: Examination) -> Any:
     return json.loads(examination.inventory.to_json()) if examination.inventory else None
 
 
-def read_contact(words: list[str]) -> tuple[DoctorOptions, Request, bool]:
+def read_contact(argv: list[str]) -> tuple[DoctorOptions, Request, bool]:
     """Return doctor's own options, the settings of the run, and whether JSON is wanted. Raises ConfigError."""
-    rest = read([word for word in words if word != "--json"]).request
-    own = [word for word in rest.overrides if word.startswith(("device=", "output_root="))]
+    rest = read([arg for arg in argv if arg != "--json"]).request
+    own = [arg for arg in rest.overrides if arg.startswith(("device=", "output_root="))]
     options, _ = read_words(own)
-    request = replace(rest, overrides=tuple(word for word in rest.overrides if word not in own))
+    request = replace(rest, overrides=tuple(arg for arg in rest.overrides if arg not in own))
     compose(request)
-    return options, request, "--json" in words
+    return options, request, "--json" in argv
 
 
-def read_words(words: list[str]) -> tuple[DoctorOptions, set[str]]:
+def read_words(argv: list[str]) -> tuple[DoctorOptions, set[str]]:
     """Return options and flags. Raises ConfigError listing all problems."""
     from runner.tools.doctor.checks import CHECKS
 
-    def guess(word: str) -> str:
-        return f"checks=[{word}]" if word in CHECKS else ""
+    def guess(arg: str) -> str:
+        return f"checks=[{arg}]" if arg in CHECKS else ""
 
-    parsed, problems = read_options(words, DoctorOptions, _FLAGS, guess)
+    parsed, problems = read_options(argv, DoctorOptions, _FLAGS, guess)
     if problems:
         raise ConfigError(problems)
     return DoctorOptions(**parsed.given), parsed.flags

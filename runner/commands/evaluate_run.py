@@ -31,9 +31,9 @@ examples
 OWN = {"split": "val"}
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Evaluate; return 0, or 130 after a signal."""
-    own, rest, as_json = own_arguments(words, OWN)
+    own, rest, as_json = own_arguments(argv, OWN)
     checkpoint, rest = checkpoint_choice(rest)
     request = read_of_a_run(rest, OWN)
     from runner.durable.directory import is_plain_path

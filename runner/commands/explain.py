@@ -27,12 +27,12 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Print the sources of the key, highest precedence first."""
     from runner.base.errors import ConfigError, Problem
     from runner.config.configuration import compose
 
-    arguments = read(words, positional=1)
+    arguments = read(argv, positional=1)
     if not arguments.positional:
         raise ConfigError(Problem("needs a key", "explain", "use accel-run explain optimizer.lr"))
     key, request = arguments.positional[0], arguments.request
@@ -54,11 +54,11 @@ def _without(key: str, request: Request) -> Iterator[tuple[str, Request]]:
     """Yield the request without the overrides of the key, then also without its group, then without the profile."""
     kept, left_out = request.overrides, []
     for name in (key, key.split(".", maxsplit=1)[0], "hardware"):
-        if any(_named(word).startswith(f"{name}.") for word in kept):
+        if any(_named(arg).startswith(f"{name}.") for arg in kept):
             continue  # keys that may belong to this option alone
-        here = [word for word in kept if _named(word) == name]
+        here = [arg for arg in kept if _named(arg) == name]
         left_out += here
-        kept = tuple(word for word in kept if word not in here)
+        kept = tuple(arg for arg in kept if arg not in here)
         if here:
             yield " and ".join(left_out), replace(request, overrides=kept)
 
@@ -129,7 +129,7 @@ def _word_for(key: str, request: Request) -> str:
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
     group = name.partition(".")[0]
     for wanted in ((key,), (name,), LENGTHS if name in LENGTHS else (), (key[: len(key) - len(name)] + group, group)):
-        found = [word for word in request.overrides if _named(word) in wanted]
+        found = [arg for arg in request.overrides if _named(arg) in wanted]
         if found:
             return found[-1]
     return "an option of it"
@@ -193,5 +193,5 @@ def _instead(key: str, configuration: Configuration) -> str:
     return did_you_mean(key, [*configuration.flat(), *GROUPS])
 
 
-def _named(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")
+def _named(arg: str) -> str:
+    return arg.partition("=")[0].lstrip("+~")

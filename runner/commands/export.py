@@ -21,11 +21,11 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Export; return 0 if every file gives the model's outputs."""
-    formats = [name for word in words if word.startswith("format=") for name in word.partition("=")[2].split(",")]
-    checkpoint, rest = checkpoint_choice(words)
-    request = read_of_a_run([word for word in rest if not word.startswith("format=")])
+    formats = [name for arg in argv if arg.startswith("format=") for name in arg.partition("=")[2].split(",")]
+    checkpoint, rest = checkpoint_choice(argv)
+    request = read_of_a_run([arg for arg in rest if not arg.startswith("format=")])
     from runner.engine.export_model import export
 
     return int(export(request, formats, checkpoint))

@@ -26,12 +26,12 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Convert the file and print a summary."""
     from runner.base.errors import ConfigError, InputMissing, Problem
 
-    arguments = read(words, positional=2)
-    keys = [word.partition("=")[2] for word in arguments.request.overrides if word.startswith("key=")]
+    arguments = read(argv, positional=2)
+    keys = [arg.partition("=")[2] for arg in arguments.request.overrides if arg.startswith("key=")]
     if not arguments.positional or len(keys) < len(arguments.request.overrides) or len(keys) > 1:
         raise ConfigError(Problem("needs exactly one file", "import", _EXAMPLE))
     source = Path(arguments.positional[0]).expanduser()

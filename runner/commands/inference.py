@@ -24,21 +24,21 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Predict and write the predictions."""
     from runner.launch.infer_ranks import infer
 
-    checkpoint, rest = checkpoint_choice(words)
+    checkpoint, rest = checkpoint_choice(argv)
     return int(infer(read_of_a_run(rest, _own_keys(rest)), checkpoint))
 
 
-def _own_keys(words: list[str]) -> tuple[str, ...]:
+def _own_keys(argv: list[str]) -> tuple[str, ...]:
     """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
 
     They are those of --task, or of the default task.
     """
-    arguments = read(words, positional=1)
+    arguments = read(argv, positional=1)
     overrides = arguments.request.overrides
-    if all(word.startswith(("inference.", "run=", "output_root=", "device=")) for word in overrides):
+    if all(arg.startswith(("inference.", "run=", "output_root=", "device=")) for arg in overrides):
         return ()
-    return tuple(TypedLine.read(["inference", *words], "inference.").keys("inference."))
+    return tuple(TypedLine.read(["inference", *argv], "inference.").keys("inference."))

@@ -73,9 +73,9 @@ class MonitorOptions:
     output_root: Place = "outputs"
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Monitor the machine, or show recorded metrics."""
-    options, given, flags = read_words(words)
+    options, given, flags = read_words(argv)
     root = as_path(options.output_root)
     if options.run is not None:
         return _of_run(root, options, as_json="--json" in flags, in_its_folder="log_dir" not in given)
@@ -420,11 +420,11 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
 # ---------------------------------------------------------------- arguments
 
 
-def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
+def read_words(argv: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
     """Return the options, the given keys, and the flags. Raises ConfigError listing all problems."""
-    parsed, problems = read_options(words, MonitorOptions, FLAGS, _guess)
+    parsed, problems = read_options(argv, MonitorOptions, FLAGS, _guess)
     given = parsed.given
-    if given.get("run") == "" or "run=" in words:
+    if given.get("run") == "" or "run=" in argv:
         problems.append(Problem("names no run", "run=", "use run=last, or the name of a run"))
     elif given.get("run") is not None:
         if idle := [
@@ -440,9 +440,9 @@ def read_words(words: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]
     return MonitorOptions(**given), set(given), parsed.flags
 
 
-def _guess(word: str) -> str:
+def _guess(arg: str) -> str:
     """Return the setting that an argument without a key may mean: a number of seconds, or a run."""
-    return f"seconds={word}" if word.replace(".", "", 1).isdecimal() else f"run={word}"
+    return f"seconds={arg}" if arg.replace(".", "", 1).isdecimal() else f"run={arg}"
 
 
 def _prints_only_ascii() -> bool:

@@ -56,11 +56,11 @@ class {task}(Task):
 '''
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Write the file; never overwrite an existing one."""
     from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, Problem
 
-    arguments = read(words, positional=1)
+    arguments = read(argv, positional=1)
     if not arguments.positional or arguments.request.overrides:
         raise ConfigError(Problem("needs exactly one file name", "new", "use accel-run new my_task.py"))
     path = Path(arguments.positional[0])
@@ -71,7 +71,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(
             Problem("has the name of an existing Python module and would shadow it or be shadowed", str(path), fix)
         )
-    task = "".join(word.capitalize() for word in path.stem.split("_"))
+    task = "".join(arg.capitalize() for arg in path.stem.split("_"))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(TEMPLATE.format(name=path.name, task=task))

@@ -36,12 +36,12 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Print the plan."""
     from runner.plan.planner import LISTED, inventory_for, make_plan
     from runner.plan.run_plan import rank_table
 
-    configuration = compose(read(words).request)
+    configuration = compose(read(argv).request)
     inventory, whose = inventory_for(configuration)
     make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
     tell = teller("plan")
@@ -90,12 +90,12 @@ def _memory(
 def command(configuration: Configuration, changes: Sequence[str] = ()) -> str:
     """Return the command that trains according to the plan, with these changes."""
     request = configuration.request
-    words = [word for word in merge_overrides(request.overrides, changes) if not word.startswith("--")]
+    argv = [arg for arg in merge_overrides(request.overrides, changes) if not arg.startswith("--")]
     if request.task_file:
-        words += ["--task", str(request.task_file)]
+        argv += ["--task", str(request.task_file)]
     if request.config_dir:
-        words += ["--config-dir", str(request.config_dir)]
-    return shlex.join(["accel-run", "train", *words])
+        argv += ["--config-dir", str(request.config_dir)]
+    return shlex.join(["accel-run", "train", *argv])
 
 
 def shown(value: object) -> str:

@@ -34,12 +34,12 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Train for a profile; return 0, or 130 if interrupted, with the results so far."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by torch; hides warnings of its allocator
-    given = read(words, own=OWN).request
+    given = read(argv, own=OWN).request
     request = as_training(given)
-    unheard = [word for word in given.overrides if _is_without_effect(word)]
+    unheard = [arg for arg in given.overrides if _is_without_effect(arg)]
     if unheard:
         print(f"profile: {' '.join(unheard)}: no effect in a profile", file=sys.stderr, flush=True)
     from runner.launch.start import train
@@ -54,29 +54,29 @@ def as_training(request: Request) -> Request:
     """
     overrides: list[str] = []
     root, resume = "outputs", ""
-    for word in request.overrides:
-        key, has_value, value = word.lstrip("+").partition("=")
-        if not has_value or _is_without_effect(word):
-            overrides += [] if has_value else [word]
+    for arg in request.overrides:
+        key, has_value, value = arg.lstrip("+").partition("=")
+        if not has_value or _is_without_effect(arg):
+            overrides += [] if has_value else [arg]
         elif key == "output_root":
             root = value
         elif key == "resume":
             resume = value
         elif key == "profiler" and value != "trace":
-            raise ConfigError(Problem("accel-run profile always uses profiler=trace", word, "leave it out"))
+            raise ConfigError(Problem("accel-run profile always uses profiler=trace", arg, "leave it out"))
         elif key != "profiler":
-            overrides.append(f"profiler.{key}={value}" if key in OWN else word)
+            overrides.append(f"profiler.{key}={value}" if key in OWN else arg)
     if resume and resume not in ("auto", "fresh"):
         overrides.append(f"resume={_of_a_run(root, resume)}")
-        if not any(word.startswith("resume_allow=") for word in overrides):
+        if not any(arg.startswith("resume_allow=") for arg in overrides):
             overrides.append("resume_allow=[updates,epochs]")
     elsewhere = f"output_root={root.rstrip('/')}/{FOLDER}"
     fixed = [elsewhere, "profiler=trace", "profiler.only=true", "checkpoint=off", "tracker=none"]
     return dataclasses.replace(request, overrides=(*overrides, *fixed))
 
 
-def _is_without_effect(word: str) -> bool:
-    return word.lstrip("+").partition("=")[0].partition(".")[0] in _WITHOUT_EFFECT
+def _is_without_effect(arg: str) -> bool:
+    return arg.lstrip("+").partition("=")[0].partition(".")[0] in _WITHOUT_EFFECT
 
 
 def _of_a_run(root: str, resume: str) -> str:

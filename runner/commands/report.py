@@ -40,14 +40,14 @@ OWN = {"out": "", "output_root": "outputs", "run": "", "every_s": "5"}
 WATCH = "--watch"
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Write the page and print its path; with --watch, repeat it until training has ended."""
     from runner.base.paths import as_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import say_skipped
     from runner.tools.report.watch import watch
 
-    own, rest = read_words(words)
+    own, rest = read_words(argv)
     root = as_path(own["output_root"])
     if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
         source: PageSource = SweepPageSource(folder)
@@ -60,7 +60,7 @@ def run(words: list[str]) -> int:
         source = RunPageSource(directories)
         out = as_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
-    if WATCH in words:
+    if WATCH in argv:
         every_s = float(own["every_s"])
         print(fit_to_show(f"updating {out} every {every_s:g} s while training runs; press Ctrl-C to stop"), flush=True)
         content, size = watch(source.content, partial(source.write, out), every_s)
@@ -142,23 +142,23 @@ class SweepPageSource(PageSource):
         return Content(page_of_sweep(sweep), (), is_live)
 
 
-def read_words(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def read_words(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the command's keys, and the runs. Raises ConfigError listing all problems."""
     from runner.config.schema import did_you_mean
 
-    words = [word for word in words if word != WATCH]
-    own, rest, _ = own_arguments(words, OWN)
+    argv = [arg for arg in argv if arg != WATCH]
+    own, rest, _ = own_arguments(argv, OWN)
     problems = []
     if not _is_period(own["every_s"]):
         problems.append(
             Problem("must be a number of seconds, at least 1", f"every_s={own['every_s']}", "use every_s=5")
         )
-    for word in words:
-        key, has_value, _ = word.partition("=")
-        if word.startswith("-"):
-            problems.append(Problem("unknown option", word, "use accel-run report --help"))
-        elif has_value and key not in OWN and not Path(word).is_dir():
-            problems.append(Problem("unknown key", word, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
+    for arg in argv:
+        key, has_value, _ = arg.partition("=")
+        if arg.startswith("-"):
+            problems.append(Problem("unknown option", arg, "use accel-run report --help"))
+        elif has_value and key not in OWN and not Path(arg).is_dir():
+            problems.append(Problem("unknown key", arg, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
     if own["run"] and rest:
         problems.append(Problem(f"names a second run in addition to {rest[0]}", f"run={own['run']}", "leave out run="))
     if own["out"] and not own["out"].endswith(".html"):
@@ -175,11 +175,11 @@ def _is_period(text: str) -> bool:
         return False
 
 
-def _refuse_twice(directories: list[RunDirectory], words: list[str]) -> None:
+def _refuse_twice(directories: list[RunDirectory], argv: list[str]) -> None:
     """Raise ConfigError if a run is given twice."""
     paths = [directory.path.resolve() for directory in directories]
-    if twice := [word for at, word in enumerate(words) if paths[at] in paths[:at]]:
-        raise ConfigError(Problem("is the same run as an earlier argument", word, "remove it") for word in twice)
+    if twice := [arg for at, arg in enumerate(argv) if paths[at] in paths[:at]]:
+        raise ConfigError(Problem("is the same run as an earlier argument", arg, "remove it") for arg in twice)
 
 
 def _usual_place(directories: list[RunDirectory]) -> Path:

@@ -41,11 +41,11 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Resume training; return 0, or 75 if it was saved and stopped."""
-    checkpoint, rest = checkpoint_choice(words)
+    checkpoint, rest = checkpoint_choice(argv)
     given = read_of_a_run(rest)
-    if begins := [word for word in given.overrides if word.partition("=")[0] == "resume"]:
+    if begins := [arg for arg in given.overrides if arg.partition("=")[0] == "resume"]:
         fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
         raise ConfigError(Problem("a run is resumed from its own checkpoints", begins[-1], fix))
     from runner.durable.rewind import rewound
@@ -56,7 +56,7 @@ def run(words: list[str]) -> int:
     say = teller("resume")
     directory, root = find_run(given, say)
     origin = origin_of(directory, root, given)
-    own = tuple(word for word in given.overrides if key_of(word) not in ("run", "output_root"))
+    own = tuple(arg for arg in given.overrides if key_of(arg) not in ("run", "output_root"))
     if origin.folder is not None and origin.folder.is_dir():
         os.chdir(origin.folder)
     elif origin.folder is not None:
@@ -78,7 +78,7 @@ def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:
 
 def _root_of(folder: Path, overrides: Sequence[str]) -> list[str]:
     """Return the override for the folder of the run, unless the run's own overrides give it."""
-    recorded = [word.partition("=")[2].strip("'\"") for word in overrides if key_of(word) == "output_root"]
+    recorded = [arg.partition("=")[2].strip("'\"") for arg in overrides if key_of(arg) == "output_root"]
     if as_path((recorded or ["outputs"])[-1]).resolve() == folder.resolve():
         return []
     return [override_of("output_root", str(folder))]

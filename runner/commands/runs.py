@@ -67,12 +67,12 @@ class RunRow:
     items_per_s: float | None = None
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Print a line per run."""
     from runner.base.paths import as_path
     from runner.durable.directory import runs, sweeps
 
-    parsed, problems = read_options(words, RunsOptions, ("--json",), lambda word: f"accel-run status {word}")
+    parsed, problems = read_options(argv, RunsOptions, ("--json",), lambda arg: f"accel-run status {arg}")
     if problems:
         raise ConfigError(problems)
     root, is_json = as_path(RunsOptions(**parsed.given).output_root), "--json" in parsed.flags

@@ -35,9 +35,9 @@ examples
 OWN = {"trials": "20", "budget_s": "", **BOTH}
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Search; return 0 if a trial has a value, or 75 if it was saved and stopped."""
-    own, rest, _ = own_arguments(words, OWN)
+    own, rest, _ = own_arguments(argv, OWN)
     wish, trials, given = wish_of(own), own["trials"], own["budget_s"]
     if not trials.isdecimal() or not int(trials):
         what = "must be an integer of at least 1, the number of trials"

@@ -29,14 +29,14 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Print the state of a run."""
     from runner.config.configuration import compose
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import say_skipped
     from runner.durable.run_state import state_of
 
-    settings = compose(read_of_a_run(words)).settings
+    settings = compose(read_of_a_run(argv)).settings
     if folder := find_sweep(settings.root, settings.run or LAST):
         return _of_sweep(folder)
     directory = RunDirectory.find(settings.root, settings.run or LAST)
@@ -63,9 +63,9 @@ def _of_sweep(folder: Path) -> int:
 
     sweep = Sweep.read(folder)
     results = sweep.results()
-    word = process_state_name(sweep.record.process)
-    to_resume = f"; to resume, run the same command with run={folder.name}" if word in ("preempted", "killed") else ""
-    _print(f"{folder.name}: {'stopped' if to_resume else word}{to_resume}   ({folder})")
+    arg = process_state_name(sweep.record.process)
+    to_resume = f"; to resume, run the same command with run={folder.name}" if arg in ("preempted", "killed") else ""
+    _print(f"{folder.name}: {'stopped' if to_resume else arg}{to_resume}   ({folder})")
     _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {summary(results, sweep.goal)}")
     _print(f"  command     {sweep.record.command or 'unknown'}")
     _print("\n".join(["", *table(results, sweep.goal, columns_of())]))

@@ -25,18 +25,18 @@ examples
 """
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Train; return 0, or 75 if it was saved and stopped."""
-    if {"-m", "--multirun"} & set(words):
-        own, rest, _ = own_arguments(words, GRID)
+    if {"-m", "--multirun"} & set(argv):
+        own, rest, _ = own_arguments(argv, GRID)
         wish = wish_of(own)
         from runner.sweeps.sweep import sweep
 
         return sweep(read(rest, multirun=True, own=GRID).request, wish)
-    request = read(words).request
-    meant = [word for word in request.overrides if word.partition("=")[0] in GRID]
+    request = read(argv).request
+    meant = [arg for arg in request.overrides if arg.partition("=")[0] in GRID]
     if meant:
-        raise ConfigError(Problem("applies only to a sweep over several values", word, "add -m") for word in meant)
+        raise ConfigError(Problem("applies only to a sweep over several values", arg, "add -m") for arg in meant)
     from runner.launch.start import train
 
     return int(train(request)[0])

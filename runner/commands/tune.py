@@ -40,12 +40,12 @@ examples
 OWN = {"budget_s": "600", "profile": ""}
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Search, print the result and write the profile."""
     from runner.tools.measure.hardware_profile import check_profile, write_profile
     from runner.tools.measure.tuner import as_json, profile_of, tune
 
-    request, budget_s, name, is_json = read_words(words)
+    request, budget_s, name, is_json = read_words(argv)
     check_profile(request, name)
     tuned = tune(request, budget_s, teller("tune"))
     if not is_json:  # before writing: measurements must not be lost if writing fails
@@ -66,9 +66,9 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def read_words(words: list[str]) -> tuple[Request, float, str, bool]:
+def read_words(argv: list[str]) -> tuple[Request, float, str, bool]:
     """Return request, budget in seconds, profile name, and whether to print JSON. Raises ConfigError."""
-    own, rest, is_json = own_arguments(words, OWN)
+    own, rest, is_json = own_arguments(argv, OWN)
     budget_s = budget(own["budget_s"], OWN["budget_s"])
     request = read(rest, own=own).request
     task = compose(request).choices["task"].name  # report invalid settings before measuring
