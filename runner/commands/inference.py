@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from runner.base.errors import AccelRunError
 from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, read, read_of_a_run
 from runner.commands.complete import TypedLine
+from runner.config.request import Request
+from runner.durable.run_request import find_run, origin_of
 
 HELP = f"""usage: accel-run inference [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
        (short: accel-run infer)
@@ -35,10 +40,25 @@ def run(argv: list[str]) -> int:
 def _own_keys(argv: list[str]) -> tuple[str, ...]:
     """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
 
-    They are those of --task, or of the default task.
+    They are those of --task or of the run's task; of the default task if the run is not known.
     """
     arguments = read(argv, positional=1)
-    overrides = arguments.request.overrides
-    if all(arg.startswith(("inference.", "run=", "output_root=", "device=")) for arg in overrides):
+    request = arguments.request
+    if all(arg.startswith(("inference.", "run=", "output_root=", "device=")) for arg in request.overrides):
         return ()
-    return tuple(TypedLine.read(["inference", *argv], "inference.").keys("inference."))
+    own = tuple(arg for arg in request.overrides if arg.startswith(("run=", "output_root=")))
+    named = replace(request, overrides=(*own, *(f"run={name}" for name in arguments.positional)))
+    line = ["inference", *([] if request.task_file else _task_of_the_run(named)), *argv]
+    return tuple(TypedLine.read(line, "inference.").keys("inference."))
+
+
+def _task_of_the_run(request: Request) -> list[str]:
+    """Return the arguments that select the task of the run; none if it has no valid record."""
+    try:
+        directory, root = find_run(request, lambda text: None)
+        origin = origin_of(directory, root, request)
+    except (AccelRunError, OSError):  # reported where the run is used
+        return []
+    if origin.task_file is not None:
+        return ["--task", str(origin.task_file)]
+    return [arg for arg in origin.overrides if arg.startswith("task=")]

@@ -78,8 +78,9 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
         return
     if isinstance(value, Mapping):
         for key, each in value.items():
-            if not isinstance(each, _VALUES[name]):
-                what = f"{name}[{key!r}] must be a {_VALUES[name].__name__}, but is {described(each)}"
+            is_valid, expected = _VALUES[name]
+            if not is_valid(each):
+                what = f"{name}[{key!r}] must be a {expected}, but is {described(each)}"
                 raise TaskFault(what, where=place_of(type(task), source), fix=f"see {name} of runner.Task")
         return
     if inspect.ismethod(value):
@@ -93,8 +94,22 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-# mapping of a task -> type of its values
-_VALUES: Mapping[str, Any] = {"losses": Callable, "fits": Fit, "packages": Mapping, "objectives": Mapping}
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_fit(value: Any) -> bool:
+    """Return whether it has the methods of a Fit; it need not inherit from the class."""
+    return all(callable(getattr(value, name, None)) for name, member in vars(Fit).items() if callable(member))
+
+
+# mapping of a task -> whether a value of it is valid, and what it must be
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "losses": (callable, "Callable"),
+    "fits": (_is_fit, "Fit"),
+    "packages": (_is_mapping, "Mapping"),
+    "objectives": (_is_mapping, "Mapping"),
+}
 # attribute -> whether a value is right, what it must be, an example
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "item": (lambda value: isinstance(value, str) and bool(value), "the name of what is counted", '"token"'),

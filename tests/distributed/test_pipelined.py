@@ -713,7 +713,7 @@ def failing(world: World, where: str) -> list[str]:
     ("where", "rank", "text"),
     [
         ("before", 0, "ValueError: before the model"),
-        ("never", 0, "must call the model"),
+        ("never", 0, "must call model(...)"),
         ("twice", 1, "must call the model once"),
         ("after", 1, "ValueError: after the model"),
         ("data", 1, "ValueError: the data"),

@@ -167,7 +167,7 @@ def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
-def test_checkpoints_in_parts_go_on_with_any_number_of_ranks_by_any_strategy(
+def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     again, parts = f"{BASE.replace('run=r', 'run=again')} resume_allow=[updates]", "parallelism.checkpoint=parts"

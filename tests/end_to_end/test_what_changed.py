@@ -111,7 +111,7 @@ def changes(folder: Path) -> list[tuple[int, list[str], list[str]]]:
 
 
 @pytest.mark.parametrize("draws", ["never", *DRAWS])
-def test_unchanged_code_and_data_are_not_reported(
+def test_equal_code_and_data_are_not_reported(
     server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
 ) -> None:
     folder = of(trained[draws], tmp_path)

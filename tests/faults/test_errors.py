@@ -60,7 +60,7 @@ WAYS = {
 # Messages that neither say what must be nor have a line of what to do, where they are made.
 WITHOUT_ADVICE = {
     "what must be is found before": {
-        "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, word)", "Problem(what, files)", "Problem(what, where)",
+        "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, arg)", "Problem(what, files)", "Problem(what, where)",
         "Problem(f'{what}, but is {self._environment.get(name)}', name)", "Problem(what, 'parallelism.memory_bytes')",
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
     },
@@ -68,6 +68,16 @@ WITHOUT_ADVICE = {
         "RankLost(f'rank {rank} failed: {text}', where=where)", "RankLost(answer.text, where=WHERE)",
         "RankLost(value.text, where='parallelism=pipeline')", "AccelRunError(differs)",
         "RankLost(f'rank {rank} is out of memory', where=self._location(shortage))",
+    },
+    "a damaged or incomplete checkpoint or copy: the caller skips it and reports which one it uses": {
+        "DataError('it belongs to another update', where=str(target))",
+        "DataError(f'its {MANIFEST} is damaged', where=str(path))",
+        "DataError(f'its {MANIFEST} is damaged', where=where)",
+        """DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)""",
+        "DataError(f'the parts of {name} do not fit together: {error}', where=str(where))",
+        """StorageError(f"rank {rank} cannot write its part: {found.get('error')}", where=str(temporary))""",
+        """StorageError(f"{entry['name']} is not what its rank has written", where=str(temporary))""",
+        "StorageError(f'rank {min(missing)} has not written its part', where=str(temporary))",
     },
     "the saver says what it does about it": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},
     "a process of ours that somebody killed, or a value before the first": {

@@ -123,20 +123,14 @@ def test_completion_offers_shell_safe_names(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "conf" / "optimizer" / f"{name}.yaml").write_text("option: adamw\n")
         (tmp_path / "outputs" / name).mkdir(parents=True)
         (tmp_path / "outputs" / name / "run.json").write_text("{}")
-        (tmp_path / f"{name}.py").write_text("")
-        (tmp_path / f"{name}.pt").write_text("")
     kinds = ", ".join(map(repr, (*HOSTILE, "good-1.0")))
     (tmp_path / "task.py").write_text(f"from typing import Literal\ndef build(*, kind: Literal[{kinds}] = 'x'): ...\n")
     for words in (
         ["train", "--config-dir", "conf", "optimizer="],
         ["train", "resume="],
-        ["train", "data.path="],
-        ["train", "data.path=outputs/"],
-        ["train", "--task", ""],
         ["train", "--task", "task.py", "task.kind="],
         ["inference", "run="],
         ["status", ""],
-        ["import", ""],
     ):
         offered = candidates(words)
         assert any("good-1.0" in word for word in offered), words

@@ -40,7 +40,7 @@ def test_sync_warnings_of_torch_are_located_and_other_warnings_pass(monkeypatch:
                 waits.update()
     (wait,) = waits.table()
     assert (wait.per_update, wait.in_task) == (1.0, True)
-    assert "test_what_torch_warns_of" in wait.place
+    assert "test_sync_warnings_of_torch" in wait.place
     assert {str(other.message) for other in others} == {"mind the gap"}
     assert modes == ["warn", 0]
 
