@@ -530,6 +530,7 @@ def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
     tracker.finish(1.0)
     num_dropped = tracker.num_dropped
     finished.set()
+    wait_until(lambda: all(thread.name != "tracker" for thread in threading.enumerate()), "the thread has ended")
     assert num_dropped == 100
 
 

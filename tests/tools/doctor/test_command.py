@@ -160,7 +160,7 @@ SLIPS = {
     ),
     "doctor check=disk": "accel-run: check=disk: unknown key\n           did you mean checks?\n",
     "doctor checks=[matmull]": "accel-run: checks: unknown check matmull\n           did you mean matmul?\n",
-    "doctor device=gpu": 'accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"\n',
+    "doctor device=gpu": 'accel-run: device=gpu: must be auto, cpu, cuda, cuda:N, mps or xpu, but is "gpu"\n',
 }
 
 
