@@ -118,7 +118,7 @@ class Precision:
         return 0
 
     def values(self) -> dict[str, float]:
-        """Return values to log; may synchronize with the device, so call it only when rows are written."""
+        """Return values to log; waits at most for the current update, so call it only when rows are written."""
         return {}
 
     def state(self) -> dict[str, Any]:
@@ -152,6 +152,7 @@ class ScaledHalf(Precision):
         self.min_scale, self.max_skips = min_scale, max_skips
         self._skipped = self._in_a_row = 0
         self._pending: PendingCopy | None = None
+        self._scale: float | None = None  # None: not read since the scaler was created or restored
         self._statistics = _Statistics(model)
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -176,11 +177,13 @@ class ScaledHalf(Precision):
         self.scaler.step(optimizer)
         self._statistics.settle(found)
         self.scaler.update()
-        self._pending = start_copy(found)
+        scale = self.scaler._get_scale_async()  # private, checked on torch 2.13; get_scale would wait for the device
+        assert scale is not None, "unscale has created it"
+        self._pending = start_copy(torch.stack([found, scale]))
 
     def fork(self, model: nn.Module) -> Precision:
         forked = copy.copy(self)
-        forked._sent = forked._pending = None
+        forked._sent = forked._pending = forked._scale = None
         forked._skipped = forked._in_a_row = 0
         forked.scaler, forked._statistics = copy.deepcopy(self.scaler), _Statistics(model)
         return forked
@@ -191,8 +194,9 @@ class ScaledHalf(Precision):
 
     def num_skipped(self) -> int:
         if self._pending is not None:
-            found, self._pending = self._pending, None
-            overflowed = int(found.read().item() > 0)
+            pending, self._pending = self._pending, None
+            found, self._scale = pending.read().tolist()
+            overflowed = int(found > 0)
             self._skipped += overflowed
             self._in_a_row = (self._in_a_row + 1) * overflowed
             if self._in_a_row >= self.max_skips:
@@ -205,7 +209,8 @@ class ScaledHalf(Precision):
         return self._skipped
 
     def values(self) -> dict[str, float]:
-        scale = self.scaler.get_scale()
+        skipped = self.num_skipped()  # reads the scale too
+        scale = self.scaler.get_scale() if self._scale is None else self._scale
         if scale < self.min_scale:
             low = f"the loss scale fell to {scale:g}, below min_scale {self.min_scale:g}"
             raise NumericError(
@@ -213,7 +218,7 @@ class ScaledHalf(Precision):
                 where="precision=fp16",
                 fix="use precision=fp32 or bf16, or lower optimizer.lr",
             )
-        return {"precision/loss_scale": scale, "precision/skipped_updates": float(self.num_skipped())}
+        return {"precision/loss_scale": scale, "precision/skipped_updates": float(skipped)}
 
     def state(self) -> dict[str, Any]:
         skipped = self.num_skipped()
@@ -222,6 +227,7 @@ class ScaledHalf(Precision):
     def load(self, state: Mapping[str, Any]) -> None:
         if state:  # empty if the checkpoint was written with another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
+            self._scale = None
             self._skipped, self._in_a_row = int(state["skipped"]), int(state.get("skipped_in_a_row", 0))
 
 

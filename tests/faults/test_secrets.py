@@ -155,7 +155,7 @@ COMMANDS = (
     "train --task mine.py run=b updates=2 parallelism=ddp parallelism.world_size=2 tracker=none",
     "train --task mine.py -m optimizer.lr=0.1,0.01 updates=1 run=s",
 )
-SLOW = (1, 4, 7, 8)  # one of them by the seed in the short form
+SLOW = (1, 7, 8)  # one of them by the seed in the short form
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_no_secret_is_in_files_and_output_of_a_run(
                 assert canary.encode() not in content, f"{name} in {path}"
                 assert canary not in str(path)
                 tally.tried += 1
-    assert num_files > 40
+    assert num_files > 50
     tally.notes["files"] = num_files
     failed = next(ended for words, ended in said if "run=c" in words)
     assert "401: (MY_PASSWORD)" in failed.err

@@ -42,8 +42,7 @@ MEMORY_TOLERANCE = 0.05  # of what the trace predicts; docs/memory.md
 SEGMENT = 2 * MIB  # the smallest that torch's allocator takes from the driver; less is no difference
 LEAST_CONTEXT = 100 * MIB  # of a GPU's memory; drivers need 300 to 500 MiB for one
 LOOK_EVERY_S = 0.5
-# An update: loss and norm for a progress line, and the loss scale of fp16 for a row of metrics (docs/gpu-costs.md).
-MOST_WAITS = 3.0
+MOST_WAITS = 2.0  # an update: loss and norm for a line of progress (docs/gpu-costs.md)
 NOT_TIMED = "the stand-in computes on the CPU: its times are not compared"
 
 
