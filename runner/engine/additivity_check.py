@@ -35,6 +35,7 @@ from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, checked_loss, checked_metrics
 from runner.engine.error_diagnosis import place_of
 from runner.engine.evaluate import as_in_use
+from runner.engine.mean_rewrite import line_to_change
 from runner.engine.metric_states import MetricStates
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
@@ -569,8 +570,9 @@ def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[s
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, place_of(loss, parts.source), _COUNT
     if kind == "mean":
+        where, fix = line_to_change(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-        return what, place_of(loss, parts.source), _SUM
+        return what, where, fix
     name = type(parts.task).__name__
     what = f"loss must be the sum over the items of a batch, but it is not: {figures}"
     fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {name}:"
@@ -584,13 +586,13 @@ def _fault_of_metric(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, s
     if verdict.kind == "count":
         what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, place_of(evaluate, parts.source), _COUNT
+    where, fix = line_to_change(evaluate, parts.source, name)
     what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-    return what, place_of(evaluate, parts.source), _SUM
+    return what, where, fix
 
 
 _NOT_FINITE = "it is not finite for the first batch"
 _UNCUT = "the batch cannot be cut into two halves"
 _NEITHER = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
 _PLAIN = (bool, int, float, str, type(None))
-_SUM = 'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum"), or .sum() instead of .mean()'
 _COUNT = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"

@@ -85,12 +85,12 @@ def constant_count(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]
 @pytest.mark.parametrize(
     ("evaluate", "fix"),
     [
-        (mean_accuracy, ".sum()"),
-        (mean_loss, 'reduction="sum"'),
+        (mean_accuracy, "correct(model, batch).float().sum()"),
+        (mean_loss, 'F.cross_entropy(model(batch[0]), batch[1], reduction="sum")'),
         (constant_count, "len(y)"),
     ],
 )
-def test_a_mean_is_refused_with_the_fix(evaluate: Evaluate, fix: str) -> None:
+def test_a_mean_is_refused_with_the_call_to_change(evaluate: Evaluate, fix: str) -> None:
     with pytest.raises(TaskFault) as found:
         checked(evaluate)
     assert fix in str(found.value)
@@ -149,7 +149,7 @@ def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_
     (tmp_path / "mine.py").write_text(FILE)
     ended = server.run(f"train --task mine.py run=mine device=cpu monitor=off {words}", tmp_path)
     assert ended.code == 70
-    assert "mine.py:24" in ended.err
+    assert "mine.py:25" in ended.err
     assert (
         not (tmp_path / "outputs/mine/metrics.jsonl").exists()
         or not (tmp_path / "outputs/mine/metrics.jsonl").read_text()
