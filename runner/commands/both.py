@@ -19,4 +19,4 @@ def run(argv: list[str]) -> int:
     """Train and predict; return the exit code of the first step that fails."""
     from runner.launch.start import train
 
-    return int(train(read(argv).request, then_infer=True)[0])
+    return int(train(read(argv).request, then_infer=True))

@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
         print(f"profile: {' '.join(unheard)}: no effect in a profile", file=sys.stderr, flush=True)
     from runner.launch.start import train
 
-    return int(train(request)[0])
+    return int(train(request))
 
 
 def as_training(request: Request) -> Request:

@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
     member = member_of(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
     with rewound(directory, checkpoint, say) if checkpoint and is_first else nullcontext():
-        return int(train(request)[0])
+        return int(train(request))
 
 
 def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:

@@ -39,4 +39,4 @@ def run(argv: list[str]) -> int:
         raise ConfigError(Problem("applies only to a sweep over several values", arg, "add -m") for arg in meant)
     from runner.launch.start import train
 
-    return int(train(request)[0])
+    return int(train(request))

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
 
 
 @nonblocking_streams()
-def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | None]:
+def train(request: Request, *, then_infer: bool = False) -> Exit:
     """Run the requested phases, including `infer` if it is selected or with `then_infer`.
 
-    Return the exit code and the training job; None if nothing was trained, or if another process reports it.
     Raises AccelRunError, which is also written to error.json of the run directory, if there is one.
     """
     member = member_of(os.environ)
@@ -52,10 +51,10 @@ def train(request: Request, *, then_infer: bool = False) -> tuple[Exit, Job | No
         # Before the rendezvous ranks cannot communicate, so the first rank of each machine reports its error.
         if member.rank == 0 or (member.local_rank == 0 and not isinstance(error, OnEveryRank)):
             raise
-        return Exit(error.exit_code), None
+        return Exit(error.exit_code)
 
 
-def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> tuple[Exit, Job | None]:
+def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Exit:
     configuration = compose(request)
     level_said()  # reports an invalid level before a run directory exists
     wanted = configuration.settings.phases
@@ -67,9 +66,9 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> tu
         raise ConfigError(Problem(what, f"launcher={launcher}", fix))
     code = submit(configuration)
     if code is not None:  # submitted to a scheduler
-        return Exit(code), None
+        return Exit(code)
     if wanted is not None and set(wanted) == {INFERENCE}:
-        return _infer(request, None), None
+        return _infer(request, None)
     must_be_installed(configuration.choices["tracker"].function)
     name = name_of(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
@@ -83,14 +82,14 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> tu
     if member is not None:
         ended, job = _as_member(request, configuration, name, member, predicts=predicts)
         if member.rank:
-            return ended.code, None
+            return ended.code
     else:
         ended, job = _train_here(request, configuration, name, predicts=predicts)
     if ended.code == Exit.DONE and predicts:
         if ended.asked_to_stop:  # during the last update: the same command continues with the prediction
-            return Exit.PREEMPTED, job
-        return _infer(request, job.name), job
-    return ended.code, job
+            return Exit.PREEMPTED
+        return _infer(request, job.name)
+    return ended.code
 
 
 def _infer(request: Request, name: str | None) -> Exit:

@@ -60,7 +60,7 @@ def arc(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return properties
 
 
-def test_an_intel_gpu_is_asked_through_its_own_module(arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_intel_gpu_is_queried_through_torch_xpu(arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("memory_allocated", 1), ("memory_reserved", 2)):
         monkeypatch.setattr(torch.xpu, name, lambda device, value=value: value)
     device = accelerator_of(INTEL)

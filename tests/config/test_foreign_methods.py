@@ -41,7 +41,7 @@ def test_a_method_of_another_framework_is_refused_with_its_line(name: str, tmp_p
     assert (problem.where, problem.fix) == (f"{tmp_path / 'mine.py'}:9", FOREIGN_METHODS[name])
 
 
-def test_own_methods_and_those_that_the_task_itself_calls_are_allowed(tmp_path: Path) -> None:
+def test_other_methods_and_those_that_the_task_calls_are_allowed(tmp_path: Path) -> None:
     assert not problems_of(TASK.format(name="evaluate"), tmp_path)
     used = TASK.format(name="training_step").replace("batch): ...", "batch):\n        return self.training_step()")
     assert not problems_of(used, tmp_path)

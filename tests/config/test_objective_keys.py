@@ -45,7 +45,7 @@ def specs(task: Path, *words: str) -> dict[str, Any]:
     return {spec.name: spec for spec in objectives_of(Pair(), planned(task, *words).phases[0])}
 
 
-def test_a_key_of_the_command_line_replaces_what_is_declared(task: Path) -> None:
+def test_a_command_line_key_replaces_the_declared_value(task: Path) -> None:
     found = specs(
         task, "objective.actor.optimizer.lr=1e-4", "objective.actor.every=3", "objective.critic.max_grad_norm=0.5"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def test_an_upload_that_is_cut_anywhere_is_never_taken_as_valid(mirror: Mirror, 
             assert numbers(mirror) == [2, 1]
 
 
-def test_the_next_attempt_does_not_send_what_is_there(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_retry_sends_only_missing_files(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         FaultyStorage.fault = staticmethod(lambda operation, path: cut(operation) if "state" in path else None)
         with pytest.raises(MirrorError):
@@ -223,7 +224,7 @@ def test_a_run_never_starts_at_0_because_all_copies_are_damaged(mirror: Mirror, 
         fetch(mirror, run, lambda _: None, lambda _: None)  # here it has valid ones
 
 
-def test_only_what_is_newer_is_downloaded(mirror: Mirror, tmp_path: Path) -> None:
+def test_only_newer_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1)
         FaultyStorage.calls.clear()
@@ -264,7 +265,7 @@ def thread(mirror: Mirror, run: RunDirectory, warnings: list[str] | None = None,
     return MirrorThread(mirror, run, UID, keep_last=KEEP, warn=warn, pauses_s=(0.0,), **options)  # type: ignore[arg-type]
 
 
-def test_what_is_saved_before_and_during_a_run_is_copied(mirror: Mirror, tmp_path: Path) -> None:
+def test_checkpoints_saved_before_and_during_a_run_are_copied(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copies = thread(mirror, run)
         copies.start(must_work=True)
@@ -290,13 +291,20 @@ class Gate:
             assert self.opened.wait(LONG_S)
 
 
-def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror, tmp_path: Path) -> None:
+@contextmanager
+def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, MirrorThread]]:
+    """A run whose first checkpoint is being copied, until the gate is opened."""
     gate = Gate(1)
     FaultyStorage.fault = staticmethod(gate)
-    with machine(tmp_path / "a", 1) as run:
+    with machine(folder / "a", 1) as run:
         copies = thread(mirror, run)
         copies.start(must_work=True)
         assert gate.reached.wait(LONG_S)
+        yield gate, run, copies
+
+
+def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror, tmp_path: Path) -> None:
+    with stalled(mirror, tmp_path) as (gate, run, copies):
         for update in range(2, 7):  # none of these waits for the mirror
             path = add(run, update)
             assert path is not None
@@ -312,12 +320,7 @@ def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror
 
 
 def test_a_mirror_that_never_answers_does_not_block_the_end(mirror: Mirror, tmp_path: Path) -> None:
-    gate = Gate(1)
-    FaultyStorage.fault = staticmethod(gate)
-    with machine(tmp_path / "a", 1) as run:
-        copies = thread(mirror, run)
-        copies.start(must_work=True)
-        assert gate.reached.wait(LONG_S)
+    with stalled(mirror, tmp_path) as (gate, _, copies):
         line = copies.finish(0.0)
         assert "0 of 1" in line
         assert "update-0000000001" in line

@@ -451,7 +451,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
         (4, 4, ("parallelism.split=[5,1]", "precision=bf16")),
     ],
 )
-def test_a_rank_of_a_pipeline_holds_what_is_predicted_of_its_layers(script, tmp_path, micro, steps, words):
+def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, steps, words):
     """Its own weights, gradients and state, what it keeps of the micro-batches under way, and what it receives."""
     file = tmp_path / "piped.py"
     file.write_text(PIPED)

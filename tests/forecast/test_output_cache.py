@@ -115,7 +115,7 @@ def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -
     assert traced(operations, cached=True) == traced(operations, cached=False)
 
 
-def test_asking_for_a_device_is_no_operation() -> None:
+def test_device_queries_are_not_counted_as_operations() -> None:
     """The engine asks for the device of every gradient, which reads no memory."""
     ledger = AllocationLedger()
     run = FakeRun(ledger)

@@ -166,7 +166,7 @@ def test_a_declared_metric_that_evaluate_lacks_is_found_before_the_first_update(
 
 
 @pytest.mark.parametrize("metrics", [[3], {"mine": 3}, {"mine": Gather(len), "other": len}])
-def test_what_is_no_metric_is_found_before_the_first_update(metrics: Any) -> None:
+def test_an_invalid_metric_is_found_before_the_first_update(metrics: Any) -> None:
     with pytest.raises(TaskFault):
         checked(lambda self, model, batch: {"mine": model(batch[0]), "other": model(batch[0])}, metrics=metrics)
 

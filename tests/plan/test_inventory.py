@@ -269,7 +269,7 @@ def test_an_amd_gpu_of_unknown_architecture_computes_in_float32() -> None:
         ("CPU", None, False, False),
     ],
 )
-def test_what_is_native_follows_from_the_capability(
+def test_native_formats_follow_from_the_capability(
     name: str, capability: tuple[int, int] | None, *, fp16: bool, bf16_tf32_flash: bool
 ) -> None:
     device = Device("cuda", 0, name, capability=capability)

@@ -50,7 +50,7 @@ def test_cpu_time_is_operators_data_and_gaps() -> None:
     assert seen.shares() == pytest.approx({"data": 0.1, "operators": 0.3, "between operators": 0.6})
 
 
-def test_what_is_set_aside_is_in_no_share() -> None:
+def test_excluded_spans_are_in_no_share() -> None:
     seen = trace(
         span("user_annotation", "ProfilerStep#1", 0, 1000), span("user_annotation", "accel-run: aside", 500, 900),
         span("kernel", "gemm", 0, 300, tid=7), span("kernel", "of the evaluation", 500, 800, tid=7),

@@ -133,7 +133,7 @@ def test_each_device_has_a_separate_generator(stand_in: StandIn) -> None:
     stand_in.program("a100x2", GENERATORS)
 
 
-def test_collectives_bring_what_they_must_on_a_stream_of_their_own(stand_in: StandIn) -> None:
+def test_collectives_are_correct_on_a_separate_stream(stand_in: StandIn) -> None:
     stand_in.program("a100x2", "from tests.stand_ins.collectives import main; main()")
 
 

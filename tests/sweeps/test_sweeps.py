@@ -487,7 +487,7 @@ def test_trials_that_take_all_devices_run_alone() -> None:
     assert len(packed(alone, 2).slots) == 2, "auto is one device here"
 
 
-def test_what_is_planned_for_a_sweep_leaves_torch_out_of_its_process(tmp_path: Path) -> None:
+def test_planning_a_sweep_does_not_import_torch(tmp_path: Path) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
     main = "from runner.cli import main; from runner.sweeps import pool; from tests.sweeps.stand_in import TRIAL; "
     main += "import sys; pool.TRIAL_MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "

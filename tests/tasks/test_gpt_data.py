@@ -108,7 +108,7 @@ def test_the_leakage_of_a_text_is_the_share_of_its_blocks(folder: Path, tmp_path
     assert made.files["val"].read_text().count("line 3") == made.files["val"].read_text().count("only in") > 0
 
 
-def test_what_is_left_of_a_text_has_no_known_block() -> None:
+def test_a_deduplicated_text_has_no_known_block() -> None:
     """Also where lines meet that were apart before."""
     known = {block for text in ("a\nb\nc\nd\ne\n", "1\n2\n3\n4\n5\n") for _, block in blocks(text)}
     assert without_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"

@@ -12,7 +12,7 @@ from runner.tools.report.chart_parts import Drawing
 from runner.tools.report.run_data import Curve
 
 SPACE = "http://www.w3.org/2000/svg"
-Curves = dict[str, tuple[Any, Any]]  # name -> x and y, arrays (N,)
+Arrays = dict[str, tuple[Any, Any]]  # name -> x and y, arrays (N,)
 
 
 def add_hover_bands(root: Tree.Element, drawn: Drawing) -> None:
@@ -32,7 +32,7 @@ def add_hover_bands(root: Tree.Element, drawn: Drawing) -> None:
         root.append(group)
 
 
-def _bands(axes: Any, curves: Curves) -> Iterator[tuple[float, float, str]]:
+def _bands(axes: Any, curves: Arrays) -> Iterator[tuple[float, float, str]]:
     """Yield left and right edge (in data coordinates) and text of each band of these axes."""
     if not curves:
         return
@@ -53,9 +53,9 @@ def _x_label(axes: Any) -> str:
     return next(filter(None, labels), "x")
 
 
-def _curves(axes: Any) -> Curves:
+def _curves(axes: Any) -> Arrays:
     """Return name -> (x, y) of the curves of the axes, both (N,); limits drawn across the axes are not curves."""
-    found: Curves = {}
+    found: Arrays = {}
     for line in axes.get_lines():
         x, y = (np.asarray(values, dtype=np.float64) for values in line.get_data())
         if line.get_transform() != axes.transData or not len(x):
@@ -67,11 +67,11 @@ def _curves(axes: Any) -> Curves:
     return found
 
 
-def _arrays(curves: Mapping[str, Curve]) -> Curves:
+def _arrays(curves: Mapping[str, Curve]) -> Arrays:
     return {name: (np.asarray(curve.x, float), np.asarray(curve.y, float)) for name, curve in curves.items()}
 
 
-def _values(curves: Curves, at: float, width: float) -> Iterator[tuple[str, float]]:
+def _values(curves: Arrays, at: float, width: float) -> Iterator[tuple[str, float]]:
     """Yield the value of each curve that has a finite one within the band."""
     for name, (x, y) in curves.items():
         known = np.isfinite(x) & np.isfinite(y)
