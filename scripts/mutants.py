@@ -65,7 +65,7 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 # Functions that restore state: by name, of any class in the targets, or by module and qualified name.
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_random_state_of",
-    "_put_back", "_take_over", "_begin_after", "_restore", "restore", "load_for_use",
+    "_put_back", "_take_over", "_begin_after", "_restore", "restore", "load_for_inference",
     "checkpoint.restore_moved", "coupled._write", "forward_state._load", "forward_state.ForwardState._adopt",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
     "oom_retry.OomRetry._restore_and_reduce", "resume_point.resume_point", "rewind._undo",

@@ -86,7 +86,7 @@ def lora(
 ADAPTERS: Mapping[str, Callable[..., Adapter]] = {"none": none, "lora": lora}
 
 
-def adapter_of(choice: Choice) -> Adapter:
+def make_adapter(choice: Choice) -> Adapter:
     """Return the adapter that the option selects."""
     return make(ADAPTERS, choice.function, **choice.options)
 

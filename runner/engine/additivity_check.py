@@ -32,9 +32,9 @@ from runner.base.order import Micro
 from runner.base.sample_rng import global_generators
 from runner.base.text import error_line
 from runner.engine.assemble import Parts
-from runner.engine.contract_checks import Number, checked_loss, checked_metrics
-from runner.engine.error_diagnosis import place_of
-from runner.engine.evaluate import as_in_use
+from runner.engine.contract_checks import Number, validate_loss, validate_metrics
+from runner.engine.error_diagnosis import locate_definition
+from runner.engine.evaluate import eval_mode
 from runner.engine.mean_rewrite import line_to_change
 from runner.engine.metric_states import MetricStates
 
@@ -110,7 +110,7 @@ class _Values(NamedTuple):
         return abs(self.off_mean) <= tolerance * abs(self._mean)
 
 
-def check_sum(
+def check_loss_is_sum(
     parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: Reader | None = None
 ) -> str:
     """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
@@ -136,7 +136,7 @@ def check_sum(
     return reasons[0] if reasons and all(reasons) else ""
 
 
-def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[str, list[str]]:
+def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[str, list[str]]:
     """Raise TaskFault on every rank if a metric of `evaluate` is a mean instead of a sum over the batch.
 
     Return reason -> metrics that could not be checked. Every rank compares the same held-out samples.
@@ -167,7 +167,7 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
                 if next(calls) == 0:  # the whole batch: a metric may not accept half of one
                     wrong.extend(states.faults_of(found))
                 found = {name: value for name, value in found.items() if name not in declared}
-            return checked_metrics(found, task.evaluate, parts.source)
+            return validate_metrics(found, task.evaluate, parts.source)
 
         # Few draws only: an evaluation may be slow, such as one that decodes or samples.
         compared = _Compared(parts, metrics_of, split, noise.EVALUATION, _NUMBERS_OF_DRAWS[:1])
@@ -185,7 +185,7 @@ def check_metrics(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[
         what = f"metrics declares {missing[0]}, but evaluate does not return it"
         fault = (
             what,
-            place_of(task.evaluate, parts.source),
+            locate_definition(task.evaluate, parts.source),
             f'return {{"{missing[0]}": (scores, labels)}} with the rest',
         )
     _raise(parts.world.broadcast(fault))
@@ -199,7 +199,7 @@ def _raise(fault: Sequence[str] | None) -> None:
 
 
 def _loss_of(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> tuple[Number, Number]:
-    return checked_loss(loss(parts.model, batch), loss, parts.source)
+    return validate_loss(loss(parts.model, batch), loss, parts.source)
 
 
 class _Split(NamedTuple):
@@ -227,7 +227,7 @@ def _split(first: MicroBatch, read: Reader | None, parts: Parts) -> _Split:
         if len(indices) == 1 and read is not None:
             indices.append(read.other_than(indices[0]))
             first = read(indices, first.samples)
-        halves = halves_of(first)
+        halves = split_in_halves(first)
         if halves is not None or read is None or len(indices) < 2:
             return _Split(BatchPart(first.batch, first.samples), halves, why="" if halves else _UNCUT)
         middle, known = len(indices) // 2, first.samples
@@ -382,8 +382,8 @@ def _of_name(several: Sequence[Mapping[str, _Values]], name: str) -> list[_Value
 def _left_alone(parts: Parts) -> Iterator[None]:
     """Put the model in eval mode without gradients; restore the model, the task and the generators on exit."""
     with (
-        counters_restored([parts.task, *parts.bare.modules()]),
-        as_in_use(parts.bare, parts.world.device),
+        restore_attributes([parts.task, *parts.bare.modules()]),
+        eval_mode(parts.bare, parts.world.device),
         parts.parallel.gathered(parts.model),
         torch.no_grad(),
         noise.no_pass(),
@@ -445,7 +445,7 @@ class BatchPart(NamedTuple):
     samples: BatchSamples | None
 
 
-def halves_of(whole: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
+def split_in_halves(whole: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
     """Split a batch into two parts; return None if it cannot be split between samples safely.
 
     Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
@@ -516,7 +516,7 @@ def _mixes_samples(model: nn.Module) -> bool:
 
 
 @contextmanager
-def counters_restored(objects: Sequence[object]) -> Iterator[None]:
+def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
     """Restore numbers, flags and text in the attributes of objects, because a loss may count its calls."""
     kept = [(vars(each), dict(vars(each))) for each in objects]
     try:
@@ -568,7 +568,7 @@ def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[s
     figures = f"the loss of a batch is {verdict.values}"
     if kind == "count":
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
-        return what, place_of(loss, parts.source), _COUNT
+        return what, locate_definition(loss, parts.source), _COUNT
     if kind == "mean":
         where, fix = line_to_change(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
@@ -576,7 +576,7 @@ def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[s
     name = type(parts.task).__name__
     what = f"loss must be the sum over the items of a batch, but it is not: {figures}"
     fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {name}:"
-    return what, place_of(loss, parts.source), f"{fix}\nloss_is_additive = False"
+    return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
 
 
 def _fault_of_metric(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str, str]:
@@ -585,7 +585,7 @@ def _fault_of_metric(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, s
     figures = f"{name} of a batch is {verdict.values}"
     if verdict.kind == "count":
         what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
-        return what, place_of(evaluate, parts.source), _COUNT
+        return what, locate_definition(evaluate, parts.source), _COUNT
     where, fix = line_to_change(evaluate, parts.source, name)
     what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
     return what, where, fix

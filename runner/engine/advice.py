@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch, map_tensors
 
 
-def odd_sizes(model: nn.Module, device: torch.device, multiple: int = 8) -> list[str]:
+def find_odd_sizes(model: nn.Module, device: torch.device, multiple: int = 8) -> list[str]:
     """Return a line for each weight matrix whose size prevents the use of tensor cores in half precision.
 
     Source: NVIDIA, Matrix Multiplication Background User's Guide, section on dimension quantization: sizes in

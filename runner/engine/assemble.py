@@ -31,10 +31,10 @@ from runner.config.option_table import make
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.parallel import Parallel
-from runner.engine.advice import odd_sizes
-from runner.engine.contract_checks import check_length, checked_modules
+from runner.engine.advice import find_odd_sizes
+from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
-from runner.engine.error_diagnosis import place_of
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.objectives import objectives_of, refused
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
 from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
@@ -103,7 +103,7 @@ class Parts:
         if is_exhaustible(dataset):
             raise TaskFault(
                 f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
-                where=place_of(task.dataset, self.source),
+                where=locate_definition(task.dataset, self.source),
                 fix="return a list of samples, or define def stream(self, split, shard, num_shards): yield ...",
             )
         if is_stream(dataset):
@@ -113,7 +113,7 @@ class Parts:
                 f'dataset("{split}") must return samples with len() and [index], or a stream to iterate over, but'
                 f" returned {type(dataset).__name__}"
             )
-            raise TaskFault(what, where=place_of(task.dataset, self.source), fix="a list of samples will do")
+            raise TaskFault(what, where=locate_definition(task.dataset, self.source), fix="a list of samples will do")
         check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
         return dataset
 
@@ -175,7 +175,7 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronized(bare, world)
     with explained(source, "blocks"):
-        blocks = checked_modules(task.blocks(), task.blocks, source)
+        blocks = validate_modules(task.blocks(), task.blocks, source)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         notes = list(_made(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
@@ -183,11 +183,11 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
         stack.enter_context(precision.flags)
         _made(COMPILES, choices["compile"], bare, blocks, world.device)
     notes += [str(warning.message) for warning in said if str(warning.message) not in notes]
-    notes += odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
+    notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with explained(source, "distributing the model"):
-        model = parallel.wrap(bare, lambda: checked_modules(task.layers(), task.layers, source), blocks)
+        model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
     notes += parallel.described()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(seed_of_rank(plan.settings.seed, world.rank))

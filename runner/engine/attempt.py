@@ -203,7 +203,7 @@ def only_writer(directory: RunDirectory) -> Iterator[None]:
     yield
 
 
-def written_before(directory: RunDirectory) -> dict[str, bytes]:
+def read_start_files(directory: RunDirectory) -> dict[str, bytes]:
     """Return the files that `RunAttempt.begin` replaces, with their content; empty for a new run."""
     found = {}
     for name in ("config.yaml", "overrides.yaml", "command.sh", "plan.json", "environment.json", RUN):

@@ -104,6 +104,6 @@ class MeasuredShares(FixedShares):
 _KEPT = 64  # number of updates by which a device may lag behind
 
 
-def shares_by(wanted: Any, order: Order) -> FixedShares:
+def make_shares(wanted: Any, order: Order) -> FixedShares:
     """Return measured shares for `speed`, else fixed ones."""
     return MeasuredShares(order) if wanted == "speed" and len(order.shares) > 1 else FixedShares(order)

@@ -30,7 +30,7 @@ class HeldBest:
     number: int
     value: float
     snapshot: Snapshot
-    room: HostBuffer
+    buffer: HostBuffer
     kept: Callable[[], Collection[Path]]
     copy_s: float
     since: float
@@ -39,10 +39,10 @@ class HeldBest:
 class Saver:
     """Pass snapshots to the writer, which writes them to disk during training.
 
-    toll     cost of saving, over all phases of the run
-    rooms    buffers for two copies: the one being written, and the best one not written yet
-    on_disk  number of the newest existing checkpoint, None if there is none
-    bests    (metric, number) of the best saved checkpoints of the phase, best first
+    save_cost     cost of saving, over all phases of the run
+    host_buffers  for two copies: the one being written, and the best one not written yet
+    on_disk       number of the newest existing checkpoint, None if there is none
+    bests         (metric, number) of the best saved checkpoints of the phase, best first
 
     With `checkpoint.every=auto` a best checkpoint is written at once only if that does not exceed the cost limit of
     saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows it, AT_RISK_S have
@@ -53,17 +53,23 @@ class Saver:
         self,
         policy: SavePolicy,
         writer: Writer | NoWriter,
-        toll: SaveCost,
-        rooms: tuple[HostBuffer, HostBuffer],
+        save_cost: SaveCost,
+        host_buffers: tuple[HostBuffer, HostBuffer],
         screen: Screen,
         *,
         on_disk: int | None,
         bests: Sequence[tuple[float, int]] = (),
     ) -> None:
-        self.policy, self.writer, self.toll, self.rooms, self.screen = policy, writer, toll, rooms, screen
-        self.room = rooms[0]  # for the next copy
+        self.policy, self.writer, self.save_cost, self.host_buffers, self.screen = (
+            policy,
+            writer,
+            save_cost,
+            host_buffers,
+            screen,
+        )
+        self.buffer = host_buffers[0]  # for the next copy
         self.held: HeldBest | None = None
-        self._room_of_writer = rooms[1]
+        self._writer_buffer = host_buffers[1]
         self._on_disk = on_disk
         self.bests = list(bests)
         self._bests_before = self.bests  # without the checkpoint being written
@@ -75,7 +81,7 @@ class Saver:
     def prepare(self, nbytes: int, device: torch.device) -> None:
         """Allocate memory for a copy of `nbytes` bytes before the first save is due."""
         if self.policy.saves_on_the_way and isinstance(self.writer, Writer):
-            self.room.prepare(nbytes, device)
+            self.buffer.prepare(nbytes, device)
 
     def is_best(self, value: float) -> bool:
         """Return True if a checkpoint with this metric value would be among the best ones."""
@@ -85,7 +91,7 @@ class Saver:
 
     def has_no_budget(self) -> bool:
         """Return True if writing a best checkpoint now would exceed the cost limit, so it must be held in memory."""
-        return self.policy.is_auto and isinstance(self.writer, Writer) and not self.toll.has_budget()
+        return self.policy.is_auto and isinstance(self.writer, Writer) and not self.save_cost.has_budget()
 
     def join(self, value: float, number: int) -> None:
         """Add the checkpoint to the best ones, replacing the worst of them if the list is full."""
@@ -102,7 +108,7 @@ class Saver:
         if self.policy.keep_best > 1:  # otherwise the new one replaces it
             self.write_held()
         began = time.perf_counter()
-        self._clear_room()
+        self._choose_buffer()
         before = self.bests
         self.join(value, number)  # the snapshot must include itself among the best; others must not until it is written
         try:
@@ -111,8 +117,8 @@ class Saver:
             self.bests = before
         snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training continues to change the originals
         copy_s = time.perf_counter() - began
-        self.held = HeldBest(number, value, snapshot, self.room, kept, copy_s, time.monotonic())
-        self.toll.copied(copy_s)
+        self.held = HeldBest(number, value, snapshot, self.buffer, kept, copy_s, time.monotonic())
+        self.save_cost.copied(copy_s)
 
     def write_held(self) -> None:
         """Start writing the best checkpoint held in memory, if any.
@@ -127,10 +133,10 @@ class Saver:
         self.count_written()
         self._number, self._bests_before = held.number, self.bests
         self.join(held.value, held.number)
-        self._room_of_writer = held.room
+        self._writer_buffer = held.buffer
         self.writer.submit(held.snapshot, best=held.kept())
         self._is_writing = True
-        self.toll.held(held.copy_s + time.perf_counter() - began, known=held.copy_s)
+        self.save_cost.held(held.copy_s + time.perf_counter() - began, known=held.copy_s)
 
     def _drop_displaced(self) -> None:
         """Discard the held checkpoint if it is no longer among the best."""
@@ -138,17 +144,19 @@ class Saver:
         if held is not None and (held.value, held.number) not in self._ranked(held.value, held.number):
             self.held = None
 
-    def _clear_room(self) -> None:
+    def _choose_buffer(self) -> None:
         """Choose a buffer that neither the writer nor the held checkpoint uses.
 
         If both are in use, that of the held one is reused, and this copy replaces it.
         """
-        free = [room for room in self.rooms if self.writer.busy_s is None or room is not self._room_of_writer]
+        free = [
+            buffer for buffer in self.host_buffers if self.writer.busy_s is None or buffer is not self._writer_buffer
+        ]
         if self.held is not None:
-            free.sort(key=lambda room: self.held is not None and room is self.held.room)
-        self.room = free[0]
-        self.room.clear()
-        if self.held is not None and self.room is self.held.room:
+            free.sort(key=lambda buffer: self.held is not None and buffer is self.held.buffer)
+        self.buffer = free[0]
+        self.buffer.clear()
+        if self.held is not None and self.buffer is self.held.buffer:
             self.held = None
 
     def save(
@@ -175,7 +183,7 @@ class Saver:
         waited = time.perf_counter() - began
         if self.held is not None and self.held.number == number:  # this save writes the held checkpoint
             value, self.held = self.held.value, None
-        self._clear_room()
+        self._choose_buffer()
         self._number, self._bests_before = number, self.bests
         if value is not None:
             self.join(value, number)
@@ -186,13 +194,13 @@ class Saver:
             raise
         if value is not None:
             self._drop_displaced()
-        self._room_of_writer = self.room
+        self._writer_buffer = self.buffer
         self.writer.submit(snapshot, best=kept(), overwrite=overwrite)
         self._is_writing = True
         self.policy.saved()
         held = time.perf_counter() - began
         if is_waited_for:
-            self.toll.held(held)
+            self.save_cost.held(held)
             if waited > max(_WAIT_S, 0.5 * held):
                 self._warn_once(
                     "disk",
@@ -222,11 +230,11 @@ class Saver:
 
     def updated(self, seconds: float) -> None:
         """Record the time of an update and, once a checkpoint is written, its cost."""
-        self.toll.updated(seconds, writing=self._is_writing)
+        self.save_cost.updated(seconds, writing=self._is_writing)
         self.count_written()
         if self.held is not None and self.writer.busy_s is None:
             is_at_risk = time.monotonic() - self.held.since >= AT_RISK_S
-            if is_at_risk or self.toll.has_budget():
+            if is_at_risk or self.save_cost.has_budget():
                 self.write_held()
 
     def count_written(self) -> None:
@@ -240,9 +248,9 @@ class Saver:
         else:
             self.bests = self._bests_before
         self.policy.ended(well=is_saved)
-        known = self.toll.last
-        self.toll.written(self.writer.last)
-        last, before = self.toll.last, self.policy.seconds
+        known = self.save_cost.last
+        self.save_cost.written(self.writer.last)
+        last, before = self.save_cost.last, self.policy.seconds
         if last is None or last is known or self.writer.last is None:
             return
         self.adapt()
@@ -250,17 +258,17 @@ class Saver:
         if known is None or (before and every and not 0.9 < every / before < 1.1):
             self.screen.event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
 
-    def remains(self) -> int | None:
+    def newest_number(self) -> int | None:
         """Wait for the writer; return the number of the newest checkpoint of the phase, or None."""
         known = (self.writer.wait(), self._on_disk)
         return max((number for number in known if number is not None), default=None)
 
-    def why_too_late(self, asked_at: float | None, num_saves: int = 1) -> str | None:
+    def deadline_problem(self, asked_at: float | None, num_saves: int = 1) -> str | None:
         """Return why `num_saves` saves cannot finish before the kill deadline, or None if they can.
 
         asked_at  time of the stop request, by `time.monotonic`; None if unknown
         """
-        grace_s, one_s = self.policy.grace_s, self.toll.expected_s()
+        grace_s, one_s = self.policy.grace_s, self.save_cost.expected_s()
         if grace_s is None or asked_at is None or one_s is None:
             return None
         save_s = num_saves * one_s
@@ -276,9 +284,9 @@ class Saver:
 
     def adapt(self) -> None:
         """Set the save interval from the measured cost."""
-        last = self.toll.last
+        last = self.save_cost.last
         if last is not None:
-            problem = self.policy.adapt(self.toll.cost_s, last.write_s, self.toll.update_s)
+            problem = self.policy.adapt(self.save_cost.cost_s, last.write_s, self.save_cost.update_s)
             if problem:
                 self._warn_once("cost", problem)
 

@@ -37,7 +37,7 @@ def check_state(start: Loaded) -> Loaded:
 
 
 @contextmanager
-def understood(start: Loaded) -> Iterator[None]:
+def convert_state_errors(start: Loaded) -> Iterator[None]:
     """Convert exceptions from restoring state into DataError, because components do not validate their state."""
     try:
         yield

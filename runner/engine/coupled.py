@@ -26,8 +26,8 @@ from runner.base.task import Sum, Task
 from runner.config.configuration import Choice
 from runner.distributed.parallel import Discarded, ForwardPasses, Parallel, Sums
 from runner.distributed.row_gather import RowSpec, gather_rows
-from runner.engine.contract_checks import Number, checked_loss, described
-from runner.engine.error_diagnosis import place_of
+from runner.engine.contract_checks import Number, describe_value, validate_loss
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.gradient_source import Around, GradientSource
 
 _Place = tuple[nn.Module, str]  # place of a buffer
@@ -79,9 +79,9 @@ def check_strategy(parallel: Parallel, choice: Choice) -> None:
         )
 
 
-def checked_embedding(answer: Any, embed: Callable[..., Any], source: Path, *, look: bool = False) -> Embedding:
+def validate_embedding(answer: Any, embed: Callable[..., Any], source: Path, *, look: bool = False) -> Embedding:
     """Return what `embed` returned. Raises TaskFault for anything but rows, or without gradient while enabled."""
-    where = place_of(embed, source)
+    where = locate_definition(embed, source)
     if isinstance(answer, Tensor):
         found = Embedding((answer,), "tensor")
     elif isinstance(answer, Mapping):
@@ -89,11 +89,13 @@ def checked_embedding(answer: Any, embed: Callable[..., Any], source: Path, *, l
     elif isinstance(answer, (tuple, list)):
         found = Embedding(tuple(answer), "tuple")
     else:
-        raise TaskFault(f"embed must return tensors, but returned {described(answer)}", where=where, fix=EMBED_FIX)
+        raise TaskFault(f"embed must return tensors, but returned {describe_value(answer)}", where=where, fix=EMBED_FIX)
     parts: tuple[Any, ...] = found.tensors
     for tensor in parts:
         if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.layout is not torch.strided:
-            what = f"embed must return tensors whose first dimension is the samples, but one is {described(tensor)}"
+            what = (
+                f"embed must return tensors whose first dimension is the samples, but one is {describe_value(tensor)}"
+            )
             raise TaskFault(what, where=where, fix=EMBED_FIX)
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in found.tensors):
         what = "embed must return a tensor that has a gradient, but none has one"
@@ -114,7 +116,7 @@ def check_rows(found: Embedding, samples: BatchSamples | None, embed: Callable[.
         if len(tensor) > number:
             raise TaskFault(
                 f"embed must return one row per sample, but returned {len(tensor)} rows for {number} samples",
-                where=place_of(getattr(embed, "loss", embed), source),
+                where=locate_definition(getattr(embed, "loss", embed), source),
                 fix="return several views as a tuple, such as z.chunk(2), and concatenate them in couple",
             )
 
@@ -151,7 +153,7 @@ class CoupledSource(GradientSource):
     def coupled(self, packed: Any) -> Sum:
         """Return the loss of these embeddings; random draws depend on seed and update only."""
         with noise.no_pass(), seeded_generators(self.seed, "couple", self.update()):
-            return checked_loss(self.couple(packed), self.couple, self.source, name="couple")
+            return validate_loss(self.couple(packed), self.couple, self.source, name="couple")
 
 
 @dataclass

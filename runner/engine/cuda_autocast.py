@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 
-class AsCuda(TorchFunctionMode):
+class CudaAutocastMode(TorchFunctionMode):
     """Mode in which CPU autocast runs these functions in float32, as CUDA autocast does.
 
     Functions that torch calls internally, as in cross entropy, are not intercepted; a CPU saves no less for those.

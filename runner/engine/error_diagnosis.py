@@ -41,10 +41,10 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
         return error
     info = raised(error)
     if not isinstance(error, Exception) or _is_raised_by_task(error, info, source):
-        return fault_of(error, source, what)
+        return make_task_fault(error, source, what)
     found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, info, what)
     if found is None:
-        return fault_of(error, source, what) or _of_autograd(info, source, what) or _of_the_disk(error, what)
+        return make_task_fault(error, source, what) or _of_autograd(info, source, what) or _of_the_disk(error, what)
     own = _own(info, source)
     if own:  # the line that allocated
         (problem,) = found.problems
@@ -57,7 +57,7 @@ def _is_raised_by_task(error: Exception, info: Raised, source: Path) -> bool:
     is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(info.bases)
     if is_known or not info.frames:
         return False
-    return is_of_task(info.frames[-1].file, source) and info.frames[-1].text.startswith(("raise", "assert"))
+    return is_task_file(info.frames[-1].file, source) and info.frames[-1].text.startswith(("raise", "assert"))
 
 
 def _of_memory(shortage: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
@@ -153,7 +153,7 @@ def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
     return StorageError(f"the system refuses: {error.strerror}", where=where, fix=_OF_THE_DISK[error.errno])
 
 
-def fault_of(error: BaseException, source: Path, what: str) -> TaskFault | None:
+def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault | None:
     """Return the TaskFault for an exception that passed through the task's files, or None for any other.
 
     Only task lines are shown, including those of its causes; error.json has the full traceback.
@@ -215,10 +215,10 @@ def _line(frame: SourceLine) -> str:
 
 
 def _own(info: Raised, source: Path) -> list[SourceLine]:
-    return [frame for frame in info.frames if is_of_task(frame.file, source)]
+    return [frame for frame in info.frames if is_task_file(frame.file, source)]
 
 
-def place_of(function: object, source: Path) -> str:
+def locate_definition(function: object, source: Path) -> str:
     """Return file:line of a function or class of the task, or the task's file if it is defined elsewhere.
 
     A method that the task inherits, or one of a metric of torchmetrics, is no place that the user can change.
@@ -226,17 +226,17 @@ def place_of(function: object, source: Path) -> str:
     with suppress(TypeError, OSError):
         inner: Any = inspect.unwrap(function)  # type: ignore[arg-type]
         file = inspect.getsourcefile(inner)
-        if file is not None and not is_of_library(file, source):
+        if file is not None and not is_library_file(file, source):
             return f"{file}:{inspect.getsourcelines(inner)[1]}"
     return str(source)
 
 
-def is_of_task(file: str, source: Path) -> bool:
+def is_task_file(file: str, source: Path) -> bool:
     """Return True if a file is in the task's folder and is neither part of accel-run nor an installed package."""
-    return file == str(source) or (file.startswith(f"{source.parent}/") and not is_of_library(file, source))
+    return file == str(source) or (file.startswith(f"{source.parent}/") and not is_library_file(file, source))
 
 
-def is_of_library(file: str, source: Path) -> bool:
+def is_library_file(file: str, source: Path) -> bool:
     """Return True if a file is part of accel-run or of an installed package, and not in the folder of a task there."""
     ours = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
     return file != str(source) and (ours or "site-packages/" in file.removeprefix(f"{source.parent}/"))

@@ -19,8 +19,8 @@ from runner.base.module_buffers import restored
 from runner.base.order import Indices, Micro, seed_of_rank
 from runner.base.world import World
 from runner.engine.assemble import Parts
-from runner.engine.contract_checks import Number, checked_figures, checked_metrics, must_count
-from runner.engine.error_diagnosis import place_of
+from runner.engine.contract_checks import Number, check_count, validate_metrics, validate_numbers
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.metric_states import MetricStates, positions
 from runner.engine.oom_retry import release
 
@@ -95,14 +95,14 @@ def evaluate(
     def measured() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
         states.begin()
-        with as_in_use(parts.model, world.device), parallel.gathered(parts.model), torch.no_grad(), noise.no_pass():
+        with eval_mode(parts.model, world.device), parallel.gathered(parts.model), torch.no_grad(), noise.no_pass():
             seed_everything(seed_of_rank(seed, world.rank))
             for micro in parts.prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
                 if stopped() and not parallel.in_step:  # otherwise the other ranks would block
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
-                    found = checked_metrics(states.sums_of(parts.model, micro), task.evaluate, source)
+                    found = validate_metrics(states.sums_of(parts.model, micro), task.evaluate, source)
                 for name, pair in found.items() if micro.counts else ():
                     pairs.setdefault(name, []).append((_kept(pair[0]), _kept(pair[1])))
         return False, pairs
@@ -128,7 +128,7 @@ def evaluate(
     for name in dict.fromkeys(name for there in of_ranks for name in there):
         rows = [there[name] for there in of_ranks if name in there]
         for _, _, least in rows:
-            must_count(least, f"evaluate ({name})", task.evaluate, source)
+            check_count(least, f"evaluate ({name})", task.evaluate, source)
         total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])
         if not math.isfinite(total):
             lost.add(name)
@@ -136,10 +136,10 @@ def evaluate(
     figures = states.results()
     if twice := [name for name in figures if name in divided]:
         what = f"metrics and evaluate have the same name {twice[0]}"
-        raise TaskFault(what, where=place_of(task.metrics, source), fix="rename one of them")
+        raise TaskFault(what, where=locate_definition(task.metrics, source), fix="rename one of them")
     divided |= figures
     lost |= states.lost
-    metrics = checked_figures(task.summarize(divided), task.summarize, source)
+    metrics = validate_numbers(task.summarize(divided), task.summarize, source)
     uncounted = {name for name, value in divided.items() if math.isnan(value) and name not in lost}
     empty = [name for name, value in metrics.items() if math.isnan(value) and (not lost or name in uncounted)]
     return EvaluationResult(metrics, tuple(empty))
@@ -175,7 +175,7 @@ def _cut(keys: Sequence[Micro], size: int) -> Iterator[Micro]:
 
 
 @contextmanager
-def as_in_use(model: nn.Module, device: torch.device) -> Iterator[None]:
+def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model in eval mode; restore modes, buffers and global generators on exit."""
     modes = [(module, module.training) for module in model.modules()]
     tensors, rest = random_state(device)

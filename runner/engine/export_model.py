@@ -23,7 +23,7 @@ from runner.config.request import Request
 from runner.config.schema import did_you_mean
 from runner.durable.files import exists, remove, rename
 from runner.engine.adapter import merge
-from runner.engine.evaluate import as_in_use
+from runner.engine.evaluate import eval_mode
 from runner.engine.task_loading import explained
 from runner.engine.trained_run import Trained, open_trained
 from runner.records.events import Console
@@ -84,7 +84,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         folder = trained.directory.inner("export")
         # Third-party writers follow links, so they write into a private folder.
         draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
-        with as_in_use(model, torch.device("cpu")), torch.no_grad():
+        with eval_mode(model, torch.device("cpu")), torch.no_grad():
             for name in formats or FORMATS:
                 file = draft / f"model.{FORMATS[name].suffix}"
                 try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runner.base.errors import IncompatibleResume
 from runner.durable.checkpoint import Loaded
-from runner.engine.adapter import adapter_of
+from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts
 from runner.engine.resumption import load_model
 from runner.engine.weights import begin_with
@@ -18,14 +18,14 @@ from runner.engine.weights import begin_with
 DIGEST = "frozen_weights"  # key in the state of a checkpoint
 
 
-def saved_state(parts: Parts) -> dict[str, Tensor]:
+def select_saved_state(parts: Parts) -> dict[str, Tensor]:
     """Return the tensors of the model that a checkpoint holds: all, or without the frozen weights of an adapter."""
     return _saved_of(parts, parts.bare.state_dict())
 
 
 def _saved_of(parts: Parts, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parameters = dict(parts.bare.named_parameters(remove_duplicate=False))
-    return adapter_of(parts.plan.choices["adapter"]).saved(tensors, parameters)
+    return make_adapter(parts.plan.choices["adapter"]).saved(tensors, parameters)
 
 
 def frozen_digest(parts: Parts) -> str | None:
@@ -49,7 +49,7 @@ def load_weights(parts: Parts, start: Loaded) -> None:
     Raises IncompatibleResume if the model is another one, or if the frozen weights are not those of the training;
     InputMissing if the source of the weights is gone.
     """
-    adapter, settings = adapter_of(parts.plan.choices["adapter"]), parts.plan.settings
+    adapter, settings = make_adapter(parts.plan.choices["adapter"]), parts.plan.settings
     state = parts.bare.state_dict()
     left_out = state.keys() - _saved_of(parts, state).keys()
     if left_out:

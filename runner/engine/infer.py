@@ -88,8 +88,8 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                 pulse.now = (PREDICTION, num + 1)
 
             began = time.perf_counter()
-            with timed_calls(parts.model, parts.world.device) as calls, Outbox(directory, console.info) as outbox:
-                with closing(predictions_of(now, parts, begins)) as predictions:
+            with time_calls(parts.model, parts.world.device) as calls, Outbox(directory, console.info) as outbox:
+                with closing(iterate_predictions(now, parts, begins)) as predictions:
                     for prediction in predictions:
                         pulse.done.add(PREDICTION)
                         num += prediction.items > 0
@@ -116,7 +116,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         made = _of_all_ranks(made, names, world, str(parts.source))
         if not made.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
-        summary = summary_of(made, parts.task.item, trained.update)
+        summary = summarize_predictions(made, parts.task.item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
         if peak := accelerator_of(parts.world.device).peak():
@@ -176,7 +176,7 @@ class PredictionSummary:
 
 
 @contextmanager
-def timed_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]:
+def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]:
     """Record the calls of `model(...)` in the context; complete on exit. Does not synchronize the device before.
 
     Nested calls count as part of the outer call. A compiled model is timed around its graph: torch.compile would
@@ -297,7 +297,7 @@ class Outbox:
             self.write()
 
 
-def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None) -> Generator[Prediction]:
+def iterate_predictions(plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None) -> Generator[Prediction]:
     """Yield the predictions of the task with the current model.
 
     begins  called before each of them
@@ -305,14 +305,14 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
     import torch
 
     from runner.base.sample_rng import seeded_generators
-    from runner.engine.contract_checks import checked_prediction
-    from runner.engine.evaluate import as_in_use
+    from runner.engine.contract_checks import validate_prediction
+    from runner.engine.evaluate import eval_mode
     from runner.engine.task_loading import explained
 
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
     generator = torch.Generator(parts.world.device).manual_seed(seed)
-    with as_in_use(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
+    with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
         with seeded_generators(seed, "predict"), explained(parts.source, "predict"):
             found = parts.task.predict(parts.model, generator, **options)
         predictions = _each(found, parts)
@@ -323,19 +323,19 @@ def predictions_of(plan: Plan, parts: Parts, begins: Callable[[], object] = lamb
                 prediction = next(predictions, _NO_MORE)
             if prediction is _NO_MORE:
                 return
-            yield checked_prediction(prediction, parts.task.predict, parts.source)
+            yield validate_prediction(prediction, parts.task.predict, parts.source)
 
 
 def _each(found: Any, parts: Parts) -> Iterator[Any]:
     """Return an iterator over the result of `predict`. Raises TaskFault if it is not iterable."""
-    from runner.engine.contract_checks import described
-    from runner.engine.error_diagnosis import place_of
+    from runner.engine.contract_checks import describe_value
+    from runner.engine.error_diagnosis import locate_definition
 
     if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping):
         return iter(found)
     raise TaskFault(
-        f"predict must yield Predictions, but returned {described(found)}",
-        where=place_of(parts.task.predict, parts.source),
+        f"predict must yield Predictions, but returned {describe_value(found)}",
+        where=locate_definition(parts.task.predict, parts.source),
         fix='yield Prediction({"sample.txt": text}), from runner.base.task',
     )
 
@@ -374,7 +374,7 @@ def _as_bytes(name: str, content: Content) -> bytes:
     return buffer.getvalue()
 
 
-def summary_of(made: PredictionSummary, item: str, update: int) -> dict[str, Any]:
+def summarize_predictions(made: PredictionSummary, item: str, update: int) -> dict[str, Any]:
     """Return the content of summary.json.
 
     seconds, items_per_s  wall-clock time, including reading, plotting and writing
@@ -417,7 +417,7 @@ def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def _in_words(made: PredictionSummary, item: str) -> str:
-    summary = summary_of(made, item, 0)
+    summary = summarize_predictions(made, item, 0)
     text = f"{made.num} prediction{'s' * (made.num > 1)}"
     text += f", {rate(summary['items_per_s'])} {item}s/s with reading and writing"
     model, latency = summary["model"], summary["latency_ms"]

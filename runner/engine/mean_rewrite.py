@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from runner.engine.error_diagnosis import place_of
+from runner.engine.error_diagnosis import locate_definition
 
 
 def line_to_change(loss: Callable[..., Any], source: Path, name: str = "") -> tuple[str, str]:
@@ -39,7 +39,7 @@ def line_to_change(loss: Callable[..., Any], source: Path, name: str = "") -> tu
         before, after = ast.unparse(call), _as_sum(call)
         if after is not None:
             return f"{file}:{first + call.lineno - 1}", f"replace {before} by {after}"
-    return place_of(loss, source), _ANYWHERE
+    return locate_definition(loss, source), _ANYWHERE
 
 
 def _as_sum(call: ast.Call) -> str | None:

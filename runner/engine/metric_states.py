@@ -19,9 +19,9 @@ from runner.base.task import Gather, Task
 from runner.base.text import error_line
 from runner.base.world import World
 from runner.distributed.row_gather import RowSpec, gather_rows, gather_tensors
-from runner.engine.contract_checks import checked_figures, checked_loss, described
-from runner.engine.coupled import Embedding, check_rows, checked_embedding, is_coupled
-from runner.engine.error_diagnosis import place_of
+from runner.engine.contract_checks import describe_value, validate_loss, validate_numbers
+from runner.engine.coupled import Embedding, check_rows, is_coupled, validate_embedding
+from runner.engine.error_diagnosis import locate_definition
 
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
@@ -55,8 +55,8 @@ class MetricStates:
         declared: Any = self.task.metrics(self.split)
         if not isinstance(declared, Mapping):
             raise TaskFault(
-                f"metrics must return a mapping of names to metrics, but returned {described(declared)}",
-                where=place_of(self.task.metrics, self.source),
+                f"metrics must return a mapping of names to metrics, but returned {describe_value(declared)}",
+                where=locate_definition(self.task.metrics, self.source),
                 fix='return {"auroc": runner.Gather(auroc)}',
             )
         self.states = {name: self._state_of(name, metric) for name, metric in declared.items()}
@@ -66,7 +66,7 @@ class MetricStates:
     def sums_of(self, model: nn.Module, micro: MicroBatch) -> Mapping[str, Any]:
         """Return what `evaluate` returns for a batch, without the metrics that are not sums: those are recorded."""
         if self.is_coupled:
-            embedding = checked_embedding(self.task.embed(model, micro.batch), self.task.embed, self.source)
+            embedding = validate_embedding(self.task.embed(model, micro.batch), self.task.embed, self.source)
             check_rows(embedding, micro.samples, self.task.embed, self.source)
             found: Any = {"loss": embedding.structure}
         else:
@@ -77,7 +77,7 @@ class MetricStates:
         if missing:
             raise TaskFault(
                 f"metrics declares {', '.join(missing)}, but evaluate returns only {', '.join(map(str, found))}",
-                where=place_of(self.task.evaluate, self.source),
+                where=locate_definition(self.task.evaluate, self.source),
                 fix=f'return {{"{missing[0]}": (scores, labels)}}: the arguments of its update',
             )
         for name, state in self.states.items() if micro.counts else ():
@@ -101,7 +101,9 @@ class MetricStates:
                 figures = state.result(self.world)
                 if twice := sorted(figures.keys() & found.keys()):
                     what = f"two metrics have the name {twice[0]}"
-                    raise TaskFault(what, where=place_of(self.task.metrics, self.source), fix="rename one of them")
+                    raise TaskFault(
+                        what, where=locate_definition(self.task.metrics, self.source), fix="rename one of them"
+                    )
                 found |= figures
         coupled = self.states.get("loss") if self.is_coupled else None
         self.lost = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_lost else set()
@@ -114,8 +116,8 @@ class MetricStates:
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
             return _TorchMetricState(name, metric.to(self.world.device), self.source, self.world)
         raise TaskFault(
-            f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {described(metric)}",
-            where=place_of(self.task.metrics, self.source),
+            f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {describe_value(metric)}",
+            where=locate_definition(self.task.metrics, self.source),
             fix=f'return {{"{name}": runner.Gather(lambda scores, labels: ...)}}',
         )
 
@@ -128,7 +130,7 @@ class _Rows:
         self.blocks: list[tuple[int, Embedding]] = []
 
     def add(self, answer: Any, first: int, method: Callable[..., Any]) -> None:
-        found = checked_embedding(answer, method, self.source)
+        found = validate_embedding(answer, method, self.source)
         self.blocks.append((first, found._replace(tensors=tuple(each.detach().clone() for each in found.tensors))))
 
     def gathered(self, world: World) -> list[tuple[int, Embedding]]:
@@ -195,7 +197,7 @@ class _CoupledState:
         total = items = 0.0
         for blocks in groups.values():
             answer = self.task.couple(_joined(blocks).structure)
-            loss, count = checked_loss(answer, self.task.couple, self.source, name="couple")
+            loss, count = validate_loss(answer, self.task.couple, self.source, name="couple")
             total, items = total + float(loss), items + float(count)
         self.is_lost = items > 0 and not math.isfinite(total)
         return {"loss": total / items if items else math.nan}
@@ -224,7 +226,7 @@ class _TorchMetricState:
             if oom_cause_of(error) is not None:
                 raise
             raise TaskFault(
-                f"metric {self.name} does not accept what evaluate returned, {described(contribution)}:"
+                f"metric {self.name} does not accept what evaluate returned, {describe_value(contribution)}:"
                 f" {error_line(error)}",
                 where=str(self.source),
                 fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
@@ -248,7 +250,7 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix="reduce them in a subclass of the metric, or log a picture of them in a hook",
             )
-        return checked_figures(numbers, self.metric.compute, self.source)
+        return validate_numbers(numbers, self.metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
         """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
@@ -327,7 +329,7 @@ def _figures(name: str, value: Any, method: Callable[..., Any], source: Path) ->
     """Return name -> number; a mapping gives several names."""
     named = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
     fix = 'return one number, or a mapping of names to numbers, such as {"cat": ap[0], "dog": ap[1]}'
-    return checked_figures(named, method, source, fix=fix)
+    return validate_numbers(named, method, source, fix=fix)
 
 
 def positions(num_samples: int, batch: int, group: int) -> Sequence[range]:

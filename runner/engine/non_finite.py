@@ -21,7 +21,7 @@ from runner.base.errors import AccelRunError, NumericError, TaskFault
 from runner.base.order import Micro
 from runner.base.text import error_line, shortened
 from runner.engine.assemble import Parts
-from runner.engine.error_diagnosis import place_of
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.loop import Training
 
 UNREACHED = "values that the loss does not depend on keep their initial values: initialize them, or do not train them"
@@ -235,7 +235,7 @@ def _forward(
         return NonFiniteOrigin("module", what, samples=bad, passed=update.indices(micro))
     if has_bad_samples:
         return _blamed(update, micro)
-    place = place_of(getattr(update.training.loss, "loss", update.training.loss), parts.source)
+    place = locate_definition(getattr(update.training.loss, "loss", update.training.loss), parts.source)
     what = f"all modules are finite, the loss made of them is not ({place}); {_samples(update, micro)}"
     return NonFiniteOrigin("loss", what, passed=update.indices(micro))
 

@@ -21,7 +21,7 @@ from runner.durable.checkpoint import Loaded, load
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
-from runner.engine.adapter import adapter_of
+from runner.engine.adapter import make_adapter
 from runner.engine.assemble import assemble
 from runner.engine.attempt import RunAttempt, UnrecordedAttempt
 from runner.engine.checkpoint_state import check_state
@@ -73,7 +73,7 @@ def open_recorded(
     profiler = made(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
     observers = Observers(metrics, tracker, monitor, profiler, screen)
     if start is None and plan.settings.weights.source:
-        screen.say(begin_with(plan.settings, parts.bare, parts.parallel, adapter_of(plan.choices["adapter"])))
+        screen.say(begin_with(plan.settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])))
     resumed = tracker.id if resumes else None
     origin = Provenance(attempt.record.uid, resumed)
     return TrainingRun(plan, parts, directory, observers, stop, provenance=origin, tally=Tally(clock)), start
@@ -93,7 +93,7 @@ def open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun
     stack.enter_context(warnings_on(screen))
     parts = assemble(job.plan, stack, world)
     if start is None and job.plan.settings.weights.source:
-        begin_with(job.plan.settings, parts.bare, parts.parallel, adapter_of(job.plan.choices["adapter"]))
+        begin_with(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
     choice = job.plan.choices["profiler"]
     observers = silent(screen, make(PROFILERS, choice.function, None, **choice.options))
     if machine:

@@ -20,17 +20,17 @@ from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import Loaded
 from runner.engine.advice import watch_shapes
-from runner.engine.balance import shares_by
-from runner.engine.checkpoint_state import understood
+from runner.engine.balance import make_shares
+from runner.engine.checkpoint_state import convert_state_errors
 from runner.engine.error_diagnosis import explain
 from runner.engine.feed import Feed
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
-from runner.engine.hooks.checkpointing import Checkpointing, state_of
+from runner.engine.hooks.checkpointing import Checkpointing, hook_state
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.hooks.own import with_own_hooks
+from runner.engine.hooks.own import build_hooks
 from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.loop import Position, StepInfo
 from runner.engine.objective_phase import phase_kind
@@ -56,21 +56,21 @@ class Phase(PhaseView):
         self.pulse.begin(self.name)
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
-        fetcher.may_be_empty = not self.is_alone and not parts.parallel.in_step
+        fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.in_step
         self.order = order_of(parts, planned, fetcher, start)
         self._warn_of_large_updates()
-        self.shares = shares_by(run.plan.choices["parallelism"].options.get("shares"), self.order)
+        self.shares = make_shares(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
         self.record = run.progress.records.setdefault(self.name, PhaseRecord(planned.kind, self.name))
         self.record.samples = self._samples(len(fetcher))
-        self.hooks = with_own_hooks(self, self.kinds_of_hooks)
+        self.hooks = build_hooks(self, self.kinds_of_hooks)
         oom = self.hook(OutOfMemory)
         self.order = replace(self.order, smaller=oom.smaller)
         self.work = phase_kind(planned, parts, self.order, self.position, oom if oom.is_on else None)
         self.total = self.record.total = self.work.total
         if start:
-            with understood(start):
+            with convert_state_errors(start):
                 self._restore(start)
         self.total = int(min(self.total, self.position.update + run.observers.profiler.limit))
 
@@ -101,7 +101,7 @@ class Phase(PhaseView):
         self.position.skipped_before = int(state["skipped_before"])
         for hook in self.hooks:
             if hook.name:
-                hook.load_state_dict(state_of(hook.name, start))
+                hook.load_state_dict(hook_state(hook.name, start))
         # Last, because constructing the parts also draws from the generators.
         restore_random_state_of(parts.world, start, self.run_.plan.settings.seed)
         made = self.position.update
@@ -139,7 +139,7 @@ class Phase(PhaseView):
                 return shown
         return error
 
-    def in_words(self, error: BaseException) -> AccelRunError | None:
+    def explain_error(self, error: BaseException) -> AccelRunError | None:
         made = self.position.update
         where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
         if self.pulse.now[0] in (EVALUATION, SUMMARY):
@@ -208,7 +208,7 @@ class Phase(PhaseView):
         epoch = update / self.order.updates_per_epoch
         self.parts.task.begin_update(Progress(self.name, update, self.total, epoch))
 
-    def begin_again(self, smaller: tuple[tuple[int, int], ...]) -> None:
+    def restart_update(self, smaller: tuple[tuple[int, int], ...]) -> None:
         self.order = replace(self.order, smaller=smaller)
         self.reread()
         self._tell_progress()

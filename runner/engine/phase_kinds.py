@@ -22,8 +22,8 @@ from runner.config.schema import did_you_mean
 from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
-from runner.engine.coupled import CoupledSource, checked_embedding, is_coupled
-from runner.engine.error_diagnosis import place_of
+from runner.engine.coupled import CoupledSource, is_coupled, validate_embedding
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
 from runner.engine.loop import Around, Position, StepInfo, Training, UpdateInputs, train_updates
@@ -110,7 +110,7 @@ class GradientPhase(PhaseKind):
         self.is_additive = parts.task.loss_is_additive
         if is_coupled(parts.task, phase.name):
             self.is_additive = False
-            self.loss = CheckedLoss(parts.task.embed, parts.source, watch=watch, check=checked_embedding)
+            self.loss = CheckedLoss(parts.task.embed, parts.source, watch=watch, check=validate_embedding)
             seed = parts.plan.settings.seed
             gradients = CoupledSource(self.loss, parts.task.couple, parts.source, seed, lambda: position.update)
         self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
@@ -304,7 +304,7 @@ class StatisticsPhase(PhaseKind):
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise TaskFault(
                 f"finish must return names with numbers, but returned {type(found).__name__}",
-                where=place_of(self.fit.finish, self.parts.source),
+                where=locate_definition(self.fit.finish, self.parts.source),
                 fix='return {"mean": float(mean)}, or nothing',
             ) from error
 
@@ -345,7 +345,7 @@ def _checked(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
         return added
     raise TaskFault(
         f"add must return (the state with this batch, the number of items), but returned {type(added).__name__}",
-        where=place_of(fit.add, source),
+        where=locate_definition(fit.add, source),
         fix="return {**state, ...}, len(x)",
     )
 

@@ -16,7 +16,7 @@ from runner.durable.mirror_thread import NoMirror
 from runner.durable.signals import StopRequest
 from runner.durable.tensors import HostBuffer
 from runner.engine.assemble import Parts
-from runner.engine.contract_checks import checked_figures
+from runner.engine.contract_checks import validate_numbers
 from runner.engine.meter import Row, TimedUpdate, UpdateClock, as_line
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import SaveCost
@@ -189,8 +189,8 @@ class ForwardNames:
 class TrainingRun:
     """State of a running training job.
 
-    toll           cost of saving, over all phases
-    rooms          host memory for two copies of the state
+    save_cost      cost of saving, over all phases
+    host_buffers   host memory for two copies of the state
     pulse          read by the watchdog
     forward_state  names of the state that forward passes change
     dropped        ranks to drop: the run continues without them, because it is faster
@@ -205,8 +205,8 @@ class TrainingRun:
     progress: RunProgress = field(default_factory=RunProgress)
     provenance: Provenance = field(default_factory=Provenance)
     tally: Tally = field(default_factory=Tally)
-    toll: SaveCost = field(default_factory=SaveCost)
-    rooms: tuple[HostBuffer, HostBuffer] = field(default_factory=lambda: (HostBuffer(), HostBuffer()))
+    save_cost: SaveCost = field(default_factory=SaveCost)
+    host_buffers: tuple[HostBuffer, HostBuffer] = field(default_factory=lambda: (HostBuffer(), HostBuffer()))
     pulse: ProgressMark = field(default_factory=ProgressMark)
     forward_state: ForwardNames = field(default_factory=ForwardNames)
     dropped: tuple[int, ...] = ()
@@ -221,7 +221,7 @@ class TrainingRun:
     def baselines(self) -> dict[str, float]:
         """Baseline metrics of a trivial model, shown next to the evaluation's metric of the same name."""
         with explained(self.parts.source, "baselines"):
-            baselines = checked_figures(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
+            baselines = validate_numbers(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
         return {f"val/{name}": value for name, value in baselines.items()}
 
     @property

@@ -11,7 +11,7 @@ import torch
 from runner.base.accelerator import accelerator_of
 from runner.base.stopwatch import PARTS
 from runner.base.task import Task
-from runner.engine.advice import odd_sizes
+from runner.engine.advice import find_odd_sizes
 from runner.engine.run import TrainingRun
 from runner.plan.inventory import Inventory
 from runner.records.evidence import Evidence, MemoryEvidence
@@ -59,7 +59,7 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
         num_rows=tally.num_rows,
         num_batch_shapes=len(tally.batch_shapes) or None,
         has_begin_update=type(parts.task).begin_update is not Task.begin_update,
-        odd_sizes=tuple(odd_sizes(parts.bare, parts.world.device)) if device else None,
+        odd_sizes=tuple(find_odd_sizes(parts.bare, parts.world.device)) if device else None,
         **vars(_memory(run, inventory)),
         monitor="monitor.json" if run.observers.monitor.latest() else None,
         phases=phases,

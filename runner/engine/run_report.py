@@ -87,7 +87,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         notes.append(tracker)
     if run.num_skipped:
         notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
-    notes += [run.toll.summary(total)] if run.toll.num_saves else []
+    notes += [run.save_cost.summary(total)] if run.save_cost.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)
     baselines = run.baselines

@@ -14,7 +14,7 @@ from runner.base.text import error_line
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
 from runner.durable.directory import RunDirectory
-from runner.engine.attempt import RunAttempt, only_writer, written_before
+from runner.engine.attempt import RunAttempt, only_writer, read_start_files
 from runner.engine.job import Job, SessionEnd
 from runner.plan.run_plan import Plan
 from runner.records.run_record import RunResult
@@ -43,7 +43,7 @@ def _lead(job: Job, world: World) -> SessionEnd:
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     with directory, only_writer(directory), Screen(directory) as screen, warnings_on(screen), _spare() as spare:
         attempt = RunAttempt.of(job, directory)
-        before = written_before(directory)
+        before = read_start_files(directory)
         try:
             with _expected_errors(job.plan):
                 ended = _train(job, world, attempt, screen)
@@ -192,9 +192,9 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
 
 def _left(error: SystemExit, source: Path) -> AccelRunError:
     """Return the TaskFault for a task that calls sys.exit, which would otherwise end the run without a reason."""
-    from runner.engine.error_diagnosis import fault_of
+    from runner.engine.error_diagnosis import make_task_fault
 
-    return fault_of(error, source, "the task") or AccelRunError(
+    return make_task_fault(error, source, "the task") or AccelRunError(
         f"the task called sys.exit({error.code})", fix="return from the task, or raise an exception"
     )
 

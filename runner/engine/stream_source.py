@@ -17,7 +17,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
 from runner.base.text import error_line
-from runner.engine.error_diagnosis import place_of
+from runner.engine.error_diagnosis import locate_definition
 
 _OF_SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
 
@@ -68,7 +68,7 @@ class StreamSource:
         if not hasattr(found, "__iter__"):
             what = f'stream("{self.split}", {shard}, {self.num_shards}) must return an iterable of samples'
             fix = "yield the samples of the shard, or return an IterableDataset"
-            where = place_of(self.make, Path("stream"))
+            where = locate_definition(self.make, Path("stream"))
             raise TaskFault(f"{what}, but returned {type(found).__name__}", where=where, fix=fix)
         return found
 

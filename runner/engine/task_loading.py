@@ -20,9 +20,9 @@ from runner.base.task import Context, Task
 from runner.config.option_table import load_file
 from runner.config.options import task_source
 from runner.config.own_options import module_of_task
-from runner.engine.adapter import adapter_of
-from runner.engine.contract_checks import Number, checked_loss, checked_metrics
-from runner.engine.error_diagnosis import explain, place_of
+from runner.engine.adapter import make_adapter
+from runner.engine.contract_checks import Number, validate_loss, validate_metrics
+from runner.engine.error_diagnosis import explain, locate_definition
 from runner.engine.task_members import check_members
 from runner.plan.run_plan import Plan
 
@@ -44,12 +44,12 @@ def load_task(plan: Plan) -> Task:
     if not isinstance(task, Task):
         what = f"build must return a runner.Task, but returned {type(task).__name__}"
         fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
-        raise TaskFault(what, where=place_of(module.build, source), fix=fix)
+        raise TaskFault(what, where=locate_definition(module.build, source), fix=fix)
     if not isinstance(getattr(task, "model", None), nn.Module):
         what = f"{type(task).__name__}.model must be a torch.nn.Module"
-        raise TaskFault(what, where=place_of(type(task), source), fix="self.model = ...")
+        raise TaskFault(what, where=locate_definition(type(task), source), fix="self.model = ...")
     check_members(task, source)
-    adapter_of(plan.choices["adapter"]).add_to(task)
+    make_adapter(plan.choices["adapter"]).add_to(task)
     return task
 
 
@@ -66,7 +66,7 @@ def _before_the_star(build: Callable[..., Any], context: Context, source: Path) 
     given = [one for one in inspect.signature(build).parameters.values() if one.kind is not one.KEYWORD_ONLY]
     if len(given) > 1 or any(one.default is not one.empty for one in given):
         what = f"the settings of build must come after *, but {', '.join(one.name for one in given)} come before it"
-        raise TaskFault(what, where=place_of(build, source), fix="def build(*, size: int = 64) -> Task:")
+        raise TaskFault(what, where=locate_definition(build, source), fix="def build(*, size: int = 64) -> Task:")
     return (context,) if given else ()
 
 
@@ -102,7 +102,7 @@ class CheckedLoss:
     around_first: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
-        self, loss: Callable[..., Any], source: Path, *, watch: bool, check: Callable[..., Any] = checked_loss
+        self, loss: Callable[..., Any], source: Path, *, watch: bool, check: Callable[..., Any] = validate_loss
     ) -> None:
         self.loss, self.source, self.check, self.watch = loss, source, check, watch
         self.checked = False
@@ -123,12 +123,12 @@ class CheckedLoss:
         return answer
 
     def _checked(self, answer: Any, *, look: bool = False) -> Any:
-        if self.check is checked_loss and isinstance(answer, tuple) and len(answer) == 3:
+        if self.check is validate_loss and isinstance(answer, tuple) and len(answer) == 3:
             verb = "the third value of loss must be"
-            found = checked_metrics(answer[2], self.loss, self.source, verb=verb)
+            found = validate_metrics(answer[2], self.loss, self.source, verb=verb)
             for name in found.keys() & _RESERVED:
                 what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
-                raise TaskFault(what, where=place_of(self.loss, self.source), fix="choose another name")
+                raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")
             self.observe(found)
         return self.check(answer, self.loss, self.source, look=look)
 

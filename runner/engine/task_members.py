@@ -11,8 +11,8 @@ from typing import Any
 
 from runner.base.errors import TaskFault
 from runner.base.task import Fit, Task
-from runner.engine.contract_checks import described
-from runner.engine.error_diagnosis import place_of
+from runner.engine.contract_checks import describe_value
+from runner.engine.error_diagnosis import locate_definition
 
 
 def check_members(task: Task, source: Path) -> None:
@@ -27,7 +27,7 @@ def check_members(task: Task, source: Path) -> None:
     for name, (is_right, what, fix) in _ATTRIBUTES.items():
         value = getattr(task, name)
         if not is_right(value):
-            where = place_of(type(task), source)
+            where = locate_definition(type(task), source)
             raise TaskFault(f"{name} must be {what}, but is {value!r}", where=where, fix=f"{name} = {fix}")
 
 
@@ -56,9 +56,9 @@ def check_arguments(
 
     Required keyword-only parameters are settings, which the configuration must give.
     """
-    where = place_of(function, source)
+    where = locate_definition(function, source)
     if not callable(function):
-        raise TaskFault(f"{name} must be a method, but is {described(function)}", where=str(source), fix=fix)
+        raise TaskFault(f"{name} must be a method, but is {describe_value(function)}", where=str(source), fix=fix)
     try:
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
@@ -80,14 +80,14 @@ def _check_mapping(task: Task, name: str, source: Path) -> None:
         for key, each in value.items():
             is_valid, expected = _VALUES[name]
             if not is_valid(each):
-                what = f"{name}[{key!r}] must be a {expected}, but is {described(each)}"
-                raise TaskFault(what, where=place_of(type(task), source), fix=f"see {name} of runner.Task")
+                what = f"{name}[{key!r}] must be a {expected}, but is {describe_value(each)}"
+                raise TaskFault(what, where=locate_definition(type(task), source), fix=f"see {name} of runner.Task")
         return
     if inspect.ismethod(value):
         what, fix = "is a method", f"write @property above def {name}(self):"
-        raise TaskFault(f"{name} must be a property, but {what}", where=place_of(value, source), fix=fix)
-    what = f"{name} must be a mapping, but is {described(value)}"
-    raise TaskFault(what, where=place_of(type(task), source), fix=f"@property\ndef {name}(self): return {{}}")
+        raise TaskFault(f"{name} must be a property, but {what}", where=locate_definition(value, source), fix=fix)
+    what = f"{name} must be a mapping, but is {describe_value(value)}"
+    raise TaskFault(what, where=locate_definition(type(task), source), fix=f"@property\ndef {name}(self): return {{}}")
 
 
 def _is_positive(value: Any) -> bool:

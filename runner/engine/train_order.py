@@ -20,7 +20,7 @@ from runner.base.text import error_line
 from runner.config.option_table import make
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
-from runner.engine.error_diagnosis import place_of
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.stream_reader import StreamFetcher, StreamSamples
 from runner.engine.task_loading import explained
 from runner.plan.run_plan import PhasePlan, Plan
@@ -155,7 +155,7 @@ def _sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
     if ends is None:
         raise TaskFault(
             f"sampler=mixture needs several data sets, but dataset returned a {type(fetcher.dataset).__name__}",
-            where=place_of(parts.task.dataset, parts.source),
+            where=locate_definition(parts.task.dataset, parts.source),
             fix="return torch.utils.data.ConcatDataset([one, other])",
         )
     if len(fetcher) < ends[-1]:
@@ -172,7 +172,7 @@ def _fault(parts: Parts, method: Callable[[Any], Any], what: str) -> TaskFault:
     examples = {"sample_weights": "[1.0 / count[y] for y in dataset.labels]", "sample_lengths": "dataset.lengths"}
     return TaskFault(
         f"sampler={parts.plan.choices['sampler'].name}: {name}(dataset) {what}",
-        where=place_of(method, parts.source),
+        where=locate_definition(method, parts.source),
         fix=f"def {name}(self, dataset): return {examples[name]}",
     )
 

@@ -21,7 +21,7 @@ from runner.durable.checkpoint_choice import choose
 from runner.durable.directory import RunDirectory, default_name
 from runner.durable.record_files import read_record
 from runner.durable.run_request import find_run, origin_of
-from runner.engine.adapter import adapter_of
+from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts, assemble
 from runner.engine.checkpoint_state import check_state
 from runner.engine.frozen_base import load_weights
@@ -101,7 +101,7 @@ def open_source(
     checkpoint = check_state(load(source.checkpoint))
     load_weights(parts, checkpoint)
     for hook in HOOKS:
-        hook.load_for_use(parts, checkpoint)
+        hook.load_for_inference(parts, checkpoint)
     state = checkpoint.state
     parts.task.begin_phase(state["phase"])
     parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
@@ -141,7 +141,7 @@ def named(source: ModelSource, world: World) -> ModelSource:
 def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> Trained:
     """Load given weights; results go to a run directory without training."""
     settings, world = plan.settings, parts.world
-    said = begin_with(settings, parts.bare, parts.parallel, adapter_of(plan.choices["adapter"]))
+    said = begin_with(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
     path = settings.root / source.name
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))

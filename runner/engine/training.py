@@ -9,7 +9,7 @@ from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, 
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import Loaded
 from runner.durable.directory import RunDirectory
-from runner.engine.checkpoint_state import understood
+from runner.engine.checkpoint_state import convert_state_errors
 from runner.engine.error_diagnosis import explain
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks.checkpointing import Checkpointing
@@ -39,7 +39,7 @@ def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] 
         origin.code = code_of(run.parts.source)
         origin.edited = changed_files(start.state.get("code", origin.code), origin.code) if start else []
     if start is not None:
-        with understood(start):
+        with convert_state_errors(start):
             _take_over(run, start, before)
         if not _resumes(start, phases[0], run.directory, run.plan):
             _begin_after(run, start)
@@ -64,7 +64,7 @@ def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] 
         run.tally.last_row = phase.hook(Metrics).meter.last_row or run.tally.last_row
         run.tally.state_bytes = phase.work.state_bytes()
         if stopped_by:
-            is_resumable = saving.remains is not None
+            is_resumable = saving.newest_number is not None
             return Outcome(stopped_by, phase.position.update, progress.metrics, not saving.is_unsaved, is_resumable)
         if not run.observers.profiler.only:
             progress.kept += [*(number for _, number in saving.saver.bests), phase.number]
@@ -118,7 +118,7 @@ def _take_over(run: TrainingRun, start: Loaded, before: Iterable[PhaseRecord]) -
 def _begin_after(run: TrainingRun, start: Loaded) -> None:
     """Load the model of a finished phase that is not rerun; the next phase starts from it."""
     load_weights(run.parts, start)
-    with understood(start):
+    with convert_state_errors(start):
         run.parts.precision.load(start.state["precision"])
         restore_random_state_of(run.parts.world, start, run.plan.settings.seed)
     run.progress.updates_before += int(start.state["phase_update"])

@@ -27,8 +27,8 @@ from runner.config.options import task_source
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.assemble import Parts, assemble
 from runner.engine.coupled import is_coupled
-from runner.engine.cuda_autocast import AsCuda
-from runner.engine.error_diagnosis import fault_of
+from runner.engine.cuda_autocast import CudaAutocastMode
+from runner.engine.error_diagnosis import make_task_fault
 from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import phase_kind
 from runner.engine.phase_kinds import GradientPhase
@@ -70,7 +70,7 @@ class Forecast:
         plan = make_plan(alone(configuration), inventory)
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
-        self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
+        self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
         self.plan = on_the_host(plan)
         self.limit = _limit(of_ranks)
         self.has_buckets = of_ranks.choices["parallelism"].function == "ddp" and of_ranks.world_size > 1
@@ -421,7 +421,7 @@ def _all_inside(name: str, layers: Sequence[Layer]) -> Layer:
 
 def _words(error: BaseException, source: Path) -> str:
     """Return which operation cannot be traced and the task line that calls it."""
-    fault = error if isinstance(error, TaskFault) else fault_of(error, source, "tracing it")
+    fault = error if isinstance(error, TaskFault) else make_task_fault(error, source, "tracing it")
     root = error
     while root.__cause__ is not None:
         root = root.__cause__

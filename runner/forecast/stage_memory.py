@@ -25,8 +25,8 @@ from runner.distributed.layer_placement import Placement, PlacementRequest, chec
 from runner.distributed.pipelined import Pipelined, model_not_called
 from runner.distributed.stages import Call, Called, Shapes
 from runner.engine.assemble import assemble
-from runner.engine.contract_checks import checked_modules
-from runner.engine.cuda_autocast import AsCuda
+from runner.engine.contract_checks import validate_modules
+from runner.engine.cuda_autocast import CudaAutocastMode
 from runner.engine.task_loading import explained
 from runner.engine.train_order import order_of
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
@@ -48,7 +48,7 @@ class StagePrediction:
         self.is_followed = self.chunks == 1  # with several stages on a rank, torch queries the other ranks more often
         self.keeps_ahead = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
-        self.autocast: Callable[[], AbstractContextManager[Any]] = AsCuda if is_gpu else nullcontext
+        self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
         host = on_the_host(plan)
         self.plan = dataclasses.replace(
             host, choices={**host.choices, "parallelism": Choice("single", "single", {})}
@@ -61,7 +61,7 @@ class StagePrediction:
         with _quiet(), self.phantom, self.phantom.building():
             self.parts = assemble(self.plan, self._stack)
         with explained(self.parts.source, "layers"):
-            self.layers = checked_modules(self.parts.task.layers(), self.parts.task.layers, self.parts.source)
+            self.layers = validate_modules(self.parts.task.layers(), self.parts.task.layers, self.parts.source)
         check_layers(self.parts.bare, self.layers)
         with _quiet(), self.phantom:
             self.costs, self.num_samples = self._costs()

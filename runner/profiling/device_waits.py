@@ -40,8 +40,8 @@ class Wait:
 class DeviceWaits:
     """Record device synchronizations between `start` and `stop`; evaluations are excluded."""
 
-    def __init__(self, model: nn.Module, is_of_task: IsOfTask) -> None:
-        self.model, self.is_of_task = model, is_of_task
+    def __init__(self, model: nn.Module, is_task_file: IsOfTask) -> None:
+        self.model, self.is_task_file = model, is_task_file
         self._is_aside = False
         self._found: Counter[_Place] = Counter()
         self._open = ExitStack()
@@ -87,7 +87,7 @@ class DeviceWaits:
     def _note(self) -> None:
         """Record a synchronization at the current task line, or at the current library if there is none."""
         if self.model.training and not self._is_aside:
-            self._found[_place(self.is_of_task)] += 1
+            self._found[_place(self.is_task_file)] += 1
 
 
 @contextmanager
@@ -117,13 +117,13 @@ class _Place:
     line: Line | None = None
 
 
-def _place(is_of_task: IsOfTask) -> _Place:
+def _place(is_task_file: IsOfTask) -> _Place:
     """Return the innermost current task line, or a description of the running code if there is none."""
     frame: Any = sys._getframe(2)
     other = ""
     while frame is not None:
         file = frame.f_code.co_filename
-        if is_of_task(file):
+        if is_task_file(file):
             return _Place(f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}", (file, frame.f_lineno))
         if frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):  # on CUDA torch tells of it afterwards
             return _Place(other or _of_backward())

@@ -29,12 +29,12 @@ from runner.profiling.trace_file import TraceFile
 
 @dataclass(frozen=True)
 class Subject:
-    """What is profiled.
+    """The training that is profiled.
 
-    folder      of its files in profile/, ending with a slash; "" for the only phase
-    ranks       how many there are; this is the first
-    is_of_task  tells of a file whether it is the task's
-    settle      waits until no word to the other ranks is under way
+    folder        of its files in profile/, ending with a slash; "" for the only phase
+    ranks         number of ranks; the profile is of rank 0
+    is_task_file  return whether a file belongs to the task
+    settle        wait until no message to other ranks is pending
     """
 
     phase: str
@@ -42,7 +42,7 @@ class Subject:
     model: nn.Module
     device: torch.device
     ranks: int
-    is_of_task: IsOfTask
+    is_task_file: IsOfTask
     settle: Callable[[], None]
 
 
@@ -178,7 +178,7 @@ class Operators(ProfiledUpdates):
         file = line.partition("(")[0]
         if file not in self._known:
             paths = [Path(folder, file) for folder in ("", *sys.path)]
-            self._known[file] = any(self.subject.is_of_task(str(path)) and path.is_file() for path in paths)
+            self._known[file] = any(self.subject.is_task_file(str(path)) and path.is_file() for path in paths)
         return self._known[file]
 
 
@@ -200,7 +200,7 @@ class HiddenWaits(ProfiledUpdates):
 
     def __init__(self, subject: Subject) -> None:
         super().__init__("waits searched", 2)
-        self.waits = DeviceWaits(subject.model, subject.is_of_task)
+        self.waits = DeviceWaits(subject.model, subject.is_task_file)
         self._made = 0
 
     def start(self) -> None:

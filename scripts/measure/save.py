@@ -209,7 +209,7 @@ def main() -> int:
         cost = statistics.median(costs["cost"])
         every = max(SHORTEST_S, cost / COST)
         print(f"a save costs {cost:.2f} s: every {every:.0f} s that is {cost / every:.2%} of the time")
-        print(f"the run's own figures of its last save: {saving_of(phase).saver.toll.last}")
+        print(f"the run's own figures of its last save: {saving_of(phase).saver.save_cost.last}")
     return 0
 
 

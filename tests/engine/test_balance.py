@@ -9,7 +9,7 @@ import pytest
 
 from runner.base.order import Order
 from runner.base.stopwatch import PARTS
-from runner.engine.balance import FixedShares, shares_by
+from runner.engine.balance import FixedShares, make_shares
 
 TOTAL = 32
 ORDER = Order(TOTAL * 400, TOTAL, 8, seed=0, shares=(16, 16))
@@ -44,7 +44,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
 
 @pytest.mark.parametrize("ahead", [1, 3, 8])
 def test_shares_follow_the_speed_of_the_ranks_whatever_the_prefetch(ahead: int) -> None:
-    dealt = run(shares_by("speed", ORDER), 0, 120, ahead)
+    dealt = run(make_shares("speed", ORDER), 0, 120, ahead)
     assert {sum(each) for each in dealt} == {TOTAL}
     assert dealt[0] == (16, 16)
     assert dealt[-1] == (8, 24)
@@ -52,15 +52,15 @@ def test_shares_follow_the_speed_of_the_ranks_whatever_the_prefetch(ahead: int) 
 
 
 def test_shares_are_restored_from_a_checkpoint() -> None:
-    straight = shares_by("speed", ORDER)
+    straight = make_shares("speed", ORDER)
     run(straight, 0, 120, 3)
-    resumed = shares_by("speed", ORDER)
+    resumed = make_shares("speed", ORDER)
     resumed.load(json.loads(json.dumps(straight.state())), 120)
     assert run(resumed, 120, 160, 3) == [(8, 24)] * 40
 
 
 def test_a_run_stopped_before_the_first_solution_repeats_its_probes() -> None:
-    fresh, resumed = shares_by("speed", ORDER), shares_by("speed", ORDER)
+    fresh, resumed = make_shares("speed", ORDER), make_shares("speed", ORDER)
     resumed.load({}, 50)
     assert [resumed.of(50 + number) for number in range(8)] == [fresh.of(number) for number in range(8)]
     tried = run(fresh, 0, 10, 4)
@@ -70,7 +70,7 @@ def test_a_run_stopped_before_the_first_solution_repeats_its_probes() -> None:
 
 @pytest.mark.parametrize(("wanted", "order"), [("equal", ORDER), ([16, 16], ORDER), ("speed", Order(64, TOTAL, 8, 0))])
 def test_fixed_shares_are_not_changed(wanted: Any, order: Order) -> None:
-    shares = shares_by(wanted, order)
+    shares = make_shares(wanted, order)
     assert shares.of(0) is None
     assert sum(shares.made(1)) == TOTAL
     assert shares.observe(2, seconds_of((16, 16)), (16, 16)).decision is None

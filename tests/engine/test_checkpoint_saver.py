@@ -25,9 +25,9 @@ class BusyWriter(NoWriter):
     busy_s: float | None = 0.0
 
 
-def saver(policy: SavePolicy, toll: SaveCost | None = None, **known: Any) -> Saver:
+def saver(policy: SavePolicy, save_cost: SaveCost | None = None, **known: Any) -> Saver:
     return Saver(
-        policy, NoWriter(), toll or SaveCost(), (HostBuffer(), HostBuffer()), SCREEN, **{"on_disk": None, **known}
+        policy, NoWriter(), save_cost or SaveCost(), (HostBuffer(), HostBuffer()), SCREEN, **{"on_disk": None, **known}
     )
 
 
@@ -54,20 +54,20 @@ def test_the_number_of_best_checkpoints_is_the_number_kept() -> None:
 
 
 def test_the_newest_checkpoint_of_a_resumed_phase_is_its_starting_point() -> None:
-    assert saver(default(), on_disk=12).remains() == 12
-    assert saver(default()).remains() is None
+    assert saver(default(), on_disk=12).newest_number() == 12
+    assert saver(default()).newest_number() is None
 
 
 def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None:
-    toll = SaveCost()
+    save_cost = SaveCost()
     for _ in range(10):
-        toll.updated(0.5, writing=False)
+        save_cost.updated(0.5, writing=False)
     for seconds in (1.0, 3.0, 2.0):
-        toll.held(seconds)
-        toll.written(Saved(Path("update-1"), 1, 100, seconds, seconds))
+        save_cost.held(seconds)
+        save_cost.written(Saved(Path("update-1"), 1, 100, seconds, seconds))
     resumed = SaveCost()
-    resumed.load(json.loads(json.dumps(toll.state())))
-    assert resumed.last == toll.last
+    resumed.load(json.loads(json.dumps(save_cost.state())))
+    assert resumed.last == save_cost.last
     policy = default(every="auto")
     saver(policy, resumed)
     assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saving may take 1 % of the time

@@ -67,12 +67,12 @@ def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_siz
     return found
 
 
-def predictions_of(task: Task) -> list[Prediction]:
+def iterate_predictions(task: Task) -> list[Prediction]:
     parts: Any = SimpleNamespace(
         task=task, source=HERE, world=WORLD, bare=task.model, model=task.model, precision=fp32(WORLD, task.model)
     )
     plan: Any = SimpleNamespace(inference={"seed": 0})
-    return list(infer.predictions_of(plan, parts))
+    return list(infer.iterate_predictions(plan, parts))
 
 
 LOSSES: dict[str, Callable[[Tensor], Any]] = {
@@ -142,7 +142,7 @@ TABLES: dict[str, tuple[dict[str, Callable[[Any], Any]], Callable[[Task], Any]]]
     "loss": (LOSSES, loss_of),
     "evaluate": (METRICS, metrics_of),
     "summarize": (SUMMARIES, metrics_of),
-    "predict": (PREDICTIONS, predictions_of),
+    "predict": (PREDICTIONS, iterate_predictions),
 }
 CASES = [(method, name) for method, (table, _) in TABLES.items() for name in table]
 
@@ -181,8 +181,8 @@ def test_a_sum_and_a_count_of_one_element_are_accepted(answer: Callable[[Tensor]
 
 def test_valid_predictions_are_accepted() -> None:
     right = [Prediction({"a/b.txt": "a", "c": b"c", "d": np.zeros(2)}, text="a", items=0, plots={"e.png": b""})]
-    assert predictions_of(Wrong(predict=lambda _: right)) == right
-    assert predictions_of(Wrong(predict=lambda _: iter(right))) == right
+    assert iterate_predictions(Wrong(predict=lambda _: right)) == right
+    assert iterate_predictions(Wrong(predict=lambda _: iter(right))) == right
 
 
 # ---------------------------------------------------------------- a metric without items

@@ -12,7 +12,7 @@ import torch
 
 from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError, TaskFault
 from runner.base.task import Task
-from runner.engine.error_diagnosis import explain, place_of
+from runner.engine.error_diagnosis import explain, locate_definition
 
 
 def test_a_worker_that_dies_while_sending_a_batch_is_a_lost_worker() -> None:
@@ -77,8 +77,8 @@ class Own(Task):
 def test_a_place_is_a_line_of_the_task_and_never_one_of_a_library() -> None:
     here = Path(__file__)
     task = Own()
-    file, _, line = place_of(task.loss, here).rpartition(":")
+    file, _, line = locate_definition(task.loss, here).rpartition(":")
     assert (file, int(line) > 1) == (str(here), True)
-    assert place_of(wraps(task.loss)(lambda: None), here) == place_of(task.loss, here)
-    assert place_of(task.sample_weights, here) == str(here)
-    assert place_of(torch.nn.Linear.forward, here) == str(here)
+    assert locate_definition(wraps(task.loss)(lambda: None), here) == locate_definition(task.loss, here)
+    assert locate_definition(task.sample_weights, here) == str(here)
+    assert locate_definition(torch.nn.Linear.forward, here) == str(here)

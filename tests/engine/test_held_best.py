@@ -57,9 +57,11 @@ class Training:
         self.clock, self.copy_s, self.slowed_s = clock, copy_s, slowed_s
         self.folder, self.update, self.saved = folder, 0, []  # type: tuple[Path, int, list[int]]
         self.weights = torch.zeros(4)
-        self.toll = SaveCost()
+        self.save_cost = SaveCost()
         writer = Writer(folder, keep_last=2, on_saved=lambda path: self.saved.append(int(path.name[-10:])))
-        self.saver = Saver(policy, writer, self.toll, (HostBuffer(), HostBuffer()), cast(Any, Screen()), on_disk=None)
+        self.saver = Saver(
+            policy, writer, self.save_cost, (HostBuffer(), HostBuffer()), cast(Any, Screen()), on_disk=None
+        )
 
     def take(self) -> Snapshot:
         self.clock.now += self.copy_s
@@ -107,7 +109,7 @@ class Training:
 
     @property
     def cost_s(self) -> float:
-        return self.toll.held_s + self.toll.slowed_s
+        return self.save_cost.held_s + self.save_cost.slowed_s
 
     def on_disk(self) -> dict[int, float]:
         """The weights of each checkpoint, all of which are valid."""
@@ -161,7 +163,7 @@ def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Pa
     assert training.on_disk() == {1: 1.0, 2: 2.0, 3: 3.0}
     assert checkpoint.load(path_of(tmp_path, 1)).state["bests"] == [[1.0, 1]]
     assert checkpoint.load(path_of(tmp_path, 3)).state["bests"] == [[1.0, 1]]
-    assert training.saver.remains() == 3
+    assert training.saver.newest_number() == 3
 
 
 @pytest.mark.parametrize(("keep_best", "bests"), [(1, [(1.0, 2)]), (2, [(1.0, 2), (3.0, 1)])])
@@ -337,13 +339,13 @@ def test_a_stop_with_time_for_one_save_writes_the_last_checkpoint(
         saving_of(phase).save()
         saving_of(phase).saver.writer.wait()
         next(updates)
-        monkeypatch.setattr(saving_of(phase).saver.toll, "has_budget", lambda: False)
-        saving_of(phase).keep_if_best({"val/loss": 1.0})
+        monkeypatch.setattr(saving_of(phase).saver.save_cost, "has_budget", lambda: False)
+        saving_of(phase).save_if_best({"val/loss": 1.0})
         next(updates)
-        monkeypatch.setattr(saving_of(phase).saver.toll, "expected_s", lambda: 20.0)
+        monkeypatch.setattr(saving_of(phase).saver.save_cost, "expected_s", lambda: 20.0)
         signal.raise_signal(signal.SIGUSR1)
         phase.close()
-        assert saving_of(phase).remains == 3
+        assert saving_of(phase).newest_number == 3
         assert not saving_of(phase).is_unsaved
         folder = phase.run_.directory.checkpoints
     assert sorted(path.name for path in folder.glob("update-*")) == ["update-0000000001", "update-0000000003"]

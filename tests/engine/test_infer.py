@@ -20,8 +20,8 @@ from runner.base.task import Prediction, Task
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
-from runner.engine.contract_checks import checked_prediction
-from runner.engine.infer import OUTBOX_FILES, Outbox, PredictionSummary, timed_calls
+from runner.engine.contract_checks import validate_prediction
+from runner.engine.infer import OUTBOX_FILES, Outbox, PredictionSummary, time_calls
 from tests.faults.recording import Faults, Quick
 from tests.forkserver import ForkServer
 
@@ -64,7 +64,7 @@ class Slow(nn.Module):
 
 def test_latency_covers_only_calls_of_the_model(time: Time) -> None:
     model = Slow(time)
-    with timed_calls(model, CPU) as calls:
+    with time_calls(model, CPU) as calls:
         for samples in (4, 1, 2):
             time.now += 100.0  # reading
             model(torch.zeros(samples, 3))
@@ -76,7 +76,7 @@ def test_latency_covers_only_calls_of_the_model(time: Time) -> None:
 
 def test_nested_calls_count_once_and_a_raising_call_ends(time: Time) -> None:
     model = Slow(time)
-    with timed_calls(model, CPU) as calls:
+    with time_calls(model, CPU) as calls:
         model(torch.zeros(2, 3), again=True)
         with pytest.raises(ValueError, match="refused"):
             model(torch.zeros(3, 3), fails=True)
@@ -93,7 +93,7 @@ def test_a_compiled_model_stays_one_graph_while_it_is_timed() -> None:
 
     model = Doubling()
     model.compile(backend="eager", fullgraph=True)
-    with timed_calls(model, CPU) as calls:
+    with time_calls(model, CPU) as calls:
         model(torch.zeros(4, 3))
         model(torch.zeros(4, 3))
     model(torch.zeros(4, 3))
@@ -103,10 +103,10 @@ def test_a_compiled_model_stays_one_graph_while_it_is_timed() -> None:
 
 
 def test_the_summary_separates_wall_clock_and_model_time(time: Time) -> None:
-    with timed_calls(model := Slow(time), CPU) as calls:
+    with time_calls(model := Slow(time), CPU) as calls:
         for samples in (10, *[2] * 150):
             model(torch.zeros(samples, 1))
-    found = module.summary_of(PredictionSummary(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
+    found = module.summarize_predictions(PredictionSummary(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
 
     assert (found["seconds"], found["items_per_s"]) == (1000.0, 0.9)
     assert found["model"] == {
@@ -118,16 +118,16 @@ def test_the_summary_separates_wall_clock_and_model_time(time: Time) -> None:
 
 def test_latency_leaves_out_the_first_call_of_each_rank() -> None:
     calls = module.PredictCalls(seconds=[9.0, 5.0, 1.0, 3.0], samples=[1, 1, 1, 1], num_first=2)
-    found = module.summary_of(PredictionSummary(4, 4, 1.0, calls), "row", 0)
+    found = module.summarize_predictions(PredictionSummary(4, 4, 1.0, calls), "row", 0)
     assert (found["latency_ms"]["mean"], found["model"]["first_call_ms"]) == (2000.0, 9000.0)
 
 
 @pytest.mark.parametrize(("calls", "known"), [(0, 0), (1, 2), (20, 2), (21, 3), (100, 3), (101, 4)])
 def test_a_percentile_is_reported_only_with_enough_values(time: Time, calls: int, known: int) -> None:
-    with timed_calls(model := Slow(time), CPU) as made:
+    with time_calls(model := Slow(time), CPU) as made:
         for _ in range(calls):
             model(torch.zeros(1, 1))
-    found = module.summary_of(PredictionSummary(calls, calls, 1.0, made), "row", 0)["latency_ms"]
+    found = module.summarize_predictions(PredictionSummary(calls, calls, 1.0, made), "row", 0)["latency_ms"]
 
     assert sum(value is not None for value in found.values()) == known
 
@@ -238,7 +238,7 @@ def test_a_valid_prediction_reads_no_source(monkeypatch: pytest.MonkeyPatch) -> 
     """Only an error names the line of `predict`: finding it takes longer than a small prediction."""
     monkeypatch.setattr(inspect, "getsourcelines", lambda *_: pytest.fail("source was read"))
     prediction = Prediction({"a.txt": "text"})
-    assert checked_prediction(prediction, Task.predict, Path("task.py")) is prediction
+    assert validate_prediction(prediction, Task.predict, Path("task.py")) is prediction
 
 
 def test_an_error_of_an_asynchronous_write_is_raised_later(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,50 +135,50 @@ def saved(write_s: float = 2.0, total_s: float = 2.5) -> Saved:
     return Saved(Path("update-0000000001"), 1, 1_200_000_000, write_s, total_s)
 
 
-def after(toll: SaveCost, held_s: float, during: list[float], written: Saved) -> None:
+def after(save_cost: SaveCost, held_s: float, during: list[float], written: Saved) -> None:
     """A save was made that held training, and during which updates took so long."""
-    toll.held(held_s)
+    save_cost.held(held_s)
     for seconds in during:
-        toll.updated(seconds, writing=True)
-    toll.written(written)
+        save_cost.updated(seconds, writing=True)
+    save_cost.written(written)
 
 
 def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
-    toll = SaveCost()
+    save_cost = SaveCost()
     for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them was disturbed by something else
-        toll.updated(seconds, writing=False)
-    assert toll.expected_s() is None
-    after(toll, 0.3, [0.7, 0.6, 0.5], saved())
-    assert toll.last is not None
-    assert toll.last.held_s == 0.3
-    assert toll.last.slowed_s == pytest.approx(0.3)
-    assert toll.cost_s == pytest.approx(0.6)
-    assert toll.expected_s() == pytest.approx(2.3)
-    after(toll, 0.1, [0.4], saved(1.0))
-    assert toll.last.slowed_s == 0.0, "never less than nothing"
-    assert (toll.num_saves, toll.held_s, toll.slowed_s) == (2, pytest.approx(0.4), pytest.approx(0.3))
-    assert toll.expected_s() == pytest.approx(2.3), "the slowest of the last three"
+        save_cost.updated(seconds, writing=False)
+    assert save_cost.expected_s() is None
+    after(save_cost, 0.3, [0.7, 0.6, 0.5], saved())
+    assert save_cost.last is not None
+    assert save_cost.last.held_s == 0.3
+    assert save_cost.last.slowed_s == pytest.approx(0.3)
+    assert save_cost.cost_s == pytest.approx(0.6)
+    assert save_cost.expected_s() == pytest.approx(2.3)
+    after(save_cost, 0.1, [0.4], saved(1.0))
+    assert save_cost.last.slowed_s == 0.0, "never less than nothing"
+    assert (save_cost.num_saves, save_cost.held_s, save_cost.slowed_s) == (2, pytest.approx(0.4), pytest.approx(0.3))
+    assert save_cost.expected_s() == pytest.approx(2.3), "the slowest of the last three"
 
 
 def test_a_failed_save_does_not_count() -> None:
-    toll, good = SaveCost(), saved()
-    toll.updated(0.5, writing=False)
+    save_cost, good = SaveCost(), saved()
+    save_cost.updated(0.5, writing=False)
     for written in (None, good, good):
-        toll.held(0.1)
-        toll.updated(5.0, writing=True)
-        toll.written(written)
-    assert toll.slowed_s == pytest.approx(4.5)
-    assert len(toll.state()) == 1
+        save_cost.held(0.1)
+        save_cost.updated(5.0, writing=True)
+        save_cost.written(written)
+    assert save_cost.slowed_s == pytest.approx(4.5)
+    assert len(save_cost.state()) == 1
 
 
 def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
-    toll, resumed = SaveCost(), SaveCost()
-    toll.updated(0.5, writing=False)
+    save_cost, resumed = SaveCost(), SaveCost()
+    save_cost.updated(0.5, writing=False)
     for seconds in (3.0, 1.0, 2.0, 1.5):
-        after(toll, 0.25, [0.5], saved(seconds))
-    resumed.load(toll.state())
-    assert resumed.expected_s() == toll.expected_s() == 2.25
-    assert resumed.cost_s == toll.cost_s
+        after(save_cost, 0.25, [0.5], saved(seconds))
+    resumed.load(save_cost.state())
+    assert resumed.expected_s() == save_cost.expected_s() == 2.25
+    assert resumed.cost_s == save_cost.cost_s
     resumed.load([])
     assert resumed.expected_s() is None
 
@@ -231,8 +231,8 @@ def test_the_interval_is_described() -> None:
 
 
 def test_the_summary_of_the_cost_has_its_figures() -> None:
-    toll = SaveCost()
-    toll.held(0.5)
-    assert re.findall(r"[\d.,]+", toll.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"
-    after(toll, 0.25, [], saved(write_s=3.0))
-    assert re.findall(r"[\d.,]+", toll.summary(20.0)) == ["2", "0.75", "3.75", "1,200.0", "3.00"]
+    save_cost = SaveCost()
+    save_cost.held(0.5)
+    assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"
+    after(save_cost, 0.25, [], saved(write_s=3.0))
+    assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["2", "0.75", "3.75", "1,200.0", "3.00"]

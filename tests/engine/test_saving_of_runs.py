@@ -137,11 +137,11 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
         updates, folder = phase.updates(), phase.run_.directory.checkpoints
         next(updates)
-        saving_of(phase).keep_if_best({"val/loss": 3.0})
+        saving_of(phase).save_if_best({"val/loss": 3.0})
         saving_of(phase).saver.writer.wait()
         next(updates)
         with files.through(Broken()):
-            saving_of(phase).keep_if_best({"val/loss": 2.0})
+            saving_of(phase).save_if_best({"val/loss": 2.0})
             saving_of(phase).saver.writer.wait()
         for _ in range(3):
             update = next(updates)
@@ -150,7 +150,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
         assert files.names(folder) == [f"update-{number:010}" for number in (1, update - 1, update)]
         assert checkpoint.load(checkpoint.path_of(folder, update)).state["bests"] == [[3.0, 1]]
         best = next(updates)
-        saving_of(phase).keep_if_best({"val/loss": 2.5})
+        saving_of(phase).save_if_best({"val/loss": 2.5})
         for _ in range(3):
             update = next(updates)
             saving_of(phase).save()
@@ -183,12 +183,12 @@ def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
         there = files.names(folder)
         signal.raise_signal(signal.SIGUSR1)
         next(updates)  # due by counting
-        saving_of(phase).keep_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
+        saving_of(phase).save_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
         phase.close()
         assert (
             saving_of(phase).saver.bests,
             saving_of(phase).is_unsaved,
-            saving_of(phase).remains,
+            saving_of(phase).newest_number,
         ) == ([], True, 3)
         assert files.names(folder) == there
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.C
             saving_of(phase).saver.writer.wait()
         signal.raise_signal(signal.SIGUSR1)
         phase.close()
-        assert (saving_of(phase).is_unsaved, saving_of(phase).remains) == (False, 2)
+        assert (saving_of(phase).is_unsaved, saving_of(phase).newest_number) == (False, 2)
     said = capfd.readouterr()
     assert "not saved" not in said.out + said.err
 
@@ -326,8 +326,8 @@ def test_a_timed_save_waits_for_the_disk_instead_of_blocking_training(tmp_path: 
             saving_of(phase).saver.writer.wait()
             next(updates)
             assert saving_of(phase).saved_at == first + 6
-        assert saving_of(phase).saver.toll.last is not None
-        assert saving_of(phase).saver.toll.num_saves == 2
+        assert saving_of(phase).saver.save_cost.last is not None
+        assert saving_of(phase).saver.save_cost.num_saves == 2
 
 
 def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
@@ -342,12 +342,12 @@ def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
         monkeypatch.setattr(saving_of(phase).saver, "updated", lambda _: updated(0.01))  # no update is slowed down
         next(updates)
         saving_of(phase).save()
-        saving_of(phase).saver.toll.held(4.0)  # what it says now
+        saving_of(phase).saver.save_cost.held(4.0)  # what it says now
         saving_of(phase).saver.writer.wait()
         next(updates)
         assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)
         saving_of(phase).save()
     with opened(tmp_path) as phase:
         assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)
-        assert isinstance(saving_of(phase).saver.toll, SaveCost)
-        assert saving_of(phase).saver.toll.expected_s() > 4.0
+        assert isinstance(saving_of(phase).saver.save_cost, SaveCost)
+        assert saving_of(phase).saver.save_cost.expected_s() > 4.0

@@ -26,7 +26,7 @@ from runner.base.world import World
 from runner.config.configuration import Choice
 from runner.distributed.parallel import Parallel
 from runner.distributed.replicated import Replicated
-from runner.engine.coupled import CoupledSource, check_strategy, checked_embedding, is_coupled
+from runner.engine.coupled import CoupledSource, check_strategy, is_coupled, validate_embedding
 from runner.engine.loop import Position, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, distance
@@ -112,7 +112,7 @@ def training(
     position = Position("train")
 
     def embedded(model: nn.Module, batch: Any) -> Any:
-        return checked_embedding((embed or task.embed)(model, batch), task.embed, HERE)
+        return validate_embedding((embed or task.embed)(model, batch), task.embed, HERE)
 
     return Training(
         position=position, model=model, loss=task.loss, parameters=parameters, optimizer=adamw(named, lr=0.01),
@@ -311,7 +311,7 @@ def test_random_draws_of_the_coupling_are_the_same_on_all_ranks() -> None:
 )
 def test_an_embedding_without_rows_or_gradient_is_refused(answer: Any) -> None:
     with pytest.raises(TaskFault):
-        checked_embedding(answer, Clip.embed, HERE)
+        validate_embedding(answer, Clip.embed, HERE)
 
 
 def test_more_rows_than_samples_are_refused() -> None:

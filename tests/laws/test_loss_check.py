@@ -25,7 +25,7 @@ from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.additivity_check import Reader, check_sum, halves_of
+from runner.engine.additivity_check import Reader, check_loss_is_sum, split_in_halves
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -62,7 +62,7 @@ def said(
     parts = parts_of(model or model_of(), precision)
     read = None if loader is None else Reader(loader, Prefetch(WORLD.device))
     try:
-        check_sum(parts, loss, first or micro_of(batch_of() if batch is None else batch), read)
+        check_loss_is_sum(parts, loss, first or micro_of(batch_of() if batch is None else batch), read)
     except TaskFault as fault:
         return str(fault)
     return ""
@@ -229,13 +229,13 @@ def in_training_only(model: nn.Module, batch: Any) -> Any:
 
 @pytest.mark.parametrize("loss", [of_heavy_draws, in_training_only])
 def test_undecidable_losses_are_reported(loss: Loss) -> None:
-    assert check_sum(parts_of(model_of()), loss, micro_of(batch_of()))
-    assert not check_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))
+    assert check_loss_is_sum(parts_of(model_of()), loss, micro_of(batch_of()))
+    assert not check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))
 
 
 def test_a_batch_norm_that_mixes_samples_is_reported() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12, track_running_stats=False), nn.Linear(12, CLASSES))
-    assert "batch norm" in check_sum(parts_of(model), MEANS["a mean"][0], micro_of(batch_of()))
+    assert "batch norm" in check_loss_is_sum(parts_of(model), MEANS["a mean"][0], micro_of(batch_of()))
 
 
 @pytest.mark.parametrize("count", [len, lambda batch: 1])
@@ -320,7 +320,7 @@ def sizes(batch: Any) -> Any:
             return {key: shape(item) for key, item in value.items()}
         return [shape(item) for item in value] if isinstance(value, (tuple, list)) else value
 
-    found = halves_of(micro_of(batch, 5))
+    found = split_in_halves(micro_of(batch, 5))
     return found and [[shape(part.batch), list(part.samples.indices)] for part in found if part.samples]
 
 
@@ -364,7 +364,7 @@ def test_a_mapping_is_split_into_mappings_of_its_type() -> None:
         def __getattr__(self, name: str) -> Tensor:
             return self.data[name]
 
-    found = halves_of(micro_of(Encoding(ids=torch.zeros(5, 2)), 5))
+    found = split_in_halves(micro_of(Encoding(ids=torch.zeros(5, 2)), 5))
     assert found is not None
     assert [part.batch.ids.shape[0] for part in found] == [2, 3]
 

@@ -21,7 +21,7 @@ from runner.base.errors import TaskFault
 from runner.base.task import Gather, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.engine.additivity_check import check_metrics
+from runner.engine.additivity_check import check_metrics_are_sums
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -43,7 +43,9 @@ def checked(evaluate: Evaluate, *, additive: bool = True, metrics: Any = None) -
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(SIZE, WIDTH, generator=generator), torch.randint(0, CLASSES, (SIZE,), generator=generator)
     samples = list(zip(x, y, strict=True))
-    return check_metrics(parts, Loader(Fetcher(samples, default_collate, bad_samples="stop")), list(range(SIZE)))
+    return check_metrics_are_sums(
+        parts, Loader(Fetcher(samples, default_collate, bad_samples="stop")), list(range(SIZE))
+    )
 
 
 def correct(model: nn.Module, batch: Any) -> Tensor:

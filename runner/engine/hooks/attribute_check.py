@@ -19,7 +19,7 @@ from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
 from runner.base.module_buffers import restored
 from runner.base.text import shortened
-from runner.engine.additivity_check import counters_restored
+from runner.engine.additivity_check import restore_attributes
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
@@ -120,7 +120,7 @@ class AttributeCheck(Hook):
         with ExitStack() as stack:
             stack.callback(restore_random_state, tensors, rest, parts.world.device)
             stack.callback(_put, modules, now)
-            stack.enter_context(counters_restored([parts.task]))
+            stack.enter_context(restore_attributes([parts.task]))
             stack.enter_context(parts.parallel.gathered(parts.bare))
             stack.enter_context(torch.no_grad())
             stack.enter_context(noise.no_pass())

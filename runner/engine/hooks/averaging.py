@@ -69,9 +69,9 @@ class Averaging(Hook):
             copy_values(average, state[name])
 
     @staticmethod
-    def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
         if _is_evaluated(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
-            averaged = under_all_names(parts.bare, checkpoint.tensors(Averaging.name))
+            averaged = expand_shared_names(parts.bare, checkpoint.tensors(Averaging.name))
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
 
     def _weights(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class Averaging(Hook):
                 average.copy_(before)
 
 
-def under_all_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def expand_shared_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of parameters under each name of a shared one: the last that is loaded counts."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -17,12 +17,12 @@ class BadSamples(Hook):
     def after_update(self, step: StepInfo) -> None:
         self._bad += [(step.update, *pair) for pair in step.bad]
         status = self.phase.hook(RankSync).status
-        if (step.bad and self.phase.is_alone) or (status and status.num_bad):
+        if (step.bad and self.phase.has_one_rank) or (status and status.num_bad):
             self._list()
 
     def flush(self) -> None:
         """List the remaining bad samples of all ranks; a collective."""
-        if not self.phase.is_alone:
+        if not self.phase.has_one_rank:
             self._list()
 
     def end(self) -> None:

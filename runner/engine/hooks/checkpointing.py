@@ -26,9 +26,9 @@ from runner.durable.checkpoint_writer import NoWriter, PartWriter, Writer
 from runner.engine import non_finite
 from runner.engine.checkpoint_saver import Saver
 from runner.engine.evaluate import EvaluationResult
-from runner.engine.frozen_base import DIGEST, frozen_digest, saved_state
+from runner.engine.frozen_base import DIGEST, frozen_digest, select_saved_state
 from runner.engine.hooks.bad_samples import BadSamples
-from runner.engine.hooks.evaluation import warn_of_unknown
+from runner.engine.hooks.evaluation import warn_unknown_metric
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
@@ -76,7 +76,7 @@ class Checkpointing(Hook):
                 in_use=run.mirror.in_use,
             )
         on_disk, bests = (start.update, bests_beside(start, policy.ranking)) if start else (None, [])
-        return Saver(policy, writer, run.toll, run.rooms, screen, on_disk=on_disk, bests=bests)
+        return Saver(policy, writer, run.save_cost, run.host_buffers, screen, on_disk=on_disk, bests=bests)
 
     def begin(self) -> None:
         work = self.phase.work
@@ -90,7 +90,7 @@ class Checkpointing(Hook):
     def prepare(self) -> None:
         """Reserve host memory for a copy of the state."""
         parts = self.phase.parts
-        of_model = parts.parallel.saved_bytes(saved_state(parts).values())
+        of_model = parts.parallel.saved_bytes(select_saved_state(parts).values())
         # Each tensor is padded to a cache line: less than 1 % in total.
         nbytes = int(1.01 * (of_model + self.phase.work.state_bytes()[0]))
         self.saver.prepare(nbytes, parts.world.device)
@@ -103,20 +103,20 @@ class Checkpointing(Hook):
     def after_update(self, step: StepInfo) -> None:
         phase, sync = self.phase, self.phase.hook(RankSync)
         is_late = (
-            sync.agreed.save and sync.of > self.saved_at
+            sync.agreed.save and sync.agreed_at > self.saved_at
         )  # the request is one update old: a save may have happened since
         if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._is_followed():
             self.save()  # `end` saves the last update
 
     def after_evaluation(self, found: EvaluationResult) -> None:
         self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
-        self.keep_if_best(found.metrics)
+        self.save_if_best(found.metrics)
 
     def state_dict(self) -> list[dict[str, float]]:
-        return self.phase.run_.toll.state()
+        return self.phase.run_.save_cost.state()
 
     def load_state_dict(self, state: Any) -> None:
-        self.phase.run_.toll.load(state or [])
+        self.phase.run_.save_cost.load(state or [])
         self.saver.adapt()
         if self._is_ours and self.phase.start is not None:  # otherwise this run has no checkpoint yet
             self.saved_at = self.phase.position.update
@@ -137,7 +137,7 @@ class Checkpointing(Hook):
         phase.pulse.now = (CHECKPOINT, phase.position.update)
         with phase.watch.during("saving"):
             observers.metrics.sync()
-            if self.saver.remains() != phase.number and not too_late:
+            if self.saver.newest_number() != phase.number and not too_late:
                 raise self.saver.writer.failures[-1]
 
     def close(self, error: BaseException | None) -> None:
@@ -154,21 +154,21 @@ class Checkpointing(Hook):
             pulse.now = doing  # its error is reported later
 
     @property
-    def remains(self) -> int | None:
+    def newest_number(self) -> int | None:
         """The number of the newest checkpoint of this run, None if there is none."""
-        newest = self.saver.remains()
+        newest = self.saver.newest_number()
         return max(self.phase.run_.progress.kept, default=None) if newest is None else newest
 
     # ------------------------------------------------------------ when
 
-    def keep_if_best(self, metrics: Mapping[str, float]) -> None:
+    def save_if_best(self, metrics: Mapping[str, float]) -> None:
         """Save or hold the state of this update if `checkpoint.best` is among `metrics` and one of the best."""
         name, first = self.saver.policy.best, self.phase.parts.world.broadcast
         if name is None:
             return
         if name not in metrics:
             self.saver.policy.best = None
-            warn_of_unknown(self.phase, "checkpoint.best", name, metrics)
+            warn_unknown_metric(self.phase, "checkpoint.best", name, metrics)
             return
         value = metrics[name]
         if not first(self.saver.is_best(value)):  # only the rank that writes knows which saves failed
@@ -220,7 +220,7 @@ class Checkpointing(Hook):
         if self.phase.parts.world.is_first:
             self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept)
         else:  # a collective: all ranks gather the state
-            self.saver.room.clear()
+            self.saver.buffer.clear()
             self.snapshot()
         self.phase.pulse.now = (UPDATE, self.phase.position.update)
 
@@ -234,7 +234,7 @@ class Checkpointing(Hook):
         if held is None:
             return
         self.saver.count_written()
-        too_late = self.saver.why_too_late(self._asked_at, num_saves=2)
+        too_late = self.saver.deadline_problem(self._stop_requested_at, num_saves=2)
         if too_late:
             warn = self.phase.run_.observers.screen.warn
             warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
@@ -250,16 +250,16 @@ class Checkpointing(Hook):
         return not self.phase.is_over and not self.phase.must_stop
 
     @property
-    def _asked_at(self) -> float | None:
+    def _stop_requested_at(self) -> float | None:
         """Time of the stop request."""
-        return self.phase.run_.stop.requested_at or self.phase.hook(RankSync).asked_at
+        return self.phase.run_.stop.requested_at or self.phase.hook(RankSync).stop_seen_at
 
     def _too_late(self) -> str | None:
         """Return why a save cannot finish before the kill deadline, None if it can; the same on all ranks."""
         if self.saver.policy.grace_s is None:
             return None
         self.saver.count_written()
-        found: str | None = self.phase.parts.world.broadcast(self.saver.why_too_late(self._asked_at))
+        found: str | None = self.phase.parts.world.broadcast(self.saver.deadline_problem(self._stop_requested_at))
         return found
 
     def _check_place(self) -> None:
@@ -278,19 +278,19 @@ class Checkpointing(Hook):
         return (under_way[0] - self.phase.run_.progress.updates_before, under_way) if under_way else None
 
     def _report_newest(self, reason: str) -> None:
-        remains, warn = self.remains, self.phase.run_.observers.screen.warn
-        if remains is None:
+        newest_number, warn = self.newest_number, self.phase.run_.observers.screen.warn
+        if newest_number is None:
             warn(f"{reason}; there is no checkpoint yet: the same command restarts at update 0")
             return
-        name = checkpoints.path_of(self.phase.run_.directory.checkpoints, remains).name
-        warn(f"{reason}; {name} remains, {self.phase.number - remains} updates after it are repeated")
+        name = checkpoints.path_of(self.phase.run_.directory.checkpoints, newest_number).name
+        warn(f"{reason}; {name} remains, {self.phase.number - newest_number} updates after it are repeated")
 
     # ------------------------------------------------------------ what
 
     def snapshot(self) -> Snapshot:
         """Return the state of this update in host memory. A collective: every rank calls it, rank 0 has all of it."""
         phase, run, parts = self.phase, self.phase.run_, self.phase.parts
-        copy = self.saver.room.copy
+        copy = self.saver.buffer.copy
         parts.precision.num_skipped()  # raises if an update was not finite: such weights are never saved
         of_hooks, tensors_of_hooks = self._state_of_hooks()
         work, numbers = phase.work.state(copy)
@@ -331,7 +331,7 @@ class Checkpointing(Hook):
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.saved(saved_state(parts), copy), **work}
+        tensors = {"model": parts.parallel.saved(select_saved_state(parts), copy), **work}
         tensors |= {name: parts.parallel.saved(there, copy) for name, there in tensors_of_hooks.items()}
         part = None
         if parts.parallel.saves_parts:
@@ -367,7 +367,7 @@ class Checkpointing(Hook):
         non_finite.must_be_finite(gathered, where, non_finite.GATHERED)
 
 
-def state_of(name: str, start: Loaded) -> Any:
+def hook_state(name: str, start: Loaded) -> Any:
     """Return the state of the hook of this name in a checkpoint, None if there is none."""
     state = start.state.get(name)
     return {**(state or {}), **start.tensors(name)} if name in start.stems else state

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from runner.engine.evaluate import EvaluationResult
-from runner.engine.hooks.evaluation import Evaluation, warn_of_unknown
+from runner.engine.hooks.evaluation import Evaluation, warn_unknown_metric
 from runner.engine.hooks.hook import Hook, PhaseView
 
 
@@ -39,7 +39,7 @@ class EarlyStopping(Hook):
     def after_evaluation(self, found: EvaluationResult) -> None:
         name = self.settings.metric
         if self.settings.patience is not None and name not in found.metrics:
-            warn_of_unknown(self.phase, "early_stopping.metric", name, found.metrics)
+            warn_unknown_metric(self.phase, "early_stopping.metric", name, found.metrics)
         value = found.known().get(name)
         if value is None:
             return

@@ -139,7 +139,7 @@ class Evaluation(Hook):
         self.phase.pulse.now = (SUMMARY, self.phase.position.update)
 
 
-def warn_of_unknown(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:
+def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:
     """Warn if a setting names a metric that the evaluation does not have."""
     near = did_you_mean(name, metrics)
     phase.run_.observers.screen.warn(

@@ -8,7 +8,7 @@ import time
 from runner.axes.compile import nothing_was_compiled
 from runner.base.task import Task
 from runner.base.text import shortened
-from runner.engine.additivity_check import Reader, check_metrics, check_sum
+from runner.engine.additivity_check import Reader, check_loss_is_sum, check_metrics_are_sums
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -17,7 +17,7 @@ from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
 
-MOST_SAMPLES = 32  # number of samples for comparing metrics: an evaluation may be slow
+MAX_METRIC_SAMPLES = 32  # number of samples for comparing metrics: an evaluation may be slow
 
 
 class FirstUpdate(Hook):
@@ -49,7 +49,9 @@ class FirstUpdate(Hook):
             why = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
             read = Reader(phase.loader, parts.prefetch)
-            reasons = [check_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()]
+            reasons = [
+                check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
+            ]
             why = next(filter(None, reasons), "")
             phase.watch.lap("starting")
         if why:
@@ -61,13 +63,13 @@ class FirstUpdate(Hook):
     def _check_metrics(self) -> None:
         """Raise TaskFault if `evaluate` returns means. The metrics of the base class are the loss, which is checked."""
         phase, parts = self.phase, self.phase.parts
-        evaluation, size = phase.hook(Evaluation), min(phase.planned.batch.micro_batch_size, MOST_SAMPLES)
+        evaluation, size = phase.hook(Evaluation), min(phase.planned.batch.micro_batch_size, MAX_METRIC_SAMPLES)
         indices = list(evaluation.samples[:size])
         if phase.position.update or phase.is_over or evaluation.held_out is None or not indices:
             return
         if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:
             return
-        for why, names in check_metrics(parts, evaluation.held_out, indices).items():
+        for why, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
             phase.run_.observers.screen.say(
                 f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {why}"
             )

@@ -107,7 +107,7 @@ class ForwardState(Hook):
             )
 
     @staticmethod
-    def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
         if ForwardState.name in checkpoint.stems:
             _load(parts.bare, checkpoint.tensors(ForwardState.name))
 
@@ -136,7 +136,7 @@ class ForwardState(Hook):
             if seen.is_changed and now is not None and now.shape == seen.tensor.shape:
                 self._names.buffers.add(name)
         changed = self._adopt_changed()
-        if changed and not self.phase.is_alone:  # ranks did not synchronize them in earlier updates
+        if changed and not self.phase.has_one_rank:  # ranks did not synchronize them in earlier updates
             self._must_be_equal(changed)
         self._look()
 

@@ -144,7 +144,7 @@ class PhaseView:
         return self.run_.parts
 
     @property
-    def is_alone(self) -> bool:
+    def has_one_rank(self) -> bool:
         """Whether there is only one rank."""
         return self.parts.world.world_size == 1
 
@@ -166,7 +166,7 @@ class PhaseView:
         """Read the batches again from the current update on; prefetched ones are dropped."""
         raise NotImplementedError
 
-    def begin_again(self, smaller: tuple[tuple[int, int], ...]) -> None:
+    def restart_update(self, smaller: tuple[tuple[int, int], ...]) -> None:
         """Restart the current update with the same samples; `smaller` gives the micro-batch sizes, see `Order`."""
         raise NotImplementedError
 
@@ -174,7 +174,7 @@ class PhaseView:
         """Store the result in the model once no update is left; only the first call has an effect."""
         raise NotImplementedError
 
-    def in_words(self, error: BaseException) -> AccelRunError | None:
+    def explain_error(self, error: BaseException) -> AccelRunError | None:
         """Translate an error of this phase for the user; None if its cause is unknown."""
         raise NotImplementedError
 
@@ -236,5 +236,5 @@ class Hook:
         """Release resources, also after an error, which takes precedence over errors raised here."""
 
     @staticmethod
-    def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
         """Prepare the model for inference and export, after the weights of the checkpoint are loaded."""

@@ -63,7 +63,7 @@ class OutOfMemory(Hook):
     def note(self, shortage: OomCause, error: BaseException) -> None:
         """Record memory usage before anything is freed; keep only the message of the error, not its frames."""
         phase, parts = self.phase, self.run.parts
-        shown = phase.in_words(error)
+        shown = phase.explain_error(error)
         self.last_problem = shown.problems[0] if isinstance(shown, (DeviceMemoryError, HostMemoryError)) else None
         shape = phase.feed.shape
         samples = (
@@ -94,7 +94,7 @@ class OutOfMemory(Hook):
         for rank, (there, _) in enumerate(of_ranks):
             if there:
                 self._shrink(rank, *there)
-        self.phase.begin_again(self.smaller)
+        self.phase.restart_update(self.smaller)
 
     def report_step_retry(self, shortage: OomCause) -> None:
         """Report an optimizer step that succeeded at the second attempt."""
@@ -165,7 +165,7 @@ class OutOfMemory(Hook):
 
         The run then resumes from its last checkpoint: at once if this program started it, else with the same command.
         """
-        found = self.phase.in_words(error)
+        found = self.phase.explain_error(error)
         return None if found is None else self._with_advice(error, found)
 
     def _with_advice(self, error: BaseException, found: AccelRunError) -> AccelRunError:

@@ -12,7 +12,7 @@ from torch import Tensor
 from runner.base.errors import ConfigError, Problem
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
-from runner.engine.hooks.averaging import Averaging, under_all_names
+from runner.engine.hooks.averaging import Averaging, expand_shared_names
 from runner.engine.hooks.hook import Hook
 from runner.engine.phase_kinds import GradientPhase
 
@@ -43,9 +43,9 @@ class OptimizerAverage(Hook):
             return {name: weight.detach().clone() for name, weight in self.phase.work.own.items()}
 
     @staticmethod
-    def load_for_use(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
         if OptimizerAverage.name in checkpoint.stems:
-            averaged = under_all_names(parts.bare, checkpoint.tensors(OptimizerAverage.name))
+            averaged = expand_shared_names(parts.bare, checkpoint.tensors(OptimizerAverage.name))
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
 
     def _optimizers(self) -> list[Any]:

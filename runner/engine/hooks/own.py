@@ -14,8 +14,8 @@ from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
 from runner.config.option_table import file_of_reference, make
 from runner.config.own_tables import ENABLED, HOOK
-from runner.engine.contract_checks import described
-from runner.engine.error_diagnosis import place_of
+from runner.engine.contract_checks import describe_value
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.task_loading import explained
@@ -31,7 +31,7 @@ _RETURNS: Mapping[str, tuple[type, str]] = {
 }
 
 
-def with_own_hooks(phase: PhaseView, kinds: Sequence[type[Hook]]) -> tuple[Hook, ...]:
+def build_hooks(phase: PhaseView, kinds: Sequence[type[Hook]]) -> tuple[Hook, ...]:
     """Return hooks of these kinds, with those of the plan before ForwardState, which notes what an update changed."""
     shipped = [kind(phase) for kind in kinds]
     at = [type(hook) for hook in shipped].index(ForwardState)
@@ -68,7 +68,7 @@ def _explaining(method: Callable[..., Any], source: Path, name: str) -> Callable
         kind, fix = _RETURNS.get(method.__name__, (object, ""))
         if not isinstance(found, kind):
             what = f"{method.__name__} of the hook {name} must return a {kind.__name__}, but returned"
-            raise TaskFault(f"{what} {described(found)}", where=place_of(method, source), fix=fix)
+            raise TaskFault(f"{what} {describe_value(found)}", where=locate_definition(method, source), fix=fix)
         return found
 
     return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from runner.engine.error_diagnosis import is_of_task
+from runner.engine.error_diagnosis import is_task_file
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.loop import StepInfo
@@ -22,7 +22,7 @@ class Profiling(Hook):
             model=run.parts.bare,
             device=run.parts.world.device,
             ranks=run.parts.world.world_size,
-            is_of_task=partial(is_of_task, source=run.parts.source),
+            is_task_file=partial(is_task_file, source=run.parts.source),
             settle=phase.hook(RankSync).exchange.settle,
         )
         phase.batches = run.observers.profiler.begin(subject, phase.feed, phase.total - phase.position.update)

@@ -87,18 +87,18 @@ class Exchange:
 class RankSync(Hook):
     """Merges the requests of all hooks, and then of all ranks, once per update.
 
-    agreed    requests that take effect after this update; `of` is the update after which they were made
-    status    merged status of the previous update; None for the first one, and with one rank
-    asked_at  time at which this rank learned of a stop request, by `time.monotonic`
+    agreed        requests that take effect after this update; `agreed_at` is the update after which they were made
+    status        merged status of the previous update; None for the first one, and with one rank
+    stop_seen_at  time at which this rank learned of a stop request, by `time.monotonic`
     """
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self.exchange = Exchange(phase.parts.world, phase.parts.parallel)
-        self.agreed, self.of = Wants(), 0
+        self.agreed, self.agreed_at = Wants(), 0
         self._wanting: list[Hook] = []
         self.status: StepStatus | None = None
-        self.asked_at: float | None = None
+        self.stop_seen_at: float | None = None
 
     def begin(self) -> None:
         self._wanting = self.phase.hooks_with("wants")
@@ -109,8 +109,8 @@ class RankSync(Hook):
     def after_update(self, step: StepInfo) -> None:
         phase = self.phase
         wants = Wants(*map(any, zip(*(hook.wants() for hook in self._wanting), strict=True)))
-        if phase.is_alone:
-            self.agreed, self.of = wants, step.update
+        if phase.has_one_rank:
+            self.agreed, self.agreed_at = wants, step.update
         else:
             lap = phase.watch.last
             self.status = self.exchange(
@@ -119,11 +119,11 @@ class RankSync(Hook):
                 seconds=lap.seconds if lap else None,
                 samples=phase.shares.made(lap.update)[phase.order.rank] if lap else 0,
             )
-            self.agreed, self.of = self.status.wants if self.status else Wants(), step.update - 1
+            self.agreed, self.agreed_at = self.status.wants if self.status else Wants(), step.update - 1
         if self.agreed.stop:
             phase.stop()
-        if phase.must_stop and self.asked_at is None:
-            self.asked_at = time.monotonic()
+        if phase.must_stop and self.stop_seen_at is None:
+            self.stop_seen_at = time.monotonic()
 
     def end(self) -> None:
         self.exchange.close()

@@ -21,7 +21,7 @@ from runner.axes.dataloader import Fetcher
 from runner.base.batch import are_equal, map_tensors
 from runner.base.order import Micro
 from runner.base.task import Task
-from runner.engine.error_diagnosis import is_of_task
+from runner.engine.error_diagnosis import is_task_file
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
 from runner.profiling.device_waits import DeviceWaits, Line
@@ -143,7 +143,7 @@ def _terms(node: Any, depth: int = 0) -> int:
 
 def _waits(run: TrainingRun, updates: Iterator[int]) -> list[Answer]:
     """Return the lines of the task at which the host waits for the device, with the number per update."""
-    waits = DeviceWaits(run.parts.bare, partial(is_of_task, source=run.parts.source))
+    waits = DeviceWaits(run.parts.bare, partial(is_task_file, source=run.parts.source))
     waits.start()
     try:
         for _ in _some(updates, UPDATES):

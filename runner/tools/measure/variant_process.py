@@ -45,7 +45,7 @@ from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.infer import predictions_of
+from runner.engine.infer import iterate_predictions
 from runner.engine.loop import StepInfo
 from runner.engine.opening import open_run
 from runner.engine.phase import Phase
@@ -385,7 +385,7 @@ class TrainingVariant:
         """
         parts, items, seconds = self.run.parts, 0, 0.0
         if type(parts.task).predict is not Task.predict:
-            with closing(predictions_of(self.run.plan, parts)) as predictions:
+            with closing(iterate_predictions(self.run.plan, parts)) as predictions:
                 began = time.perf_counter()
                 for prediction in predictions:
                     parts.world.synchronize()

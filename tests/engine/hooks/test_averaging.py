@@ -16,7 +16,7 @@ from runner.base.errors import IncompatibleResume
 from runner.base.world import World
 from runner.config.request import Request
 from runner.durable import checkpoint
-from runner.engine.hooks.averaging import under_all_names
+from runner.engine.hooks.averaging import expand_shared_names
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
@@ -162,7 +162,7 @@ def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
     model["last"].weight = model["first"].weight
     average = torch.full((2, 2), 3.0)
-    found = under_all_names(model, {"first.weight": average, "foreign": average})
+    found = expand_shared_names(model, {"first.weight": average, "foreign": average})
     assert set(found) == {"first.weight", "last.weight", "foreign"}
     model.load_state_dict({**model.state_dict(), **{name: found[name] for name in model.state_dict()}})
     assert torch.equal(model["last"].weight, average)
