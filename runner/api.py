@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
-from runner.base.json_values import nan_for_none
+from runner.base.json_values import none_to_nan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,7 +60,7 @@ def evaluate(*words: str, **settings: Any) -> dict[str, float]:
 
     ended = run_command(["evaluate", *words_of(words, settings), "--json"], relays=False)
     _check(ended.code, "evaluate", allowed=(Exit.DONE,))
-    return nan_for_none(json.loads(ended.out)["metrics"])
+    return none_to_nan(json.loads(ended.out)["metrics"])
 
 
 def open_run(*words: str, **settings: Any) -> Run:
@@ -138,12 +138,12 @@ class Run:
         Args:
             names: columns of `history`, such as "val/loss"; none: all losses.
         """
-        from runner.base.picture import COLORS, shown_figure
+        from runner.base.picture import COLORS, notebook_figure
 
         rows = self.history()
         known = list(dict.fromkeys(key for row in rows for key in row if "/" in key))
         chosen = names or [name for name in known if name.endswith("loss")]
-        figure = shown_figure()
+        figure = notebook_figure()
         axes = figure.subplots()
         for number, name in enumerate(chosen):
             points = [(row["update"], row[name]) for row in rows if name in row]

@@ -17,10 +17,10 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from runner.base.errors import AccelRunError, Exit, UsageError, format_error, system_limit_of
-from runner.base.secret import fit_to_show
+from runner.base.errors import AccelRunError, Exit, UsageError, find_system_limit, format_error
+from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
-from runner.base.text import error_line, first_line, for_terminal, help_page, message_of
+from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
 from runner.commands import COMMANDS, TRAINING
 from runner.host.output import nonblocking_streams, open_closed_streams, write_at_once
 from runner.version import __version__
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
             _say("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
-            limit = system_limit_of(error)
+            limit = find_system_limit(error)
             code = _fault(error) if limit is None else int(limit.exit_code)
             if limit is not None:
                 report(limit)
@@ -94,13 +94,13 @@ Run accel-run COMMAND --help for details. Exit codes: 0 done, 75 saved and stopp
 
 def _dispatch(argv: list[str]) -> int:
     if not argv:
-        print(for_terminal(overview(), sys.stderr), end="", file=sys.stderr)
+        print(wrap_for_terminal(overview(), sys.stderr), end="", file=sys.stderr)
         return int(Exit.USAGE)
     first = argv[0]
     if first in ("--help", "-h", "help"):
         if len(argv) == 2 and argv[1] in COMMANDS:
             return _dispatch([argv[1], "--help"])
-        print(help_page(overview()), end="")
+        print(wrap_help(overview()), end="")
         return int(Exit.DONE)
     if first in ("--version", "-V"):
         print(f"accel-run {__version__}")
@@ -115,7 +115,7 @@ def _dispatch(argv: list[str]) -> int:
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     ours = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
     if {"--help", "-h"} & set(ours):
-        print(help_page(module.HELP), end="")
+        print(wrap_help(module.HELP), end="")
         return int(Exit.DONE)
     run: Callable[[list[str]], int] = module.run
     return run(argv[1:])
@@ -213,7 +213,7 @@ def _report_os_error(error: OSError) -> int:
     if code is None or (error.filename is None and code not in (Exit.SYSTEM, Exit.HOST_MEMORY)):
         return _fault(error)
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
-    reason = error.strerror or first_line(message_of(error))
+    reason = error.strerror or first_line(error_message(error))
     _say(f"accel-run: {where}system error: {reason}{_WAYS_OUT.get(code, '')}")
     return int(code)
 
@@ -239,7 +239,7 @@ _REFUSED = {
 def _say(text: str) -> None:
     with suppress(OSError, ValueError):  # broken pipe or closed stream
         if sys.stderr is not None:  # print would take standard output instead
-            print(for_terminal(fit_to_show(text), sys.stderr), file=sys.stderr, flush=True)
+            print(wrap_for_terminal(sanitize(text), sys.stderr), file=sys.stderr, flush=True)
 
 
 def _flushed(code: int) -> int:

@@ -179,8 +179,8 @@ class PipelineParallel(nn.Module):
 
     def table(self) -> str:
         """Return the split by layer: device, bytes of parameters with their state, fraction of the time."""
-        limits = [partition.mebibytes(size) for size in self.split.memory_bytes]
-        return partition.table(
+        limits = [partition.format_mib(size) for size in self.split.memory_bytes]
+        return partition.format_split(
             self.split,
             [cost.name for cost in self.costs],
             [f"{device}, {limit}" for device, limit in zip(self.devices, limits, strict=True)],
@@ -199,7 +199,7 @@ class PipelineParallel(nn.Module):
             "in_flight": [self.num_microbatches] * len(capacities),
         }
         if wanted is not None:
-            split = partition.given(wanted, **given, where="split")
+            split = partition.split_from_sizes(wanted, **given, where="split")
         else:
             split = partition.split(**given, balance=balance)
         if isinstance(split, Problem):
@@ -395,4 +395,4 @@ def _without_layers(model: nn.Module) -> Problem:
 
 
 def _size(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else partition.mebibytes(size)
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else partition.format_mib(size)

@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from config_schema import config_schema  # noqa: E402
 
-from runner.base.paths import shipped  # noqa: E402
+from runner.base.paths import shipped_path  # noqa: E402
 from runner.cli import COMMANDS  # noqa: E402
 from runner.config.config_files import shipped_options  # noqa: E402
 from runner.config.options import AXES, function_of, options_of, task_source  # noqa: E402
@@ -69,7 +69,7 @@ def _groups() -> Iterator[str]:
 
 
 def _tasks() -> Iterator[str]:
-    for task in sorted(file.stem for file in (shipped("conf") / "task").glob("*.yaml")):
+    for task in sorted(file.stem for file in (shipped_path("conf") / "task").glob("*.yaml")):
         functions = read_functions(task_source(task, None))
         keys = {f"task.{name}": key for name, key in functions["build"].keys.items()}
         for name, function in functions.items():

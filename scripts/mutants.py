@@ -76,7 +76,7 @@ RESTORING = {
 BY_HAND = (
     (
         "runner/engine/phase.py",
-        "seed_everything(seed_of_rank(seed, world.rank, start.update))",
+        "seed_everything(rank_seed(seed, world.rank, start.update))",
         "seed_everything(seed)",
     ),
     ("runner/engine/phase.py", "rest = there[world.rank - 1]", "rest = there[0]"),
@@ -92,7 +92,7 @@ BY_HAND = (
     ),
     ("runner/durable/rewind.py", "None if is_last else _copy_metrics(directory)", "None"),
     ("runner/engine/run.py", 'int(state["updates_before"]), records', "0, records"),
-    ("runner/engine/run.py", 'nan_for_none(state["metrics"]), kept)', "{}, kept)"),
+    ("runner/engine/run.py", 'none_to_nan(state["metrics"]), kept)', "{}, kept)"),
     ("runner/engine/run.py", '(state["metrics"]), kept)', '(state["metrics"]), [])'),
     ("runner/durable/weight_source.py", "index)", "None)"),
     ("runner/durable/weight_source.py", "average=average", "average=None"),
@@ -158,7 +158,7 @@ ARITHMETIC: Mapping[type[ast.operator], type[ast.operator]] = {
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 MESSAGES = {
     "say", "info", "warning", "warn", "warn_once", "_warn_once", "event", "print", "Problem", "did_you_mean",
-    "shortened", "write_line",
+    "abbreviate", "write_line",
 }  # fmt: skip
 
 

@@ -206,8 +206,8 @@ submit() {
 ranks_are_told_apart() {
     local code="
 import os
-from runner.base.rank_env import member_of
-member = member_of(os.environ)
+from runner.base.rank_env import detect_rank
+member = detect_rank(os.environ)
 print(member.rank, member.local_rank, member.world_size, member.num_local_ranks, member.store, member.attempt)"
     srun --nodes=2 --ntasks=3 --overcommit --distribution=block "$python" -c "$code" | sort >ranks
     cat ranks
@@ -217,9 +217,9 @@ print(member.rank, member.local_rank, member.world_size, member.num_local_ranks,
 no_rank_is_found_in() {
     local code="
 import os
-from runner.base.rank_env import member_of
+from runner.base.rank_env import detect_rank
 assert 'SLURM_JOB_ID' in os.environ
-print(member_of(os.environ))"
+print(detect_rank(os.environ))"
     [[ $("$@" "$python" -c "$code") == None ]]
 }
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.config import config_files
 
 FOLDER = "COMPOSED_FOR_TESTS"  # name in the environment
@@ -33,17 +33,17 @@ class Composed(MutableMapping[Any, Any]):
     def __contains__(self, key: object) -> bool:
         if not isinstance(key, tuple) or key[-1] is not None:  # a folder of a user
             return False
-        if (key, shipped("conf")) not in self._kept:
+        if (key, shipped_path("conf")) not in self._kept:
             # Any failure to read means composing: a process may have no descriptor, no memory or another user left.
             with suppress(Exception):
-                self._kept[key, shipped("conf")] = pickle.loads(self._file(key).read_bytes())
-        return (key, shipped("conf")) in self._kept
+                self._kept[key, shipped_path("conf")] = pickle.loads(self._file(key).read_bytes())
+        return (key, shipped_path("conf")) in self._kept
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
-        return self._kept[key, shipped("conf")]
+        return self._kept[key, shipped_path("conf")]
 
     def __setitem__(self, key: tuple[Any, ...], made: Any) -> None:
-        self._kept[key, shipped("conf")] = made
+        self._kept[key, shipped_path("conf")] = made
         if key[-1] is None and self.folder is not None:
             file = self._file(key)
             with suppress(Exception):
@@ -52,7 +52,7 @@ class Composed(MutableMapping[Any, Any]):
                 written.rename(file)
 
     def __delitem__(self, key: tuple[Any, ...]) -> None:
-        del self._kept[key, shipped("conf")]
+        del self._kept[key, shipped_path("conf")]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._kept)
@@ -62,7 +62,7 @@ class Composed(MutableMapping[Any, Any]):
 
     def _file(self, key: tuple[Any, ...]) -> Path:
         assert self.folder is not None
-        name = repr((key, str(shipped("conf"))))
+        name = repr((key, str(shipped_path("conf"))))
         return self.folder / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.base.accelerator import accelerator_of, amd_formats, cuda_is_available
+from runner.base.accelerator import amd_formats, cuda_is_available, get_accelerator
 from runner.base.errors import ConfigError, Problem
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -170,7 +170,7 @@ def why_not(
     if capability is None:
         if not cuda_is_available():
             return "there is no CUDA device here"
-        accelerator = accelerator_of(device)
+        accelerator = get_accelerator(device)
         capability = accelerator.capability()
         if capability is None:
             return _why_not_on_amd(backend, accelerator.architecture(), dtype)

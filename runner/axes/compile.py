@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from runner.base import noise
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import Auto, NonNegative
 
@@ -189,7 +189,7 @@ def _check_compiler(device: torch.device, backend: str) -> None:
             "compile",
             "apt install gcc python3-dev, or use compile=off",
         )
-    elif (capability := accelerator_of(device).capability()) is not None and capability < (7, 0):
+    elif (capability := get_accelerator(device).capability()) is not None and capability < (7, 0):
         major, minor = capability
         problem = Problem(
             f"compiling for CUDA needs compute capability 7.0, but {device} has {major}.{minor}",

@@ -26,11 +26,11 @@ from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import BatchSamples, MicroBatch, are_equal, map_tensors
 from runner.base.errors import AccelRunError, DataError, Exit
-from runner.base.oom_errors import oom_cause_of
-from runner.base.order import Micro
+from runner.base.oom_errors import find_oom_cause
+from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams, SampleStreams, seeded_generators
 from runner.base.task import Dataset, Task
-from runner.base.text import RemoteError, error_line, message_of, raised, shortened
+from runner.base.text import RemoteError, abbreviate, describe_exception, error_line, error_message
 from runner.base.values import Count, PositiveInt
 from runner.host.loader_processes import (
     PicklerWithoutModel,
@@ -43,7 +43,7 @@ from runner.host.loader_processes import (
 )
 
 Collate = Callable[[Sequence[Any]], Any]
-Keys = Iterable[Micro]
+Keys = Iterable[MicroBatchKey]
 
 
 class Fetcher:
@@ -78,7 +78,7 @@ class Fetcher:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, key: Micro) -> MicroBatch:
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         if not key.indices:  # this rank has no samples in this update
             return MicroBatch(None, key.last, counts=False)
         if self.set_epoch is not None and key.epoch != self._epoch:
@@ -98,11 +98,11 @@ class Fetcher:
         return sorted({0, len(self) // 2, len(self) - 1})
 
     def real(self, indices: list[int]) -> list[int]:
-        """Return the indices in the data set: those of samples drawn again in an epoch are above (see `Micro`)."""
+        """Return indices in the data set: `MicroBatchKey` adds `num_samples` for each repetition in the epoch."""
         size = self.num_samples
         return indices if max(indices) < size else [index % size for index in indices]
 
-    def _read(self, key: Micro) -> MicroBatch:
+    def _read(self, key: MicroBatchKey) -> MicroBatch:
         if self.many is not None and not self.skip_bad:
             self.streams.begin("batch", key.seed, key.epoch, key.indices)
             try:
@@ -131,14 +131,14 @@ class Fetcher:
             raise DataError(what, fix="fix the samples listed above: a batch needs at least one readable sample")
         return MicroBatch(self._together(samples, key), key.last, tuple(bad), samples=_samples_of(key, good))
 
-    def _together(self, samples: list[Any], key: Micro) -> Any:
+    def _together(self, samples: list[Any], key: MicroBatchKey) -> Any:
         if not _is_default(self.collate):
             self.streams.begin("collate", key.seed, key.epoch, key.indices)
             return self.collate(samples)  # the task's own: its errors name its lines
         try:
             return self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
-            if "shared memory" in message_of(error) or "allocate memory" in message_of(error):  # system limits
+            if "shared memory" in error_message(error) or "allocate memory" in error_message(error):  # system limits
                 raise
             raise DataError(
                 f"samples cannot be collated into a batch: {error_line(error).partition(': ')[2]}",
@@ -148,8 +148,8 @@ class Fetcher:
     def _named(self, error: BaseException, indices: list[int]) -> AccelRunError:
         if isinstance(error, AccelRunError):
             return error
-        which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {shortened(indices)}"
-        description = raised(error)
+        which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {abbreviate(indices)}"
+        description = describe_exception(error)
         named = DataError(
             f"{which} cannot be read: {description}",
             where=traceback_line(description),
@@ -385,7 +385,7 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
     if fetcher.set_epoch is not None:
         raise _changing("the data set has set_epoch", where)
     keys = [
-        Micro(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)
+        MicroBatchKey(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)
         for first in range(0, len(fetcher), 1024)
     ]
     parts = [fetcher[key] for key in keys]
@@ -433,16 +433,20 @@ class _InWorker:
     def __len__(self) -> int:
         return len(self.fetcher)
 
-    def __getitem__(self, key: Micro) -> MicroBatch | AccelRunError | RemoteError:
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch | AccelRunError | RemoteError:
         try:
             read = self.fetcher[key]
             map_tensors(_share, read.batch)
             return read
         except AccelRunError as error:
             # Causes would keep memory alive, and smaller batches may resolve a lack of memory.
-            return RemoteError(raised(error)) if oom_cause_of(error) is not None else error.with_traceback(None)
+            return (
+                RemoteError(describe_exception(error))
+                if find_oom_cause(error) is not None
+                else error.with_traceback(None)
+            )
         except (Exception, SystemExit) as error:  # the task's collate may call sys.exit
-            return RemoteError(raised(error))
+            return RemoteError(describe_exception(error))
 
     def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
         """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
@@ -473,13 +477,13 @@ class _Kept:
         return map_tensors(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), self.whole)
 
 
-class _Keys(Sequence[Micro]):
+class _Keys(Sequence[MicroBatchKey]):
     """An endless sampler, as DataLoader requires."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
 
-    def __iter__(self) -> Iterator[Micro]:
+    def __iter__(self) -> Iterator[MicroBatchKey]:
         return iter(self.keys)
 
     def __len__(self) -> int:
@@ -501,7 +505,7 @@ def _join(batches: list[Any]) -> Any:
     raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
 
 
-def _samples_of(key: Micro, good: Sequence[int]) -> BatchSamples:
+def _samples_of(key: MicroBatchKey, good: Sequence[int]) -> BatchSamples:
     """Return the samples of a batch: those of its key at the positions `good`."""
     if len(good) == len(key.indices):  # avoids the lists, which take 2 us
         return BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(good)))

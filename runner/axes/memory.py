@@ -12,7 +12,7 @@ from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import Auto, Fraction, Positive, PositiveInt
 from runner.config.schema import did_you_mean
@@ -292,7 +292,7 @@ def _limit(device: torch.device, fraction: float | None) -> list[str]:
         return []
     if not fraction:
         raise ConfigError(Problem("must be above 0, but is 0", "memory.fraction"))
-    if not accelerator_of(device).limit_memory(fraction):
+    if not get_accelerator(device).limit_memory(fraction):
         warnings.warn(f"memory.fraction has no effect on {device.type}", stacklevel=4)
         return [f"memory.fraction: no effect on {device.type}"]
     return [f"memory.fraction: at most {fraction:.0%} of the memory of {device}"]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.fused_adam import FusedAdam, FusedAdamW
 from runner.base.packages import check_installed
-from runner.base.schedule_free import ready_to_train
+from runner.base.schedule_free import keep_counters_in_state
 from runner.base.values import Factor, NonNegative, Positive, PositiveInt
 from runner.config.option_table import make
 from runner.config.schema import did_you_mean
@@ -345,7 +345,7 @@ def schedulefree(
     check_installed("schedulefree", "schedulefree")
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     options = {"betas": (betas[0], betas[1]), "eps": eps, "r": r, "weight_lr_power": weight_lr_power}
-    return ready_to_train(_import_quietly("schedulefree").AdamWScheduleFree(groups, lr=lr, **options))
+    return keep_counters_in_state(_import_quietly("schedulefree").AdamWScheduleFree(groups, lr=lr, **options))
 
 
 class Lion(Optimizer):

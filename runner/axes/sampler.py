@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from runner.base.errors import ConfigError, DataError, Problem
-from runner.base.order import EvenUpdates, Indices, IntArray, Sampler, order_rng, shuffled
-from runner.base.text import shortened
+from runner.base.order import EvenUpdates, Indices, IntArray, Sampler, order_rng, shuffled_sampler
+from runner.base.text import abbreviate
 from runner.base.values import PositiveInt
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -26,7 +26,7 @@ class TrainingSamples:
     weights  () -> weight of each sample, (num_samples,)
     lengths  () -> length of each sample, (num_samples,)
     sizes    () -> numbers of samples of the data sets that are concatenated
-    is_array  the run began with an order that is drawn as an array; see `shuffled`
+    is_array  the run began with an order that is drawn as an array; see `shuffled_sampler`
     """
 
     num_samples: int
@@ -54,7 +54,7 @@ class TrainingSamples:
 
 def shuffle(samples: TrainingSamples) -> Sampler:
     """Each sample once per epoch, in random order."""
-    return shuffled(
+    return shuffled_sampler(
         samples.num_samples, samples.global_batch_size, drop_last=samples.drop_last, is_array=samples.is_array
     )
 
@@ -122,7 +122,7 @@ def mixture(
     empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
     if empty:
         raise DataError(
-            f"data sets {shortened(empty)} of the mixture, counted from 0, are empty",
+            f"data sets {abbreviate(empty)} of the mixture, counted from 0, are empty",
             where="sampler=mixture",
             fix="leave them out of the ConcatDataset, or give them the weight 0 in sampler.weights",
         )
@@ -198,7 +198,7 @@ def token_budget(
         if lengths.max() > limit:
             longer = np.flatnonzero(lengths > limit).tolist()
             raise DataError(
-                f"{len(longer)} samples are longer than {limit} tokens: {shortened(longer)}",
+                f"{len(longer)} samples are longer than {limit} tokens: {abbreviate(longer)}",
                 where=f"sampler.{key}={limit}",
                 fix=f"use sampler.{key}={int(lengths.max())} or more, or cut the samples",
             )
@@ -301,7 +301,7 @@ def _rounded(lengths: IntArray, bucket: int) -> IntArray:
     if not len(lengths) or lengths.min() < 1:
         empty = np.flatnonzero(lengths < 1).tolist()
         raise DataError(
-            f"lengths must be at least 1, but samples {shortened(empty)} have less",
+            f"lengths must be at least 1, but samples {abbreviate(empty)} have less",
             where="sample_lengths",
             fix="return the number of tokens of each sample, and leave out empty samples",
         )

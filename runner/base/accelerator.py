@@ -130,18 +130,18 @@ class Accelerator:
         """Return the maximum number of bytes that torch can allocate."""
         return None
 
-    def held(self) -> DeviceMemory | None:
+    def current_memory(self) -> DeviceMemory | None:
         """Return the memory that this process uses now."""
         return None
 
-    def peak(self) -> DeviceMemory | None:
-        """Return the peak memory of this process since `reset_peak`."""
+    def peak_memory(self) -> DeviceMemory | None:
+        """Return the peak memory of this process since `reset_peak_memory`."""
         return None
 
-    def reset_peak(self) -> None:
-        """Reset `peak` to the current memory use."""
+    def reset_peak_memory(self) -> None:
+        """Reset `peak_memory` to the current memory use."""
 
-    def statistics(self) -> Mapping[str, int]:
+    def memory_stats(self) -> Mapping[str, int]:
         """Return the counters of torch's caching allocator, keyed as in `torch.cuda.memory_stats`."""
         return {}
 
@@ -239,16 +239,16 @@ class Cuda(Accelerator):
     def total_bytes(self) -> int | None:
         return int(self._torch.get_device_properties(self.device).total_memory)
 
-    def held(self) -> DeviceMemory | None:
+    def current_memory(self) -> DeviceMemory | None:
         return DeviceMemory(self._torch.memory_allocated(self.device), self._torch.memory_reserved(self.device))
 
-    def peak(self) -> DeviceMemory | None:
+    def peak_memory(self) -> DeviceMemory | None:
         return DeviceMemory(self._torch.max_memory_allocated(self.device), self._torch.max_memory_reserved(self.device))
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory(self) -> None:
         self._torch.reset_peak_memory_stats(self.device)
 
-    def statistics(self) -> Mapping[str, int]:
+    def memory_stats(self) -> Mapping[str, int]:
         return self._torch.memory_stats(self.device)
 
     def memory_table(self) -> str:
@@ -341,7 +341,7 @@ class Xpu(Cuda):
         return int(getattr(self._torch.get_device_properties(self.device), "last_level_cache_size", 0))
 
 
-def accelerator_of(device: torch.device) -> Accelerator:
+def get_accelerator(device: torch.device) -> Accelerator:
     """Return the `Accelerator` of a device, without creating a context on it."""
     if device.type == "cuda":
         return Rocm(device) if _is_rocm() else Cuda(device)

@@ -11,16 +11,16 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def view_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a dense tensor in row-major order, (nbytes,); a view if it is already contiguous."""
     resolved = tensor.detach().resolve_conj().resolve_neg()  # a lazily conjugated view has other bytes in memory
     return resolved.contiguous().view(-1).view(torch.uint8)
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def bitwise_equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two dense tensors, on any devices, are bitwise equal; synchronizes with their devices."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     if one.device != other.device:
         one, other = one.cpu(), other.cpu()
-    return torch.equal(as_bytes(one), as_bytes(other))
+    return torch.equal(view_bytes(one), view_bytes(other))

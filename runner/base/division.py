@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runner.base.errors import Problem
-from runner.base.shares import identity, table
+from runner.base.shares import format_identity, rank_shares
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Batch:
                 f" x {self.accumulation_steps} accumulation x {ranks}"
             )
         no_names = [""] * self.world_size
-        return identity(
-            table(self.shares, no_names, [None] * self.world_size, [self.micro_batch_size] * self.world_size)
+        return format_identity(
+            rank_shares(self.shares, no_names, [None] * self.world_size, [self.micro_batch_size] * self.world_size)
         )
 
 

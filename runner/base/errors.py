@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from runner.base.secret import end_of_secret_name
+from runner.base.secret import find_secret_name
 
 
 class Exit(IntEnum):
@@ -39,7 +39,7 @@ class Exit(IntEnum):
     INTERRUPTED = 130  # stopped without saving
 
 
-def readable(text: str, limit: int) -> str:
+def to_one_line(text: str, limit: int) -> str:
     """Return the text as one line of at most about `limit` characters, shortened in the middle if necessary.
 
     Terminal control characters, bidirectional overrides, and characters that are invisible or cannot be encoded are
@@ -63,7 +63,7 @@ class Problem:
     def __post_init__(self) -> None:
         for name, text, limit in (("what", self.what, 2000), ("where", self.where, 400), ("fix", self.fix, 8000)):
             lines = [text] if name == "where" else text.split("\n")
-            object.__setattr__(self, name, "\n".join(readable(line, limit) for line in lines))
+            object.__setattr__(self, name, "\n".join(to_one_line(line, limit) for line in lines))
 
     def __str__(self) -> str:
         lead = f"{self.where}: " if self.where else ""
@@ -85,10 +85,10 @@ class AccelRunError(Exception):
         super().__init__(str(self.problems[0]))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return remake, (type(self), self.problems, self.exit_code, self.place)  # data workers pickle errors
+        return rebuild_error, (type(self), self.problems, self.exit_code, self.place)  # data workers pickle errors
 
 
-def remake(
+def rebuild_error(
     kind: type[AccelRunError], problems: tuple[Problem, ...], exit_code: Exit, place: Mapping[str, Any] | None = None
 ) -> AccelRunError:
     """Rebuild the error of another process."""
@@ -98,7 +98,7 @@ def remake(
     return error
 
 
-def update_of(checkpoint: str | None) -> int:
+def checkpoint_update(checkpoint: str | None) -> int:
     """Return the update number of a checkpoint name such as "update-0000000012"; 0 for none."""
     return int(checkpoint.rpartition("-")[2]) if checkpoint else 0
 
@@ -109,11 +109,11 @@ def resume_note(last: str | None, completed: int) -> str:
     last       name of the newest checkpoint, None if there is none
     completed  completed updates of all phases, saved or not
     """
-    repeated = completed - update_of(last)
+    repeated = completed - checkpoint_update(last)
     again = "nothing is" if repeated <= 0 else "1 update is" if repeated == 1 else f"{repeated} updates are"
     if last is None:
         return f"no checkpoint yet ({again} repeated)"
-    return f"last checkpoint: update {update_of(last)} ({again} repeated)"
+    return f"last checkpoint: update {checkpoint_update(last)} ({again} repeated)"
 
 
 def format_error(error: AccelRunError) -> str:
@@ -153,7 +153,7 @@ class ConfigError(AccelRunError):
 
 def _without_secret(problem: Problem) -> Problem:
     """Return the problem without the value of an argument whose name may be that of a secret."""
-    end = end_of_secret_name(problem.where)
+    end = find_secret_name(problem.where)
     if end is None:
         return problem
     fix = "pass a secret in an environment variable, which the task reads"
@@ -269,7 +269,7 @@ class SystemLimit(AccelRunError):
     exit_code = Exit.SYSTEM
 
 
-def system_limit_of(error: BaseException) -> SystemLimit | None:
+def find_system_limit(error: BaseException) -> SystemLimit | None:
     """Return the error for a system limit that made an import or a call fail; None for other errors.
 
     Modules are imported lazily, so a limit may be reached at any point of the program.

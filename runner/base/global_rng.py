@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runner.base.accelerator import accelerator_of, cuda_is_available
+from runner.base.accelerator import cuda_is_available, get_accelerator
 
 
 def seed_everything(seed: int) -> None:
@@ -27,7 +27,7 @@ def seed_everything(seed: int) -> None:
 def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state of every global generator: tensors, and a JSON-serializable rest."""
     tensors = {"torch": torch.get_rng_state()}
-    of_device = accelerator_of(device).generator_state()
+    of_device = get_accelerator(device).generator_state()
     if of_device is not None:
         tensors[device.type] = of_device
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -40,7 +40,7 @@ def restore_random_state(tensors: Mapping[str, torch.Tensor], rest: Mapping[str,
     """Restore the state returned by `random_state`."""
     torch.set_rng_state(tensors["torch"])
     if device.type in tensors:
-        accelerator_of(device).set_generator_state(tensors[device.type])
+        get_accelerator(device).set_generator_state(tensors[device.type])
     name, keys, *numbers = rest["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *numbers))
     version, internal, gauss = rest["python"]

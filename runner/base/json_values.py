@@ -9,26 +9,26 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Replace every float that is infinite or NaN by None, which json.dumps writes as null."""
     if isinstance(value, Mapping):
-        return {key: finite(each) for key, each in value.items()}
+        return {key: replace_nonfinite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
+        return [replace_nonfinite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def nan_for_none(figures: Mapping[str, float | None]) -> dict[str, float]:
+def none_to_nan(figures: Mapping[str, float | None]) -> dict[str, float]:
     """Convert metrics read from JSON back to floats: None becomes NaN."""
     return {name: math.nan if value is None else value for name, value in figures.items()}
 
 
 def to_json(content: Any, indent: int | None = 2) -> str:
     """Return the content of a JSON file; non-finite numbers become null."""
-    return json.dumps(finite(content), indent=indent, allow_nan=False) + "\n"
+    return json.dumps(replace_nonfinite(content), indent=indent, allow_nan=False) + "\n"
 
 
-def object_in(content: bytes | str) -> dict[str, Any] | None:
+def parse_object(content: bytes | str) -> dict[str, Any] | None:
     """Return the JSON object in the text; None if it is damaged or another value."""
     try:
         found = json.loads(content)
@@ -37,12 +37,12 @@ def object_in(content: bytes | str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def mapped(value: object) -> dict[str, Any]:
+def as_dict(value: object) -> dict[str, Any]:
     """Return `value` if it is a mapping, else an empty one; for untrusted files."""
     return value if isinstance(value, dict) else {}
 
 
-def listed(value: object) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """Return `value` if it is a list, else an empty one; for untrusted files."""
     return value if isinstance(value, list) else []
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from runner.base.bitwise import is_dense, same_bits
+from runner.base.bitwise import bitwise_equal, is_dense
 
 
 @contextmanager
-def restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the buffers of these modules (not of their children) on exit, whether changed in place or replaced.
 
     Non-persistent buffers that serve as caches keep their new size: their module may have recorded
@@ -38,13 +38,13 @@ def _restore(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> Non
         if key in module._non_persistent_buffers_set and (now is None or now.shape != buffer.shape):
             return
         module._buffers[key] = buffer
-    if is_written(buffer) and not (
-        buffer.device.type == "cpu" and same_bits(buffer, before)
+    if is_writable(buffer) and not (
+        buffer.device.type == "cpu" and bitwise_equal(buffer, before)
     ):  # no synchronization with the GPU
         buffer.copy_(before)
 
 
-def is_written(tensor: Tensor) -> bool:
+def is_writable(tensor: Tensor) -> bool:
     """Return whether torch can write into the tensor in place: not if elements share memory, as after `expand`."""
     shares_memory = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return not (shares_memory or tensor.is_inference())

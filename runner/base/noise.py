@@ -155,7 +155,7 @@ def switch_pass(samples: BatchSamples | None) -> None:
 
 
 @contextmanager
-def no_pass() -> Iterator[None]:
+def without_samples() -> Iterator[None]:
     """Use unknown samples inside the context; restore the previous pass on exit."""
     global _current
     before, _current = _current, None

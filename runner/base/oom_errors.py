@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from runner.base.errors import DataError
-from runner.base.text import RemoteError, first_line, message_of
+from runner.base.text import RemoteError, error_message, first_line
 
 Side = Literal["device", "host"]
 
@@ -33,7 +33,7 @@ class OomCause:
     place: str
 
 
-def oom_cause_of(error: BaseException) -> OomCause | None:
+def find_oom_cause(error: BaseException) -> OomCause | None:
     """Return the out-of-memory condition of an error or of its causes; None for other errors.
 
     Only messages of torch's allocators, known libraries and the system count: a task may raise similar texts.
@@ -47,7 +47,7 @@ def oom_cause_of(error: BaseException) -> OomCause | None:
     return None
 
 
-def halved(size: int) -> int | None:
+def halve(size: int) -> int | None:
     """Return half of a micro-batch size, rounded up; None if it cannot be reduced."""
     return -(-size // 2) if size > 1 else None
 
@@ -66,16 +66,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _unreadable_sample(error: BaseException) -> str:
     """Return the sample that could not be read, empty if none."""
     if isinstance(error, RemoteError):
-        return first_line(error.raised.message) if DataError.__name__ in error.raised.bases else ""
+        return first_line(error.info.message) if DataError.__name__ in error.info.bases else ""
     return error.problems[0].what if isinstance(error, DataError) else ""
 
 
 def _kinds_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
     """Yield class names and messages of an error and its causes, also those raised in a data worker."""
     for each in _chain(error):
-        remote = each.raised if isinstance(each, RemoteError) else None
+        remote = each.info if isinstance(each, RemoteError) else None
         if remote is None:  # by class: a task may define one with the same name as torch's
-            yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], message_of(each)
+            yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], error_message(each)
         while remote is not None:
             yield remote.bases, remote.message
             remote = remote.cause

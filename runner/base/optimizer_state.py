@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import IncompatibleResume
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 
 
-class Steps:
+class StepChangeDetector:
     """Detect whether a failed step changed anything, and remove the state that it initialized.
 
     Adam's kernels increment the step count first, and torch versions that tensor; fused kernels
@@ -31,7 +31,7 @@ class Steps:
         self._known = len(self.optimizer.state)
         self._before = self._counted() if self._counted is not None else []
 
-    def is_as_before(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether the failed step has changed nothing; False if that cannot be determined."""
         state = self.optimizer.state
         fresh = list(state)[self._known :]
@@ -141,7 +141,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
     if problems:
         raise IncompatibleResume(
-            f"the checkpoint's optimizer state does not fit: {shortened(problems, 3, '; ')}",
+            f"the checkpoint's optimizer state does not fit: {abbreviate(problems, 3, '; ')}",
             where="optimizer",
             fix="resume with the model and optimizer it was saved with, or use resume=fresh",
         )

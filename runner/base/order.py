@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from runner.base.shares import Shares, slices, window_shares
+from runner.base.shares import Shares, rank_slices, window_shares
 
 Indices = list[int]
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -29,7 +29,7 @@ class Permutation(Protocol):
     def __getitem__(self, places: slice, /) -> IntArray: ...
 
 
-class Micro(NamedTuple):
+class MicroBatchKey(NamedTuple):
     """Loader key of a micro-batch: samples `indices` of epoch `epoch`; `last` marks the last one of this rank's update.
 
     indices  of samples; in a data set of n samples, `index + n` is sample `index` drawn again in the epoch, with other
@@ -64,7 +64,7 @@ class Sampler:
         raise NotImplementedError
 
     def draw(self, seed: int, epoch: int, window: int) -> Indices:
-        """Return the samples of this update, as in `Micro`."""
+        """Return the samples of this update, as in `MicroBatchKey`."""
         raise NotImplementedError
 
     def split(self, indices: Indices, size: int) -> list[Indices]:
@@ -122,7 +122,7 @@ class Order:
     @cached_property
     def draws(self) -> Sampler:
         """Return what draws the samples of each update."""
-        return self.sampler or shuffled(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
+        return self.sampler or shuffled_sampler(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
 
     @property
     def updates_per_epoch(self) -> int:
@@ -139,7 +139,7 @@ class Order:
         """Return the maximum micro-batch size in update number `update` (from 0)."""
         return min([self.micro_batch_size, *(size for first, size in self.smaller if update >= first)])
 
-    def micros(self, update: int, shares: Shares | None = None) -> Iterator[Micro]:
+    def micros(self, update: int, shares: Shares | None = None) -> Iterator[MicroBatchKey]:
         """Yield the micro-batches of this rank in update number `update`; a dummy one if the rank has no samples.
 
         shares  shares of this update, if they differ from the usual ones
@@ -147,7 +147,7 @@ class Order:
         epoch, window = divmod(update, self.updates_per_epoch)
         whole = self.draws.draw(self.seed, epoch, window)
         split_by = shares or self.shares
-        bounds = slices(len(whole), split_by) if split_by else [(0, len(whole))]
+        bounds = rank_slices(len(whole), split_by) if split_by else [(0, len(whole))]
         size = self.size_of(update)
         passes_of = [self.draws.split(whole[first:stop], size) for first, stop in bounds]
         passes = passes_of[self.rank]
@@ -157,10 +157,10 @@ class Order:
             counts = number < len(passes)
             dummy = (passes[-1] if passes else whole[:1]) if self.in_step else []
             indices = passes[number] if counts else dummy
-            yield Micro(epoch, indices, number == wanted - 1, counts, place, self.seed)
+            yield MicroBatchKey(epoch, indices, number == wanted - 1, counts, place, self.seed)
             place += len(indices)
 
-    def samples_of_ranks(self, update: int, shares: Shares | None = None) -> Shares:
+    def samples_per_rank(self, update: int, shares: Shares | None = None) -> Shares:
         """Return the number of samples of each rank in update number `update`."""
         epoch, window = divmod(update, self.updates_per_epoch)
         start = self.draws.start(self.seed, epoch, window)
@@ -168,7 +168,9 @@ class Order:
         split_by = shares or self.shares
         return window_shares(available, split_by) if split_by else (available,)
 
-    def from_update(self, update: int, shares_of: Callable[[int], Shares | None] = lambda _: None) -> Iterator[Micro]:
+    def from_update(
+        self, update: int, shares_of: Callable[[int], Shares | None] = lambda _: None
+    ) -> Iterator[MicroBatchKey]:
         """Yield micro-batches from update number `update` on, indefinitely.
 
         shares_of  returns the shares of an update, None for the usual ones; called when the update is read
@@ -178,7 +180,9 @@ class Order:
             update += 1
 
 
-def shuffled(num_samples: int, global_batch_size: int, *, drop_last: bool = False, is_array: bool = False) -> Sampler:
+def shuffled_sampler(
+    num_samples: int, global_batch_size: int, *, drop_last: bool = False, is_array: bool = False
+) -> Sampler:
     """Draw every sample once per epoch, in random order.
 
     is_array  draw the order as an array for any number of samples, as versions before `KeyedPermutation` did
@@ -243,14 +247,14 @@ def order_rng(seed: int, *numbers: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(_sequence(seed, *numbers)))
 
 
-def evenly_spread(num_samples: int, wanted: int | None) -> Indices:
+def spread_evenly(num_samples: int, wanted: int | None) -> Indices:
     """Return `wanted` sample indices, evenly spaced over the data set and always the same; all if None."""
     if wanted is None or wanted >= num_samples:
         return list(range(num_samples))
     return [index * num_samples // wanted for index in range(wanted)]
 
 
-def seed_of_rank(seed: int, rank: int, update: int = 0) -> int:
+def rank_seed(seed: int, rank: int, update: int = 0) -> int:
     """Return the seed of a rank's generators from an update on; rank 0 at update 0 uses `seed` unchanged."""
     if rank == 0 and update == 0:
         return seed

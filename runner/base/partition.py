@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from runner.base.errors import Problem
-from runner.base.text import aligned
+from runner.base.text import format_table
 
 Balance = Literal["memory", "time"]
 Schedule = Literal["1f1b", "gpipe", "interleaved"]
@@ -118,7 +118,7 @@ def split(
     return described(stops, layers)
 
 
-def given(
+def split_from_sizes(
     sizes: Sequence[int],
     costs: Sequence[float],
     memory_bytes: Sequence[int],
@@ -139,7 +139,7 @@ def given(
     return described([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
 
 
-def in_flight_of(
+def max_in_flight(
     schedule: Schedule, num_devices: int, num_microbatches: int | None, chunks: int = 1
 ) -> tuple[int, ...]:
     """Return the maximum number of micro-batches in flight per stage; the limit for many if their number is unknown."""
@@ -153,7 +153,7 @@ def in_flight_of(
     return tuple(most)
 
 
-def table(
+def format_split(
     split: Split, names: Sequence[str], places: Sequence[str], layer_bytes: Sequence[int], costs: Sequence[float]
 ) -> str:
     """Format the split by layer: name, place, MiB, fraction of the total time; with a sum per stage.
@@ -167,15 +167,15 @@ def table(
 
     rows = [("layer", "device", "bytes", "time")]
     for stage, (layers, place) in enumerate(zip(split.ranges, places, strict=True)):
-        rows += [(names[layer], place, mebibytes(layer_bytes[layer]), part(costs[layer])) for layer in layers]
+        rows += [(names[layer], place, format_mib(layer_bytes[layer]), part(costs[layer])) for layer in layers]
         share = split.used_bytes[stage] / max(1, split.memory_bytes[stage])
         seconds = math.fsum(costs[layer] for layer in layers)
-        used = mebibytes(split.used_bytes[stage])
+        used = format_mib(split.used_bytes[stage])
         rows.append((f"= {len(layers)} layers", f"{share:.1%} used", used, part(seconds)))
-    return "\n".join(aligned(rows, "<<>>"))
+    return "\n".join(format_table(rows, "<<>>"))
 
 
-def mebibytes(size: int) -> str:
+def format_mib(size: int) -> str:
     """Format a size in MiB."""
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 or not size else f"{size / 2**20:.3f} MiB"
 
@@ -387,12 +387,12 @@ def _does_not_fit(layers: _Layers) -> Problem:
         for layer in range(layers.count)
     ]
     largest, layer = max(least)
-    capacities = " + ".join(mebibytes(size) for size in devices)
+    capacities = " + ".join(format_mib(size) for size in devices)
     if largest > max(devices):
         what = (
-            f"layer {layer} alone needs {mebibytes(largest)}, but no device holds more than {mebibytes(max(devices))}"
+            f"layer {layer} alone needs {format_mib(largest)}, but no device holds more than {format_mib(max(devices))}"
         )
     else:
-        total = mebibytes(sum(size for size, _ in least))
+        total = format_mib(sum(size for size, _ in least))
         what = f"the layers need at least {total}, in whole layers one after the other; the devices hold {capacities}"
     return Problem(what, "parallelism=pipeline", "use more devices, a smaller micro_batch_size, or memory=checkpoint")

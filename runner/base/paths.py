@@ -12,7 +12,7 @@ from runner.base.values import LOCAL_PATH, URL
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def shipped(name: str) -> Path:
+def shipped_path(name: str) -> Path:
     """Return the path of the shipped `conf` or `tasks`: inside the package in a wheel, beside it in a checkout."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
@@ -31,7 +31,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path("" if home == "~" else home).absolute() / ".cache") / "accel-run"
 
 
-def as_path(text: str) -> Path:
+def parse_path(text: str) -> Path:
     """Return the path in a setting, with ~ expanded: shells do not expand it after `=`.
 
     Raises ConfigError for a URL.

@@ -16,18 +16,18 @@ def new_figure(width: float = 8.0, height: float = 4.5) -> Any:
     return Figure(figsize=(width, height), layout="constrained", dpi=120)
 
 
-def shown_figure() -> Any:
+def notebook_figure() -> Any:
     """Return an empty matplotlib Figure that a notebook shows, without pyplot and its global state."""
     from matplotlib.figure import Figure
 
     class ShownFigure(Figure):  # type: ignore[misc]
         def _repr_png_(self) -> bytes:
-            return png(self)
+            return encode_png(self)
 
     return ShownFigure(figsize=(8.0, 4.5), layout="constrained", dpi=120)
 
 
-def png(figure: Any) -> bytes:
+def encode_png(figure: Any) -> bytes:
     """Encode the figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")

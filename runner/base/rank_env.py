@@ -28,7 +28,7 @@ class RankInfo:
     attempt: int = 0
 
 
-def member_of(environment: Mapping[str, str]) -> RankInfo | None:
+def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that torchrun or srun assigned to this process; None if none did.
 
     Neither the shell of a batch script nor a step with a single task is a rank. torchrun takes precedence over srun,
@@ -47,7 +47,7 @@ def launcher_id() -> str:
     return f"job {job}" if job else f"process {os.getppid()}"
 
 
-def hosts_of(nodelist: str) -> list[str]:
+def expand_hosts(nodelist: str) -> list[str]:
     """Expand a SLURM node list: `n[01-03,7],login` is n01, n02, n03, n7 and login.
 
     Raises ValueError if the list is malformed.
@@ -63,7 +63,7 @@ def hosts_of(nodelist: str) -> list[str]:
     return hosts
 
 
-def tasks_of(tasks_per_node: str) -> list[int]:
+def expand_tasks(tasks_per_node: str) -> list[int]:
     """Return the number of tasks per machine: `2(x3),1` is 2, 2, 2 and 1.
 
     Raises ValueError if the list is malformed.
@@ -128,7 +128,7 @@ def _num_local_tasks(given: _Variables, world_size: int) -> int:
     """Return the number of tasks on this machine; the last machine may have fewer."""
     name = given.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     try:
-        counts = tasks_of(given.text(name))
+        counts = expand_tasks(given.text(name))
     except ValueError:
         given.expect(not given.has(name), name, "must be like 2(x3),1")
         return world_size
@@ -147,7 +147,7 @@ def _first_host(given: _Variables) -> str:
     name = given.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     nodelist = given.text(name)
     try:
-        return hosts_of(nodelist)[0]
+        return expand_hosts(nodelist)[0]
     except ValueError:
         given.expect(not given.has(name), name, "must be a list of machines such as n[1-2,5]")
         return ""

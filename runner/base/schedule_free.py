@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 COUNTERS = ("k", "weight_sum", "lr_max")  # schedulefree 1.4
 
 
-def ready_to_train(optimizer: Optimizer) -> Optimizer:
+def keep_counters_in_state(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer in training mode, with its counters in the state of each parameter."""
     for group in optimizer.param_groups:
         group["train_mode"] = True  # `train()` would also create an empty state for each parameter

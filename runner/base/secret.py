@@ -48,7 +48,7 @@ def has_secret_shape(text: str) -> bool:
     return any(_shape(lead).search(text) is not None for lead in _OF_SERVICES if lead in text)
 
 
-def secrets_of_arguments(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> list[str]:
+def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> list[str]:
     """Return the names under which arguments give a secret.
 
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
@@ -68,11 +68,11 @@ def secrets_of_arguments(arguments: Iterable[str], options: Callable[[], Collect
     return list(dict.fromkeys(name if _PLAIN.fullmatch(name) else "an argument" for name in found))
 
 
-def end_of_secret_name(text: str) -> int | None:
+def find_secret_name(text: str) -> int | None:
     """Return where the first name ends that may be that of a secret and is followed by a value; None without one.
 
-    This is stricter than `secrets_of_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and
-    hiding X loses nothing.
+    Stricter than `find_secrets_in_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and hiding
+    X loses nothing.
     """
     for named in _VALUE_AFTER.finditer(text):
         if is_secret_name(named["name"]) or _may_be_secret(named["name"]) or _SOUNDS_SECRET.search(named["name"]):
@@ -85,7 +85,7 @@ def looks_random(text: str) -> bool:
     return _RANDOM.search(text) is not None
 
 
-def secrets_in(tree: Any, lead: str = "") -> Iterator[str]:
+def find_secrets(tree: Any, lead: str = "") -> Iterator[str]:
     """Yield the dotted keys of a configuration tree that hold a secret."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
@@ -95,15 +95,15 @@ def secrets_in(tree: Any, lead: str = "") -> Iterator[str]:
             elif has_secret_shape(str(key)):
                 yield f"a key of {lead or 'the file'}"
             else:
-                yield from secrets_in(value, name)
+                yield from find_secrets(value, name)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from secrets_in(value, lead)
+            yield from find_secrets(value, lead)
     elif isinstance(tree, str) and has_secret_shape(tree):
         yield lead
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Redact secrets in a text for a file or tracker that programs read back.
 
     Redacts texts with the shape of a secret, and the values of secret environment variables, also as escaped in JSON,
@@ -116,16 +116,16 @@ def redacted(text: str) -> str:
     return _without_shapes(text)
 
 
-def redacted_message(text: str) -> str:
+def redact_message(text: str) -> str:
     """Redact secrets in a text for users only: screens, logs, exceptions, output of a task.
 
-    In addition to `redacted`: values of the environment that it keeps, where they are separate words, and X of
+    In addition to `redact`: values of the environment that it keeps, where they are separate words, and X of
     `password=X` if a secret variable holds X, or X has 8 characters and a digit. A common word such as
     `training` is kept elsewhere: replacing it throughout would reveal what the password is.
     """
     if len(text) < _SHORTEST:
         return text
-    text = redacted(text)
+    text = redact(text)
     for value, name in _secret_values().items():
         if value in text and not _is_ordinary(value):
             instead = f"({name})".replace("\\", "/")
@@ -134,16 +134,16 @@ def redacted_message(text: str) -> str:
     return _NAMED.sub(_without_value, text) if any(lead in lowered for lead in _NAMES_BEGIN) else text
 
 
-def fit_to_show(text: str) -> str:
+def sanitize(text: str) -> str:
     """Redact secrets and terminal control characters.
 
     Messages contain untrusted text: names in checkpoints and data, exceptions of libraries that repeat a key.
     """
-    text = redacted_message(text)
+    text = redact_message(text)
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def without_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) -> dict[str, str]:
+def drop_secrets(environment: Mapping[str, str], keep: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the environment for a subprocess, without secrets except variables whose names start with `keep`."""
     return {
         name: value for name, value in environment.items() if name.startswith(keep) or not _is_secret_variable(name)

@@ -6,19 +6,19 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.secret import secrets_in, secrets_of_arguments
+from runner.base.secret import find_secrets, find_secrets_in_arguments
 
 
 def refuse_secrets(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
-    """Raise ConfigError if arguments contain a secret; see `secrets_of_arguments`."""
-    found = secrets_of_arguments(arguments, options)
+    """Raise ConfigError if arguments contain a secret; see `find_secrets_in_arguments`."""
+    found = find_secrets_in_arguments(arguments, options)
     if found:
         raise ConfigError(Problem(_WHAT, name, _FIX_OF_ARGUMENTS) for name in found)
 
 
 def secret_problems(tree: Any, where: str) -> list[Problem]:
     """Return a problem for each secret in the tree of the file `where`."""
-    return [Problem(_WHAT, f"{where}: {name}", _FIX) for name in dict.fromkeys(secrets_in(tree))]
+    return [Problem(_WHAT, f"{where}: {name}", _FIX) for name in dict.fromkeys(find_secrets(tree))]
 
 
 _WHAT = "looks like a secret; secrets are not allowed in arguments and configuration files"

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from runner.base.errors import Problem
-from runner.base.shares import Caps, Shares, proportional, summed
+from runner.base.shares import Caps, Shares, format_sum, split_proportionally
 
 DROP_MARGIN = 0.02  # minimum relative gain of fewer ranks
 DROP_CONFIRMATIONS = 3  # consecutive decisions
@@ -44,7 +44,7 @@ class RankTiming:
         return self.fixed_s + self.per_sample_s * samples
 
 
-def fit(points: Iterable[tuple[int, float]]) -> RankTiming:
+def fit_line(points: Iterable[tuple[int, float]]) -> RankTiming:
     """Fit a line to (samples, seconds): least relative squares of the medians per distinct sample count.
 
     Fixed and per-sample time are never negative. With a single distinct count the fixed time is 0.
@@ -53,7 +53,7 @@ def fit(points: Iterable[tuple[int, float]]) -> RankTiming:
     return _regress([CountTiming(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
 
 
-def fastest(
+def fastest_shares(
     total: int, lines: Sequence[RankTiming], caps: Caps | None = None, wait_s: float = 0.0, *, may_drop: bool = False
 ) -> Shares:
     """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
@@ -79,12 +79,12 @@ def fastest(
             heapq.heappush(queue, (lines[rank].seconds(n + 2), n + 1, rank))
     if may_drop and sum(share > 0 for share in shares) > 1:
         alone = _fastest_single(total, lines, most)
-        if alone is not None and lines[alone].seconds(total) <= slowest(lines, shares) + wait_s:
+        if alone is not None and lines[alone].seconds(total) <= slowest_seconds(lines, shares) + wait_s:
             return tuple(total if rank == alone else 0 for rank in range(len(lines)))
     return tuple(shares)
 
 
-def slowest(lines: Sequence[RankTiming], shares: Sequence[int]) -> float:
+def slowest_seconds(lines: Sequence[RankTiming], shares: Sequence[int]) -> float:
     """Return the seconds of the slowest rank; ranks without samples take none."""
     return max(line.seconds(share) if share else 0.0 for line, share in zip(lines, shares, strict=True))
 
@@ -124,7 +124,7 @@ class UpdateTimes(NamedTuple):
     exchange_s: float
 
 
-class ShareSolution:
+class ShareSolver:
     """Decide the shares of `total` samples from the measured times of each rank; any split gives the same update.
 
     First, a few unequal splits are tried, so that each rank is timed at two sample counts. Then the shares are
@@ -152,7 +152,7 @@ class ShareSolution:
     ) -> None:
         self.total, self.caps, self.every, self.threshold, self.warm_up = total, caps, every, threshold, warm_up
         self.ranks = [_Rank() for _ in range(world_size)]
-        self.current = start or _feasible(proportional(total, [1] * world_size, caps))
+        self.current = start or _feasible(split_proportionally(total, [1] * world_size, caps))
         assert len(self.current) == world_size, self.current
         assert sum(self.current) == total, self.current
         assert min(self.current) > 0, self.current
@@ -241,8 +241,8 @@ class ShareSolution:
         for number, rank in enumerate(self.ranks):
             rank.add(_timings(block, number))
         self._known = True
-        new = fastest(self.total, self.lines, self.caps)
-        old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
+        new = fastest_shares(self.total, self.lines, self.caps)
+        old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
         if new == self.current or new_s > old_s * (1 - self.threshold):
             reason = f"the ranks are balanced: shares stay {_shares(self.current)}, {_ms(old_s)} ms per update"
             return Decision(self.current, old_s, old_s, reason)
@@ -252,8 +252,8 @@ class ShareSolution:
         """Add a block of updates; change the shares if that gains, or report that fewer ranks would be faster."""
         factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
         fits = [rank.fitted for rank in self.ranks]
-        new = fastest(self.total, self.lines, self.caps)
-        old_s, new_s = slowest(self.lines, self.current), slowest(self.lines, new)
+        new = fastest_shares(self.total, self.lines, self.caps)
+        old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
         surely_old = max(each.seconds(n, -ERRORS) for each, n in zip(fits, self.current, strict=True))
         surely_new = max(each.seconds(n, ERRORS) for each, n in zip(fits, new, strict=True))
         gains = new_s < old_s * (1 - self.threshold) and surely_new < surely_old
@@ -274,8 +274,8 @@ class ShareSolution:
         if self._is_reported or not whole:
             return None
         together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
-        more_s = max(0.0, together_s - slowest(self.lines, self.current))  # communication and noise
-        shares = fastest(self.total, self.lines, self.caps, more_s, may_drop=True)
+        more_s = max(0.0, together_s - slowest_seconds(self.lines, self.current))  # communication and noise
+        shares = fastest_shares(self.total, self.lines, self.caps, more_s, may_drop=True)
         kept = tuple(rank for rank, share in enumerate(shares) if share)
         drop = tuple(rank for rank, share in enumerate(shares) if not share)
         alone_s, at_most_s = (
@@ -317,13 +317,15 @@ def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> l
     size = len(base)
     more, less = [3 * share for share in base], list(base)
     splits = [
-        _feasible(proportional(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps))
+        _feasible(
+            split_proportionally(total, [more[rank] if rank % 2 == up else less[rank] for rank in range(size)], caps)
+        )
         for up in (0, 1)
     ]
     for rank in range(size):
         if len({split[rank] for split in splits}) == 1 and len(splits) < 6:
             weights = [size * share if other == rank else share for other, share in enumerate(base)]
-            split = _feasible(proportional(total, weights, caps))
+            split = _feasible(split_proportionally(total, weights, caps))
             splits += [split] if split[rank] != splits[0][rank] else []
     return splits
 
@@ -492,7 +494,9 @@ def _nearly(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> S
     """Return shares that nearly exclude some ranks: 1 sample for each of these."""
     kept = [rank for rank, share in enumerate(shares) if share]
     rest = sum(shares) - (len(shares) - len(kept))
-    parts = fastest(rest, [lines[rank] for rank in kept], None if caps is None else [caps[rank] for rank in kept])
+    parts = fastest_shares(
+        rest, [lines[rank] for rank in kept], None if caps is None else [caps[rank] for rank in kept]
+    )
     given = dict(zip(kept, parts, strict=True))
     return tuple(given.get(rank, 1) for rank in range(len(shares)))
 
@@ -541,7 +545,7 @@ def _reason_to_drop(drop: Shares, kept: Shares, together_s: float, alone_s: floa
 
 
 def _shares(shares: Shares) -> str:
-    return summed(shares).replace(" + ", "+")
+    return format_sum(shares).replace(" + ", "+")
 
 
 def _ms(seconds: float) -> str:

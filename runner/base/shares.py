@@ -8,7 +8,7 @@ from fractions import Fraction
 from itertools import groupby
 
 from runner.base.errors import Problem
-from runner.base.text import aligned
+from runner.base.text import format_table
 
 Shares = tuple[int, ...]
 Caps = Sequence[int | None]  # maximum samples per rank; None: unlimited
@@ -17,7 +17,7 @@ GIB = 2**30
 LINE_WIDTH = 120
 
 
-def proportional(total: int, weights: Sequence[float], caps: Caps | None = None) -> Shares | Problem:
+def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None = None) -> Shares | Problem:
     """Return integers that sum to `total`, proportional to `weights` by the largest remainder method (Hamilton).
 
     No share exceeds its cap; the surplus is distributed proportionally over the other ranks. A rank with a positive
@@ -46,26 +46,26 @@ def window_shares(window: int, shares: Sequence[int]) -> Shares:
     """
     if window == sum(shares):
         return tuple(shares)
-    parts = proportional(window, shares)
+    parts = split_proportionally(window, shares)
     assert not isinstance(parts, Problem)  # always possible without caps
     return parts
 
 
-def slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def rank_slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """Return the (start, stop) of each rank in a window: contiguous, in rank order."""
     parts = window_shares(window, shares)
     starts = [sum(parts[:rank]) for rank in range(len(parts))]
     return tuple((start, start + part) for start, part in zip(starts, parts, strict=True))
 
 
-def equal(world_size: int, total: int) -> Shares | Problem:
+def equal_shares(world_size: int, total: int) -> Shares | Problem:
     """Return shares that differ by at most 1, or a Problem if there are more ranks than samples."""
-    return fixed((1,) * world_size, world_size, total)
+    return fixed_shares((1,) * world_size, world_size, total)
 
 
-def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Problem:
+def fixed_shares(shares: Sequence[int], world_size: int, total: int) -> Shares | Problem:
     """Return the user's shares, treated as proportions if they do not sum to `total`, or what is wrong with them."""
-    where = f"parallelism.shares={written(shares)}"
+    where = f"parallelism.shares={format_shares(shares)}"
     if world_size > total:
         what = f"must be at least the number of ranks ({world_size}), but is {total}"
         return Problem(
@@ -78,7 +78,7 @@ def fixed(shares: Sequence[int], world_size: int, total: int) -> Shares | Proble
         rank = next(rank for rank, share in enumerate(shares) if share < 1)
         what = f"must be at least 1 for each rank, but is {shares[rank]} for rank {rank}"
         return Problem(what, where, _without(shares))
-    return tuple(shares) if sum(shares) == total else proportional(total, shares)
+    return tuple(shares) if sum(shares) == total else split_proportionally(total, shares)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class RankShare:
         return f"{whole} x {self.micro_batch_size}" + (f" + {rest}" if rest else "")
 
 
-def table(
+def rank_shares(
     shares: Sequence[int],
     devices: Sequence[str],
     memory_bytes: Sequence[int | None],
@@ -129,7 +129,7 @@ def table(
     )
 
 
-def identity(rows: Sequence[RankShare]) -> str:
+def format_identity(rows: Sequence[RankShare]) -> str:
     """Format the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
 
     Adjacent ranks with equal parts are one term, `4 x 16 (ranks 0-3: 2 x 8)`. If the line would still exceed
@@ -138,22 +138,22 @@ def identity(rows: Sequence[RankShare]) -> str:
     lead = f"{sum(row.share for row in rows)} samples per update = "
     runs = [list(run) for _, run in groupby(rows, key=lambda row: (row.share, row.micro_batch_size))]
     line = lead + " + ".join(_term(run) for run in runs)
-    return line if len(line) <= LINE_WIDTH else lead + summed([row.share for row in rows])
+    return line if len(line) <= LINE_WIDTH else lead + format_sum([row.share for row in rows])
 
 
-def summed(shares: Sequence[int]) -> str:
+def format_sum(shares: Sequence[int]) -> str:
     """Return `19 + 13`, or for more ranks than fit in a line `64 ranks, 3 to 9 each`."""
     text = " + ".join(str(share) for share in shares)
     return text if len(text) <= LINE_WIDTH // 2 else f"{len(shares)} ranks, {min(shares)} to {max(shares)} each"
 
 
-def lines(rows: Sequence[RankShare]) -> list[str]:
+def format_lines(rows: Sequence[RankShare]) -> list[str]:
     """Format the table as plain text with aligned columns: a header, then one line per rank."""
     heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "micro-batches")
-    return aligned([heading, *(_cells(row) for row in rows)], "><>>>><")
+    return format_table([heading, *(_cells(row) for row in rows)], "><>>>><")
 
 
-def written(shares: Sequence[int]) -> str:
+def format_shares(shares: Sequence[int]) -> str:
     """Format shares as on the command line: `[19,13]`."""
     return "[" + ",".join(str(share) for share in shares) + "]"
 
@@ -187,21 +187,21 @@ def _quotas(total: int, weights: dict[int, Fraction], least: int, most: dict[int
 
 def _does_not_fit(total: int, caps: Sequence[int]) -> Problem:
     capacity = sum(caps)
-    what = f"must be at most what the ranks hold together ({summed(caps)}: {capacity}), but is {total}"
+    what = f"must be at most what the ranks hold together ({format_sum(caps)}: {capacity}), but is {total}"
     return Problem(what, f"global_batch_size={total}", f"use global_batch_size={capacity}, or add ranks")
 
 
 def _one_per_rank(shares: Sequence[int], world_size: int) -> str:
     wanted = f"use parallelism.world_size={len(shares)}, or " if shares else "use "
     example = (*shares[:world_size], *(1,) * (world_size - len(shares)))
-    return f"{wanted}{world_size} numbers, as in parallelism.shares={written(example)}"
+    return f"{wanted}{world_size} numbers, as in parallelism.shares={format_shares(example)}"
 
 
 def _without(shares: Sequence[int]) -> str:
     kept = [share for share in shares if share > 0]
     if len(kept) == len(shares) or not kept:
-        return f"use parallelism.shares={written([max(1, share) for share in shares])}"
-    again = f" parallelism.shares={written(kept)}" if len(kept) > 1 else ""
+        return f"use parallelism.shares={format_shares([max(1, share) for share in shares])}"
+    again = f" parallelism.shares={format_shares(kept)}" if len(kept) > 1 else ""
     return f"use parallelism.world_size={len(kept)}{again}"
 
 

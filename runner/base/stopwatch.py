@@ -195,12 +195,12 @@ class DeviceStopwatch(Stopwatch):
         return event
 
 
-def stopwatch(device: torch.device, each: Callable[[Lap], object] | None = None) -> Stopwatch:
+def new_stopwatch(device: torch.device, each: Callable[[Lap], object] | None = None) -> Stopwatch:
     """Return the stopwatch for this device."""
     return DeviceStopwatch(device, each) if device.type == "cuda" else Stopwatch(each)
 
 
-def between(since: Seconds, until: Seconds) -> dict[str, float]:
+def seconds_between(since: Seconds, until: Seconds) -> dict[str, float]:
     """Return the seconds per part between two bookmarks; parts without time are missing."""
     return _less(until, since)
 

@@ -14,12 +14,12 @@ from runner.base.order import Indices, Sampler
 ENDLESS = 2**40  # samples of a shard of unknown length: it is repeated
 
 
-def code_of(shard: int, item: int, num_shards: int) -> int:
-    """Return the index of a sample, as in `Micro`: unique in an epoch."""
+def encode_index(shard: int, item: int, num_shards: int) -> int:
+    """Return the index of a sample, as in `MicroBatchKey`: unique in an epoch."""
     return item * num_shards + shard
 
 
-def shard_and_item(code: int, num_shards: int) -> tuple[int, int]:
+def decode_index(code: int, num_shards: int) -> tuple[int, int]:
     """Return the shard of a sample, and its number in the shard."""
     item, shard = divmod(code, num_shards)
     return shard, item
@@ -100,4 +100,4 @@ class StreamSampler(Sampler):
         places = range(first, min(first + self.global_batch_size, group.total))
         found = sorted(group.locate(place) for place in places)
         offset = number * self.shards_per_update
-        return [code_of(offset + shard, item, self.num_shards) for shard, item in found]
+        return [encode_index(offset + shard, item, self.num_shards) for shard, item in found]

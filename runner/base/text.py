@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from runner.base.secret import redacted
+from runner.base.secret import redact
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SourceLine:
 
 
 @dataclass(frozen=True)
-class Raised:
+class ExceptionInfo:
     """A picklable description of an exception.
 
     kind     class name
@@ -42,9 +42,9 @@ class Raised:
     bases: tuple[str, ...]
     message: str
     frames: tuple[SourceLine, ...] = ()
-    cause: Raised | None = None
+    cause: ExceptionInfo | None = None
     is_from: bool = False
-    parts: tuple[Raised, ...] = ()
+    parts: tuple[ExceptionInfo, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}".removesuffix(": ")
@@ -53,46 +53,46 @@ class Raised:
 class RemoteError(Exception):
     """An exception of another process, described as text: its class may not exist here."""
 
-    def __init__(self, raised: Raised) -> None:
-        super().__init__(str(raised))
-        self.raised = raised
+    def __init__(self, info: ExceptionInfo) -> None:
+        super().__init__(str(info))
+        self.info = info
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteError, (self.raised,)
+        return RemoteError, (self.info,)
 
 
-def raised(error: BaseException, depth: int = 8) -> Raised:
+def describe_exception(error: BaseException, depth: int = 8) -> ExceptionInfo:
     """Describe an exception, with at most `depth` causes."""
     if isinstance(error, RemoteError):
-        return error.raised
+        return error.info
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return Raised(
+    return ExceptionInfo(
         type(error).__name__,
         tuple(kind.__name__ for kind in type(error).__mro__),
-        message_of(error),
+        error_message(error),
         tuple(
             SourceLine(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
             for frame in traceback.extract_tb(error.__traceback__)
         ),
-        raised(before, depth - 1) if before is not None and depth else None,
+        describe_exception(before, depth - 1) if before is not None and depth else None,
         error.__cause__ is not None,
-        tuple(raised(part, depth - 1) for part in parts) if depth else (),
+        tuple(describe_exception(part, depth - 1) for part in parts) if depth else (),
     )
 
 
-def message_of(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """Return the exception's message, printable and at most a screen long, even if its __str__ raises."""
     try:
         text = str(error)
     except Exception as second:
         return f"(its __str__ raises {type(second).__name__})"
-    return truncated(redacted(text))  # redact before shortening: part of a secret would not be recognized
+    return truncate(redact(text))  # redact before shortening: part of a secret would not be recognized
 
 
 def error_line(error: BaseException) -> str:
     """Return the class of the exception and the first line of its message."""
-    return f"{type(error).__name__}: {first_line(message_of(error))}".removesuffix(": ")
+    return f"{type(error).__name__}: {first_line(error_message(error))}".removesuffix(": ")
 
 
 def first_line(text: str) -> str:
@@ -100,9 +100,9 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def truncated(text: str) -> str:
+def truncate(text: str) -> str:
     """Return the text without control characters, in at most 12 lines of at most 400 characters."""
-    lines = printable(text).strip("\n").split("\n")
+    lines = strip_escapes(text).strip("\n").split("\n")
     cut = [
         line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ... ({len(line) - _WIDTH} more characters)" for line in lines
     ]
@@ -110,13 +110,13 @@ def truncated(text: str) -> str:
     return "\n".join(cut[:_LINES] + more).rstrip()
 
 
-def printable(text: str) -> str:
+def strip_escapes(text: str) -> str:
     """Return the text without terminal escapes, colors and characters that hide others."""
     plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
     return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
 
 
-def aligned(
+def format_table(
     rows: Sequence[Sequence[str]],
     sides: str = "<",
     droppable: Sequence[str] = (),
@@ -155,7 +155,7 @@ def aligned(
     return [*lines, f"(no room for {', '.join(left_out)})"] if left_out else lines
 
 
-def columns_of(stream: IO[str] | None = None) -> int:
+def terminal_width(stream: IO[str] | None = None) -> int:
     """Return the width of the stream, by default standard output; 0 if it is no terminal."""
     stream = sys.stdout if stream is None else stream
     try:
@@ -165,26 +165,26 @@ def columns_of(stream: IO[str] | None = None) -> int:
         return 0
 
 
-def for_terminal(text: str, stream: IO[str] | None = None) -> str:
+def wrap_for_terminal(text: str, stream: IO[str] | None = None) -> str:
     """Wrap the lines of the text at word boundaries if the stream is a terminal too narrow for them.
 
     stream  default: standard output
     """
-    columns = columns_of(stream)
-    return wrapped(text, columns) if columns else text
+    columns = terminal_width(stream)
+    return wrap(text, columns) if columns else text
 
 
-def help_page(text: str, stream: IO[str] | None = None) -> str:
+def wrap_help(text: str, stream: IO[str] | None = None) -> str:
     """Wrap a help text for the width of the terminal, or for $COLUMNS if the stream is none.
 
     stream  default: standard output
     """
     wanted = os.environ.get("COLUMNS", "")
-    columns = columns_of(stream) or (int(wanted) if wanted.isdecimal() else 0)
-    return reflowed(text, columns) if columns else text
+    columns = terminal_width(stream) or (int(wanted) if wanted.isdecimal() else 0)
+    return reflow(text, columns) if columns else text
 
 
-def reflowed(text: str, columns: int) -> str:
+def reflow(text: str, columns: int) -> str:
     """Rewrap the lines of each paragraph and table cell to this width.
 
     A paragraph consists of consecutive lines at the left margin; the last cell of a row continues at its column.
@@ -203,7 +203,7 @@ def reflowed(text: str, columns: int) -> str:
     return "\n".join(part for line in joined for part in _parts(line, columns, 0 if line[:1].isupper() else 2))
 
 
-def wrapped(text: str, columns: int) -> str:
+def wrap(text: str, columns: int) -> str:
     """Wrap the text to lines of this width; only longer words and commands are not broken.
 
     Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
@@ -226,13 +226,13 @@ def _parts(line: str, columns: int, hanging: int = 2) -> list[str]:
     return [part.replace("\0", " ") for part in parts] or [""]
 
 
-def shortened(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:
+def abbreviate(items: Sequence[object], shown: int = 4, separator: str = ", ") -> str:
     """Return the first items, and the number of the others."""
     more = f" and {len(items) - shown} more" if len(items) > shown else ""
     return separator.join(map(str, items[:shown])) + more
 
 
-def metric_text(value: float | None, digits: int = 4) -> str:
+def format_metric(value: float | None, digits: int = 4) -> str:
     """Format the value of a metric for display.
 
     None (as in files) and NaN mean a metric without items. Other non-finite values are null in files, too.
@@ -240,12 +240,12 @@ def metric_text(value: float | None, digits: int = 4) -> str:
     return NOT_MEASURED if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
-def rate(items_per_s: float) -> str:
+def format_rate(items_per_s: float) -> str:
     """Format items per second without an exponent, with at least three digits."""
     return f"{items_per_s:,.0f}" if items_per_s >= 100 else f"{items_per_s:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as `12.3 s`, `4 min 5 s` or `2 h 10 min`; `-` for what is not a duration."""
     if not 0 <= seconds < 1e10:
         return "-"
@@ -256,7 +256,7 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minute} min" if hours else f"{minute} min {second} s"
 
 
-def sized(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Format bytes with at least three digits, in the largest unit of which they are at least a tenth.
 
     All displayed sizes use this function, so that equal sizes look equal: 64 KiB, never 6.4e-05 GiB.
@@ -268,9 +268,9 @@ def sized(size: float) -> str:
     return f"{size:.0f} B" if size else "0"
 
 
-def sized_gib(gib: float) -> str:
+def format_gib(gib: float) -> str:
     """Format an amount of GiB in a suitable unit."""
-    return sized(gib * 2**30)
+    return format_bytes(gib * 2**30)
 
 
 def _escaped(char: str) -> str:

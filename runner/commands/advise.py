@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from runner.base.secret import fit_to_show
-from runner.base.text import aligned, for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import format_table, wrap_for_terminal
 from runner.commands.arguments import budget, own_arguments, read_of_a_run, teller
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
     compose(request)  # report invalid settings before measuring
     found = advise(request, recorded, budget_s, teller("advise"))
     found = replace(found, notes=(*notes, *found.notes))
-    text = json.dumps(as_json(found), indent=2) if is_json else for_terminal(fit_to_show("\n".join(screen(found))))
+    text = json.dumps(as_json(found), indent=2) if is_json else wrap_for_terminal(sanitize("\n".join(screen(found))))
     print(text, flush=True)
     return 0
 
@@ -89,7 +89,7 @@ def screen(advice: Advice) -> list[str]:
     others = [each for each in advice.tried if each not in advice.advised]
     if others:
         rows = [(each.candidate.name, each.outcome.reason) for each in others]
-        lines += ["", "tried, not recommended", *aligned(rows, indent="  ")]
+        lines += ["", "tried, not recommended", *format_table(rows, indent="  ")]
     return [*lines, *([""] if advice.notes else []), *(f"note: {note}" for note in advice.notes)]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import wrap_for_terminal
 from runner.config.options import options_of
 from runner.config.overrides import parse
 from runner.config.request import Request, override_of
@@ -187,7 +187,7 @@ def teller(command: str) -> Callable[[str], None]:
     """Return a function that reports the progress of a command on standard error."""
 
     def say(text: str) -> None:
-        print(for_terminal(fit_to_show(f"{command}: {text}"), sys.stderr), file=sys.stderr, flush=True)
+        print(wrap_for_terminal(sanitize(f"{command}: {text}"), sys.stderr), file=sys.stderr, flush=True)
 
     return say
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import wrap_for_terminal
 from runner.commands.arguments import budget, own_arguments, read, teller
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)
     else:
-        print(for_terminal(fit_to_show("\n".join(screen(report)))), flush=True)
+        print(wrap_for_terminal(sanitize("\n".join(screen(report)))), flush=True)
     return 0
 
 

@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.base.values import Matches
 from runner.config.objective_keys import OBJECTIVE, keys_of_objectives
 from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
@@ -266,7 +266,7 @@ def _plain(names: Iterable[str]) -> list[str]:
 
 def _yaml(name: str, config_dir: Path | None) -> str:
     """Return the text of a configuration file, the user's before the built-in one; empty if there is none."""
-    for folder in ([config_dir] if config_dir else []) + [shipped("conf")]:
+    for folder in ([config_dir] if config_dir else []) + [shipped_path("conf")]:
         with suppress(OSError):
             return (folder / f"{name}.yaml").read_text(encoding="utf-8")
     return ""

@@ -179,9 +179,9 @@ def chosen_checks(text: str | None) -> list[str]:
 
 def _shown(value: Any) -> str:
     """Return JSON without secrets and terminal control characters."""
-    from runner.base.secret import fit_to_show
+    from runner.base.secret import sanitize
 
-    return fit_to_show(json.dumps(value, indent=1))
+    return sanitize(json.dumps(value, indent=1))
 
 
 CONTACT = "first_contact"

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import wrap_for_terminal
 from runner.commands.arguments import read
 from runner.commands.plan import shown
 
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
             lines.append(f"  without {words_left_out}: {_told(key, compose(asked))}")
         except ConfigError as error:
             lines.append(f"  without {words_left_out}: impossible, {error.problems[0].what}")
-    print(for_terminal(fit_to_show("\n".join([*lines, *_meaning(key, value, configuration)]))))
+    print(wrap_for_terminal(sanitize("\n".join([*lines, *_meaning(key, value, configuration)]))))
     return 0
 
 

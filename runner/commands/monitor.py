@@ -26,8 +26,8 @@ from runner.base.errors import (
     Problem,
     StorageError,
 )
-from runner.base.paths import as_path
-from runner.base.secret import fit_to_show
+from runner.base.paths import parse_path
+from runner.base.secret import sanitize
 from runner.base.values import Interval, Place, Positive
 from runner.commands.arguments import read_options, teller
 
@@ -76,7 +76,7 @@ class MonitorOptions:
 def run(argv: list[str]) -> int:
     """Monitor the machine, or show recorded metrics."""
     options, given, flags = read_words(argv)
-    root = as_path(options.output_root)
+    root = parse_path(options.output_root)
     if options.run is not None:
         return _of_run(root, options, as_json="--json" in flags, in_its_folder="log_dir" not in given)
     if "--once" in flags:
@@ -111,7 +111,7 @@ def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
     with console.capture() as captured:
         console.print(machine_screen(view, console.width, ascii_only=_prints_only_ascii()))
     lines = captured.get().splitlines()[1:]  # without the title
-    print(fit_to_show("\n".join(line.rstrip() for line in lines)))
+    print(sanitize("\n".join(line.rstrip() for line in lines)))
     return 0
 
 
@@ -401,7 +401,7 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
     """
     from runner.durable import files
 
-    parent = as_path(log_dir)
+    parent = parse_path(log_dir)
     moment = time.strftime("%Y%m%d-%H%M%S")
     try:
         files.make_directory(parent.absolute())
@@ -459,7 +459,7 @@ def _say_aside(text: str) -> None:
 
 def _print(text: str, stream: TextIO) -> None:
     with suppress(BrokenPipeError):  # on a broken pipe the files are still written
-        print(fit_to_show(text), file=stream, flush=True)
+        print(sanitize(text), file=stream, flush=True)
 
 
 FLAGS = ("--once", "--json")

@@ -6,8 +6,8 @@ import shlex
 from functools import cache
 from typing import TYPE_CHECKING
 
-from runner.base.secret import fit_to_show
-from runner.base.text import aligned, for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import format_table, wrap_for_terminal
 from runner.commands.arguments import SETTINGS_HELP, read, teller
 from runner.config.config_files import facts_of_profiles
 from runner.config.configuration import compose
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
         + "".join(f"\nnote: {note.removesuffix(LISTED)}" for note in plan.notes),
         f"next: {command(configuration, changes[0].words if changes else ())}",
     ]
-    print(for_terminal(fit_to_show("\n\n".join(filter(None, parts)))))
+    print(wrap_for_terminal(sanitize("\n\n".join(filter(None, parts)))))
     return 0
 
 
@@ -113,4 +113,4 @@ def shown(value: object) -> str:
 
 def table(rows: list[tuple[str, str, str]]) -> str:
     """Return three aligned columns."""
-    return "\n".join(aligned(rows, widest={1: 24}))
+    return "\n".join(format_table(rows, widest={1: 24}))

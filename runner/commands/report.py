@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.commands.arguments import own_arguments, teller
 
 if TYPE_CHECKING:
@@ -42,34 +42,34 @@ WATCH = "--watch"
 
 def run(argv: list[str]) -> int:
     """Write the page and print its path; with --watch, repeat it until training has ended."""
-    from runner.base.paths import as_path
+    from runner.base.paths import parse_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import say_skipped
     from runner.tools.report.watch import watch
 
     own, rest = read_words(argv)
-    root = as_path(own["output_root"])
+    root = parse_path(own["output_root"])
     if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
         source: PageSource = SweepPageSource(folder)
-        out = as_path(own["out"]) if own["out"] else folder / "report.html"
+        out = parse_path(own["out"]) if own["out"] else folder / "report.html"
     else:
         directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
         for directory in directories:
             say_skipped(directory, teller("report"))
         _refuse_twice(directories, rest)
         source = RunPageSource(directories)
-        out = as_path(own["out"]) if own["out"] else _usual_place(directories)
+        out = parse_path(own["out"]) if own["out"] else _usual_place(directories)
     _refuse_place(out)
     if WATCH in argv:
         every_s = float(own["every_s"])
-        print(fit_to_show(f"updating {out} every {every_s:g} s while training runs; press Ctrl-C to stop"), flush=True)
+        print(sanitize(f"updating {out} every {every_s:g} s while training runs; press Ctrl-C to stop"), flush=True)
         content, size = watch(source.content, partial(source.write, out), every_s)
     else:
         content = source.content()
         size = source.write(out, content)
-    print(fit_to_show(f"written to {out} ({size / 1000:.0f} KB)"))
+    print(sanitize(f"written to {out} ({size / 1000:.0f} KB)"))
     for note in content.notes:
-        print(fit_to_show(note), file=sys.stderr)
+        print(sanitize(note), file=sys.stderr)
     return 0
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.paths import as_path
-from runner.base.rank_env import member_of
+from runner.base.paths import parse_path
+from runner.base.rank_env import detect_rank
 from runner.commands.arguments import checkpoint_choice, read_of_a_run, teller
 from runner.config.request import key_of, override_of
 
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     named = (f"run={directory.name}", *_root_of(directory.path.parent, origin.overrides))
     request = origin.request(replace(given, overrides=(*own, *named)), without=_not_kept(origin.overrides, own))
     say(f"{shlex.join(['accel-run', *arguments_of(request)])}   (in {Path.cwd()})")
-    member = member_of(os.environ)
+    member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
     with rewound(directory, checkpoint, say) if checkpoint and is_first else nullcontext():
         return int(train(request))
@@ -79,6 +79,6 @@ def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:
 def _root_of(folder: Path, overrides: Sequence[str]) -> list[str]:
     """Return the override for the folder of the run, unless the run's own overrides give it."""
     recorded = [arg.partition("=")[2].strip("'\"") for arg in overrides if key_of(arg) == "output_root"]
-    if as_path((recorded or ["outputs"])[-1]).resolve() == folder.resolve():
+    if parse_path((recorded or ["outputs"])[-1]).resolve() == folder.resolve():
         return []
     return [override_of("output_root", str(folder))]

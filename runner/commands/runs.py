@@ -15,9 +15,9 @@ from typing import Any
 
 from runner.base.errors import ConfigError
 from runner.base.json_values import is_number
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.text import aligned, columns_of, for_terminal, metric_text, rate, sized
+from runner.base.text import format_bytes, format_metric, format_rate, format_table, terminal_width, wrap_for_terminal
 from runner.base.values import Place
 from runner.commands.arguments import read_options
 
@@ -69,19 +69,19 @@ class RunRow:
 
 def run(argv: list[str]) -> int:
     """Print a line per run."""
-    from runner.base.paths import as_path
+    from runner.base.paths import parse_path
     from runner.durable.directory import runs, sweeps
 
     parsed, problems = read_options(argv, RunsOptions, ("--json",), lambda arg: f"accel-run status {arg}")
     if problems:
         raise ConfigError(problems)
-    root, is_json = as_path(RunsOptions(**parsed.given).output_root), "--json" in parsed.flags
+    root, is_json = parse_path(RunsOptions(**parsed.given).output_root), "--json" in parsed.flags
     rows = [row_of(path) for path in runs(root, in_sweeps=False)] + [row_of_sweep(path) for path in sweeps(root)]
     rows.sort(key=lambda row: -row.written)
     if is_json:
         print(json.dumps([_as_json(row) for row in rows], indent=2))
     elif rows:
-        print(for_terminal("\n".join(table(rows, time.time(), columns_of()))))
+        print(wrap_for_terminal("\n".join(table(rows, time.time(), terminal_width()))))
     else:
         print(f"no runs in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0
@@ -147,7 +147,7 @@ def table(rows: Sequence[RunRow], now: float, columns: int = 0) -> list[str]:
     """
     head = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
     lines = [head, *(_cells(row, now) for row in rows)]
-    return aligned(lines, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
+    return format_table(lines, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
 
 
 def _cells(row: RunRow, now: float) -> tuple[str, ...]:
@@ -160,12 +160,12 @@ def _cells(row: RunRow, now: float) -> tuple[str, ...]:
         row.task or "-",
         f"{row.state}{code}",
         f"{row.phase} {made}" if row.phase else made,
-        f"{shown[0]} {metric_text(row.metrics[shown[0]])}" if shown else "-",
-        "-" if row.items_per_s is None else rate(row.items_per_s),
+        f"{shown[0]} {format_metric(row.metrics[shown[0]])}" if shown else "-",
+        "-" if row.items_per_s is None else format_rate(row.items_per_s),
         _ago(now - row.written) if row.written else "-",
-        sized(row.bytes),
+        format_bytes(row.bytes),
     )
-    return tuple(fit_to_show(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in cells)
+    return tuple(sanitize(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in cells)
 
 
 def _ago(seconds: float) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.json_values import is_number, listed
-from runner.base.secret import fit_to_show
+from runner.base.json_values import as_list, is_number
+from runner.base.secret import sanitize
 from runner.base.stopwatch import THROUGHPUT
-from runner.base.text import columns_of, for_terminal, metric_text, rate, shortened
+from runner.base.text import abbreviate, format_metric, format_rate, terminal_width, wrap_for_terminal
 from runner.commands.arguments import read_of_a_run, teller
 from runner.durable.files import TEMPORARY, read_object, read_rows
 from runner.durable.record_files import MIRROR, read_error, read_plan, read_record
@@ -68,7 +68,7 @@ def _of_sweep(folder: Path) -> int:
     _print(f"{folder.name}: {'stopped' if to_resume else arg}{to_resume}   ({folder})")
     _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {summary(results, sweep.goal)}")
     _print(f"  command     {sweep.record.command or 'unknown'}")
-    _print("\n".join(["", *table(results, sweep.goal, columns_of())]))
+    _print("\n".join(["", *table(results, sweep.goal, terminal_width())]))
     return 0
 
 
@@ -99,7 +99,7 @@ _WELL = ("done", "preempted")  # states without an error
 
 def _print(text: str) -> None:
     """Print text from the files of a run, which may be untrusted."""
-    print(for_terminal(fit_to_show(text)))
+    print(wrap_for_terminal(sanitize(text)))
 
 
 def _phases(directory: RunDirectory, record: RunRecord) -> None:
@@ -123,14 +123,14 @@ def _phases(directory: RunDirectory, record: RunRecord) -> None:
     }
     for phase, row in reached.items():
         total = totals.get(phase) or plan.updates or "?"
-        shown = "  ".join(f"{name} {metric_text(value)}" for name, value in losses[phase].items())
+        shown = "  ".join(f"{name} {format_metric(value)}" for name, value in losses[phase].items())
         early = ", finished" if phase in ended and ended[phase].finished and row.get("update") != total else ""
         _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
     if not reached:
         _print("  phase       no update yet")
     found = throughput(record.evidence, last)
     if found is not None:
-        _print(f"  throughput  {rate(found)} items/s, first update excluded")
+        _print(f"  throughput  {format_rate(found)} items/s, first update excluded")
 
 
 def _checkpoints(directory: RunDirectory) -> None:
@@ -158,11 +158,11 @@ def _mirror(directory: RunDirectory) -> None:
     found = read_object(directory.path / MIRROR)
     if not found:
         return
-    copied = [str(name) for name in listed(found.get("copied"))]
+    copied = [str(name) for name in as_list(found.get("copied"))]
     missing = sorted({path.name for path in directory.checkpoints.glob("update-*")} - {*copied})
-    _print(f"  mirror      {found.get('url')}: has {shortened(copied, 5) or 'no checkpoint'}")
+    _print(f"  mirror      {found.get('url')}: has {abbreviate(copied, 5) or 'no checkpoint'}")
     if missing:
-        _print(f"              not copied: {shortened(missing, 5)}")
+        _print(f"              not copied: {abbreviate(missing, 5)}")
     if found.get("skipped"):
         _print(f"              {found['skipped']} removed here before they were copied")
     if found.get("problem"):

@@ -6,8 +6,8 @@ import json
 from typing import TYPE_CHECKING
 
 from runner.base.errors import AccelRunError
-from runner.base.secret import fit_to_show
-from runner.base.text import aligned, for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import format_table, wrap_for_terminal
 from runner.commands.arguments import budget, own_arguments, read, teller
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     check_profile(request, name)
     tuned = tune(request, budget_s, teller("tune"))
     if not is_json:  # before writing: measurements must not be lost if writing fails
-        print(for_terminal(fit_to_show("\n".join(screen(tuned)))), flush=True)
+        print(wrap_for_terminal(sanitize("\n".join(screen(tuned)))), flush=True)
     written, refused = None, None
     try:
         if tuned.found.has_tried:  # otherwise keep an existing profile of that name
@@ -62,7 +62,7 @@ def run(argv: list[str]) -> int:
     if refused is not None:
         raise refused
     if written is not None and not is_json:
-        print(f"\nwritten      {written[0]}\nnext         {fit_to_show(written[1])}")
+        print(f"\nwritten      {written[0]}\nnext         {sanitize(written[1])}")
     return 0
 
 
@@ -109,7 +109,7 @@ def screen(tuned: Tuned) -> list[str]:
         ("not tried", {**untried, **found.left}),
     ):
         if rows:
-            lines += ["", title, *aligned([*rows.items()], indent="  ")]
+            lines += ["", title, *format_table([*rows.items()], indent="  ")]
     if found.needs_s:
         lines += ["", f"note: not everything was tried; use about budget_s={found.needs_s:.0f}"]
     return [*lines, *(f"note: {note}" for note in tuned.notes)]

@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.base.secret_refusal import secret_problems
 from runner.base.text import first_line
 from runner.config.config_files import GLOBAL, NamedText, file_of, kept_while_unchanged, text_of_file
@@ -52,7 +52,7 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
     try:
         with (
             _user_folder_first(request.config_dir),
-            initialize_config_dir(str(shipped("conf")), **_version_base()),
+            initialize_config_dir(str(shipped_path("conf")), **_version_base()),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("error", ".*missing `_self_`")
@@ -81,7 +81,7 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
             Problem(
                 f"must choose an option of every group, but has none for {', '.join(missing)}",
                 f"{request.config_dir}/config.yaml",
-                f"start from a copy of {shipped('conf')}/config.yaml, or rename the file",
+                f"start from a copy of {shipped_path('conf')}/config.yaml, or rename the file",
             )
         )
     tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.config.guarded_yaml import read_guarded
 from runner.config.options import GROUPS, function_of, options_of
 
@@ -137,7 +137,7 @@ def file_of(group: str, option: str, config_dir: Path | None) -> Path | None:
     """Return the file of an option; the user's file takes precedence over the shipped one."""
     if Path(option).is_absolute():  # an absolute path would replace the folder
         return None
-    files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped("conf")) if folder]
+    files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped_path("conf")) if folder]
     return next((file for file in files if file.is_file()), None)
 
 
@@ -161,7 +161,7 @@ def shadows(config_dir: Path | None) -> Iterator[str]:
         return
     for file in sorted(config_dir.rglob("*.yaml")):
         inner = file.relative_to(config_dir)
-        if (shipped("conf") / inner).is_file():
+        if (shipped_path("conf") / inner).is_file():
             yield f"{file} is used instead of the shipped {inner}"
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import ConfigError, Problem, readable
+from runner.base.errors import ConfigError, Problem, to_one_line
 from runner.base.secret import looks_random
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.config_files import shipped_options, variant_of
@@ -185,7 +185,7 @@ def check_phases(schema: Schema, problems: list[Problem]) -> list[str]:
 
 def unknown(key: str, argument: str, schema: Schema) -> Problem:
     """Return the problem of an unknown key, with the key that was probably meant."""
-    value = readable(argument.partition("=")[2], MAX_SHOWN)
+    value = to_one_line(argument.partition("=")[2], MAX_SHOWN)
     group, _, name = key.partition(".")
     is_of_option = group in AXES and name
     elsewhere = schema.option_with(group, name) if is_of_option else None

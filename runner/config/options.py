@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.base.paths import PACKAGE, shipped
+from runner.base.paths import PACKAGE, shipped_path
 from runner.config.aliases import (
     PRECISION_NAMES,
 )
@@ -68,7 +68,7 @@ def options_of_groups() -> dict[str, list[str]]:
 
 def names_of_options(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
     """Return the names of all options, and all literal choices of keys: of the settings, the options and the tasks."""
-    found = {file.stem for file in shipped("conf").rglob("*.yaml")}
+    found = {file.stem for file in shipped_path("conf").rglob("*.yaml")}
     found.update(*(options_of(group, config_dir, task_file) for group in GROUPS))
     keys = [*settings_keys(Settings).values()]
     for file in {*SOURCES.values(), *(task_source(task.name, None) for task in shipped_tasks()), task_file}:
@@ -80,7 +80,7 @@ def names_of_options(task_file: Path | None = None, config_dir: Path | None = No
 
 @cache
 def _names_shipped(group: str) -> tuple[str, ...]:
-    return tuple(file.stem for file in (shipped("conf") / group).glob("*.yaml"))
+    return tuple(file.stem for file in (shipped_path("conf") / group).glob("*.yaml"))
 
 
 def function_of(group: str, option: str, task_file: Path | None = None) -> Signature | None:
@@ -123,11 +123,11 @@ def notes_of_own(functions: Mapping[str, str], task: str, request: Request) -> I
 
 def task_source(name: str, task_file: Path | None) -> Path:
     """Return the Python file that defines the task."""
-    return task_file or file_of_task(name) or shipped("tasks") / name / "task.py"
+    return task_file or file_of_task(name) or shipped_path("tasks") / name / "task.py"
 
 
 def shipped_tasks() -> list[Path]:
-    return sorted(file.parent for file in shipped("tasks").glob("*/task.py"))
+    return sorted(file.parent for file in shipped_path("tasks").glob("*/task.py"))
 
 
 @cache

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from runner.base.errors import Problem, readable
+from runner.base.errors import Problem, to_one_line
 from runner.config.aliases import fix_of_argument, fix_of_option
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, option_name, options_of, options_of_groups
@@ -156,7 +156,7 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
             problems.append(Problem(what, f"{argument}{sign} {value}".strip(), proper(key, value)))
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
-            fix = fix_of_argument(readable(argument, MAX_SHOWN), options_of_groups()) or proper(argument, "")
+            fix = fix_of_argument(to_one_line(argument, MAX_SHOWN), options_of_groups()) or proper(argument, "")
             problems.append(Problem(what, argument if argument.strip() else f"{argument!r}", fix))
         else:
             yield argument
@@ -164,7 +164,7 @@ def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
 
 def _quoted(argument: str) -> str:
     key, _, value = argument.partition("=")
-    return f'{readable(key, MAX_SHOWN)}="{readable(value, MAX_SHOWN)}"'
+    return f'{to_one_line(key, MAX_SHOWN)}="{to_one_line(value, MAX_SHOWN)}"'
 
 
 def split(
@@ -188,7 +188,7 @@ def split(
                 )
             )
         elif override.package is not None:
-            fix = f"use {key}={readable(text_of_value(override.value()), MAX_SHOWN)}"
+            fix = f"use {key}={to_one_line(text_of_value(override.value()), MAX_SHOWN)}"
             problems.append(Problem("packages (@) are not supported", argument, fix))
         elif key in GROUPS:
             known = options_of(key, request.config_dir, request.task_file)
@@ -202,7 +202,7 @@ def split(
             elif option not in known:
                 near = fix_of_option(key, option) or did_you_mean(option, known)
                 if key == "task" and option.endswith(".py"):
-                    near = f"use --task {readable(option, MAX_SHOWN)}"
+                    near = f"use --task {to_one_line(option, MAX_SHOWN)}"
                 listed = "one of " + ", ".join(known)
                 problems.append(Problem(f"unknown {key}; must be {listed}", argument, near))
             else:

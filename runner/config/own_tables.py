@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from runner.base.errors import Problem
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.config.schema import Expression, Key, Signature, docstring_of, read_classes, read_functions, read_module
 
 # table -> the group of its options, and the parameters that the runner passes
@@ -102,7 +102,7 @@ def name_fault(group: str, name: object) -> tuple[str, str] | None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _VALUES:
         what = f"the name must be a text of lowercase letters, digits, _ and -, other than {', '.join(_VALUES)}"
         return what, f'use a name such as "my_{group}"'
-    if (shipped("conf") / group / f"{name}.yaml").is_file():
+    if (shipped_path("conf") / group / f"{name}.yaml").is_file():
         return f"{group}={name} is a shipped option", f'use another name, such as "my_{name}"'
     return None
 

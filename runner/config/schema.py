@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base import values
-from runner.base.errors import readable
+from runner.base.errors import to_one_line
 from runner.base.values import Matches, Range
 
 MAX_SHOWN = 200  # maximum characters of a value in a message
@@ -353,4 +353,4 @@ def _plain(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f'"{readable(value, MAX_SHOWN)}"' if isinstance(value, str) else readable(_plain(value), MAX_SHOWN)
+    return f'"{to_one_line(value, MAX_SHOWN)}"' if isinstance(value, str) else to_one_line(_plain(value), MAX_SHOWN)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from runner.base.paths import as_path
+from runner.base.paths import parse_path
 from runner.base.values import Count, DeviceName, NonNegative, Place, Positive, PositiveInt, RunsFolder, Seed
 
 
@@ -116,7 +116,7 @@ class Settings:
     @property
     def root(self) -> Path:
         """Return the folder that holds the runs."""
-        return as_path(self.output_root)
+        return parse_path(self.output_root)
 
 
 # The name of a group of settings is an alias of its main key: weights=FILE sets weights.source.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from runner.base.errors import readable
+from runner.base.errors import to_one_line
 from runner.config.aliases import fix_of_key, fix_of_option, fix_of_value, own_names
 from runner.config.config_files import shipped_options
 from runner.config.options import AXES, GROUPS, all_keys, function_of, option_name, option_with, options_of
@@ -42,7 +42,7 @@ def parse_override(parser: OverridesParser, argument: str) -> Override:
 
 def suggest_override(key: str, value: str, own_keys: tuple[str, ...] = ()) -> str:
     """Return what to type instead of an invalid override; every suggestion is valid."""
-    name, value = readable(key, MAX_SHOWN).replace("-", "_"), readable(value, MAX_SHOWN)
+    name, value = to_one_line(key, MAX_SHOWN).replace("-", "_"), to_one_line(value, MAX_SHOWN)
     if name == "resume":
         return fix_of_key("resume_from", value) if "." in value else f"use accel-run resume {value}".rstrip()
     if suggestion := translate_key(name, value, own_keys):

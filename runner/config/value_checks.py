@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.base.division import divide
-from runner.base.errors import Problem, readable
+from runner.base.errors import Problem, to_one_line
 from runner.config.aliases import (
     fix_of_value,
 )
@@ -79,7 +79,7 @@ def _phase_contradictions(tree: Mapping[str, Any], schema: Schema) -> list[Probl
         return [Problem("contains no phase", "phases=[]", fix)]
     problems = [
         Problem(
-            f"the task has no phase {readable(name, MAX_SHOWN)}; phases: {', '.join(known)}",
+            f"the task has no phase {to_one_line(name, MAX_SHOWN)}; phases: {', '.join(known)}",
             "phases",
             did_you_mean(name, known),
         )

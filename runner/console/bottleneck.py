@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from runner.base.stopwatch import OUTSIDE
-from runner.base.text import aligned
+from runner.base.text import format_table
 
 LIMITING_SHARE = 0.10  # parts below this share of the time are not reported as a bottleneck
 DOMINANT_SHARE = 0.50  # minimum share of a single bottleneck
@@ -78,7 +78,7 @@ def table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
     for part, spent in lines:
         each = "" if part in ONCE or not updates else f"{1e3 * spent / updates:,.3f} ms per update"
         rows.append((part.replace("_", " "), f"{spent / total_s:.1%}", f"{spent:,.2f} s", each))
-    return aligned(rows, "<>")
+    return format_table(rows, "<>")
 
 
 def _kinds(parts_s: Seconds, total_s: float) -> dict[str, float]:

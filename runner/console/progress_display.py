@@ -14,7 +14,7 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
-from runner.base.text import for_terminal
+from runner.base.text import wrap_for_terminal
 
 Values = Mapping[str, float | None]
 
@@ -150,7 +150,7 @@ class Bar(ProgressDisplay):
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            text = for_terminal(_printable(text, self._console.encoding), self._console.file)
+            text = wrap_for_terminal(_printable(text, self._console.encoding), self._console.file)
             self._console.print(text, soft_wrap=True)
 
     def finish(self) -> None:

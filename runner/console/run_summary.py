@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from runner.base.division import Batch
-from runner.base.text import aligned, duration, metric_text, rate, sized_gib
+from runner.base.text import format_duration, format_gib, format_metric, format_rate, format_table
 from runner.console import bottleneck
 
 
@@ -62,8 +62,8 @@ class MemoryLine:
 
     def __str__(self) -> str:
         figures = {"peak": self.peak, "allocated": self.allocated, "reserved": self.reserved}
-        known = [f"{name} {sized_gib(gib)}" for name, gib in figures.items() if gib is not None]
-        total = "" if self.total is None else f" of {sized_gib(self.total)}"
+        known = [f"{name} {format_gib(gib)}" for name, gib in figures.items() if gib is not None]
+        total = "" if self.total is None else f" of {format_gib(self.total)}"
         return f"{', '.join(known)}{total}" if known else ""
 
 
@@ -138,17 +138,17 @@ def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
         ("directory", start.run_dir),
         *_repeat("note", start.notes),
     ]
-    text = "\n".join(aligned(rows))
+    text = "\n".join(format_table(rows))
     return _in_ascii(text) if ascii_only else text
 
 
 def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
-    speed = "" if end.items_per_s is None else f", {rate(end.items_per_s)} {end.item}s/s"
+    speed = "" if end.items_per_s is None else f", {format_rate(end.items_per_s)} {end.item}s/s"
     time, learned = end.time, end.learned
     here = "" if time.num_updates in (None, end.update) else f"; this process: {time.num_updates} updates"
     rows = [
-        (end.outcome, f"{end.update} of {end.total_updates} updates{here} in {duration(time.total_s)}{speed}"),
+        (end.outcome, f"{end.update} of {end.total_updates} updates{here} in {format_duration(time.total_s)}{speed}"),
         *_repeat("phase", end.phases),
         *_repeat("loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
         *_repeat("validation", (_metric(name, value, learned.baselines) for name, value in learned.metrics.items())),
@@ -159,7 +159,7 @@ def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
         *_repeat("note", end.notes),
         *_repeat("next", end.next_commands),
     ]
-    text = "\n".join(aligned(rows))
+    text = "\n".join(format_table(rows))
     return _in_ascii(text) if ascii_only else text
 
 
@@ -190,7 +190,7 @@ def _batch(batch: Batch) -> str:
 
 def _metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
     beside = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
-    return f"{name} {metric_text(value)}{beside}"
+    return f"{name} {format_metric(value)}{beside}"
 
 
 def _count(number: int) -> str:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.base.world import World
 from runner.distributed.dummy_pass import CollectiveCounter
 
@@ -52,7 +52,7 @@ def _must_be_known(model: nn.Module) -> None:
         and not isinstance(module, CollectiveCounter)
     }
     if others:
-        named = shortened([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _NUM_NAMED)
+        named = abbreviate([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _NUM_NAMED)
         what = f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}"
         fix = "use parallelism.batch_norm=per_rank, or nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
         raise ConfigError(Problem(what, "parallelism.batch_norm", fix))

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.base.bitwise import as_bytes, is_dense, same_bits
+from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import is_written
-from runner.base.text import shortened
+from runner.base.module_buffers import is_writable
+from runner.base.text import abbreviate
 from runner.base.world import World
 
 
@@ -133,7 +133,7 @@ class BufferSync:
         names = [place.name for place, is_different in zip(places, found, strict=True) if is_different]
         if names:
             raise TaskFault(
-                f"buffers differ between ranks, and torch did not see them change: {shortened(names)}",
+                f"buffers differ between ranks, and torch did not see them change: {abbreviate(names)}",
                 fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
             )
 
@@ -183,7 +183,7 @@ class BufferSync:
         other = sorted(set(saved) - set(alike))
         if other:
             raise TaskFault(
-                f"buffers must have the same names, shapes and types on all ranks, unlike {shortened(other)}",
+                f"buffers must have the same names, shapes and types on all ranks, unlike {abbreviate(other)}",
                 fix="give them their final shape when the model is built, or register them with persistent=False",
             )
         self._track([places[name] for name in alike])
@@ -198,7 +198,7 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
     if not copied:
         return
     places = [place for place in _places(model) if place.module in copied and place.is_saved and _is_plain(place)]
-    bits = {place.name: hashlib.sha256(as_bytes(_tensor(place)).cpu().numpy().data).hexdigest() for place in places}
+    bits = {place.name: hashlib.sha256(view_bytes(_tensor(place)).cpu().numpy().data).hexdigest() for place in places}
     found: dict[str, set[str]] = {}
     for of_rank in world.gather(bits):
         for name, digest in of_rank.items():
@@ -206,7 +206,7 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
     names = [name for name, digests in found.items() if len(digests) > 1]
     if names:
         raise TaskFault(
-            f"buffers differ between stages of the pipeline that share a module: {shortened(names)}",
+            f"buffers differ between stages of the pipeline that share a module: {abbreviate(names)}",
             fix="give each layer its own module, put layers that share it into one stage with parallelism.split, or"
             " use parallelism=ddp",
         )
@@ -258,7 +258,7 @@ def _copied(tensor: Tensor | None) -> Tensor | None:
 def _same(tensor: Tensor | None, before: Tensor | None) -> bool:
     if tensor is None or before is None or not is_dense(tensor):
         return tensor is before or (tensor is not None and not is_dense(tensor))
-    return same_bits(tensor, before)
+    return bitwise_equal(tensor, before)
 
 
 # ---------------------------------------------------------------- communication
@@ -289,7 +289,7 @@ def _packed(places: Sequence[_Place], dtype: torch.dtype = torch.uint8, *, bytew
         rows = []
         for place in here:
             assert place.tensor is not None
-            rows.append(as_bytes(place.tensor) if bytewise else place.tensor.detach().reshape(-1))
+            rows.append(view_bytes(place.tensor) if bytewise else place.tensor.detach().reshape(-1))
         found.append(_Packed(here, torch.cat(rows).to(dtype)))
     return found
 
@@ -322,7 +322,7 @@ def _put(packed: _Packed, parts: Sequence[Tensor]) -> None:
     for place, part in zip(packed.places, parts, strict=True):
         buffer = _tensor(place)
         value = part.view(buffer.shape)
-        if is_written(buffer):
+        if is_writable(buffer):
             buffer.copy_(value)
         else:
             place.module._buffers[place.key] = value.to(buffer.dtype).clone()

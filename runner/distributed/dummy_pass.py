@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.module_buffers import restored
+from runner.base.module_buffers import restore_buffers
 from runner.distributed.parallel import ForwardPasses
 
 
@@ -31,7 +31,7 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
     for norm in norms:
         norm.counts = False
     try:
-        with restored(module for module in modules if not isinstance(module, CollectiveCounter)):
+        with restore_buffers(module for module in modules if not isinstance(module, CollectiveCounter)):
             yield
     finally:
         for norm in norms:

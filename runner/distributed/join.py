@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.errors import SystemLimit
 from runner.base.rank_env import RankInfo
 from runner.base.world import World
@@ -38,7 +38,7 @@ def joined(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT
     is_ours = member.store.startswith("file:")  # our launcher's; other launchers end all ranks when one exits
     folder = Path(member.store.removeprefix("file://")).parent if is_ours else None
     world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, folder)
-    accelerator_of(device).activate()  # calls that name no device must not initialize the first GPU
+    get_accelerator(device).activate()  # calls that name no device must not initialize the first GPU
     if member.world_size == 1:
         yield world
         return
@@ -126,7 +126,7 @@ class _SimulatedWorld(World):
 
 def _init_group(member: RankInfo, device: torch.device, timeout_s: float) -> None:
     """Create the process group. Raises RuntimeError or OSError."""
-    accelerator_of(device).activate()  # the current device is per thread, and NCCL initializes on it
+    get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _store(member, timedelta(seconds=_rendezvous_s(member, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

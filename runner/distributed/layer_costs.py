@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.batch import map_tensors
-from runner.base.module_buffers import restored
+from runner.base.module_buffers import restore_buffers
 
 ADAMW_BYTES = 16.0
 """Bytes of a trained float32 parameter: itself, its gradient and two moments, 4 each."""
@@ -75,7 +75,7 @@ def measure_costs(
     value: Any = tuple(inputs)
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     modules = [module for layer in layers for module in layer.modules()]
-    with restored(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+    with restore_buffers(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
             kept, value_after = saved_bytes(layer, call, fresh(value), forward)

@@ -52,10 +52,10 @@ class Placement:
     bytes_per_parameter: float
 
     def __str__(self) -> str:
-        return partition.table(
+        return partition.format_split(
             self.split,
             [cost.name for cost in self.costs],
-            [f"{device.name}, {partition.mebibytes(device.memory_bytes)}" for device in self.devices],
+            [f"{device.name}, {partition.format_mib(device.memory_bytes)}" for device in self.devices],
             [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
             [cost.seconds for cost in self.costs],
         )
@@ -98,10 +98,10 @@ def placement(
         "memory_bytes": [cost.state_bytes(request.bytes_per_parameter) for cost in costs],
         "devices": devices,
         "activation_bytes": [cost.activation_bytes for cost in costs],
-        "in_flight": partition.in_flight_of(request.schedule, world_size, request.num_microbatches, request.chunks),
+        "in_flight": partition.max_in_flight(request.schedule, world_size, request.num_microbatches, request.chunks),
     }
     if request.split is not None:
-        split = partition.given(request.split, **given)
+        split = partition.split_from_sizes(request.split, **given)
     else:
         split = partition.split(**given, balance=request.balance)
     if isinstance(split, Problem):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
-from runner.base.stopwatch import Stopwatch, stopwatch
+from runner.base.stopwatch import Stopwatch, new_stopwatch
 from runner.base.task import State, Sum
 from runner.base.world import World
 
@@ -96,7 +96,7 @@ class Parallel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.watch: Stopwatch = stopwatch(world.device)
+        self.watch: Stopwatch = new_stopwatch(world.device)
 
     # ------------------------------------------------------------ the model
 

@@ -6,7 +6,7 @@ import re
 import traceback
 
 from runner.base.errors import AccelRunError, Exit
-from runner.base.text import message_of
+from runner.base.text import error_message
 
 
 def is_of_a_lost_rank(error: BaseException) -> bool:
@@ -15,7 +15,7 @@ def is_of_a_lost_rank(error: BaseException) -> bool:
     while error not in seen:  # `raise error from error` is a cycle
         seen.append(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
-    text = message_of(error)
+    text = error_message(error)
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"DistNetworkError", "DistStoreError"}:
         return True

@@ -23,8 +23,8 @@ from runner.base import noise, partition
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.global_rng import seed_everything
-from runner.base.module_buffers import restored
-from runner.base.order import Micro
+from runner.base.module_buffers import restore_buffers
+from runner.base.order import MicroBatchKey
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import p2p_messages
@@ -273,7 +273,7 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ evaluation
 
-    def evaluation_batches(self, keys: Sequence[Micro]) -> list[Micro]:
+    def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:
         """Give every batch to every rank; rank 0 counts them."""
         return [key if self.world.is_first else key._replace(counts=False) for key in keys]
 
@@ -359,7 +359,7 @@ class Pipelined(Parallel):
                 work.passes.loss(work.passes.model, work.micros[0].batch)
 
         noise.switch_pass(work.micros[0].samples)
-        with torch.no_grad(), restored(modules):
+        with torch.no_grad(), restore_buffers(modules):
             outcome = run_through(self._stages, self.world, call, work.passes.forward, checked)
         raise_on_all_ranks(outcome.failure, self.world, WHERE)
         gathered = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})

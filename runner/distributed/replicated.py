@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.batch import MicroBatch
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
@@ -143,5 +143,5 @@ class Replicated(Parallel):
     def merged(self, merge: Callable[[State, State], State], state: State) -> State:
         return merge_states(merge, state, self.world)
 
-    def evaluation_batches(self, keys: Sequence[Micro]) -> list[Micro]:
+    def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:
         return list(keys[self.world.rank :: self.world.world_size])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from runner.base.bitwise import as_bytes
+from runner.base.bitwise import view_bytes
 from runner.base.world import World
 
 
@@ -56,7 +56,7 @@ def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
         return [[each.detach() for each in mine]]
     specs = world.gather([[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in mine])
     packed = torch.cat(
-        [torch.zeros(0, dtype=torch.uint8, device=world.device), *(as_bytes(each).to(world.device) for each in mine)]
+        [torch.zeros(0, dtype=torch.uint8, device=world.device), *(view_bytes(each).to(world.device) for each in mine)]
     )
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in there] for there in specs]
     of_ranks = [None if not sum(there) else RowSpec(sum(there), [], "uint8", has_gradient=False) for there in sizes]

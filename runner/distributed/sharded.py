@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.base.task import State, Sum
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
@@ -317,7 +317,7 @@ class Sharded(Parallel):
             edited = {name: tensor.detach().clone() for name, tensor in named if name in kept}
         self.load(model, edited)
 
-    def evaluation_batches(self, keys: Sequence[Micro]) -> list[Micro]:
+    def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:
         """Give every rank the same number of batches, filled up with dummy ones."""
         mine = list(keys[self.world.rank :: self.world.world_size])
         wanted = -(-len(keys) // self.world.world_size)
@@ -416,7 +416,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
     if strided:
         problems.append(
             Problem(
-                f"parameters must be stored in row-major order to be sharded, but {shortened(strided)} do not",
+                f"parameters must be stored in row-major order to be sharded, but {abbreviate(strided)} do not",
                 "parallelism=fsdp",
                 "use memory.channels_last=false",
             )
@@ -437,7 +437,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
     if shared:
         problems.append(
             Problem(
-                f"a parameter must belong to one block, but {shortened(shared)} is in several, or outside of them too",
+                f"a parameter must belong to one block, but {abbreviate(shared)} is in several, or outside of them too",
                 "parallelism=fsdp",
                 "leave the block out of blocks(), or use parallelism=ddp",
             )

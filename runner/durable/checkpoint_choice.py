@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, DataError, InputMissing
-from runner.base.json_values import listed, mapped
-from runner.base.text import metric_text
+from runner.base.json_values import as_dict, as_list
+from runner.base.text import format_metric
 from runner.durable import files
 from runner.durable.checkpoint import (
     MANIFEST,
@@ -123,12 +123,12 @@ def marks_of(checkpoint: Loaded | int, newest: Loaded) -> tuple[str, ...]:
     state = newest.state if number == newest.update else None if isinstance(checkpoint, int) else checkpoint.state
     metric = ranking_of(newest.state).metric
     value = dict(bests).get(number, _evaluated(state, metric) if state is not None else None)
-    return (*found, *([f"{metric} {metric_text(value)}"] if value is not None else []))
+    return (*found, *([f"{metric} {format_metric(value)}"] if value is not None else []))
 
 
 def ranking_of(state: Mapping[str, Any]) -> Ranking:
     """Return how the run of a checkpoint's state ranks its checkpoints."""
-    values = mapped(state.get("values"))
+    values = as_dict(state.get("values"))
     metric, keep = values.get("checkpoint.best"), values.get("checkpoint.keep_best")
     return Ranking(
         metric if isinstance(metric, str) else None,
@@ -169,12 +169,12 @@ def _states_before(start: Loaded) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], ranking: Ranking) -> dict[int, float]:
     """Return number -> value of the best checkpoints in a state; none if they belong to another phase or metric."""
-    values = mapped(state.get("values"))
+    values = as_dict(state.get("values"))
     wanted = {"checkpoint.best": ranking.metric, "checkpoint.best_is": ranking.better}
     if state.get("phase") != start.get("phase") or any(values.get(key, is_) != is_ for key, is_ in wanted.items()):
         return {}
     try:
-        found = {int(number): float(value) for value, number in listed(state.get("bests"))}
+        found = {int(number): float(value) for value, number in as_list(state.get("bests"))}
         return {number: value for number, value in found.items() if 0 <= number < 10**_NUM_DIGITS}
     except (TypeError, ValueError, OverflowError):  # of a checkpoint that was not validated
         return {}
@@ -182,7 +182,7 @@ def _own_bests(state: Mapping[str, Any], start: Mapping[str, Any], ranking: Rank
 
 def _evaluated(state: Mapping[str, Any], metric: str | None) -> float | None:
     """Return the metric of exactly this checkpoint, None if the last evaluation is that of an earlier update."""
-    value = mapped(state.get("metrics")).get(metric or "")
+    value = as_dict(state.get("metrics")).get(metric or "")
     is_own = state.get("evaluated_at") == state.get("phase_update")
     return value if is_own and isinstance(value, float) else None
 

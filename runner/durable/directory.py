@@ -24,7 +24,7 @@ from runner.base.errors import (
     SecurityRefusal,
     StorageError,
 )
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.durable import files
 from runner.durable.record_files import read_record
 from runner.durable.run_identity import RunIdentity, owner_of
@@ -137,7 +137,7 @@ class RunDirectory:
         what = f"there is no run {run!r} in {root}"
         if sweep := find_sweep(root, run):
             inner = [path.name for path in runs(sweep)]
-            fix = f"name one of its runs, newest first: {shortened(inner, _NUM_OFFERED)}; " if inner else ""
+            fix = f"name one of its runs, newest first: {abbreviate(inner, _NUM_OFFERED)}; " if inner else ""
             fix += "the command that started the sweep resumes it"
             runs_of_it = f"{len(inner)} run{'s' * (len(inner) != 1)} so far"
             raise InputMissing(f"{run} is a sweep, of {runs_of_it}", where=f"run={run}", fix=fix)
@@ -446,7 +446,7 @@ def _offer(run: str, known: list[Path]) -> str:
         return f"there are no runs yet; {_START_ONE}"
     names = [path.name for path in known]
     close = difflib.get_close_matches(run, names, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {shortened(names, _NUM_OFFERED)}"
+    return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {abbreviate(names, _NUM_OFFERED)}"
 
 
 # Names in predictions/ that inference uses itself; predictions of a task must have other names.

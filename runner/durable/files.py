@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import StorageError
-from runner.base.json_values import object_in
-from runner.base.secret import redacted
+from runner.base.json_values import parse_object
+from runner.base.secret import redact
 from runner.durable.hash_thread import BLOCK, HashThread, blocks
 from runner.durable.system import System
 from runner.durable.system_errors import has_answered, storage
@@ -36,7 +36,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     Raises StorageError; the old content then remains.
     """
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
-    write_new(temporary, [redacted(data).encode() if isinstance(data, str) else data])
+    write_new(temporary, [redact(data).encode() if isinstance(data, str) else data])
     try:
         rename(temporary, path)
     except StorageError:
@@ -61,7 +61,7 @@ def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
         try:
             for path, data in contents.items():
                 temporaries[path] = temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
-                write_new(temporary, [redacted(data).encode() if isinstance(data, str) else data], is_synced=False)
+                write_new(temporary, [redact(data).encode() if isinstance(data, str) else data], is_synced=False)
             is_synced = len(contents) > _FEW and all(_is_file_system_synced(*each) for each in opened)
             if not is_synced:
                 for temporary in temporaries.values():
@@ -279,7 +279,7 @@ def digest_of(path: Path) -> str:
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`, an empty one if it is missing, damaged or no object."""
     try:
-        return object_in(read(path, at_most=_OBJECT_BYTES)) or {}
+        return parse_object(read(path, at_most=_OBJECT_BYTES)) or {}
     except StorageError:
         return {}
 
@@ -299,7 +299,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         while line := file.readline(_LINE_BYTES):
-            row = object_in(line)
+            row = parse_object(line)
             if row is not None or line.endswith(b"\n"):
                 yield row
 
@@ -313,7 +313,7 @@ def read_last_row(path: Path, key: str | None = None) -> dict[str, Any]:
     """
     with suppress(OSError), open(_open_plain(path), "rb") as file:
         file.seek(-min(_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        found = (object_in(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
+        found = (parse_object(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
         rows = (row for row in found if row is not None)
         return next((row for row in rows if key is None or row.get(key) is not None), {})
     return {}
@@ -354,7 +354,7 @@ class AppendLog:
 
     def write(self, row: str) -> None:
         """Buffer `row`, with secrets redacted, as a line of the next flush."""
-        row = redacted(row)
+        row = redact(row)
         line = row if row.endswith("\n") else row + "\n"
         with self._guard:
             self._rows.append(line.encode())

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import DataError, IncompatibleResume
-from runner.base.json_values import listed, mapped, object_in
-from runner.base.text import shortened
+from runner.base.json_values import as_dict, as_list, parse_object
+from runner.base.text import abbreviate
 from runner.durable import files
 from runner.durable.checkpoint import MANIFEST, Loaded, install, load, load_newest, path_of
 from runner.durable.directory import RunDirectory
@@ -61,8 +61,8 @@ class Mirror:
     def owner(self) -> MirrorOwner:
         """Return whose checkpoints the mirror holds. Raises DataError if that cannot be determined."""
         content = self.store.read(_OWNER, _SMALL_BYTES)
-        found = object_in(content) if content is not None else None
-        uid, writer = mapped(found).get("run_uid"), mapped(found).get("writer")
+        found = parse_object(content) if content is not None else None
+        uid, writer = as_dict(found).get("run_uid"), as_dict(found).get("writer")
         if is_uid(uid):
             return MirrorOwner(uid, writer if isinstance(writer, str) else None)
         uids = [name for name in self.store.names() if is_uid(name)]
@@ -93,7 +93,7 @@ class Mirror:
     def _is_complete(self, folder: str) -> bool:
         """Return whether a folder has its valid manifest; some stores leave half a file when they are cut off."""
         content = self.store.read(f"{folder}/{MANIFEST}", _SMALL_BYTES) or b""
-        manifest = object_in(content) or {}
+        manifest = parse_object(content) or {}
         return str(manifest.get("sha256"))[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and is_sealed(manifest, content)
 
     def _folders(self, uid: str) -> list[str]:
@@ -209,7 +209,7 @@ def fetch(mirror: Mirror, run: RunDirectory, say: Callable[[str], None], warn: C
         _fetch_rest(mirror, owner.uid, start, name, run, warn)
         return
     if rejected and local is None:
-        what = f"none of its checkpoints is valid: {shortened(rejected, 5)}"
+        what = f"none of its checkpoints is valid: {abbreviate(rejected, 5)}"
         raise DataError(what, where=mirror.store.shown, fix="use another run=NAME, or resume=fresh")
 
 
@@ -234,7 +234,7 @@ def _fetch_rest(
 
 def _entries_of(manifest: bytes, where: str) -> list[dict[str, Any]]:
     """Return the files of a manifest, as far as needed to copy them; the copy is verified as a whole."""
-    entries = [mapped(entry) for entry in listed(mapped(object_in(manifest)).get("files"))]
+    entries = [as_dict(entry) for entry in as_list(as_dict(parse_object(manifest)).get("files"))]
     for entry in entries:
         name, size = entry.get("name"), entry.get("size")
         if not isinstance(name, str) or name != Path(name).name or name.startswith(".") or not isinstance(size, int):
@@ -244,8 +244,8 @@ def _entries_of(manifest: bytes, where: str) -> list[dict[str, Any]]:
 
 def _referred(start: Loaded) -> Iterator[int]:
     """Yield the numbers of the best checkpoints, and of those of earlier phases."""
-    bests = [pair[1] for pair in listed(start.state.get("bests")) if isinstance(pair, list) and len(pair) == 2]
-    for number in (*bests, *listed(start.state.get("kept"))):
+    bests = [pair[1] for pair in as_list(start.state.get("bests")) if isinstance(pair, list) and len(pair) == 2]
+    for number in (*bests, *as_list(start.state.get("kept"))):
         if type(number) is int and 0 <= number < start.update:
             yield number
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.base.errors import AccelRunError, Exit, MissingPackage
 from runner.base.packages import require
-from runner.base.secret import redacted_message
+from runner.base.secret import redact_message
 from runner.base.text import error_line
 
 
@@ -117,7 +117,7 @@ class MirrorStore:
         except AccelRunError:
             raise
         except Exception as error:  # of a package that is not ours, or of the network
-            what = f"cannot {action} {name}".rstrip() + f": {redacted_message(error_line(error))}"
+            what = f"cannot {action} {name}".rstrip() + f": {redact_message(error_line(error))}"
             refused = MirrorError(what, where=self.shown)
             if _is_denied(error):
                 refused.exit_code = Exit.PERMISSION

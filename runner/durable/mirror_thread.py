@@ -17,7 +17,7 @@ from pathlib import Path
 
 from runner.base.errors import AccelRunError, DataError, StorageError
 from runner.base.json_values import to_json
-from runner.base.text import error_line, shortened
+from runner.base.text import abbreviate, error_line
 from runner.durable import files
 from runner.durable.checkpoint import newest_first
 from runner.durable.directory import RunDirectory
@@ -286,7 +286,7 @@ class MirrorThread(NoMirror):
         text = f"mirror {state.url}: has {num_copied} of {num_copied + len(saved)} checkpoints"
         text += f" ({state.skipped} skipped: removed here before they were copied)" if state.skipped else ""
         if saved:
-            text += f"; not copied: {shortened(saved, 5)}" + (f" ({state.problem})" if state.problem else "")
+            text += f"; not copied: {abbreviate(saved, 5)}" + (f" ({state.problem})" if state.problem else "")
             text += ". The same command copies them"
         return text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from runner.base.errors import AccelRunError, DataError, SecurityRefusal
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import LAST, RunDirectory, is_sweep
@@ -56,7 +56,7 @@ def say_skipped(found: RunDirectory, say: Callable[[str], None]) -> None:
     """Report newer runs that `last` skipped because they have no update."""
     if found.skipped:
         runs = "newer runs" if len(found.skipped) > 1 else "a newer run"
-        say(f"last run: {found.name}; skipped {runs} without an update: {shortened(found.skipped)}")
+        say(f"last run: {found.name}; skipped {runs} without an update: {abbreviate(found.skipped)}")
 
 
 def origin_of(directory: RunDirectory, root: Path, given: Request) -> RunRequest:

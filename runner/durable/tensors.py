@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.accelerator import accelerator_of, page_unlock
+from runner.base.accelerator import get_accelerator, page_unlock
 
 
 class HostBuffer:
@@ -49,7 +49,7 @@ class HostBuffer:
                 self._maker = maker
 
     def _make(self, nbytes: int, device: torch.device) -> None:
-        accelerator_of(device).activate()  # a new thread starts on device 0, where this would create another context
+        get_accelerator(device).activate()  # a new thread starts on device 0, where this would create another context
         with suppress(MemoryError):  # the copy itself will raise it
             chunk = _fresh(nbytes, device)
             view = chunk.numpy()
@@ -140,7 +140,7 @@ def _fresh(size: int, device: torch.device) -> Tensor:
                 continue
     chunk = torch.frombuffer(memory, dtype=torch.uint8)  # keeps a reference to `memory`
     # Not `pin_memory=True`: torch rounds page-locked memory to powers of two, caches it, and forked children copy it.
-    if accelerator_of(device).page_lock(chunk.data_ptr(), chunk.numel()):
+    if get_accelerator(device).page_lock(chunk.data_ptr(), chunk.numel()):
         # Before the pages are unmapped: memory mapped there later would still be registered.
         weakref.finalize(memory, page_unlock, chunk.data_ptr()).atexit = False
     return chunk

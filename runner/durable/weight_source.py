@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing, Problem, SecurityRefusal
-from runner.base.json_values import mapped
-from runner.base.text import shortened
+from runner.base.json_values import as_dict
+from runner.base.text import abbreviate
 from runner.config.request import override_of
 from runner.durable import files
 from runner.durable.checkpoint import FORMAT_OF_PARTS, MANIFEST, Loaded, load
@@ -86,7 +86,7 @@ def _nothing(where: str, runs: str) -> InputMissing:
 
 
 def _of_checkpoint(checkpoint: Loaded, shown: str) -> WeightSource:
-    values = mapped(checkpoint.state.get("values"))
+    values = as_dict(checkpoint.state.get("values"))
     if values.get("adapter", "none") != "none" and values.get("adapter.checkpoint") == "adapter":
         what = "holds an adapter without the weights of its model"
         fix = "export them together: accel-run export RUN format=safetensors, then weights=RUN/export/model.safetensors"
@@ -121,11 +121,11 @@ def _of_folder(path: Path, where: str) -> WeightSource:
         return WeightSource(f"{path} ({len(tensors)} shards)", tuple((path / name).resolve() for name in tensors))
     if tensors:
         fix = f"name one of them: weights={path / tensors[0]}"
-        raise ConfigError(Problem(f"has several safetensors files and no index: {shortened(tensors, 5)}", where, fix))
+        raise ConfigError(Problem(f"has several safetensors files and no index: {abbreviate(tensors, 5)}", where, fix))
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         raise SecurityRefusal(
-            f"has only pickles, which may run code when they are loaded: {shortened(pickles, 5)}",
+            f"has only pickles, which may run code when they are loaded: {abbreviate(pickles, 5)}",
             where=where,
             fix=f"convert one without executing it: accel-run import {path / pickles[0]}",
         )
@@ -155,7 +155,7 @@ def _of_index(path: Path, where: str) -> WeightSource:
             )
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        what = f"{len(missing)} of {len(names)} shards are missing: {shortened(missing, 5)}"
+        what = f"{len(missing)} of {len(names)} shards are missing: {abbreviate(missing, 5)}"
         raise DataError(what, where=where, fix="download the folder again, with all its files")
     shown = f"{path.parent} ({len(names)} shards)"
     return WeightSource(shown, tuple((path.parent / name).resolve() for name in names), index)
@@ -165,12 +165,12 @@ def _must_be_complete(shards: list[re.Match[str]], where: str) -> None:
     """Raise DataError unless the names model-00001-of-00003.safetensors are those of one complete set."""
     sets = {(found["stem"], int(found["total"])) for found in shards}
     if len(sets) > 1:
-        what = f"has shards of different sets: {shortened(sorted(found[0] for found in shards), 5)}"
+        what = f"has shards of different sets: {abbreviate(sorted(found[0] for found in shards), 5)}"
         raise DataError(what, where=where, fix="keep the files of one model in a folder")
     total = sets.pop()[1]
     lacking = sorted(set(range(1, total + 1)) - {int(found["number"]) for found in shards})
     if lacking:
-        what = f"{len(lacking)} of {total} shards are missing: number {shortened(list(map(str, lacking)), 5)}"
+        what = f"{len(lacking)} of {total} shards are missing: number {abbreviate(list(map(str, lacking)), 5)}"
         raise DataError(what, where=where, fix="download the folder again, with all its files")
 
 

@@ -14,7 +14,7 @@ from runner.axes.optimizer import is_under, prefixes
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import require
 from runner.base.task import Task
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.base.values import Factor, Positive, PositiveInt
 from runner.config.configuration import Choice
 from runner.config.option_table import make
@@ -145,7 +145,7 @@ class LoraAdapter(Adapter):
             if (not self.target and isinstance(module, nn.Linear) and name not in tied)
             or any(_ends(name, one) for one in self.target)
         ]
-        there = f"the model has {shortened(sorted({name.rpartition('.')[2] for name in known}), 8) or 'none'}"
+        there = f"the model has {abbreviate(sorted({name.rpartition('.')[2] for name in known}), 8) or 'none'}"
         problems = [
             Problem(f"no layer is called {one}; {there}", "adapter.target", did_you_mean(one, known))
             for one in self.target

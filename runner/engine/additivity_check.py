@@ -27,8 +27,8 @@ from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.global_rng import seed_everything
-from runner.base.module_buffers import restored
-from runner.base.order import Micro
+from runner.base.module_buffers import restore_buffers
+from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import global_generators
 from runner.base.text import error_line
 from runner.engine.assemble import Parts
@@ -247,7 +247,7 @@ class Reader:
 
     def __call__(self, indices: Sequence[int], like: BatchSamples) -> MicroBatch:
         """Return a batch of these samples in the epoch of `like`. Raises IndexError if a sample is unreadable."""
-        key = Micro(like.epoch, list(indices), last=False, first=min(like.places, default=0), seed=like.seed)
+        key = MicroBatchKey(like.epoch, list(indices), last=False, first=min(like.places, default=0), seed=like.seed)
         # Do not use the training loader: its workers are prefetching.
         loader = self._loader.alike(self._loader.fetcher)
         try:
@@ -360,7 +360,7 @@ class _Compared:
         seed_everything(seed)
         generators = global_generators()
         before = [generator.mark() for generator in generators]
-        with precision(), restored(bare.modules()), _Unchanged(bare):
+        with precision(), restore_buffers(bare.modules()), _Unchanged(bare):
             found = self.answer(part.batch)
         self.draws = self.draws or [generator.mark() for generator in generators] != before
         return {name: (float(total), float(count)) for name, (total, count) in found.items()}
@@ -386,7 +386,7 @@ def _left_alone(parts: Parts) -> Iterator[None]:
         eval_mode(parts.bare, parts.world.device),
         parts.parallel.gathered(parts.model),
         torch.no_grad(),
-        noise.no_pass(),
+        noise.without_samples(),
         _eager(is_compiled=parts.plan.choices["compile"].name != "off"),
     ):
         yield

@@ -22,7 +22,7 @@ from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.errors import CannotCreate, ConfigError, DataError, Problem, TaskFault
 from runner.base.global_rng import seed_everything
-from runner.base.order import seed_of_rank
+from runner.base.order import rank_seed
 from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.base.world import World
@@ -190,7 +190,7 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
     notes += parallel.described()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
-        seed_everything(seed_of_rank(plan.settings.seed, world.rank))
+        seed_everything(rank_seed(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
 
 

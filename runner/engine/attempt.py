@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.errors import AccelRunError, Exit, Hang, RunInUse, resume_note, update_of
+from runner.base.errors import AccelRunError, Exit, Hang, RunInUse, checkpoint_update, resume_note
 from runner.base.json_values import to_json
-from runner.base.rank_env import launcher_id, member_of
-from runner.base.secret import fit_to_show
+from runner.base.rank_env import detect_rank, launcher_id
+from runner.base.secret import sanitize
 from runner.base.text import error_line
 from runner.config.configuration import to_yaml
 from runner.config.request import Request
@@ -132,7 +132,7 @@ class RunAttempt:
             if before is None or before.attempt != started:  # otherwise a rank has already recorded this failure
                 before = ErrorRecord()
             has_begun = known.process.started == started
-            reached = self.reached or before.reached or update_of(last)
+            reached = self.reached or before.reached or checkpoint_update(last)
             self.reached = 0
             if has_begun and (last or reached) and not getattr(error, "__notes__", ()):  # already written for a hang
                 error.add_note(resume_note(last, reached))
@@ -145,13 +145,13 @@ class RunAttempt:
                 place={**before.place, **(expected.place if expected else {})},
                 last_checkpoint=last,
                 reached=reached,
-                updates_repeated=max(0, reached - update_of(last)),
+                updates_repeated=max(0, reached - checkpoint_update(last)),
                 traceback="".join(traceback.format_exception(error)),
                 attempt=started,
                 time=now(),
                 seconds=time.time() - self.began,
             )
-            self.directory.write(ERROR, fit_to_show(to_json(content.to_json())))
+            self.directory.write(ERROR, sanitize(to_json(content.to_json())))
             if has_begun or not known.is_known:  # a refused attempt does not change the run
                 process = replace(self.record.process, state="failed", exit_code=code, ended=now())
                 self.directory.write(RUN, to_json(replace(self.record, process=process).to_json()))
@@ -218,7 +218,7 @@ def now() -> str:
 
 
 def _script(request: Request, name: str) -> bytes:
-    member = member_of(os.environ)
+    member = detect_rank(os.environ)
     elsewhere = member is not None and member.world_size > 1
     return repro_script.script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.order import Order
-from runner.base.share_solver import Decision, ShareSolution
+from runner.base.share_solver import Decision, ShareSolver
 from runner.base.shares import Shares
 from runner.base.stopwatch import PARTS
 
@@ -37,7 +37,7 @@ class FixedShares:
 
     def made(self, update: int) -> Shares:
         """Return the number of samples of each rank in update number `update` (from 1)."""
-        return self.order.samples_of_ranks(update - 1)
+        return self.order.samples_per_rank(update - 1)
 
     def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
         """Record the time and samples of each rank after `update` updates; return the resulting change."""
@@ -60,7 +60,7 @@ class MeasuredShares(FixedShares):
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
-        self.balance = ShareSolution(order.global_batch_size, len(order.shares), start=order.shares)
+        self.balance = ShareSolver(order.global_batch_size, len(order.shares), start=order.shares)
         self._heard = 0  # number of updates whose timings have arrived
         self._dealt: dict[int, Shares] = {}  # update -> shares, for updates not run or not observed yet
         self._guard = threading.Lock()  # a prefetch thread may call this
@@ -72,7 +72,7 @@ class MeasuredShares(FixedShares):
             return shares
 
     def made(self, update: int) -> Shares:
-        return self.order.samples_of_ranks(update - 1, self._dealt.get(update - 1))
+        return self.order.samples_per_rank(update - 1, self._dealt.get(update - 1))
 
     def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
         with self._guard:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
-from runner.base.secret import redacted
+from runner.base.secret import redact
 from runner.base.task import Prediction
 from runner.durable.directory import is_plain_path
 from runner.engine.error_diagnosis import locate_definition
@@ -199,7 +199,7 @@ def _name_of(method: Callable[..., Any]) -> str:
 
 def _must_be_public(name: str, method: Callable[..., Any], source: Path) -> None:
     """Raise TaskFault for a name that holds a secret: it is a key in checkpoints, which cannot be replaced there."""
-    shown = redacted(name)
+    shown = redact(name)
     if shown != name:
         what = f"{_name_of(method)} returned a name that holds a secret: {shown}"
         raise TaskFault(what, where=locate_definition(method, source), fix="name it without the secret")

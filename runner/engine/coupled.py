@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch
-from runner.base.bitwise import is_dense, same_bits
+from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.module_buffers import is_written
+from runner.base.module_buffers import is_writable
 from runner.base.sample_rng import global_generators, seeded_generators
 from runner.base.task import Sum, Task
 from runner.config.configuration import Choice
@@ -152,7 +152,7 @@ class CoupledSource(GradientSource):
 
     def coupled(self, packed: Any) -> Sum:
         """Return the loss of these embeddings; random draws depend on seed and update only."""
-        with noise.no_pass(), seeded_generators(self.seed, "couple", self.update()):
+        with noise.without_samples(), seeded_generators(self.seed, "couple", self.update()):
             return validate_loss(self.couple(packed), self.couple, self.source, name="couple")
 
 
@@ -328,7 +328,7 @@ class _State(NamedTuple):
         if now is not self.tensor or now._version != self.version:
             return True
         # A norm's kernel increments no version. Values of fake tensors, in a forecast, cannot be compared.
-        return type(now) is Tensor and not same_bits(now, self.copy)
+        return type(now) is Tensor and not bitwise_equal(now, self.copy)
 
 
 def _states(found: Mapping[_Place, Tensor]) -> dict[_Place, _State]:
@@ -344,7 +344,7 @@ def _found(places: Iterable[_Place]) -> dict[_Place, Tensor]:
 def _write(buffers: _Buffers) -> None:
     for (module, key), before in buffers.items():
         now = module._buffers.get(key)
-        if now is None or now.shape != before.shape or not is_written(now):
+        if now is None or now.shape != before.shape or not is_writable(now):
             module._buffers[key] = before
             continue
         with torch.no_grad():

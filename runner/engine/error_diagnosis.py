@@ -24,10 +24,10 @@ from runner.base.errors import (
     SystemLimit,
     TaskFault,
 )
-from runner.base.oom_errors import OomCause, oom_cause_of
+from runner.base.oom_errors import OomCause, find_oom_cause
 from runner.base.paths import PACKAGE
 from runner.base.task import Task
-from runner.base.text import Raised, SourceLine, first_line, raised
+from runner.base.text import ExceptionInfo, SourceLine, describe_exception, first_line
 from runner.distributed.peer_loss import is_of_a_lost_rank
 
 
@@ -36,10 +36,10 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
 
     Exception messages are matched only if torch or the system wrote them; the text of a task's own exceptions is not.
     """
-    shortage = oom_cause_of(error)
+    shortage = find_oom_cause(error)
     if isinstance(error, AccelRunError) and not (shortage is not None and isinstance(error, DataError)):
         return error
-    info = raised(error)
+    info = describe_exception(error)
     if not isinstance(error, Exception) or _is_raised_by_task(error, info, source):
         return make_task_fault(error, source, what)
     found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, info, what)
@@ -52,7 +52,7 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
     return found
 
 
-def _is_raised_by_task(error: Exception, info: Raised, source: Path) -> bool:
+def _is_raised_by_task(error: Exception, info: ExceptionInfo, source: Path) -> bool:
     """Return True if a line of the task itself raised the exception, not a function that it called."""
     is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(info.bases)
     if is_known or not info.frames:
@@ -78,7 +78,7 @@ def _of_memory(shortage: OomCause | None, what: str, micro_batch_size: int) -> A
     )
 
 
-def _of_the_machine(error: Exception, info: Raised, what: str) -> AccelRunError | None:
+def _of_the_machine(error: Exception, info: ExceptionInfo, what: str) -> AccelRunError | None:
     """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
     text, lower = info.message, info.message.lower()
     if is_of_a_lost_rank(error):
@@ -120,24 +120,24 @@ def _of_the_machine(error: Exception, info: Raised, what: str) -> AccelRunError 
     return None
 
 
-def _is_of_shared_memory(info: Raised, lower: str) -> bool:
+def _is_of_shared_memory(info: ExceptionInfo, lower: str) -> bool:
     """Return True if /dev/shm is full, for a batch or already for the locks of the queues."""
     if "no space left on device" in lower and "OSError" in info.bases and _is_of_processes(info):
         return True
     return any(words in lower for words in _SHARED) or ("dataloader worker" in lower and "shared memory" in lower)
 
 
-def _lost_a_process(info: Raised) -> bool:
+def _lost_a_process(info: ExceptionInfo) -> bool:
     """Return True if a worker died while transferring a batch, as shown by the socket between the processes."""
     is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(info.bases)
     return is_broken and _is_of_processes(info)
 
 
-def _is_of_processes(info: Raised) -> bool:
+def _is_of_processes(info: ExceptionInfo) -> bool:
     return any("multiprocessing" in Path(frame.file).parts for frame in info.frames)
 
 
-def _of_autograd(info: Raised, source: Path, what: str) -> TaskFault | None:
+def _of_autograd(info: ExceptionInfo, source: Path, what: str) -> TaskFault | None:
     """Return the error for an autograd graph that the task already freed, detected in the runner's backward pass."""
     for words, found, fix in _OF_AUTOGRAD:
         if info.kind == "RuntimeError" and words in info.message:
@@ -158,7 +158,7 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
 
     Only task lines are shown, including those of its causes; error.json has the full traceback.
     """
-    info = raised(error)
+    info = describe_exception(error)
     if isinstance(error, NotImplementedError) and info.frames[-1].file == inspect.getfile(Task):
         return TaskFault(info.message, where=str(source), fix="an example: accel-run new my_task.py")
     found = _first_of_task(info, source)
@@ -183,7 +183,7 @@ def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
             return
 
 
-def _first_of_task(info: Raised, source: Path) -> Raised | None:
+def _first_of_task(info: ExceptionInfo, source: Path) -> ExceptionInfo | None:
     """Return the exception, or the first of its causes, that passed through the task's files."""
     while not _own(info, source):
         if info.cause is None or not info.is_from:  # raised while handling another exception, which may be internal
@@ -194,7 +194,7 @@ def _first_of_task(info: Raised, source: Path) -> Raised | None:
     return info if _own(info, source) else None
 
 
-def _lines(info: Raised, source: Path) -> Iterator[str]:
+def _lines(info: ExceptionInfo, source: Path) -> Iterator[str]:
     """Yield the task lines that an exception passed through, then those of its parts and causes."""
     shown: list[str] = []
     for frame in _own(info, source):
@@ -214,7 +214,7 @@ def _line(frame: SourceLine) -> str:
     return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {frame.text}"
 
 
-def _own(info: Raised, source: Path) -> list[SourceLine]:
+def _own(info: ExceptionInfo, source: Path) -> list[SourceLine]:
     return [frame for frame in info.frames if is_task_file(frame.file, source)]
 
 

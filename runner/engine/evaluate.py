@@ -15,8 +15,8 @@ from runner.axes.dataloader import Loader
 from runner.base import noise
 from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
-from runner.base.module_buffers import restored
-from runner.base.order import Indices, Micro, seed_of_rank
+from runner.base.module_buffers import restore_buffers
+from runner.base.order import Indices, MicroBatchKey, rank_seed
 from runner.base.world import World
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, check_count, validate_metrics, validate_numbers
@@ -87,7 +87,7 @@ def evaluate(
     in_one = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
     states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
-        Micro(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
+        MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
         for part in positions(len(samples), in_one, sizes.coupled if states.is_coupled else 0)
     ]
     mine = parallel.evaluation_batches(keys)
@@ -95,8 +95,13 @@ def evaluate(
     def measured() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
         states.begin()
-        with eval_mode(parts.model, world.device), parallel.gathered(parts.model), torch.no_grad(), noise.no_pass():
-            seed_everything(seed_of_rank(seed, world.rank))
+        with (
+            eval_mode(parts.model, world.device),
+            parallel.gathered(parts.model),
+            torch.no_grad(),
+            noise.without_samples(),
+        ):
+            seed_everything(rank_seed(seed, world.rank))
             for micro in parts.prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
                 if stopped() and not parallel.in_step:  # otherwise the other ranks would block
                     return True, pairs
@@ -163,7 +168,7 @@ def _floats(numbers: Sequence[Number], world: World) -> list[float]:
     return [next(read) if isinstance(number, Tensor) else float(number) for number in numbers]
 
 
-def _cut(keys: Sequence[Micro], size: int) -> Iterator[Micro]:
+def _cut(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
     """Split the batches into parts of at most `size` samples."""
     for key in keys:
         for first in range(0, len(key.indices), size):
@@ -181,7 +186,7 @@ def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     tensors, rest = random_state(device)
     model.eval()
     try:
-        with restored(module for module, _ in modes):
+        with restore_buffers(module for module, _ in modes):
             yield
     finally:
         for module, mode in modes:  # not model.train(): some modules may be kept in eval mode during training

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
-from runner.base.stopwatch import Lap, stopwatch
-from runner.base.text import rate
+from runner.base.stopwatch import Lap, new_stopwatch
+from runner.base.text import format_rate
 from runner.config.option_table import make
 from runner.config.phases import INFERENCE
 from runner.durable.directory import INFERENCE_FILES
@@ -66,7 +66,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         trained = open_source(source, plan, console, stack)
         directory, parts = trained.directory, trained.parts
         check_packages(parts.task, [INFERENCE], parts.source)
-        accelerator_of(parts.world.device).reset_peak()
+        get_accelerator(parts.world.device).reset_peak_memory()
         restart_host_peak()
         watch = plan.choices["monitor"]
         gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
@@ -119,7 +119,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         summary = summarize_predictions(made, parts.task.item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
-        if peak := accelerator_of(parts.world.device).peak():
+        if peak := get_accelerator(parts.world.device).peak_memory():
             summary["peak_memory_gib"] = peak.allocated / 2**30
     monitor.stop()
     for notice in monitor.news():
@@ -190,7 +190,7 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
     def ended(lap: Lap) -> None:
         calls.seconds.append(lap.seconds.get(CALL, 0.0))
 
-    watch = stopwatch(device, ended)
+    watch = new_stopwatch(device, ended)
 
     def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         nonlocal depth
@@ -342,10 +342,10 @@ def _each(found: Any, parts: Parts) -> Iterator[Any]:
 
 def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> Plan:
     """Return the plan with half the batch size; raises `error` if the batch size cannot be halved."""
-    from runner.base.oom_errors import halved
+    from runner.base.oom_errors import halve
 
     size = plan.inference.get("batch_size")
-    less = halved(size) if isinstance(size, int) else None
+    less = halve(size) if isinstance(size, int) else None
     if less is None or plan.settings.on_oom == "stop":
         raise error
     console.warning(
@@ -419,7 +419,7 @@ def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 def _in_words(made: PredictionSummary, item: str) -> str:
     summary = summarize_predictions(made, item, 0)
     text = f"{made.num} prediction{'s' * (made.num > 1)}"
-    text += f", {rate(summary['items_per_s'])} {item}s/s with reading and writing"
+    text += f", {format_rate(summary['items_per_s'])} {item}s/s with reading and writing"
     model, latency = summary["model"], summary["latency_ms"]
     if not model["calls"]:
         return f"{text}; predict does not call model(...), so its latency is unknown"

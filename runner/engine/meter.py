@@ -15,8 +15,8 @@ from torch import Tensor
 
 from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.errors import TaskFault
-from runner.base.json_values import finite
-from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, between
+from runner.base.json_values import replace_nonfinite
+from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, seconds_between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
 
@@ -220,7 +220,9 @@ class Meter:
 
         None if not known yet. On an accelerator, only updates that the device has completed count.
         """
-        found = _data_wait(between(self._since(), self.watch.spent())) if len(self._items) > self._untimed else None
+        found = (
+            _data_wait(seconds_between(self._since(), self.watch.spent())) if len(self._items) > self._untimed else None
+        )
         return self.last_row.get("perf/data_wait") if found is None else found
 
     def _close_row(self) -> None:
@@ -269,7 +271,7 @@ class Meter:
 
     def _timing(self, window: _Window, items: list[float]) -> Row:
         """Return speed and time breakdown of a window; `items` of each timed update."""
-        parts_s = between(window.since(), window.until())
+        parts_s = seconds_between(window.since(), window.until())
         seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
         if not items or not seconds:
             return {"perf/items_per_s": None, "perf/step_time_ms": None, "perf/data_wait": None}
@@ -309,7 +311,7 @@ def _data_wait(parts_s: Seconds) -> float | None:
 
 def as_line(row: Row) -> str:
     """Return a row as one line of JSON; non-finite numbers become null."""
-    return json.dumps(finite(row))
+    return json.dumps(replace_nonfinite(row))
 
 
 _KEPT = 1000  # number of rows whose step times are stored

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
-from runner.base.oom_errors import oom_cause_of
+from runner.base.oom_errors import find_oom_cause
 from runner.base.task import Gather, Task
 from runner.base.text import error_line
 from runner.base.world import World
@@ -223,7 +223,7 @@ class _TorchMetricState:
         try:
             self.metric.update(*given, **named)
         except Exception as error:
-            if oom_cause_of(error) is not None:
+            if find_oom_cause(error) is not None:
                 raise
             raise TaskFault(
                 f"metric {self.name} does not accept what evaluate returned, {describe_value(contribution)}:"

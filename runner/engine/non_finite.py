@@ -18,8 +18,8 @@ from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import map_tensors
 from runner.base.errors import AccelRunError, NumericError, TaskFault
-from runner.base.order import Micro
-from runner.base.text import error_line, shortened
+from runner.base.order import MicroBatchKey
+from runner.base.text import abbreviate, error_line
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.loop import Training
@@ -59,13 +59,13 @@ class ReplayedUpdate:
 
     phase: str
     number: int
-    micros: Sequence[Micro]
+    micros: Sequence[MicroBatchKey]
     fetcher: Fetcher
     training: Training
     is_applied: bool = False
     passed: Any = None
 
-    def indices(self, micro: Micro) -> list[int]:
+    def indices(self, micro: MicroBatchKey) -> list[int]:
         """Return the samples of a micro-batch in the data set."""
         return self.fetcher.real(micro.indices)
 
@@ -94,7 +94,7 @@ def named(found: NotFinite, update: ReplayedUpdate, parts: Parts) -> AccelRunErr
         or "a repetition was finite: the cause is random, such as dropout or augmentation, or only the sum over"
         " micro-batches is not finite"
     )
-    beside = f"; samples that are not finite: {shortened(samples)}" if samples and worst.sort != "samples" else ""
+    beside = f"; samples that are not finite: {abbreviate(samples)}" if samples and worst.sort != "samples" else ""
     what = f"{found.problems[0].what} at update {update.number}: {lead}{where}{beside}"
     explained = NumericError(what, where=f"phase {update.phase}", fix=found.problems[0].fix or _FIXES[worst.sort])
     explained.place = {"update": update.number}
@@ -108,7 +108,7 @@ def must_be_finite(tensors: Iterable[tuple[str, Tensor]], where: str, fix: str =
     bad = [name for name, tensor in tensors if not is_finite(tensor)]
     if bad:
         raise NumericError(
-            f"not finite, and therefore not saved: {shortened(bad)}",
+            f"not finite, and therefore not saved: {abbreviate(bad)}",
             where=where,
             fix=fix,
         )
@@ -153,9 +153,9 @@ def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
     ]  # parameters of this stage
     broken = [name for name, weight in held if not is_finite(weight)]
     if broken:
-        sort, what = "parameters", f"the parameters were not finite before it: {shortened(broken)}"
+        sort, what = "parameters", f"the parameters were not finite before it: {abbreviate(broken)}"
         if update.is_applied:
-            sort, what = "applied", f"the update had changed {shortened(broken)} before its values were checked"
+            sort, what = "applied", f"the update had changed {abbreviate(broken)} before its values were checked"
         return _join_collectives(update, parts, NonFiniteOrigin(sort, what, samples=_bad_samples(update)))
     if not parallel.splits_batch:
         return _search_samples(update, parts, "the stages of a pipeline are not searched; its samples are finite")
@@ -211,7 +211,7 @@ def _search_samples(update: ReplayedUpdate, parts: Parts, otherwise: str) -> Non
     return NonFiniteOrigin("unknown", otherwise)
 
 
-def _read(update: ReplayedUpdate, parts: Parts) -> Iterator[tuple[Micro, Any]]:
+def _read(update: ReplayedUpdate, parts: Parts) -> Iterator[tuple[MicroBatchKey, Any]]:
     """Yield the micro-batches of the model, on the device."""
     passed = [micro for micro in update.micros if micro.counts or parts.parallel.in_step]
     read = parts.prefetch(iter([update.fetcher[micro] for micro in passed]))
@@ -222,7 +222,7 @@ def _read(update: ReplayedUpdate, parts: Parts) -> Iterator[tuple[Micro, Any]]:
 
 
 def _forward(
-    calls: ModuleCalls, loss: Tensor, batch: Any, micro: Micro, update: ReplayedUpdate, parts: Parts
+    calls: ModuleCalls, loss: Tensor, batch: Any, micro: MicroBatchKey, update: ReplayedUpdate, parts: Parts
 ) -> NonFiniteOrigin | None:
     """Return the finding of the forward pass; None if its loss is finite, since other values then do no harm."""
     if is_finite(loss):
@@ -240,7 +240,7 @@ def _forward(
     return NonFiniteOrigin("loss", what, passed=update.indices(micro))
 
 
-def _backward(calls: ModuleCalls, micro: Micro, update: ReplayedUpdate) -> NonFiniteOrigin | None:
+def _backward(calls: ModuleCalls, micro: MicroBatchKey, update: ReplayedUpdate) -> NonFiniteOrigin | None:
     """Return the finding of the backward pass, None if all gradients are finite."""
     culprit, names = calls.nearest_to_the_loss(), _samples(update, micro)
     if culprit is not None:
@@ -256,18 +256,18 @@ def _backward(calls: ModuleCalls, micro: Micro, update: ReplayedUpdate) -> NonFi
     return None
 
 
-def _blamed(update: ReplayedUpdate, micro: Micro) -> NonFiniteOrigin:
+def _blamed(update: ReplayedUpdate, micro: MicroBatchKey) -> NonFiniteOrigin:
     """Return the finding that samples, and no module, are the cause."""
     bad = _bad_samples(update, micro)
     what = (
-        f"samples that are not finite: {shortened(bad)}"
+        f"samples that are not finite: {abbreviate(bad)}"
         if bad
         else f"the data are not finite; {_samples(update, micro)}"
     )
     return NonFiniteOrigin("samples", what, samples=bad, passed=update.indices(micro))
 
 
-def _bad_samples(update: ReplayedUpdate, *micros: Micro) -> list[int]:
+def _bad_samples(update: ReplayedUpdate, *micros: MicroBatchKey) -> list[int]:
     """Return the non-finite samples of these micro-batches, or of all; each is read separately."""
     bad = []
     for micro in micros or update.micros:
@@ -278,8 +278,8 @@ def _bad_samples(update: ReplayedUpdate, *micros: Micro) -> list[int]:
     return bad
 
 
-def _samples(update: ReplayedUpdate, micro: Micro) -> str:
-    return f"samples {shortened(update.indices(micro))}"
+def _samples(update: ReplayedUpdate, micro: MicroBatchKey) -> str:
+    return f"samples {abbreviate(update.indices(micro))}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from runner.base.errors import TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
 from runner.base.task import Task
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
@@ -145,7 +145,7 @@ class ObjectivesPhase(GradientPhase):
         left = {name: weight.numel() for name, weight in self.parts.bare.named_parameters() if name in wanted}
         if left:
             lines.append(
-                f"no objective trains {shortened([*left])}: {sum(left.values()):,} parameters stay as they are"
+                f"no objective trains {abbreviate([*left])}: {sum(left.values()):,} parameters stay as they are"
             )
         return lines
 

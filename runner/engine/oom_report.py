@@ -13,9 +13,9 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 
-from runner.base.accelerator import accelerator_of
-from runner.base.oom_errors import OomCause, halved
-from runner.base.text import sized
+from runner.base.accelerator import get_accelerator
+from runner.base.oom_errors import OomCause, halve
+from runner.base.text import format_bytes
 from runner.host.cgroup import memory_grant
 from runner.monitor.gpu_driver import open_driver
 from runner.plan.run_plan import Plan
@@ -33,7 +33,7 @@ class MemoryHolder:
     held_bytes: int | None
 
     def __str__(self) -> str:
-        held = "an unknown amount" if self.held_bytes is None else sized(self.held_bytes)
+        held = "an unknown amount" if self.held_bytes is None else format_bytes(self.held_bytes)
         return f"{self.name} (process {self.pid}) {held}"
 
 
@@ -60,15 +60,17 @@ class MemoryAccount:
     def __str__(self) -> str:
         """Return the numbers in one line."""
         requested = self.shortage.requested_bytes
-        parts = [f"{sized(requested)} requested" if requested is not None else self.shortage.text]
+        parts = [f"{format_bytes(requested)} requested" if requested is not None else self.shortage.text]
         if self.samples:
             parts.append(f"for a micro-batch of {self.samples} samples{f' {self.shape}' if self.shape else ''}")
         if self.free_bytes is not None and self.total_bytes is not None:
-            parts.append(f"with {sized(self.free_bytes)} free of {sized(self.total_bytes)}")
+            parts.append(f"with {format_bytes(self.free_bytes)} free of {format_bytes(self.total_bytes)}")
         text = " ".join(parts)
         if self.held_bytes is not None:
-            inner = f", {sized(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
-            text += f"; this process holds {sized(self.held_bytes)}{inner}"
+            inner = (
+                f", {format_bytes(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
+            )
+            text += f"; this process holds {format_bytes(self.held_bytes)}{inner}"
         if self.others:
             text += f"; others: {', '.join(map(str, self.others))}"
         return text
@@ -83,10 +85,10 @@ class MemoryAccount:
 
 def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, shape: str) -> MemoryAccount:
     """Return the current memory users. `uuid` identifies the GPU to the driver."""
-    accelerator = accelerator_of(device)
-    memory, held = accelerator.free_memory(), accelerator.held()
+    accelerator = get_accelerator(device)
+    memory, held = accelerator.free_memory(), accelerator.current_memory()
     if shortage.side == "device" and memory is not None and held is not None:
-        retries = int(accelerator.statistics().get("num_alloc_retries", 0))
+        retries = int(accelerator.memory_stats().get("num_alloc_retries", 0))
         return MemoryAccount(shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _others(uuid))
     machine = psutil.virtual_memory()
     free, total = int(machine.available), int(machine.total)
@@ -121,7 +123,7 @@ def hints(plan: Plan, found: MemoryAccount | None, samples: int) -> list[str]:
     choices = plan.choices
     lines = []
     if samples > 1:
-        lines.append(f"micro_batch_size={halved(samples)} (the update stays the same; automatic with on_oom=retry)")
+        lines.append(f"micro_batch_size={halve(samples)} (the update stays the same; automatic with on_oom=retry)")
     if is_device:
         if found is not None and found.others:
             lines.append(f"end other processes on this GPU: {', '.join(map(str, found.others))}")
@@ -168,7 +170,7 @@ def summary(
     if rest:
         lines.append(f"{sum(row[0] for row in rest):>16,}  {len(rest)} more")
     lines.append(f"{sum(row[0] for row in rows):>16,}  all tensors that are named or known to Python")
-    if table := accelerator_of(device).memory_table():
+    if table := get_accelerator(device).memory_table():
         lines += ["", table]
     return "\n".join(lines) + "\n"
 

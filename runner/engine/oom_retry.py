@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from runner.axes.precision import Precision
-from runner.base.accelerator import accelerator_of
-from runner.base.bitwise import same_bits
-from runner.base.oom_errors import COMMUNICATION, OomCause, oom_cause_of
-from runner.base.optimizer_state import Steps
+from runner.base.accelerator import get_accelerator
+from runner.base.bitwise import bitwise_equal
+from runner.base.oom_errors import COMMUNICATION, OomCause, find_oom_cause
+from runner.base.optimizer_state import StepChangeDetector
 from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
 from runner.engine.loop import Around, StepInfo
@@ -60,7 +60,7 @@ class OomRetry(Around):
     ) -> None:  # fmt: skip
         self.parameters, self.optimizer, self.precision = parameters, optimizer, precision
         self.device, self.guide, self.is_alone = device, guide, is_alone
-        self.snapshot, self.steps = UpdateSnapshot(model, device), Steps(optimizer)
+        self.snapshot, self.steps = UpdateSnapshot(model, device), StepChangeDetector(optimizer)
         self._shortage: OomCause | None = None
         self._is_applying = False  # the optimizer step has started
         self._is_as_before = True  # the optimizer step has changed nothing
@@ -84,7 +84,7 @@ class OomRetry(Around):
 
     def failed(self, error: Exception) -> None:
         if self._shortage is None:
-            shortage = oom_cause_of(error)
+            shortage = find_oom_cause(error)
             if shortage is None or shortage.place == COMMUNICATION:
                 raise error
             self.guide.note(shortage, error)
@@ -103,17 +103,17 @@ class OomRetry(Around):
             step()
             return
         except Exception as error:
-            shortage = oom_cause_of(error)
+            shortage = find_oom_cause(error)
             if shortage is None:
                 raise
-            self._is_as_before = self.steps.is_as_before()
+            self._is_as_before = self.steps.is_unchanged()
             if not self._is_as_before:
                 raise
         release(self.device)
         try:
             step()
         except Exception:
-            self._is_as_before = self.steps.is_as_before()
+            self._is_as_before = self.steps.is_unchanged()
             raise
         self.guide.report_step_retry(shortage)
 
@@ -133,7 +133,7 @@ class OomRetry(Around):
 def release(device: torch.device) -> None:
     """Release unused memory to the system."""
     gc.collect()
-    accelerator_of(device).empty_cache()
+    get_accelerator(device).empty_cache()
 
 
 class UpdateSnapshot:
@@ -146,7 +146,7 @@ class UpdateSnapshot:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
-        self._accelerator = accelerator_of(device)
+        self._accelerator = get_accelerator(device)
         self._is_first = True
         self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update shows which are used
         self._places: list[Place] = []  # of buffers that updates change or replace
@@ -192,7 +192,7 @@ class UpdateSnapshot:
         """Check before the optimizer step whether weights have changed unnoticed by torch."""
         if self._is_first and not self._hides_changes:
             now = _samples_of(self._weights)
-            self._hides_changes = len(now) != len(self._seen) or not all(map(same_bits, self._seen, now))
+            self._hides_changes = len(now) != len(self._seen) or not all(map(bitwise_equal, self._seen, now))
 
     def learn(self) -> None:
         """Finish an update; the first one shows which state must be saved for later updates."""
@@ -206,7 +206,7 @@ class UpdateSnapshot:
         self._places, self._others, self._kept, self._seen = [], [], [], []
         for place, now in self._found().items():
             was, kept = before.get(place, (None, now))
-            is_same = now is was and same_bits(now, kept) and not isinstance(place[0], _NormBase)
+            is_same = now is was and bitwise_equal(now, kept) and not isinstance(place[0], _NormBase)
             if is_same or not _is_plain(now):
                 self._others.append(place)
             else:
@@ -242,7 +242,7 @@ class UpdateSnapshot:
                 if now is None or buffer is None or now.shape != buffer.shape:
                     return "a buffer that grew"  # and the module may know of it elsewhere
                 module._buffers[name] = buffer
-            if buffer is not None and not same_bits(buffer, kept):
+            if buffer is not None and not bitwise_equal(buffer, kept):
                 with torch.no_grad():
                     buffer.copy_(kept)
         return ""

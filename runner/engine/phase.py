@@ -14,7 +14,7 @@ from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError
 from runner.base.global_rng import restore_random_state, seed_everything
-from runner.base.order import seed_of_rank
+from runner.base.order import rank_seed
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
@@ -244,7 +244,7 @@ def restore_random_state_of(world: World, start: Loaded, seed: int) -> None:
     if not world.is_first:
         stem, there = checkpoints.rank_stem("random", world.rank), start.state.get("random_of_ranks", [])
         if stem not in start.stems:
-            seed_everything(seed_of_rank(seed, world.rank, start.update))
+            seed_everything(rank_seed(seed, world.rank, start.update))
             return
         rest = there[world.rank - 1]
     restore_random_state(start.tensors(stem), rest, world.device)

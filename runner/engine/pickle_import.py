@@ -25,9 +25,9 @@ from runner.base.errors import (
     Problem,
     SecurityRefusal,
     StorageError,
-    readable,
+    to_one_line,
 )
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.config.schema import did_you_mean
 from runner.durable import files
 from runner.durable.tensors import fault, pieces
@@ -58,9 +58,9 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
     state, entry = _descended(content, key, source)
     given = [(str(name), value.detach()) for name, value in state.items() if isinstance(value, Tensor)]
     tensors = dict(given)
-    problems = [f"{readable(name, 80)}: {why}" for name, tensor in given if (why := _why_not(name, tensor))]
+    problems = [f"{to_one_line(name, 80)}: {why}" for name, tensor in given if (why := _why_not(name, tensor))]
     problems += [
-        f"{readable(name, 80)}: the name occurs twice" for name, tensor in given if tensors[name] is not tensor
+        f"{to_one_line(name, 80)}: the name occurs twice" for name, tensor in given if tensors[name] is not tensor
     ]
     if not problems and (written := sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())) > 4 * (
         size + _SMALL
@@ -150,14 +150,14 @@ def _unpickled(source: Path) -> Any:
         asked = _ASKED.search(str(error))
         if asked:
             raise SecurityRefusal(
-                f"requests {fit_to_show(asked[1])}, which is code and not a weight",
+                f"requests {sanitize(asked[1])}, which is code and not a weight",
                 where=str(source),
                 fix="ask for a file with a plain mapping of names to tensors: torch.save(model.state_dict(), file)",
             ) from None
         operand = _OPERAND.search(str(error))
         first = operand[0] if operand else (str(error) or type(error).__name__).splitlines()[0][:120]
         what, fix = (
-            f"is not a file of torch.save, or damaged: {fit_to_show(first)}",
+            f"is not a file of torch.save, or damaged: {sanitize(first)}",
             "download it again, or use another file",
         )
         raise DataError(what, where=str(source), fix=fix) from None

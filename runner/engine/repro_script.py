@@ -6,7 +6,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from runner.base.secret import redacted
+from runner.base.secret import redact
 from runner.config.request import Request
 
 
@@ -40,7 +40,7 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
         f'[ ! -x {shlex.quote(python)} ] || exec {shlex.quote(python)} -P -m runner "$@"',
         'exec accel-run "$@"',
     ]
-    return redacted("".join(f"{line}\n" for line in lines)).encode(errors="surrogateescape")
+    return redact("".join(f"{line}\n" for line in lines)).encode(errors="surrogateescape")
 
 
 def arguments_of(request: Request) -> list[str]:

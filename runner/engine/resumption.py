@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from runner.base.errors import IncompatibleResume, Problem
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Loaded
 
@@ -97,7 +97,7 @@ def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel, left_ou
     ]
     if wrong:
         raise IncompatibleResume(
-            f"the checkpoint does not match the model: {shortened(wrong, 3, '; ')}",
+            f"the checkpoint does not match the model: {abbreviate(wrong, 3, '; ')}",
             where=str(checkpoint.path),
             fix="use the task options the run was trained with, or start a new run with another run=NAME",
         )

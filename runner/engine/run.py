@@ -9,7 +9,7 @@ from typing import Any
 
 from runner.base.errors import Exit, StorageError
 from runner.base.json_converter import decode_valid, encode
-from runner.base.json_values import finite, nan_for_none
+from runner.base.json_values import none_to_nan, replace_nonfinite
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.mirror_thread import NoMirror
@@ -74,7 +74,7 @@ class Observers:
             self.metrics.flush()
         except StorageError as error:
             self.screen.warn_once(f"rows of metrics are kept in memory: {error.problems[0]}")
-        self.tracker.log(finite(row))
+        self.tracker.log(replace_nonfinite(row))
 
 
 class NoLog:
@@ -114,7 +114,7 @@ class RunProgress:
 
     def state(self) -> dict[str, Any]:
         """Return it as keys of a checkpoint; non-finite numbers become None."""
-        found: dict[str, Any] = finite(encode(self))
+        found: dict[str, Any] = replace_nonfinite(encode(self))
         return found
 
     @staticmethod
@@ -122,9 +122,9 @@ class RunProgress:
         """Restore the progress in a checkpoint. `is_own`: of this run; checkpoints of another run are not kept."""
         records = {name: decode_valid(PhaseRecord, record) for name, record in state["records"].items()}
         for name, record in records.items():
-            record.name, record.metrics = name, dict(nan_for_none(record.metrics))
+            record.name, record.metrics = name, dict(none_to_nan(record.metrics))
         kept = [int(number) for number in state["kept"]] if is_own else []
-        return RunProgress(int(state["updates_before"]), records, nan_for_none(state["metrics"]), kept)
+        return RunProgress(int(state["updates_before"]), records, none_to_nan(state["metrics"]), kept)
 
 
 @dataclass

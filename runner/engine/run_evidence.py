@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.stopwatch import PARTS
 from runner.base.task import Task
 from runner.engine.advice import find_odd_sizes
@@ -72,8 +72,8 @@ def _memory(run: TrainingRun, inventory: Inventory) -> MemoryEvidence:
         host_peak_gib=max((record.peak_host_gib for record in records), default=None),
         host_total_gib=total / GIB if total else None,
     )
-    accelerator = accelerator_of(run.parts.world.device)
-    held, device_bytes, counts = accelerator.held(), accelerator.total_bytes(), accelerator.statistics()
+    accelerator = get_accelerator(run.parts.world.device)
+    held, device_bytes, counts = accelerator.current_memory(), accelerator.total_bytes(), accelerator.memory_stats()
     if held is None or device_bytes is None:  # a CPU
         return known
     stuck = counts.get("inactive_split_bytes.all.current", 0)

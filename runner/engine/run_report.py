@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from runner.base.text import metric_text, sized, sized_gib
+from runner.base.text import format_bytes, format_gib, format_metric
 from runner.console import bottleneck
 from runner.console.run_summary import (
     EndOfRun,
@@ -122,7 +122,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
 
 def state_note(expected: int, real: int) -> list[str]:
     """Return a note if the optimizer state is smaller than expected, in bytes, by more than rounding hides."""
-    texts = sized(real), sized(expected)
+    texts = format_bytes(real), format_bytes(expected)
     return [f"optimizer state {texts[0]} instead of {texts[1]}"] if real < expected and texts[0] != texts[1] else []
 
 
@@ -139,13 +139,13 @@ def _next(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
 def _phase_line(name: str, record: PhaseRecord) -> str:
     """Return the time and last metrics of a phase."""
     made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
-    peak = "" if record.peak_device_gib is None else f", {sized_gib(record.peak_device_gib)} on the GPU"
+    peak = "" if record.peak_device_gib is None else f", {format_gib(record.peak_device_gib)} on the GPU"
     share = bottleneck.mostly(record.parts_s, record.seconds)
     spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
     metrics = "".join(
-        f"  {metric.removeprefix('val/')} {metric_text(value)}" for metric, value in record.metrics.items()
+        f"  {metric.removeprefix('val/')} {format_metric(value)}" for metric, value in record.metrics.items()
     )
-    return f"{name} ({record.kind}): {made} updates, {spent}, {sized_gib(record.peak_host_gib)}{peak}{metrics}"
+    return f"{name} ({record.kind}): {made} updates, {spent}, {format_gib(record.peak_host_gib)}{peak}{metrics}"
 
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:

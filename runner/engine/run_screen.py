@@ -14,7 +14,7 @@ from typing import Any
 from runner.axes.attention import Attention
 from runner.base.order import Order
 from runner.base.stream_order import ENDLESS
-from runner.base.text import metric_text
+from runner.base.text import format_metric
 from runner.console.progress_display import ProgressDisplay, make_progress
 from runner.console.run_summary import (
     prints_only_ascii,
@@ -123,7 +123,9 @@ class Screen:
 
     def evaluated(self, update: int, metrics: Mapping[str, float], empty: Collection[str] = ()) -> None:
         """Print the metrics of an evaluation; `empty` names those that had no items."""
-        shown = (f"{name} {metric_text(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items())
+        shown = (
+            f"{name} {format_metric(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items()
+        )
         self.say(f"update {update}: " + "  ".join(shown))
 
     def end(self) -> None:

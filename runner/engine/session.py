@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.base.errors import AccelRunError, IncompatibleResume, MissingPackage, system_limit_of
+from runner.base.errors import AccelRunError, IncompatibleResume, MissingPackage, find_system_limit
 from runner.base.text import error_line
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
@@ -57,7 +57,7 @@ def _lead(job: Job, world: World) -> SessionEnd:
                 with suppress(AccelRunError):  # the difference is found only after the task and its data are built
                     for name, content in before.items():
                         directory.write(name, content)
-            limit = system_limit_of(error)
+            limit = find_system_limit(error)
             if limit is not None:
                 limit.__cause__ = error  # its traceback is written to error.json
                 attempt.fail(limit)

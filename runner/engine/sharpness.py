@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base import noise
 from runner.base.batch import MicroBatch
-from runner.base.module_buffers import restored
+from runner.base.module_buffers import restore_buffers
 from runner.base.sample_rng import global_generators
 from runner.base.values import Positive
 from runner.config.configuration import Choice
@@ -89,7 +89,7 @@ class SharpnessSource(GradientSource):
         parallel.reduce(first)  # the direction is that of all ranks; raises Discarded where one of them failed
         for generator, mark in zip(global_generators(), marks, strict=True):
             generator.restore(mark)
-        with self._at_the_top(parallel), restored(passes.model.modules()), self.extra.paused():
+        with self._at_the_top(parallel), restore_buffers(passes.model.modules()), self.extra.paused():
             second = self.inner.accumulate(parallel, passes, _again(seen))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from runner.axes.dataloader import Fetcher, Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.engine.stream_reader import ANOTHER_SAMPLE, ShardReader, StreamFetcher
 from runner.engine.training_identity import content_hash
 
@@ -34,7 +34,7 @@ def check_stream(fetcher: StreamFetcher, loader: Loader) -> StreamVerdict:
     """Read the first samples of the stream in a process that training would read it in, and return what was found."""
     reader = loader.alike(_FirstSamples(fetcher))
     try:
-        (found,) = reader.batches([Micro(0, [0], last=True)])
+        (found,) = reader.batches([MicroBatchKey(0, [0], last=True)])
     finally:
         reader.close()
     return StreamVerdict(*found.batch)
@@ -68,10 +68,10 @@ class _FirstSamples(Fetcher):
         self.streams = fetcher.dataset.draws
         self.samples = fetcher.dataset
 
-    def __getitem__(self, key: Micro) -> MicroBatch:
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         return MicroBatch(tuple(self.streams.read(self._verdict, key)), key.last)
 
-    def _verdict(self, _: Micro) -> StreamVerdict:
+    def _verdict(self, _: MicroBatchKey) -> StreamVerdict:
         shards = [shard for shard in range(self.samples.source.num_shards) if self._size(shard) > 1]
         if not shards:
             return StreamVerdict()

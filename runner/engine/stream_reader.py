@@ -1,7 +1,7 @@
 """Read the samples of a stream by their index: forward in each shard, skipping those that other processes use.
 
 Every process reads the shards that its samples are in. What others use of these shards is read too and dropped, because
-a stream has no other way to get past a sample. `Micro.indices` of a stream are those of `base/stream_order.py`.
+a stream has no other way to get past a sample. `MicroBatchKey.indices` of a stream are those of `base/stream_order.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 from runner.axes.dataloader import Collate, Fetcher
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import AccelRunError, DataError
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import EverySample, keyed_generators
-from runner.base.stream_order import ENDLESS, code_of, shard_and_item
-from runner.base.text import error_line, raised
+from runner.base.stream_order import ENDLESS, decode_index, encode_index
+from runner.base.text import describe_exception, error_line
 from runner.engine.stream_source import OpenShard, StreamSource
 from runner.engine.training_identity import content_hash
 from runner.host.loader_processes import traceback_line
@@ -180,14 +180,14 @@ class ShardReader:
         )
 
     def _code(self) -> int:
-        return code_of(self._shard, self._next, self._source.num_shards)
+        return encode_index(self._shard, self._next, self._source.num_shards)
 
     def _named(self) -> str:
         many = self._source.num_shards > 1
         return f"shard {self._shard} of the {self._source.split} stream" if many else f"the {self._source.split} stream"
 
     def _fault(self, what: str, error: BaseException) -> DataError:
-        told = raised(error)
+        told = describe_exception(error)
         return DataError(
             f"{what}: {told}", where=traceback_line(told), fix="fix it, or skip such samples in the stream"
         )
@@ -213,14 +213,14 @@ class StreamSamples:
         """Return to these positions at the next read."""
         self._start, self._readers = dict(marks), {}
 
-    def begin(self, key: Micro) -> None:
+    def begin(self, key: MicroBatchKey) -> None:
         """Prepare for reading the samples of a batch: for the last one of each shard, its position is kept."""
         self._epoch, self._last = key.epoch, {}
-        located = (shard_and_item(code, self.source.num_shards) for code in key.indices)
+        located = (decode_index(code, self.source.num_shards) for code in key.indices)
         self._last = dict(located)  # the samples of a shard are in order
 
     def __getitem__(self, code: int) -> Any:
-        shard, item = shard_and_item(code, self.source.num_shards)
+        shard, item = decode_index(code, self.source.num_shards)
         if shard not in self._readers:
             self._readers[shard] = self.reader(shard)
         return self._readers[shard].read(self._epoch, item, keep=self._last.get(shard) == item)
@@ -251,7 +251,7 @@ class StreamFetcher(Fetcher):
         super().__init__(samples, collate, bad_samples="stop", model=model, split=samples.source.split)
         self.streams = samples.draws
         self.is_in_step = False  # ranks run dummy micro-batches, which repeat the last one
-        self._repeated: tuple[Micro, MicroBatch] | None = None
+        self._repeated: tuple[MicroBatchKey, MicroBatch] | None = None
 
     @property
     def probes(self) -> list[int]:
@@ -260,7 +260,7 @@ class StreamFetcher(Fetcher):
     def real(self, indices: list[int]) -> list[int]:
         return indices
 
-    def __getitem__(self, key: Micro) -> MicroBatch:
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         if not key.indices:
             return super().__getitem__(key)
         if not key.counts and self._repeated is not None and self._repeated[0].indices == key.indices:

@@ -10,10 +10,10 @@ from typing import Any
 
 from runner.axes.dataloader import Fetcher, Loader
 from runner.base.errors import ConfigError, Exit, InputMissing, Problem, TaskFault
-from runner.base.json_values import finite
-from runner.base.oom_errors import halved, oom_cause_of
-from runner.base.order import evenly_spread
-from runner.base.text import metric_text
+from runner.base.json_values import replace_nonfinite
+from runner.base.oom_errors import find_oom_cause, halve
+from runner.base.order import spread_evenly
+from runner.base.text import format_metric
 from runner.base.world import World
 from runner.config.schema import did_you_mean
 from runner.durable.signals import StopRequest
@@ -50,7 +50,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         phase = plan.phase(trained.phase)
         assert phase is not None, "check_state and open_source know its name"
         fetcher = _fetcher(parts, split)
-        samples = evenly_spread(len(fetcher), phase.evaluate.samples)
+        samples = spread_evenly(len(fetcher), phase.evaluate.samples)
         sizes = _sizes(trained, phase, console.warning)
         num_batches = 0
 
@@ -74,7 +74,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         if world.is_first:
             checkpoint = source.checkpoint.name if source.checkpoint else "weights"
             file = directory.write(f"{FOLDER}/{split}-{checkpoint}.json", json.dumps(record, indent=2) + "\n")
-            shown = (f"{name} {metric_text(value, 6)}" for name, value in found.metrics.items())
+            shown = (f"{name} {format_metric(value, 6)}" for name, value in found.metrics.items())
             console.info(f"{split}, {len(samples):,} of {len(fetcher):,} samples: {'  '.join(shown)}")
             console.info(f"written to {directory.shown / FOLDER / file.name}")
         return Exit.DONE, record
@@ -104,8 +104,8 @@ def _sizes(trained: Trained, phase: PhasePlan, warn: Callable[[str], None]) -> S
     plan, world, asked = trained.plan, trained.parts.world, phase.batch.micro_batch_size
 
     def failed(error: Exception, size: int) -> int:
-        less = halved(size)
-        if oom_cause_of(error) is None or less is None:
+        less = halve(size)
+        if find_oom_cause(error) is None or less is None:
             raise error
         warn(f"out of memory: the batches of this evaluation have {less} samples instead of {size}")
         return less
@@ -131,7 +131,7 @@ def _record(
         "update": trained.update,
         "phase": trained.phase,
         "samples": num_samples,
-        "metrics": finite({f"{split}/{name}": value for name, value in found.metrics.items()}),
+        "metrics": replace_nonfinite({f"{split}/{name}": value for name, value in found.metrics.items()}),
         "empty": [f"{split}/{name}" for name in found.empty],
         "precision": plan.choices["precision"].name,
         "world_size": plan.world_size,

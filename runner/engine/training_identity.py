@@ -25,10 +25,10 @@ from torch import Tensor
 from runner.axes.dataloader import Fetcher, Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import IncompatibleResume, Problem
-from runner.base.order import Micro
-from runner.base.paths import PACKAGE, shipped
+from runner.base.order import MicroBatchKey
+from runner.base.paths import PACKAGE, shipped_path
 from runner.base.sample_rng import seeded_generators
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 
 Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
@@ -53,7 +53,7 @@ def _hashes(
     """
     reader = loader.alike(_Hashing(fetchers, wanted))
     try:
-        found: Mapping[str, Hashes] = next(iter(reader.batches([Micro(0, [0], last=True)]))).batch
+        found: Mapping[str, Hashes] = next(iter(reader.batches([MicroBatchKey(0, [0], last=True)]))).batch
         return found
     except Exception:
         return {}
@@ -70,7 +70,7 @@ class _Hashing(Fetcher):
         super().__init__(first.dataset, first.collate, bad_samples="stop", model=first.model)
         self.fetchers, self.wanted = fetchers, wanted
 
-    def __getitem__(self, key: Micro) -> MicroBatch:
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         return MicroBatch({split: self._of(split) for split in self.wanted}, key.last)
 
     def _of(self, split: str) -> Hashes:
@@ -195,8 +195,8 @@ def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
 
 def described(files: Sequence[str], samples: Sequence[str]) -> str:
     """Describe the changes in one line."""
-    parts = [f"code: {shortened(files)}"] if files else []
-    parts += [f"data: {shortened(samples)}"] if samples else []
+    parts = [f"code: {abbreviate(files)}"] if files else []
+    parts += [f"data: {abbreviate(samples)}"] if samples else []
     return "; ".join(parts)
 
 
@@ -250,7 +250,7 @@ def _spec(name: str) -> ModuleSpec | None:
 def _is_local(file: Path) -> bool:
     if file.suffix != ".py":
         return False
-    if file.is_relative_to(shipped("tasks")):
+    if file.is_relative_to(shipped_path("tasks")):
         return True
     if {"site-packages", "dist-packages"} & set(file.parts):
         return False

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.base.errors import Exit, Hang, SystemLimit, format_error, resume_note
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.base.values import Auto, Positive
 from runner.base.world import World
 from runner.config.option_table import make
@@ -301,7 +301,7 @@ class _ExitOnHang:
                 error.add_note(resume_note(last, made))
         with suppress(Exception):
             lead = "\n" if os.isatty(2) else ""  # the line of a progress bar is incomplete
-            within(1.0, lambda: os.write(2, f"{lead}{fit_to_show(format_error(error))}\n".encode()))
+            within(1.0, lambda: os.write(2, f"{lead}{sanitize(format_error(error))}\n".encode()))
         if is_kept:  # otherwise the disk would not accept this either
             with suppress(Exception):
                 within(TELL_S, lambda: self.traces.record(error))

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, SecurityRefusal
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.config.schema import did_you_mean
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
@@ -57,7 +57,7 @@ def begin_with(settings: Settings, model: nn.Module, parallel: Parallel, adapter
     tensors = _renamed(read_tensors(source, f"weights={options.source}"), options.rename)
     found = match(tensors, model, wanted, options, adapter)
     problems = [
-        f"{len(names)} {what}: {shortened(names, _NUM_SHOWN)}"
+        f"{len(names)} {what}: {abbreviate(names, _NUM_SHOWN)}"
         for what, names in (
             ("missing", found.missing),
             ("unexpected", [] if options.only else found.ignored),
@@ -134,7 +134,7 @@ def read_tensors(source: WeightSource, where: str) -> dict[str, Tensor]:
             found[name] = tensor
     lacking = [name for name in source.index or () if name not in found]
     if lacking:
-        what = f"the shards lack {len(lacking)} tensors of their index: {shortened(lacking, _NUM_SHOWN)}"
+        what = f"the shards lack {len(lacking)} tensors of their index: {abbreviate(lacking, _NUM_SHOWN)}"
         raise DataError(what, where=where, fix="fetch the folder again, with all its files")
     return found | (read_weights(source.average, where) if source.average else {})
 
@@ -218,7 +218,7 @@ def _unknown(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
     used = {max((old for old in renamed if _under(name, [old])), key=len, default=None) for name in names}
     return [
         Problem(
-            f"the weights have no {old}; they have {shortened(sorted(names), _NUM_SHOWN)}",
+            f"the weights have no {old}; they have {abbreviate(sorted(names), _NUM_SHOWN)}",
             f"weights.rename.{old}",
             did_you_mean(old, _modules(names)),
         )
@@ -231,7 +231,7 @@ def _check_modules(only: Iterable[str], wanted: Collection[str]) -> None:
     """Raise ConfigError for names in `weights.only` under which the model has no tensor."""
     problems = [
         Problem(
-            f"the model has no {name}; it has {shortened(sorted({each.partition('.')[0] for each in wanted}), 8)}",
+            f"the model has no {name}; it has {abbreviate(sorted({each.partition('.')[0] for each in wanted}), 8)}",
             "weights.only",
             did_you_mean(name, _modules(wanted)),
         )
@@ -266,9 +266,9 @@ def _table(found: WeightMatch, shown: str) -> str:
     ]
     lines = [f"initial weights: {len(found.taken)} tensors of {shown}{changed}{stripped}"]
     if any(names for _, names, _ in rows):
-        lines.append(f"  {'taken':<12}{len(found.taken):>5}  {shortened(_summary(found.taken), _NUM_SHOWN)}")
+        lines.append(f"  {'taken':<12}{len(found.taken):>5}  {abbreviate(_summary(found.taken), _NUM_SHOWN)}")
     lines += [
-        f"  {what:<12}{len(names):>5}  {shortened(names, _NUM_SHOWN)}: {meaning}"
+        f"  {what:<12}{len(names):>5}  {abbreviate(names, _NUM_SHOWN)}: {meaning}"
         for what, names, meaning in rows
         if names
     ]

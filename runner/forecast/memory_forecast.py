@@ -18,10 +18,10 @@ from runner.axes.optimizer import is_under, optimizer_of
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
-from runner.base.noise import no_pass
+from runner.base.noise import without_samples
 from runner.base.optimizer_state import expected_state_bytes, state_tensors
 from runner.base.task import Progress
-from runner.base.text import first_line, sized
+from runner.base.text import first_line, format_bytes
 from runner.config.configuration import Choice, Configuration
 from runner.config.options import task_source
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
@@ -240,7 +240,7 @@ class Follower:
                 yield item
                 del item
 
-        with self.phantom, in_layers(ledger, parts.bare), no_pass(), ExitStack() as stack:
+        with self.phantom, in_layers(ledger, parts.bare), without_samples(), ExitStack() as stack:
             ledger.kind = "optimizer"
             work = phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "phases without gradients are not traced"
@@ -362,11 +362,11 @@ class Follower:
         """Return why other updates may need more than the traced ones, or nothing."""
         grown = self.left[-1] - self.left[0] if self.left else 0
         if grown > FEW_BYTES:
-            return f"after each update, the task keeps {sized(grown)} more than after the previous one"
+            return f"after each update, the task keeps {format_bytes(grown)} more than after the previous one"
         least, most = min(self.batches, default=0), max(self.batches, default=0)
         if least < most:
             samples = self.phase.batch.micro_batch_size
-            said = f"batches of {samples} have {sized(least)} to {sized(most)}"
+            said = f"batches of {samples} have {format_bytes(least)} to {format_bytes(most)}"
             return f"{said}, and larger ones than the traced batch need more"
         return self.caveat
 

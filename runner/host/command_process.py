@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.errors import AccelRunError, Exit, Problem, remake
+from runner.base.errors import AccelRunError, Exit, Problem, rebuild_error
 from runner.base.paths import PACKAGE
 
 Write = Callable[[str], object]
@@ -129,7 +129,9 @@ def _error(text: str) -> AccelRunError:
     content: dict[str, Any] = json.loads(text)
     kinds = {kind.__name__: kind for kind in _kinds(AccelRunError)}
     problems = tuple(Problem(**problem) for problem in content["problems"])
-    error = remake(kinds.get(content["kind"], AccelRunError), problems, Exit(content["exit_code"]), content["place"])
+    error = rebuild_error(
+        kinds.get(content["kind"], AccelRunError), problems, Exit(content["exit_code"]), content["place"]
+    )
     for note in content["notes"]:
         error.add_note(note)
     return error

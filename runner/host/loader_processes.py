@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.base.errors import Exit
-from runner.base.text import Raised, RemoteError, raised
+from runner.base.text import ExceptionInfo, RemoteError, describe_exception
 from runner.host.output import make_streams_nonblocking
 from runner.host.parent_death import die_with_parent
 from runner.host.scratch import shared_folder
@@ -69,12 +69,12 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
             if self._refused is None:
                 super().put(obj, block, timeout)
         except RuntimeError as error:  # thread creation failed
-            self._refused = RemoteError(raised(error))
+            self._refused = RemoteError(describe_exception(error))
         if self._refused is not None:
             self._send(obj[0], self._refused)
 
     def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
-        self._refused = RemoteError(raised(error))
+        self._refused = RemoteError(describe_exception(error))
         lost = [obj, *self._buffer]  # type: ignore[attr-defined]
         self._buffer.clear()  # type: ignore[attr-defined]
         for number, _ in lost:
@@ -157,7 +157,7 @@ def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: 
         sys.__excepthook__(kind, error, trace)
 
 
-def traceback_line(told: Raised) -> str:
+def traceback_line(told: ExceptionInfo) -> str:
     """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
     python = str(Path(os.__file__).parent)
     own = [

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TextIO, cast
 
-from runner.base.secret import redacted_message
+from runner.base.secret import redact_message
 
 KEPT_BYTES = 8 << 20  # per terminal or pipe: 10 minutes of a progress bar are 0.5 MB
 FINISH_S = 2.0  # at exit: stop after this time without progress of the reader
@@ -149,7 +149,7 @@ class _ForgivingStream:
 
     def write(self, text: str) -> int:
         with suppress(OSError):
-            self._stream.write(redacted_message(text))
+            self._stream.write(redact_message(text))
         return len(text)
 
     def flush(self) -> None:
@@ -183,7 +183,7 @@ class _Stream:
         """Write an incomplete line; does not block."""
         with self._outlet.lock:
             data, self._line = bytes(self._line), bytearray()
-        self._send(redacted_message(data.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
+        self._send(redact_message(data.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
 
     def add(self, data: bytes) -> None:
         with self._outlet.lock:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.host.cgroup import memory_grant
 
 if TYPE_CHECKING:
@@ -43,5 +43,5 @@ def free_memory_bytes(root: Path = ROOT) -> int:
 
 def device_bytes(device: torch.device) -> int:
     """Return the memory of a torch device in bytes; host memory for the CPU."""
-    found = accelerator_of(device).free_memory()
+    found = get_accelerator(device).free_memory()
     return memory_bytes() if found is None else found.total

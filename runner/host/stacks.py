@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.base.paths import PACKAGE, shipped
+from runner.base.paths import PACKAGE, shipped_path
 
 SIGNAL = signal.SIGUSR2
 ANSWER_S = 2.0  # s to wait for the answer of a process
@@ -145,7 +145,7 @@ def joined(named: Mapping[str, str]) -> str:
 
 
 def _is_user_code(file: str) -> bool:
-    is_shipped_task = file.startswith(f"{shipped('tasks')}/")
+    is_shipped_task = file.startswith(f"{shipped_path('tasks')}/")
     return is_shipped_task or not (file.startswith(_LIBRARIES) or file.startswith("<"))
 
 

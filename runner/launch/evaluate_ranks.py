@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from runner.base.errors import ConfigError, Exit
-from runner.base.rank_env import member_of
+from runner.base.rank_env import detect_rank
 from runner.config.request import Request
 from runner.host.output import nonblocking_streams
 from runner.launch.on_ranks import OnEveryRank, on_ranks
@@ -27,7 +27,7 @@ def evaluate(
     from runner.engine.trained_evaluation import evaluate_run
     from runner.engine.trained_run import find_source
 
-    member = member_of(os.environ)
+    member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0
     try:
         source = find_source(request, Console(level=level or "info", speaks=is_first), checkpoint)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import Exit
-from runner.base.rank_env import member_of
+from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
 from runner.config.request import Request
 from runner.host.output import nonblocking_streams
@@ -40,7 +40,7 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
 
     source = find_source(request, Console(), checkpoint)
     configuration = source.configuration
-    member = member_of(os.environ)
+    member = detect_rank(os.environ)
     is_started_here = member is None or member.world_size == 1
     if source.run is not None and is_started_here and _is_sharded(configuration):
         return on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]

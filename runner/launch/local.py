@@ -16,9 +16,9 @@ from types import FrameType
 from typing import Any
 
 from runner.base.accelerator import cuda_is_initialized
-from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, remake
+from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, rebuild_error
 from runner.base.rank_env import RankInfo
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.host import output, stacks
 from runner.host.process_tree import LAST_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
@@ -133,7 +133,7 @@ def _check_can_fork(num_ranks: int) -> None:
     if threading.current_thread() is not threading.main_thread():
         what = f"ranks are started in thread {threading.current_thread().name}, and would end with it"
     elif others:
-        what = f"ranks cannot be forked while other threads run: {shortened(others)}; a debugger or profiler has some"
+        what = f"ranks cannot be forked while other threads run: {abbreviate(others)}; a debugger or profiler has some"
     elif cuda_is_initialized():
         what = "ranks cannot be forked after CUDA was initialized in this process"
     else:
@@ -152,7 +152,7 @@ def as_error(ending: Ending) -> AccelRunError:
     cause = ending.cause
     assert cause is not None, "nothing failed"
     if cause.exit_code == Exit.HANG and cause.problems:  # its message names the rank
-        return remake(Hang, cause.problems, Exit.HANG, ending.place)
+        return rebuild_error(Hang, cause.problems, Exit.HANG, ending.place)
     if cause.problems:
         is_of_one = cause.rank != 0 and not any(
             other.problems == cause.problems for other in ending.failures if other is not cause
@@ -162,7 +162,7 @@ def as_error(ending: Ending) -> AccelRunError:
             Problem(problem.what, f"{lead}{problem.where}".removesuffix(": "), problem.fix)
             for problem in cause.problems
         ]
-        return remake(AccelRunError, tuple(named), Exit(cause.exit_code), ending.place)
+        return rebuild_error(AccelRunError, tuple(named), Exit(cause.exit_code), ending.place)
     what = f"rank {cause.rank} of {len(ending.results)} {cause.what}, after {cause.seconds:.1f} s"
     if cause.is_victim and ending.killed:
         ranks = ", ".join(str(rank) for rank in ending.killed)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.json_converter import decode_valid, encode
-from runner.base.rank_env import RankInfo, member_of
+from runner.base.rank_env import RankInfo, detect_rank
 from runner.config.configuration import Configuration, to_yaml
 from runner.config.options import task_source
 from runner.host.scratch import private_folder
@@ -36,7 +36,7 @@ def on_ranks(configuration: Configuration, task_file: Path | None, work: Work) -
 
     A rank of torchrun or srun returns its own result. Raises what a rank raised, as for training: the first cause.
     """
-    member = member_of(os.environ)
+    member = detect_rank(os.environ)
     if member is not None and member.world_size > 1:
         with joined_member(configuration, task_file, member) as (world, plan, _):
             return work(plan, world)

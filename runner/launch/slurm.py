@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
 from runner.base.packages import require
-from runner.base.rank_env import member_of
+from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import check_name, default_name
@@ -185,7 +185,7 @@ def _local_problems() -> list[Problem]:
         what = f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed here"
         fix = "submit from a login node of the cluster, or use launcher=local"
         problems.append(Problem(what, "launcher=slurm", fix))
-    if member_of(os.environ) is not None:
+    if detect_rank(os.environ) is not None:
         what = "must be local in a rank started by torchrun or srun"
         problems.append(Problem(what, "launcher=slurm", "submit from a shell, or use launcher=local"))
     return problems

@@ -12,9 +12,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from runner.base.accelerator import accelerator_of, cuda_is_initialized
+from runner.base.accelerator import cuda_is_initialized, get_accelerator
 from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryError, Problem
-from runner.base.rank_env import RankInfo, launcher_id, member_of
+from runner.base.rank_env import RankInfo, detect_rank, launcher_id
 from runner.config.configuration import Configuration, compose
 from runner.config.phases import INFERENCE
 from runner.config.request import Request, key_of, merge_overrides
@@ -42,7 +42,7 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
 
     Raises AccelRunError, which is also written to error.json of the run directory, if there is one.
     """
-    member = member_of(os.environ)
+    member = detect_rank(os.environ)
     if member is None or member.world_size == 1:
         return _train(request, None, then_infer=then_infer)
     try:
@@ -137,7 +137,7 @@ def _release_memory() -> None:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if cuda_is_initialized():
-        accelerator_of(torch.device("cuda")).empty_cache()
+        get_accelerator(torch.device("cuda")).empty_cache()
 
 
 def _with_smaller_micro_batches(job: Job, began: float) -> Job:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from runner.base.text import aligned, duration
+from runner.base.text import format_duration, format_table
 from runner.monitor.alerts import Alert
 from runner.monitor.samples import Stat, Summary, SummaryPart
 
@@ -94,7 +94,7 @@ def utilisation(summary: Summary) -> Iterator[HealthVerdict]:
         stat = summary.whole.metrics.get(f"{gpu}/util")
         if stat is None:
             continue
-        evidence = f"mean {stat.mean:.0f} %, {stat.min:.0f} to {stat.max:.0f} %, over {duration(stat.seconds)}"
+        evidence = f"mean {stat.mean:.0f} %, {stat.min:.0f} to {stat.max:.0f} %, over {format_duration(stat.seconds)}"
         if _is_idle(summary, gpu):
             yield HealthVerdict("note", f"{title} utilisation", "nothing ran on it", evidence)
             continue
@@ -187,7 +187,7 @@ def table(summary: Summary) -> list[str]:
             rows.append((f"{title}  {device.name}" if device and device.name else title,))
         for label, unit, stat, digits in known:
             rows.append((f"  {label}" if gpu else label, unit, *_figures(stat, digits)))
-    return aligned(rows, "<<>") if len(rows) > 1 else []
+    return format_table(rows, "<<>") if len(rows) > 1 else []
 
 
 def phases(summary: Summary) -> list[str]:
@@ -199,8 +199,8 @@ def phases(summary: Summary) -> list[str]:
         means = [
             f"{title} {part.metrics[metric].mean:.0f} %" for metric, title in known.items() if metric in part.metrics
         ]
-        rows.append((f"phase {name}", duration(part.seconds), ", ".join(means)))
-    return aligned(rows, "<><") if len(named) > 1 else []
+        rows.append((f"phase {name}", format_duration(part.seconds), ", ".join(means)))
+    return format_table(rows, "<><") if len(named) > 1 else []
 
 
 def _crowded(summary: Summary, least: int, says: str) -> Iterator[HealthVerdict]:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from rich.constrain import Constrain
 from rich.live import Live
 
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.console.progress_display import TerminalConsole
 from runner.monitor.machine_sample import GpuUser
 from runner.monitor.machine_screen import View, machine_screen
@@ -35,7 +35,7 @@ class SampleLines:
         """Show a new sample."""
         self.draw(view)
         try:
-            print(fit_to_show(self._text(view)), file=self._out, flush=True)
+            print(sanitize(self._text(view)), file=self._out, flush=True)
         except BrokenPipeError:
             self.is_gone = True
 
@@ -45,7 +45,7 @@ class SampleLines:
             if note not in self._noted:
                 self._noted.add(note)
                 with contextlib.suppress(OSError, ValueError):
-                    print(fit_to_show(note), file=self._notes, flush=True)
+                    print(sanitize(note), file=self._notes, flush=True)
 
     def is_resized(self) -> bool:
         """Return whether the terminal has another size than when it was drawn."""

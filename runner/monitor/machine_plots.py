@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.base.picture import COLORS, new_figure, png
+from runner.base.picture import COLORS, encode_png, new_figure
 from runner.monitor.samples import MachineSamples
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PlotLine:
 
 def pictures(samples: MachineSamples) -> dict[str, bytes]:
     """Return file name -> PNG: `gpu0.png` for each GPU, `gpus.png` for several, and `machine.png`."""
-    return {name: png(figure) for name, figure in figures(samples).items()}
+    return {name: encode_png(figure) for name, figure in figures(samples).items()}
 
 
 def figures(samples: MachineSamples, points: int = POINTS, *, each: bool = True) -> dict[str, Any]:

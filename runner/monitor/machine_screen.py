@@ -12,7 +12,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from runner.base.errors import readable
+from runner.base.errors import to_one_line
 from runner.monitor.alerts import Alert
 from runner.monitor.health_rules import BY_DESIGN
 from runner.monitor.machine_sample import GpuUser
@@ -144,7 +144,7 @@ def _gpus(view: View, style: _Style) -> Table:
     for number, (gpu, device) in enumerate(view.gpus.items()):
         used, total = view.latest.get(f"{gpu}/memory_gib"), view.latest.get(f"{gpu}/memory_total_gib")
         size = "" if used is None else f"{used:.1f} GiB" if not total else f"{used:.1f}/{total:.1f} GiB"
-        cells: list[RenderableType] = [Text(f"GPU {number}  {readable(device.name, 60)}", "bold")]
+        cells: list[RenderableType] = [Text(f"GPU {number}  {to_one_line(device.name, 60)}", "bold")]
         cells += [_percent(view.latest.get(f"{gpu}/util"), 0)]
         cells += [_Spark(_history(view, f"{gpu}/util"), "green", style.ascii_only)] * has_sparks
         cells += [size, _percent(100 * used / total if used is not None and total else None, 0)]
@@ -206,7 +206,7 @@ def _processes(view: View, room: int | None, style: _Style) -> RenderableType:
     head = ("GPU", "PID", "USER", "MEMORY", *(["RUN"] * has_runs), "COMMAND")
     table.add_row(*head, style="bold")
     for number, user in shown:
-        names = [readable(name, 60) or "?" for name in (user.user, user.name)]
+        names = [to_one_line(name, 60) or "?" for name in (user.user, user.name)]
         run = [view.runs.get(user.pid, "-")] * has_runs
         table.add_row(str(number), str(user.pid), names[0], _gib(user.memory_gib), *run, names[1])
     left_out = len(users) - len(shown)

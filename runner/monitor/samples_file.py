@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from runner.base.errors import DataError, InputMissing
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.host.dirfd import opened_parent
 from runner.monitor.samples import (
     COLUMNS,
@@ -89,7 +89,7 @@ class SamplesFile:
         if missing := [column for column in COLUMNS if column not in header]:
             self._note(
                 f"{path} was started by an older version and keeps its {len(header)} columns, without "
-                f"{shortened(missing, 3)}; move it away to get all of them"
+                f"{abbreviate(missing, 3)}; move it away to get all of them"
             )
         if os.pread(self._file, 1, self._size - 1) != b"\n":  # the run was killed during a write
             self._write("\n")

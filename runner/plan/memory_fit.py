@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runner.base.partition import in_flight_of
-from runner.base.text import sized
+from runner.base.partition import max_in_flight
+from runner.base.text import format_bytes
 from runner.config.configuration import Choice
 from runner.plan.cuda_allocator import Allocator, replay
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
@@ -183,9 +183,10 @@ class Demand:
         """Return one line with the constant part and the memory per sample."""
         most = self.points[-1].micro_batch_size
         one, two = self.at(most + 1), self.at(most + 2)
-        fixed = f"weights {sized(one.peak.parameters + one.peak.buffers)}, gradients {sized(one.peak.gradients)}"
+        weights = format_bytes(one.peak.parameters + one.peak.buffers)
+        fixed = f"weights {weights}, gradients {format_bytes(one.peak.gradients)}"
         each = max(0, two.peak.total - one.peak.total)
-        return f"{fixed}, optimizer {sized(one.peak.optimizer)}, {sized(each)} a sample"
+        return f"{fixed}, optimizer {format_bytes(one.peak.optimizer)}, {format_bytes(each)} a sample"
 
 
 def _together(points: Sequence[TracedPoint]) -> TracedPoint:
@@ -259,7 +260,7 @@ class RankPart:
         options, in_flight = choice.options, 1.0
         if choice.function == "pipeline" and count > 1:
             chunks = int(options["chunks"]) if options["schedule"] == "interleaved" else 1
-            kept = in_flight_of(options["schedule"], count, min(passes, MANY), chunks)
+            kept = max_in_flight(options["schedule"], count, min(passes, MANY), chunks)
             in_flight = max(sum(kept[rank::count]) for rank in range(count)) / len(kept)
             in_flight *= passes / min(passes, MANY) if options["schedule"] == "gpipe" else 1
         reshards = bool(options.get("reshard_after_forward", True))

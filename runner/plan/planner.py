@@ -14,7 +14,7 @@ from typing import Literal
 from runner.axes.memory import allocator_environment
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
-from runner.base.text import sized
+from runner.base.text import format_bytes
 from runner.config.config_files import own_profile, shipped_options
 from runner.config.configuration import Configuration, PhaseSettings
 from runner.config.own_tables import ENABLED
@@ -402,8 +402,8 @@ class _Planner(Decisions):
         if not held:
             rank, demand = min(self.ranks, key=lambda rank: rank.capacity_bytes), needs.worst(1)
             least = predicted(demand, 1, rank, part)
-            text = f"a micro-batch of one sample is predicted to need {sized(least.total)}"
-            note = f"{text}, but {rank.device} has {sized(least.capacity)}{LISTED}"
+            text = f"a micro-batch of one sample is predicted to need {format_bytes(least.total)}"
+            note = f"{text}, but {rank.device} has {format_bytes(least.capacity)}{LISTED}"
             self.notes += [note] if note not in self.notes else []
         return passes_of(largest, held)
 

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from runner.base.division import Batch
-from runner.base.text import aligned, sized
+from runner.base.text import format_bytes, format_table
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.estimate import DevicePeaks, Seconds, peaks_of, update_seconds
 from runner.plan.memory_fit import Demand, MemoryPrediction, Needs, RankMemory, biggest, passes_of
@@ -30,7 +30,7 @@ class FittingChange:
 
     def __str__(self) -> str:
         time = "unknown" if self.factor is None else f"x {self.factor:.2f}"
-        return f"{sized(self.bytes):>9}  {time:>7}  {' '.join(self.words)}"
+        return f"{format_bytes(self.bytes):>9}  {time:>7}  {' '.join(self.words)}"
 
 
 def peaks_of_ranks(plan: Plan, profiles: Sequence[Mapping[str, Any]]) -> dict[str, DevicePeaks]:
@@ -88,7 +88,9 @@ def short(memory: Sequence[RankMemory]) -> list[str]:
         model = sum(parts[name] for name in ("parameters", "buffers", "gradients", "optimizer"))
         passing = sum(parts[name] for name in ("activations", "inputs", "temporary"))
         rest = parts["allocator"] + parts["libraries"]
-        known = f"model {sized(model)}, pass {sized(passing)}, allocator and libraries {sized(rest)}"
+        known = (
+            f"model {format_bytes(model)}, pass {format_bytes(passing)}, allocator and libraries {format_bytes(rest)}"
+        )
         lines.append(f"{_ranks(of_ranks)}: {_verdict(of_ranks[0])} ({known})")
     return lines
 
@@ -103,12 +105,12 @@ def _parts(plan: Plan, of_ranks: Sequence[RankMemory]) -> list[str]:
         for name in of_ranks[0].prediction.parts
         if any(kind[0].prediction.parts[name] for kind in kinds)
     ]
-    rows.append(("predicted", *(sized(kind[0].prediction.total) for kind in shown)))
+    rows.append(("predicted", *(format_bytes(kind[0].prediction.total) for kind in shown)))
     rows.append(("available", *(_sized(kind[0].prediction.capacity) for kind in shown)))
     rows.append(("", *(_fits(kind[0]) for kind in shown)))
     if len(shown) < len(kinds):
         rows.append((f"{'':<{_NAME}}  the ones with the least free memory, of {len(kinds)} kinds of ranks",))
-    return aligned(rows, "<>")
+    return format_table(rows, "<>")
 
 
 def _more(plan: Plan, phase: PhasePlan, demand: Demand, of_ranks: Sequence[RankMemory]) -> list[str]:
@@ -238,17 +240,17 @@ def _fits(each: RankMemory) -> str:
 
 def _verdict(each: RankMemory) -> str:
     total, capacity = each.prediction.total, each.prediction.capacity
-    of = f" of {sized(capacity)}" if capacity else ""
-    return f"{sized(total)}{of} predicted" + ("" if each.prediction.fits else ": DOES NOT FIT")
+    of = f" of {format_bytes(capacity)}" if capacity else ""
+    return f"{format_bytes(total)}{of} predicted" + ("" if each.prediction.fits else ": DOES NOT FIT")
 
 
 def _part(prediction: MemoryPrediction, name: str) -> str:
     bound = "up to " if name in prediction.bounds and prediction.parts[name] else ""
-    return bound + sized(prediction.parts[name])
+    return bound + format_bytes(prediction.parts[name])
 
 
 def _sized(size: int) -> str:
-    return sized(size) if size else "unknown"
+    return format_bytes(size) if size else "unknown"
 
 
 def _peaks(peaks: Mapping[str, DevicePeaks], name: str) -> DevicePeaks:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runner.base.errors import DeviceMissing, Problem
-from runner.base.shares import Shares, equal, fixed, proportional
+from runner.base.shares import Shares, equal_shares, fixed_shares, split_proportionally
 from runner.plan.inventory import Device, Inventory
 from runner.plan.overhead import overhead_of
 
@@ -87,8 +87,8 @@ def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevic
     if len(ranks) == 1:
         return (total,), "one rank processes all samples of an update"
     if isinstance(wanted, (list, tuple)):
-        return fixed(wanted, len(ranks), total), "as given"
-    even = equal(len(ranks), total)
+        return fixed_shares(wanted, len(ranks), total), "as given"
+    even = equal_shares(len(ranks), total)
     memories = [rank.capacity_bytes for rank in ranks]
     if wanted == "equal" or isinstance(even, Problem):
         return even, "equal: as even as integers allow"
@@ -97,4 +97,4 @@ def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevic
     if not all(memories):
         return even, "memory: unknown here, so even"
     sizes = " : ".join(f"{memory / 2**30:.3g}" for memory in memories)
-    return proportional(total, memories), f"memory: proportional to {sizes} GiB"
+    return split_proportionally(total, memories), f"memory: proportional to {sizes} GiB"

@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.base.division import Batch
 from runner.base.json_converter import decode_valid, encode
-from runner.base.shares import lines, table
+from runner.base.shares import format_lines, rank_shares
 from runner.config.configuration import Choice, PhaseSettings
 from runner.config.objective_keys import flat_objectives
 from runner.config.own_tables import HOOK
@@ -198,8 +198,8 @@ def rank_table(plan: Plan) -> list[str]:
             f"rank {number}: {rank.device}: {rank.name}{size}"
             for number, (rank, size) in enumerate(zip(plan.ranks, sizes, strict=True))
         ]
-    return lines(
-        table(
+    return format_lines(
+        rank_shares(
             plan.batch.shares,
             [f"{rank.device}: {rank.name}" for rank in plan.ranks],
             [rank.memory_bytes or None for rank in plan.ranks],

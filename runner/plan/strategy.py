@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.text import sized
+from runner.base.text import format_bytes
 from runner.plan.memory_fit import Demand, Needs, RankPart, predicted
 from runner.plan.rank_devices import RankDevice
 
@@ -42,7 +42,7 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
     are_unequal = max(rooms) > UNEQUAL * min(rooms)
     share = -(-total // count)
     least = max(predicted(need, samples, rank, RankPart("ddp", count)).total for rank in ranks)
-    room = f"{sized(min(rooms))} of the {'smaller' if are_unequal else 'same'} device"
+    room = f"{format_bytes(min(rooms))} of the {'smaller' if are_unequal else 'same'} device"
 
     def hold(strategy: str, size: int = samples) -> bool:
         return needs.fits(ranks, [size] * count, RankPart(strategy, count, share))
@@ -61,14 +61,16 @@ def choose(needs: Needs, ranks: Sequence[RankDevice], total: int, micro: int | N
             "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({need})"
         )
     if holds_shards and not are_unequal:
-        return Strategy("fsdp", {}, f"auto: a replica needs {sized(least)}, above {room}; a shard fits ({need})")
+        return Strategy("fsdp", {}, f"auto: a replica needs {format_bytes(least)}, above {room}; a shard fits ({need})")
     if need.model.num_layers is not None and need.model.num_layers >= count and _fits_together(need, samples, ranks):
         why = "fsdp shards evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
-        return Strategy("pipeline", {}, f"auto: a replica needs {sized(least)}, above {room}; {why} ({need})")
+        return Strategy("pipeline", {}, f"auto: a replica needs {format_bytes(least)}, above {room}; {why} ({need})")
     if holds_shards:
-        return Strategy("fsdp", {}, f"auto: a replica needs {sized(least)}, above {room}; even shards fit ({need})")
+        return Strategy(
+            "fsdp", {}, f"auto: a replica needs {format_bytes(least)}, above {room}; even shards fit ({need})"
+        )
     passes = f"a micro-batch of {samples} sample{'s' * (samples > 1)}"
-    found = f"{passes} needs {sized(least)} ({need}), the devices have {' + '.join(map(sized, rooms))}"
+    found = f"{passes} needs {format_bytes(least)} ({need}), the devices have {' + '.join(map(format_bytes, rooms))}"
     hint = "" if need.model.num_layers is not None else "; a task with layers() could be split unevenly"
     options = {"shares": "memory"} if are_unequal else {}
     return Strategy("ddp", options, f"auto: nothing fits: {found}{hint}", fits=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from runner.base.text import aligned
+from runner.base.text import format_table
 from runner.profiling.device_waits import Wait
 from runner.profiling.module_times import BESIDE, ModuleTime
 
@@ -159,7 +159,7 @@ def _times(findings: Findings) -> list[str]:
     if not rows:
         return []
     skipped = f", after {findings.skipped} warm-up updates" if findings.skipped else ""
-    lines = [f"time of an update with and without each instrument{skipped}", *aligned(rows, "<><<", indent="  ")]
+    lines = [f"time of an update with and without each instrument{skipped}", *format_table(rows, "<><<", indent="  ")]
     if plain and any(ms < plain for ms in findings.update_ms.values()):
         lines.append(
             "  within noise: updates with that instrument took less time than without; the machine was busy, or the"
@@ -266,7 +266,7 @@ def _waits(waits: Sequence[Wait] | None) -> list[str]:
 def _table(columns: Mapping[str, Sequence[str]], width: int) -> list[str]:
     """Return a header and a line per row; the last columns are dropped if there is no room."""
     rows = [tuple(columns), *zip(*columns.values(), strict=True)]
-    return aligned(rows, "<>", droppable=list(columns)[:1:-1], columns=width - 2, indent="  ")
+    return format_table(rows, "<>", droppable=list(columns)[:1:-1], columns=width - 2, indent="  ")
 
 
 def _tree_name(row: ModuleTime) -> str:

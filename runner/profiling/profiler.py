@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.values import Count, PositiveInt, Range
 from runner.profiling import trace_file
 from runner.profiling.instruments import (
@@ -240,7 +240,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _name(device: torch.device) -> str:
-    return accelerator_of(device).name() or device.type
+    return get_accelerator(device).name() or device.type
 
 
 _NOTHING = ProfiledUpdates("", 0)

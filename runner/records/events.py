@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.secret import fit_to_show
-from runner.base.text import for_terminal
+from runner.base.secret import sanitize
+from runner.base.text import wrap_for_terminal
 from runner.host.dirfd import opened_parent
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -82,7 +82,7 @@ class Console:
         self._file.close()
 
     def _say(self, level: Level, text: str) -> None:
-        text = fit_to_show(text)
+        text = sanitize(text)
         self._file.append(f"{_now()} {level:<7} {text}\n")
         if LEVELS.index(level) < self._from:
             return
@@ -102,7 +102,7 @@ class Events:
 
     def record(self, kind: str, **fields: Any) -> None:
         """Append an event with the time in UTC. Values that are not JSON-serializable become strings."""
-        self._file.append(fit_to_show(json.dumps({"time": _now(), "kind": kind, **fields}, default=str)) + "\n")
+        self._file.append(sanitize(json.dumps({"time": _now(), "kind": kind, **fields}, default=str)) + "\n")
 
     @property
     def num_lost(self) -> int:
@@ -156,7 +156,9 @@ class _Appender:
 def _print(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader is gone or the stream is closed
         encoding = stream.encoding or "utf-8"
-        print(for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True)
+        print(
+            wrap_for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True
+        )
 
 
 MOST_BYTES = 16 << 20  # size at which a log is rotated when opened

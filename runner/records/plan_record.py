@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runner.base.json_converter import NOT_STORED, decode
-from runner.base.json_values import object_in
+from runner.base.json_values import parse_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class PlanRecord:
 
         clean  applied to the JSON object first, as to redact it
         """
-        tree = object_in(content) if content is not None else None
+        tree = parse_object(content) if content is not None else None
         if not tree:
             return cls(problem="is missing" if content is None else "is damaged")
         found = decode(cls, clean(tree) if clean else tree)

@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.base.errors import Problem
 from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
-from runner.base.json_values import object_in
+from runner.base.json_values import parse_object
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 
@@ -117,7 +117,7 @@ class RunRecord:
 
         clean  applied to the JSON object first, as to redact it
         """
-        tree = object_in(content) if content is not None else None
+        tree = parse_object(content) if content is not None else None
         if tree is None:
             return cls(problem="is missing" if content is None else "is damaged")
         found = decode(cls, clean(tree) if clean else tree)
@@ -168,7 +168,7 @@ class ErrorRecord:
 
         clean  applied to the JSON object first, as to redact it
         """
-        tree = object_in(content) if content is not None else None
+        tree = parse_object(content) if content is not None else None
         return decode(cls, clean(tree) if clean else tree).value if tree else None
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Problem
 from runner.base.packages import require
-from runner.base.text import error_line, shortened
+from runner.base.text import abbreviate, error_line
 from runner.config.request import Request, merge_overrides
 from runner.config.schema import did_you_mean
 from runner.durable import files
@@ -194,7 +194,7 @@ class _Asking:
 def _no_metric(result: Result, goal: Goal) -> ConfigError:
     """Return the error for a finished trial without the metric."""
     known = list(result.metrics)
-    what = f"{result.trial.name} has no such metric; it has {shortened(known, 8) or 'none'}"
+    what = f"{result.trial.name} has no such metric; it has {abbreviate(known, 8) or 'none'}"
     near = did_you_mean(goal.metric, known)
     fix = f"{near} Repeat the command with another metric= to continue" if near else "use metric=NAME with one of them"
     return ConfigError(Problem(what, f"metric={goal.metric}", fix))

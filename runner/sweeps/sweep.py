@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
-from runner.base.text import columns_of, shortened
+from runner.base.text import abbreviate, terminal_width
 from runner.config.configuration import Configuration
 from runner.config.request import Request, key_of, merge_overrides, override_of
 from runner.durable import files
@@ -187,7 +187,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
             source.ended(result)
         is_stopped = pool.is_stopped
     results = found.results()
-    say("\n".join(["", *table(results, found.goal, columns_of()), "", summary(results, found.goal)]))
+    say("\n".join(["", *table(results, found.goal, terminal_width()), "", summary(results, found.goal)]))
     is_submitted = any(each.state == "submitted" for each in results)
     is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
     found.save(directory, "preempted" if is_cut else "submitted" if is_submitted else "done")
@@ -254,7 +254,7 @@ def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     if lost:
         fix = "use the same settings (you may add values to the lists), or another run=NAME"
         raise IncompatibleResume(
-            f"the sweep has {shortened(lost)}, which is not requested now", where=f"run={name}", fix=fix
+            f"the sweep has {abbreviate(lost)}, which is not requested now", where=f"run={name}", fix=fix
         )
     trials = {whole: replace(trial, words=asked[whole]) for whole, trial in before.items()}
     for whole, words in asked.items():

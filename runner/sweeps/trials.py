@@ -15,9 +15,9 @@ from typing import Literal
 
 from runner.base.errors import Exit
 from runner.base.json_converter import decode, encode
-from runner.base.json_values import is_number, nan_for_none, to_json
-from runner.base.secret import fit_to_show
-from runner.base.text import aligned, metric_text, shortened
+from runner.base.json_values import is_number, none_to_nan, to_json
+from runner.base.secret import sanitize
+from runner.base.text import abbreviate, format_metric, format_table
 from runner.config.schema import did_you_mean
 from runner.durable.directory import SWEEP, RunDirectory, is_name
 from runner.durable.files import read_object, read_rows
@@ -150,7 +150,7 @@ class Sweep:
         state = _state(process_state_name(record.process) if record.is_known else "", code, self.record.launcher)
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
-        metrics = nan_for_none(record.result.metrics)
+        metrics = none_to_nan(record.result.metrics)
         last = metrics.get(metric, values[-1] if values else None)
         seconds = sum(phase.seconds for phase in record.result.phases.values())
         if not seconds and record.evidence is not None:  # of the last process of a run that has not finished
@@ -220,13 +220,13 @@ def without_metric(results: Sequence[Result], goal: Goal) -> str:
     if not known or goal.metric in known:
         return ""
     near = did_you_mean(goal.metric, known)
-    return f"no trial has {goal.metric}, but {shortened(known, 8)}" + (f"; {near}" if near else "")
+    return f"no trial has {goal.metric}, but {abbreviate(known, 8)}" + (f"; {near}" if near else "")
 
 
 def told(result: Result, goal: Goal) -> str:
     """Format the end of a trial in one line: state, metric and duration."""
     words = [_state_of(result)]
-    words += [f"{goal.metric} {metric_text(result.last, 5)}"] if result.last is not None else []
+    words += [f"{goal.metric} {format_metric(result.last, 5)}"] if result.last is not None else []
     words += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
     return "  ".join(words)
 
@@ -239,7 +239,7 @@ def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list
     rows = []
     for each in results:
         cells = [each.trial.name, *(_short(each.trial.settings.get(key, "-")) for key in keys), _state_of(each)]
-        cells += ["-" if value is None else metric_text(value, 5) for value in (each.last, each.best)]
+        cells += ["-" if value is None else format_metric(value, 5) for value in (each.last, each.best)]
         cells += ["-" if each.seconds is None else f"{each.seconds:.1f}"]
         rows.append([*cells, BEST if each is best else ""])
     return head, rows
@@ -248,8 +248,8 @@ def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list
 def table(results: Sequence[Result], goal: Goal, columns: int = 0) -> list[str]:
     """Format the table of trials for a terminal of `columns` columns; 0: unlimited."""
     head, rows = rows_of(results, goal)
-    lines = [[fit_to_show(cell).replace("\n", " ") for cell in row] for row in (head, *rows)]
-    return aligned(lines, droppable=("seconds", head[-3]), columns=columns)
+    lines = [[sanitize(cell).replace("\n", " ") for cell in row] for row in (head, *rows)]
+    return format_table(lines, droppable=("seconds", head[-3]), columns=columns)
 
 
 def as_csv(results: Sequence[Result], goal: Goal) -> str:

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from runner.base.errors import MissingPackage
-from runner.base.secret import redacted, without_secrets
+from runner.base.secret import drop_secrets, redact
 from runner.base.values import Positive
 
 Row = Mapping[str, Any]
@@ -434,7 +434,7 @@ class TrackerProcess:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl+C and signals to the group of the run do not reach it
-                    env={"WANDB_ERROR_REPORTING": "false", **without_secrets(os.environ, keep=keep)},
+                    env={"WANDB_ERROR_REPORTING": "false", **drop_secrets(os.environ, keep=keep)},
                 )
         except OSError:
             self._line.close()
@@ -481,7 +481,7 @@ class TrackerProcess:
         limit = time.monotonic() + limit_s
         try:
             self._line.settimeout(max(0.01, min(limit_s, ends_at() - time.monotonic(), LOG_S)))
-            self._line.sendall(redacted(json.dumps(order, default=str, skipkeys=True)).encode() + b"\n")
+            self._line.sendall(redact(json.dumps(order, default=str, skipkeys=True)).encode() + b"\n")
             while b"\n" not in self._heard:
                 left_s = min(limit, ends_at()) - time.monotonic()
                 if left_s <= 0:

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.axes.dataloader import Fetcher
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams, global_generators
 from runner.base.task import Task
 
@@ -90,7 +90,7 @@ def reader(dataset: Rows, *, streams: bool) -> Callable[[int], Any]:
     fetcher = Fetcher(dataset, Task().collate, bad_samples="stop")
     if not streams:
         fetcher.streams = NoStreams()
-    keys = [Micro(0, list(range(first, first + BATCH)), last=True) for first in range(0, SAMPLES, BATCH)]
+    keys = [MicroBatchKey(0, list(range(first, first + BATCH)), last=True) for first in range(0, SAMPLES, BATCH)]
 
     def read(number: int) -> Any:
         return fetcher[keys[number % len(keys)]].batch

@@ -309,10 +309,10 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
 
 def optimum_ms(lines: list[list[float]]) -> float:
     """Return the least milliseconds of an update that the fitted lines allow, exchange left out."""
-    from runner.base.share_solver import RankTiming, fastest, slowest
+    from runner.base.share_solver import RankTiming, fastest_shares, slowest_seconds
 
     known = [RankTiming(*line) for line in lines]
-    return 1e3 * slowest(known, fastest(BATCH, known))
+    return 1e3 * slowest_seconds(known, fastest_shares(BATCH, known))
 
 
 def slow(arguments: argparse.Namespace) -> float:

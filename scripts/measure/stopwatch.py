@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from runner.base.stopwatch import Stopwatch, stopwatch
+from runner.base.stopwatch import Stopwatch, new_stopwatch
 
 LAPS = ("hooks", *("data", "transfer", "data", "forward", "backward") * 2, "optimizer")
 
@@ -48,7 +48,7 @@ def main() -> int:
     print(f"torch {torch.__version__}, {len(LAPS)} laps an update, {arguments.rounds} rounds of {arguments.updates}")
     for device in devices:
         work = torch.randn(64 if device.type == "cpu" else 2048, 64 if device.type == "cpu" else 2048, device=device)
-        times = sorted(microseconds(stopwatch(device), arguments.updates, arguments.rounds, work)[2:])
+        times = sorted(microseconds(new_stopwatch(device), arguments.updates, arguments.rounds, work)[2:])
         low, high = times[len(times) // 10], times[-1 - len(times) // 10]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         median = statistics.median(times)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.base.picture import new_figure, png
+from runner.base.picture import encode_png, new_figure
 
 from .data import Batch, Category, Episodes
 from .metrics import THRESHOLD
@@ -82,7 +82,7 @@ def episode_picture(batch: Batch, row: int, xy: Tensor, hits: Tensor, category: 
         _points(axis, guessed, hit, HIT, label="guessed, within" if first else None)
         _points(axis, guessed, visible & ~hit, MISS, label="guessed, too far" if first else None)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    return png(figure)
+    return encode_png(figure)
 
 
 def _show(axis: Any, image: Tensor, title: str) -> None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.picture import new_figure, png
+from runner.base.picture import encode_png, new_figure
 from runner.base.task import Context, Dataset, Prediction, Progress, Sum, Task
 from runner.base.values import Annotated, Factor, PositiveInt, Range
 
@@ -472,7 +472,7 @@ def routing_picture(matrix: np.ndarray[Any, Any]) -> bytes:
     axes.set_ylabel("task the record belongs to")
     axes.set_title(f"Routing of {matrix.sum()} test records: {matrix.trace() / matrix.sum():.1%} right")
     figure.colorbar(image, shrink=0.9, label="share of the records of a task").ax.yaxis.set_major_formatter("{x:.0%}")
-    return png(figure)
+    return encode_png(figure)
 
 
 def _json(content: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.base.picture import new_figure, png
+from runner.base.picture import encode_png, new_figure
 
 from .metrics import UNKNOWN
 
@@ -33,7 +33,7 @@ def score_picture(one: Map, unit: str) -> bytes:
     axes = figure.add_subplot()
     _show_score(figure, axes, one.score, unit)
     axes.set_title(f"Score, {one.title}", fontsize=10)
-    return png(figure)
+    return encode_png(figure)
 
 
 def maps_picture(maps: Sequence[Map], unit: str) -> bytes:
@@ -60,7 +60,7 @@ def maps_picture(maps: Sequence[Map], unit: str) -> bytes:
         frameon=False,
         fontsize=9,
     )
-    return png(figure)
+    return encode_png(figure)
 
 
 def false_colour(cube: Array) -> Array:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from runner.axes.attention import AttentionCall, attention_calls, why_not
-from runner.base.picture import new_figure, png
+from runner.base.picture import encode_png, new_figure
 from runner.base.task import Task
 
 from .data import Batch
@@ -85,7 +85,7 @@ def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
     for number, each in enumerate(calls):
         _draw_row(axes, number, _cells(each), fontsize=8.0)
     axes.text(0.05, len(calls) + 0.35, KEY, fontsize=8, color="#555555", va="center")
-    return png(figure)
+    return encode_png(figure)
 
 
 def _cells(each: NamedCall) -> list[tuple[str, str]]:

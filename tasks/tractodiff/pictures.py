@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from runner.base.picture import new_figure, png
+from runner.base.picture import encode_png, new_figure
 
 Array = np.ndarray[Any, Any]
 # name -> elevation and azimuth in degrees, magnification, and whether the upward axis is seen end on
@@ -41,7 +41,7 @@ def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
                 axes.set(zticks=[], zlabel="")
             axes.set_title(f"{len(lines)} {name}, {view}", fontsize=10)
     figure.suptitle(f"{title}\ndirections: red to the side, green to the front, blue upwards", fontsize=11)
-    return png(figure)
+    return encode_png(figure)
 
 
 def _coloured(lines: Sequence[Array]) -> tuple[Array, Array]:

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from runner.axes.dataloader import DATALOADERS, Fetcher, cached, default, thread
 from runner.base.errors import DataError, Exit
-from runner.base.order import Micro, Order
+from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
 from runner.base.text import RemoteError
 from runner.config.configuration import compose
@@ -161,7 +161,7 @@ def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> Non
     """A data set may have files to finish; a worker that is killed cannot."""
     fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
-    batches = iter(loader.batches(Micro(0, [index], last=True) for index in range(100)))
+    batches = iter(loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100)))
     for _ in range(4):
         next(batches)
     loader.close()
@@ -174,7 +174,7 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
     fetcher = Fetcher(owner.dataset(), owner.collate, bad_samples="stop", model=owner.model)
     loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="spawn")
     try:
-        batches = loader.batches(Micro(0, [index], last=True) for index in range(2))
+        batches = loader.batches(MicroBatchKey(0, [index], last=True) for index in range(2))
         assert next(batches).batch.tolist() == [0]
         with pytest.raises(RemoteError, match="the model is not in data workers that are spawned"):
             next(batches)
@@ -296,7 +296,7 @@ SETS: dict[str, Callable[[], Any]] = {
     "subset of subset": lambda: Subset(Subset(make_tensors(), [8, 2, 5, 1]), torch.tensor([3, 0, 1])),
     "from the end": lambda: Subset(make_tensors(), [-1, 2, -3, 1]),
 }
-KEY = Micro(0, [2, 0, 1, 5], last=True, seed=3)
+KEY = MicroBatchKey(0, [2, 0, 1, 5], last=True, seed=3)
 
 
 def fetcher(dataset: Any, bad_samples: str = "stop", **options: Any) -> Fetcher:
@@ -325,4 +325,4 @@ def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
 
 def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read"):
-        fetcher(Subset(make_tensors(), [0, 99, 1]))[Micro(0, [0, 1], last=True)]
+        fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]

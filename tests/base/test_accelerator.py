@@ -17,8 +17,8 @@ from runner.base.accelerator import (
     Metal,
     Rocm,
     Xpu,
-    accelerator_of,
     amd_formats,
+    get_accelerator,
     intel_devices,
     intel_formats,
     torch_devices,
@@ -63,9 +63,9 @@ def arc(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_an_intel_gpu_is_queried_through_torch_xpu(arc: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("memory_allocated", 1), ("memory_reserved", 2)):
         monkeypatch.setattr(torch.xpu, name, lambda device, value=value: value)
-    device = accelerator_of(INTEL)
+    device = get_accelerator(INTEL)
     assert type(device) is Xpu
-    assert device.held() == DeviceMemory(allocated=1, reserved=2)
+    assert device.current_memory() == DeviceMemory(allocated=1, reserved=2)
     assert (device.name(), device.uuid(), device.l2_cache_bytes()) == (arc.name, "8680e20b", 18 << 20)
     assert device.capability() is None
     assert not device.page_lock(0, 4096)
@@ -106,12 +106,19 @@ def test_the_generator_of_an_intel_gpu_is_saved_and_restored(monkeypatch: pytest
 
 
 def test_a_cpu_has_no_streams_or_events_and_refuses_no_format() -> None:
-    cpu = accelerator_of(CPU)
-    cpu.reset_peak()
+    cpu = get_accelerator(CPU)
+    cpu.reset_peak_memory()
     cpu.empty_cache()
     cpu.activate()
-    assert cpu.free_memory() is cpu.total_bytes() is cpu.held() is cpu.peak() is cpu.generator_state() is None
-    assert not cpu.statistics()
+    assert (
+        cpu.free_memory()
+        is cpu.total_bytes()
+        is cpu.current_memory()
+        is cpu.peak_memory()
+        is cpu.generator_state()
+        is None
+    )
+    assert not cpu.memory_stats()
     assert not cpu.limit_memory(0.5)
     assert not cpu.page_lock(0, 4096)
     assert cpu.capability() is None
@@ -120,23 +127,23 @@ def test_a_cpu_has_no_streams_or_events_and_refuses_no_format() -> None:
 
 def test_the_build_of_torch_determines_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
-    assert type(accelerator_of(GPU)) is Cuda
+    assert type(get_accelerator(GPU)) is Cuda
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
-    assert type(accelerator_of(GPU)) is Rocm
-    assert type(accelerator_of(APPLE)) is Metal
+    assert type(get_accelerator(GPU)) is Rocm
+    assert type(get_accelerator(APPLE)) is Metal
 
 
 def test_memory_is_what_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("memory_allocated", 1), ("memory_reserved", 2), ("max_memory_allocated", 3)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
-    assert accelerator_of(GPU).held() == DeviceMemory(allocated=1, reserved=2)
-    assert accelerator_of(GPU).peak() == DeviceMemory(allocated=3, reserved=4)
+    assert get_accelerator(GPU).current_memory() == DeviceMemory(allocated=1, reserved=2)
+    assert get_accelerator(GPU).peak_memory() == DeviceMemory(allocated=3, reserved=4)
 
 
 def test_an_amd_gpu_has_an_architecture_and_no_capability(instinct: None) -> None:
-    assert accelerator_of(GPU).architecture() == "gfx90a"
-    assert accelerator_of(GPU).capability() is None
+    assert get_accelerator(GPU).architecture() == "gfx90a"
+    assert get_accelerator(GPU).capability() is None
     (seen,) = torch_devices()
     assert (seen.architecture, seen.capability, seen.free_bytes) == ("gfx90a", None, 60 << 30)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.base.bitwise import as_bytes, same_bits
+from runner.base.bitwise import bitwise_equal, view_bytes
 
 NUMBERS = torch.arange(12.0).view(3, 4)
 KINDS = {
@@ -26,6 +26,6 @@ KINDS = {
 def test_a_view_has_the_same_bits_as_its_copy(kind: str) -> None:
     view: Tensor = KINDS[kind]
     copy = torch.empty(view.shape, dtype=view.dtype).copy_(view)
-    assert same_bits(view, copy)
-    assert as_bytes(view).numel() == view.nbytes
-    assert not view.numel() or not same_bits(view, torch.empty_like(copy).copy_(view == 0))
+    assert bitwise_equal(view, copy)
+    assert view_bytes(view).numel() == view.nbytes
+    assert not view.numel() or not bitwise_equal(view, torch.empty_like(copy).copy_(view == 0))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
-from runner.base.json_values import object_in, to_json
+from runner.base.json_values import parse_object, to_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,4 +79,4 @@ def test_entries_and_rows_are_validated_one_by_one_and_string_lists_as_a_whole()
 
 @pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": ', "[" * 100_000, "\udcff"])
 def test_text_without_an_object_decodes_to_none(text: str) -> None:
-    assert object_in(text) is None
+    assert parse_object(text) is None

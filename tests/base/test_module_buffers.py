@@ -1,4 +1,4 @@
-"""Laws of `restored`: a block that changes buffers leaves them as they were."""
+"""Laws of `restore_buffers`: a block that changes buffers leaves them as they were."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.base.module_buffers import is_written, restored
+from runner.base.module_buffers import is_writable, restore_buffers
 
 
 class Holder(nn.Module):
@@ -58,7 +58,7 @@ ALL: list[Callable[[Holder, str], None]] = [
 def test_a_saved_buffer_is_the_same_object_with_the_same_values(change: Callable[[Holder, str], None]) -> None:
     holder = Holder()
     before = holder.saved
-    with restored([nn.Linear(2, 2), holder]):
+    with restore_buffers([nn.Linear(2, 2), holder]):
         change(holder, "saved")
     assert holder.saved is before
     assert holder.saved.tolist() == [0, 1, 2, 3]
@@ -68,7 +68,7 @@ def test_a_saved_buffer_is_the_same_object_with_the_same_values(change: Callable
 def test_a_non_persistent_buffer_that_keeps_its_shape_is_restored(change: Callable[[Holder, str], None]) -> None:
     holder = Holder()
     before = holder.cache
-    with restored([holder]):
+    with restore_buffers([holder]):
         change(holder, "cache")
     assert holder.cache is before
     assert holder.cache.tolist() == [0, 1, 2]
@@ -78,14 +78,14 @@ def test_a_non_persistent_buffer_that_keeps_its_shape_is_restored(change: Callab
 def test_a_cache_of_another_shape_is_kept(change: Callable[[Holder, str], None], shape: tuple[int] | None) -> None:
     """Its module may keep the length elsewhere."""
     holder = Holder()
-    with restored([holder]):
+    with restore_buffers([holder]):
         change(holder, "cache")
     assert (None if holder.cache is None else tuple(holder.cache.shape)) == shape
 
 
 def test_buffers_are_restored_after_an_error() -> None:
     holder = Holder()
-    with pytest.raises(ValueError, match="mine"), restored([holder]):
+    with pytest.raises(ValueError, match="mine"), restore_buffers([holder]):
         change_in_place(holder, "saved")
         raise ValueError("mine")
     assert holder.saved is not None
@@ -97,7 +97,7 @@ def test_a_buffer_that_did_not_change_is_not_written() -> None:
     holder, weight = Holder(), torch.ones(4, requires_grad=True)
     assert holder.saved is not None
     loss = (weight * holder.saved).sum()
-    with restored([holder]):
+    with restore_buffers([holder]):
         pass
     loss.backward()
     assert weight.grad is not None
@@ -112,7 +112,7 @@ def expanded() -> tuple[Tensor, Tensor]:
 def test_a_buffer_whose_elements_share_memory_is_left_and_raises_nothing() -> None:
     holder, (base, shared) = Holder(), expanded()
     holder.saved = shared
-    with restored([holder]):
+    with restore_buffers([holder]):
         base.fill_(5)
     assert holder.saved is shared
     assert holder.saved[3, 2] == 5
@@ -132,4 +132,4 @@ def inference_tensor() -> Tensor:
     ],
 )  # fmt: skip
 def test_torch_can_write_where_no_two_elements_share_memory(tensor: Any, expected: bool) -> None:
-    assert is_written(tensor) is expected
+    assert is_writable(tensor) is expected

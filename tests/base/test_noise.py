@@ -142,7 +142,7 @@ def test_outside_of_a_run_draws_follow_manual_seed() -> None:
 
 
 def test_the_state_of_a_run_does_not_leak_out_of_it() -> None:
-    with noise.no_pass():
+    with noise.without_samples():
         noise.start_pass(samples(INDICES))
         assert len(per_sample_noise(torch.zeros(2)).keys) == 64
     assert len(per_sample_noise(torch.zeros(2)).keys) == 2

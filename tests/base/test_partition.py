@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from runner.base import partition
 from runner.base.errors import Problem
-from runner.base.partition import Split, StageDevice, ideal_bubble, in_flight_of, orders, simulated_bubble, split
+from runner.base.partition import Split, StageDevice, ideal_bubble, max_in_flight, orders, simulated_bubble, split
 
 GIB = 2**30
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
@@ -140,7 +140,7 @@ def test_layers_that_do_not_fit_are_reported() -> None:
     ("sizes", "text"), [([2, 2], "add up to the model's 5"), ([5, 0], "from 1 on"), ([5], "has 1: [5]")]
 )
 def test_invalid_splits_are_a_problem(sizes: list[int], text: str) -> None:
-    problem = partition.given(sizes, [1.0] * 5, [1] * 5, [StageDevice(GIB)] * 2)
+    problem = partition.split_from_sizes(sizes, [1.0] * 5, [1] * 5, [StageDevice(GIB)] * 2)
     assert isinstance(problem, Problem)
     assert text in problem.what
 
@@ -149,7 +149,7 @@ def test_the_table_lists_every_layer_once_with_device_and_share() -> None:
     costs, sizes = [1.0, 2.0, 1.0], [GIB, 2 * GIB, GIB]
     found = split(costs, sizes, [StageDevice(4 * GIB), StageDevice(2 * GIB)])
     assert isinstance(found, Split)
-    lines = partition.table(found, ["a", "b", "c"], ["rank 0", "rank 1"], sizes, costs).splitlines()
+    lines = partition.format_split(found, ["a", "b", "c"], ["rank 0", "rank 1"], sizes, costs).splitlines()
     assert [line.split() for line in lines] == [
         ["layer", "device", "bytes", "time"],
         ["a", "rank", "0", "1,024.0", "MiB", "25.0%"],
@@ -203,8 +203,8 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_its_critical_path(
 
 
 def test_one_f_one_b_keeps_one_micro_batch_per_later_stage() -> None:
-    assert in_flight_of("1f1b", 4, 8) == (4, 3, 2, 1)
-    assert in_flight_of("1f1b", 4, 2) == (2, 2, 2, 1)
-    assert in_flight_of("gpipe", 3, 8) == (8, 8, 8)
-    assert in_flight_of("1f1b", 3, None) == (3, 2, 1)
-    assert max(in_flight_of("interleaved", 2, 8, chunks=2)) < 8
+    assert max_in_flight("1f1b", 4, 8) == (4, 3, 2, 1)
+    assert max_in_flight("1f1b", 4, 2) == (2, 2, 2, 1)
+    assert max_in_flight("gpipe", 3, 8) == (8, 8, 8)
+    assert max_in_flight("1f1b", 3, None) == (3, 2, 1)
+    assert max(max_in_flight("interleaved", 2, 8, chunks=2)) < 8

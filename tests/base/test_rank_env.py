@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from runner.base.errors import ConfigError, Exit
-from runner.base.rank_env import RankInfo, hosts_of, member_of, tasks_of
+from runner.base.rank_env import RankInfo, detect_rank, expand_hosts, expand_tasks
 
 TORCHRUN = {
     "RANK": "3",
@@ -40,67 +40,67 @@ def without(environment: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_without_variables_a_process_is_not_a_rank() -> None:
-    assert member_of({}) is None
-    assert member_of({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "HOME": "/root"}) is None
+    assert detect_rank({}) is None
+    assert detect_rank({"WORLD_SIZE": "8", "MASTER_ADDR": "a", "HOME": "/root"}) is None
 
 
 def test_torchrun_variables_are_complete() -> None:
-    assert member_of(TORCHRUN) == RankInfo(3, 1, 4, 2, "tcp://node-a:29500", 2)
+    assert detect_rank(TORCHRUN) == RankInfo(3, 1, 4, 2, "tcp://node-a:29500", 2)
 
 
 def test_torchrun_with_one_process_is_a_rank_so_that_it_can_grow() -> None:
     alone = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    assert member_of(alone) == RankInfo(0, 0, 1, 1, "tcp://node-a:29500", 2)
+    assert detect_rank(alone) == RankInfo(0, 0, 1, 1, "tcp://node-a:29500", 2)
 
 
 def test_srun_variables_are_complete_and_the_port_follows_from_the_job() -> None:
-    assert member_of(SRUN) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 0)
+    assert detect_rank(SRUN) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 0)
 
 
 def test_a_requeued_job_is_another_attempt() -> None:
-    assert member_of({**SRUN, "SLURM_RESTART_COUNT": "3"}) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 3)
+    assert detect_rank({**SRUN, "SLURM_RESTART_COUNT": "3"}) == RankInfo(2, 0, 4, 2, "tcp://n1:20007", 3)
 
 
 def test_a_given_address_and_port_are_used() -> None:
-    member = member_of({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"})
+    member = detect_rank({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"})
     assert member is not None
     assert member.store == "tcp://10.0.0.1:29501"
 
 
 def test_variables_of_the_step_override_those_of_the_job() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "n2"}
-    assert member_of({**SRUN, **step, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == RankInfo(
+    assert detect_rank({**SRUN, **step, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}) == RankInfo(
         1, 1, 2, 2, "tcp://n2:20007", 0
     )
 
 
 def test_the_last_machine_may_have_fewer_tasks() -> None:
     uneven = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[1-4]"}
-    last = member_of({**SRUN, **uneven, "SLURM_PROCID": "6", "SLURM_NODEID": "3"})
+    last = detect_rank({**SRUN, **uneven, "SLURM_PROCID": "6", "SLURM_NODEID": "3"})
     assert last == RankInfo(6, 0, 7, 1, "tcp://n1:20007", 0)
 
 
 def test_tasks_per_node_are_read_from_older_variables_too() -> None:
     old = without(SRUN, "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
-    assert member_of(old) == member_of(SRUN)
+    assert detect_rank(old) == detect_rank(SRUN)
     asked = {**without(old, "SLURM_TASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE": "2"}
-    assert member_of(asked) == member_of(SRUN)
+    assert detect_rank(asked) == detect_rank(SRUN)
 
 
 def test_the_shell_of_a_batch_script_is_not_a_rank() -> None:
-    assert member_of(without(SRUN, "SLURM_STEP_ID")) is None
-    assert member_of({**SRUN, "SLURM_STEP_ID": "4294967291"}) is None, "SLURM_BATCH_SCRIPT"
-    assert member_of({**SRUN, "SLURM_STEP_ID": "4294967290"}) is None, "SLURM_INTERACTIVE_STEP"
-    assert member_of({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4"}) is None, "the shell of salloc"
+    assert detect_rank(without(SRUN, "SLURM_STEP_ID")) is None
+    assert detect_rank({**SRUN, "SLURM_STEP_ID": "4294967291"}) is None, "SLURM_BATCH_SCRIPT"
+    assert detect_rank({**SRUN, "SLURM_STEP_ID": "4294967290"}) is None, "SLURM_INTERACTIVE_STEP"
+    assert detect_rank({"SLURM_JOB_ID": "5", "SLURM_NTASKS": "4"}) is None, "the shell of salloc"
 
 
 def test_a_step_of_one_task_is_a_single_process() -> None:
     one = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    assert member_of({**SRUN, **one}) is None
+    assert detect_rank({**SRUN, **one}) is None
 
 
 def test_torchrun_started_by_srun_is_torchrun() -> None:
-    assert member_of({**SRUN, **TORCHRUN}) == member_of(TORCHRUN)
+    assert detect_rank({**SRUN, **TORCHRUN}) == detect_rank(TORCHRUN)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_torchrun_started_by_srun_is_torchrun() -> None:
 )
 def test_all_contradictions_are_reported(environment: dict[str, str], wheres: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        member_of(environment)
+        detect_rank(environment)
     assert caught.value.exit_code == Exit.CONFIG
     found = [problem.where for problem in caught.value.problems]
     assert found == wheres
@@ -145,21 +145,21 @@ def test_all_contradictions_are_reported(environment: dict[str, str], wheres: li
     ],
 )
 def test_a_node_list_is_read_as_slurm_writes_it(nodelist: str, hosts: list[str]) -> None:
-    assert hosts_of(nodelist) == hosts
+    assert expand_hosts(nodelist) == hosts
 
 
 @pytest.mark.parametrize("nodelist", ["", "n[1-2", "n]", "n[]", "n[a-b]", "a b", "n[1,]", "a,,b", "$(id)"])
 def test_an_invalid_node_list_is_refused(nodelist: str) -> None:
     with pytest.raises(ValueError):
-        hosts_of(nodelist)
+        expand_hosts(nodelist)
 
 
 def test_tasks_per_node_are_read_as_slurm_writes_them() -> None:
-    assert tasks_of("2(x3),1") == [2, 2, 2, 1]
-    assert tasks_of("4") == [4]
+    assert expand_tasks("2(x3),1") == [2, 2, 2, 1]
+    assert expand_tasks("4") == [4]
     for wrong in ("", "2(x)", "2x3", "2,,1"):
         with pytest.raises(ValueError):
-            tasks_of(wrong)
+            expand_tasks(wrong)
 
 
 def test_the_rank_is_known_without_importing_torch() -> None:

@@ -16,13 +16,13 @@ from runner.base.errors import Problem
 from runner.base.share_solver import (
     Decision,
     RankTiming,
-    ShareSolution,
-    fastest,
-    fit,
+    ShareSolver,
+    fastest_shares,
+    fit_line,
     probe_splits,
-    slowest,
+    slowest_seconds,
 )
-from runner.base.shares import proportional
+from runner.base.shares import split_proportionally
 
 lines_of_ranks = st.lists(
     st.builds(RankTiming, st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0])),
@@ -36,18 +36,18 @@ lines_of_ranks = st.lists(
 
 @given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
 def test_exact_times_recover_the_line(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
-    line = fit([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
+    line = fit_line([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
     for n in counts:
         assert line.seconds(n) == pytest.approx(fixed_s + per_sample_s * n, rel=1e-6)
 
 
 def test_a_single_sample_count_gives_a_time_per_sample() -> None:
-    assert fit([(8, 2.0), (8, 4.0), (8, 100.0)]) == RankTiming(0.0, 0.5)
+    assert fit_line([(8, 2.0), (8, 4.0), (8, 100.0)]) == RankTiming(0.0, 0.5)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e3)), min_size=1, max_size=20))
 def test_neither_term_is_negative(points: list[tuple[int, float]]) -> None:
-    line = fit(points)
+    line = fit_line(points)
     assert line.fixed_s >= 0
     assert line.per_sample_s >= 0
     assert line.seconds(1) > 0
@@ -56,7 +56,7 @@ def test_neither_term_is_negative(points: list[tuple[int, float]]) -> None:
 def test_outliers_do_not_move_the_line() -> None:
     clean = [(n, 0.002 + 0.001 * n) for n in (8, 16, 24) for _ in range(5)]
     loud = [(n, 40 * seconds) if index % 5 < 2 else (n, seconds) for index, (n, seconds) in enumerate(clean)]
-    line = fit(loud)
+    line = fit_line(loud)
     assert line.fixed_s == pytest.approx(0.002)
     assert line.per_sample_s == pytest.approx(0.001)
 
@@ -81,11 +81,11 @@ def test_no_other_split_is_faster_than_the_solution(
     splits = every_split(total, lines, caps, 0 if may_drop else 1)
     if not splits:
         return
-    shares = fastest(total, lines, caps, wait_s, may_drop=may_drop)
+    shares = fastest_shares(total, lines, caps, wait_s, may_drop=may_drop)
     assert shares in splits
 
     def cost(split: tuple[int, ...]) -> float:
-        return slowest(lines, split) + (wait_s if may_drop and sum(n > 0 for n in split) > 1 else 0.0)
+        return slowest_seconds(lines, split) + (wait_s if may_drop and sum(n > 0 for n in split) > 1 else 0.0)
 
     assert cost(shares) == min(cost(split) for split in splits)
 
@@ -96,7 +96,7 @@ def test_no_other_split_is_faster_than_the_solution(
     st.integers(16, 5000),
 )
 def test_moving_one_sample_never_helps(lines: list[RankTiming], total: int) -> None:
-    shares = fastest(total, lines)
+    shares = fastest_shares(total, lines)
     assert sum(shares) == total
     assert min(shares) >= 1
     slow = max(range(len(lines)), key=lambda rank: lines[rank].seconds(shares[rank]))
@@ -106,23 +106,23 @@ def test_moving_one_sample_never_helps(lines: list[RankTiming], total: int) -> N
 
 
 def test_ties_go_to_the_rank_with_fewer_samples_then_to_the_lower() -> None:
-    assert fastest(7, [RankTiming(0.0, 1.0)] * 3) == (3, 2, 2)
-    assert fastest(7, [RankTiming(1.0, 0.0)] * 3) == (3, 2, 2)
-    assert fastest(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)]) == (24, 8)
-    assert fastest(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)], (20, None)) == (20, 12)
+    assert fastest_shares(7, [RankTiming(0.0, 1.0)] * 3) == (3, 2, 2)
+    assert fastest_shares(7, [RankTiming(1.0, 0.0)] * 3) == (3, 2, 2)
+    assert fastest_shares(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)]) == (24, 8)
+    assert fastest_shares(32, [RankTiming(0.0, 1.0), RankTiming(0.0, 3.0)], (20, None)) == (20, 12)
 
 
 def test_equal_ranks_are_filled_to_their_caps_in_order() -> None:
     free, slow = RankTiming(0.0, 0.0), RankTiming(0.0, 1.0)
-    assert fastest(26, [free, slow, free], (12, None, None)) == (12, 1, 13)
-    assert fastest(37, [slow, *[free] * 4], (None, 4, 1, None, None)) == (1, 4, 1, 16, 15)
+    assert fastest_shares(26, [free, slow, free], (12, None, None)) == (12, 1, 13)
+    assert fastest_shares(37, [slow, *[free] * 4], (None, 4, 1, None, None)) == (1, 4, 1, 16, 15)
 
 
 def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
     lines = [RankTiming(0.0, 1.0), RankTiming(1000.0, 1.0)]
-    assert fastest(8, lines) == (7, 1)
-    assert fastest(8, lines, may_drop=True) == (8, 0)
-    assert fastest(8, lines, (7, None), may_drop=True) == (7, 1)
+    assert fastest_shares(8, lines) == (7, 1)
+    assert fastest_shares(8, lines, may_drop=True) == (8, 0)
+    assert fastest_shares(8, lines, (7, None), may_drop=True) == (7, 1)
 
 
 # ---------------------------------------------------------------- probing
@@ -131,7 +131,7 @@ def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
 @given(st.integers(2, 8), st.integers(2, 300), st.data())
 def test_probes_respect_caps_and_include_every_rank(size: int, total: int, data: st.DataObject) -> None:
     caps = data.draw(st.lists(st.none() | st.integers(1, 300), min_size=size, max_size=size))
-    base = proportional(total, [1] * size, caps)
+    base = split_proportionally(total, [1] * size, caps)
     if total < size or isinstance(base, Problem):
         return
     splits = probe_splits(total, base, caps)
@@ -143,7 +143,7 @@ def test_probes_respect_caps_and_include_every_rank(size: int, total: int, data:
 
 @given(st.integers(2, 8), st.integers(0, 300))
 def test_each_rank_is_measured_at_two_sample_counts_within_6_updates(size: int, more: int) -> None:
-    balance = ShareSolution(2 * size + more, size, warm_up=0)
+    balance = ShareSolver(2 * size + more, size, warm_up=0)
     seen = [balance.ahead(num) for num in range(6)]
     assert all(len({split[rank] for split in seen}) >= 2 for rank in range(size))
 
@@ -151,12 +151,12 @@ def test_each_rank_is_measured_at_two_sample_counts_within_6_updates(size: int, 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_few_ranks_are_measured_at_two_counts_even_with_one_spare_sample(size: int) -> None:
     for total in range(size + 1, 3 * size):
-        splits = probe_splits(total, proportional(total, [1] * size))
+        splits = probe_splits(total, split_proportionally(total, [1] * size))
         assert all(len({split[rank] for split in splits}) >= 2 for rank in range(size)), (total, splits)
 
 
 def test_upcoming_shares_equal_those_that_are_dealt() -> None:
-    balance = ShareSolution(32, 2, warm_up=2)
+    balance = ShareSolver(32, 2, warm_up=2)
     ahead = [balance.ahead(num) for num in range(8)]
     assert ahead[:2] == [(16, 16)] * 2
     dealt = []
@@ -185,10 +185,12 @@ class Ranks:
 
     def over_best(self, shares: Sequence[int]) -> float:
         """Return how much longer an update takes than with the best shares; 1.0 is best."""
-        return slowest(self.lines, shares) / slowest(self.lines, fastest(sum(shares), self.lines))
+        return slowest_seconds(self.lines, shares) / slowest_seconds(
+            self.lines, fastest_shares(sum(shares), self.lines)
+        )
 
 
-def run(balance: ShareSolution, ranks: Ranks, updates: int, exchange_s: float = 0.0) -> list[Decision]:
+def run(balance: ShareSolver, ranks: Ranks, updates: int, exchange_s: float = 0.0) -> list[Decision]:
     decisions = []
     for _ in range(updates):
         if decision := balance.observe(ranks.take(balance.shares), exchange_s=exchange_s):
@@ -202,10 +204,10 @@ def test_a_slower_rank_costs_the_minimum(slower: int, gain: float, noise: float)
     """Within 5 % of the optimum; equal shares take (1 + k) / 2 of it where a rank is k times slower: 1.5 and 2."""
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
-        balance = ShareSolution(96, 2)
+        balance = ShareSolver(96, 2)
         run(balance, ranks, 200)
         assert ranks.over_best(balance.shares) <= 1.05
-        assert slowest(ranks.lines, (48, 48)) / slowest(ranks.lines, balance.shares) >= gain
+        assert slowest_seconds(ranks.lines, (48, 48)) / slowest_seconds(ranks.lines, balance.shares) >= gain
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,7 @@ def test_a_slower_rank_costs_the_minimum(slower: int, gain: float, noise: float)
 def test_more_ranks_and_large_fixed_times_come_within_5_percent(lines: list[RankTiming]) -> None:
     for seed in range(5):
         ranks = Ranks(lines, 0.05, seed)
-        balance = ShareSolution(128, len(lines))
+        balance = ShareSolver(128, len(lines))
         run(balance, ranks, 200)
         assert ranks.over_best(balance.shares) <= 1.05
 
@@ -229,16 +231,16 @@ def test_more_ranks_and_large_fixed_times_come_within_5_percent(lines: list[Rank
 def test_noise_changes_the_shares_at_most_once_in_500_updates(noise: float, slower: int) -> None:
     for seed in range(10):
         ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0005 * slower, 0.001 * slower)], noise, seed)
-        balance = ShareSolution(64, 2)
+        balance = ShareSolver(64, 2)
         run(balance, ranks, 100)
         assert len(run(balance, ranks, 500)) <= 1
 
 
 def test_a_gain_below_the_threshold_changes_nothing() -> None:
     ranks = Ranks([RankTiming(0.0, 0.001), RankTiming(0.0, 0.00104)])
-    assert fastest(200, ranks.lines) == (102, 98)
-    assert {each.shares for each in run(ShareSolution(200, 2), ranks, 100)} == {(100, 100)}
-    assert {each.shares for each in run(ShareSolution(200, 2, threshold=0.005), ranks, 100)} == {(102, 98)}
+    assert fastest_shares(200, ranks.lines) == (102, 98)
+    assert {each.shares for each in run(ShareSolver(200, 2), ranks, 100)} == {(100, 100)}
+    assert {each.shares for each in run(ShareSolver(200, 2, threshold=0.005), ranks, 100)} == {(102, 98)}
 
 
 def test_a_gain_within_noise_changes_nothing() -> None:
@@ -246,7 +248,7 @@ def test_a_gain_within_noise_changes_nothing() -> None:
     changes = 0
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0005, 0.001)] * 8, 0.20, seed)
-        balance = ShareSolution(512, 8)
+        balance = ShareSolver(512, 8)
         run(balance, ranks, 200)
         changes += len(run(balance, ranks, 500))
     assert changes <= 5
@@ -257,7 +259,7 @@ def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
     fast, slow = RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)
     for seed in range(10):
         ranks = Ranks([fast, slow], noise, seed)
-        balance = ShareSolution(64, 2, every=20)
+        balance = ShareSolver(64, 2, every=20)
         run(balance, ranks, 207 + seed)
         ranks.lines.reverse()
         assert ranks.over_best(balance.shares) > 2
@@ -269,7 +271,7 @@ def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
 @pytest.mark.parametrize("factor", [4.0, 0.25])
 def test_a_changed_speed_is_detected_in_both_directions(factor: float) -> None:
     ranks = Ranks([RankTiming(0.0, 0.002)] * 2)
-    balance = ShareSolution(64, 2, every=20)
+    balance = ShareSolver(64, 2, every=20)
     run(balance, ranks, 200)
     ranks.lines[1] = RankTiming(0.0, 0.002 * factor)
     reason = run(balance, ranks, 3 * balance.every)[0].reason
@@ -278,7 +280,7 @@ def test_a_changed_speed_is_detected_in_both_directions(factor: float) -> None:
 
 def test_a_new_fixed_time_is_followed_too() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001)] * 2, 0.05)
-    balance = ShareSolution(128, 2)
+    balance = ShareSolver(128, 2)
     run(balance, ranks, 200)
     ranks.lines[0] = RankTiming(0.02, 0.001)
     run(balance, ranks, 3 * balance.every)
@@ -288,12 +290,12 @@ def test_a_new_fixed_time_is_followed_too() -> None:
 def test_late_splits_and_ragged_windows_do_not_mislead() -> None:
     """Batches made ahead: what is dealt now was decided two updates before; every 7th window is ragged."""
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
-    balance = ShareSolution(64, 2)
+    balance = ShareSolver(64, 2)
     queue = [balance.ahead(0), balance.ahead(1)]
     for number in range(200):
         queue.append(balance.ahead(2))
         shares = queue.pop(0)
-        taken = proportional(5, shares) if number % 7 == 6 else shares
+        taken = split_proportionally(5, shares) if number % 7 == 6 else shares
         assert not isinstance(taken, Problem)
         balance.observe(ranks.take(taken), taken)
     assert ranks.over_best(balance.shares) <= 1.05
@@ -301,7 +303,7 @@ def test_late_splits_and_ragged_windows_do_not_mislead() -> None:
 
 def test_invalid_times_are_ignored() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)])
-    balance = ShareSolution(64, 2)
+    balance = ShareSolver(64, 2)
     for number in range(200):
         bad = {5: [float("nan"), 1.0], 6: [0.0, 1.0], 40: [float("inf"), 0.0]}
         balance.observe(bad.get(number, ranks.take(balance.shares)))
@@ -327,13 +329,13 @@ def test_after_the_verdict_at_most_2_percent_slower_than_the_best_ranks(
 ) -> None:
     for seed in range(5):
         ranks = Ranks(lines, noise, seed)
-        balance = ShareSolution(32, len(lines))
+        balance = ShareSolver(32, len(lines))
         verdicts = [decision for decision in run(balance, ranks, 400, exchange_s) if decision.drop]
         assert [verdict.drop for verdict in verdicts] == ([drop] if drop else [])
         shares = verdicts[0].shares if verdicts else balance.shares
         several = sum(n > 0 for n in shares) > 1
         best_single = min(line.seconds(32) for line in lines)
-        assert slowest(lines, shares) + (exchange_s if several else 0.0) <= 1.02 * best_single
+        assert slowest_seconds(lines, shares) + (exchange_s if several else 0.0) <= 1.02 * best_single
 
 
 def test_fewer_ranks_are_tried_out_before_the_verdict() -> None:
@@ -344,14 +346,14 @@ def test_fewer_ranks_are_tried_out_before_the_verdict() -> None:
             return [2 * time if n > 24 else time for time, n in zip(super().take(shares), shares, strict=True)]
 
     lines = [RankTiming(0.001, 0.001), RankTiming(0.001, 0.001)]
-    assert [each.drop for each in run(ShareSolution(32, 2), Ranks(lines), 300, exchange_s=0.025) if each.drop] == [(1,)]
-    assert not any(each.drop for each in run(ShareSolution(32, 2), Cliff(lines), 300, exchange_s=0.025))
+    assert [each.drop for each in run(ShareSolver(32, 2), Ranks(lines), 300, exchange_s=0.025) if each.drop] == [(1,)]
+    assert not any(each.drop for each in run(ShareSolver(32, 2), Cliff(lines), 300, exchange_s=0.025))
 
 
 def test_a_rank_that_cannot_hold_all_samples_is_never_left_alone() -> None:
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.001)])
-    assert not any(each.drop for each in run(ShareSolution(32, 2, caps=(31, 31)), ranks, 300, exchange_s=1.0))
-    verdicts = [each for each in run(ShareSolution(32, 2, caps=(31, None)), ranks, 300, exchange_s=1.0) if each.drop]
+    assert not any(each.drop for each in run(ShareSolver(32, 2, caps=(31, 31)), ranks, 300, exchange_s=1.0))
+    verdicts = [each for each in run(ShareSolver(32, 2, caps=(31, None)), ranks, 300, exchange_s=1.0) if each.drop]
     assert [each.drop for each in verdicts] == [(0,)]
 
 
@@ -359,13 +361,13 @@ def test_a_rank_that_cannot_hold_all_samples_is_never_left_alone() -> None:
 
 
 def test_a_decision_has_a_reason_and_a_predicted_gain() -> None:
-    decision = run(ShareSolution(32, 2), Ranks([RankTiming(0.0, 0.0004), RankTiming(0.0, 0.0012)]), 8)[0]
+    decision = run(ShareSolver(32, 2), Ranks([RankTiming(0.0, 0.0004), RankTiming(0.0, 0.0012)]), 8)[0]
     assert decision.shares == (24, 8)
     assert decision.old_s == pytest.approx(0.0192)
     assert decision.new_s == pytest.approx(0.0096)
     for part in ("rank 1", "3.0 times", "16+16 -> 24+8", "19.2 -> 9.6 ms"):
         assert part in decision.reason
-    stays = run(ShareSolution(32, 2), Ranks([RankTiming(0.0, 0.0004)] * 2), 8)[0]
+    stays = run(ShareSolver(32, 2), Ranks([RankTiming(0.0, 0.0004)] * 2), 8)[0]
     assert stays.shares == (16, 16)
     for part in ("16+16", "6.4 ms"):
         assert part in stays.reason
@@ -373,13 +375,13 @@ def test_a_decision_has_a_reason_and_a_predicted_gain() -> None:
 
 def test_a_verdict_reports_the_time_without_the_slow_ranks() -> None:
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.008)])
-    verdict = run(ShareSolution(32, 2), ranks, 100, exchange_s=0.010)[-1]
+    verdict = run(ShareSolver(32, 2), ranks, 100, exchange_s=0.010)[-1]
     assert (verdict.drop, verdict.shares) == ((1,), (32, 0))
     assert re.findall(r"rank \d|[\d.]+ ms", verdict.reason) == ["rank 1", "33.0 ms", "rank 0", "40.0 ms"]
 
 
 def test_all_ranks_take_the_same_decision_from_the_same_times() -> None:
-    first, second = ShareSolution(64, 3), ShareSolution(64, 3)
+    first, second = ShareSolver(64, 3), ShareSolver(64, 3)
     ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.001, 0.002), RankTiming(0.001, 0.003)], 0.10)
     for _ in range(300):
         assert first.shares == second.shares
@@ -389,10 +391,10 @@ def test_all_ranks_take_the_same_decision_from_the_same_times() -> None:
 
 def test_measurements_are_restored_from_a_checkpoint() -> None:
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
-    balance = ShareSolution(64, 2)
+    balance = ShareSolver(64, 2)
     run(balance, ranks, 110)
     state = json.loads(json.dumps(balance.state(), allow_nan=False))
-    again = ShareSolution(64, 2)
+    again = ShareSolver(64, 2)
     again.load(state)
     assert all(again.ahead(num) == balance.current for num in range(10)), "it does not probe again"
     assert (again.shares, again.lines) == (balance.shares, balance.lines)
@@ -407,27 +409,27 @@ def test_measurements_are_restored_from_a_checkpoint() -> None:
     [{"gained": True}, {"gained": False}, {"verdicts": 2}, {"until_trial": 3}, {"said": True}, {"said": False}],
 )
 def test_each_field_of_a_checkpoint_is_restored(changes: dict[str, bool | int]) -> None:
-    balance, again = ShareSolution(64, 2), ShareSolution(64, 2)
+    balance, again = ShareSolver(64, 2), ShareSolver(64, 2)
     run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
     state = {**balance.state(), **changes}
     again.load(state)
     assert again.state() == state
 
 
-@pytest.mark.parametrize("other", [ShareSolution(65, 2), ShareSolution(64, 3), ShareSolution(64, 2, caps=(40, 40))])
-def test_measurements_of_another_division_are_not_used(other: ShareSolution) -> None:
-    balance = ShareSolution(64, 2)
+@pytest.mark.parametrize("other", [ShareSolver(65, 2), ShareSolver(64, 3), ShareSolver(64, 2, caps=(40, 40))])
+def test_measurements_of_another_division_are_not_used(other: ShareSolver) -> None:
+    balance = ShareSolver(64, 2)
     run(balance, Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)]), 50)
     assert balance.shares == (48, 16)
     before = other.state()
     other.load(balance.state())
     assert other.state() == before
-    fresh = ShareSolution(64, 2)
-    fresh.load(ShareSolution(64, 2).state())
+    fresh = ShareSolver(64, 2)
+    fresh.load(ShareSolver(64, 2).state())
     assert fresh.ahead(2) != fresh.current, "nothing was known yet, so it probes"
 
 
 def test_one_rank_has_nothing_to_balance() -> None:
-    balance = ShareSolution(32, 1)
+    balance = ShareSolver(32, 1)
     assert run(balance, Ranks([RankTiming(0.0, 0.001)]), 100) == []
     assert balance.shares == (32,)

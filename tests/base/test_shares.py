@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from runner.base.errors import Problem
 from runner.base.shares import (
     RankShare,
-    equal,
-    fixed,
-    identity,
-    lines,
-    proportional,
-    slices,
-    summed,
-    table,
+    equal_shares,
+    fixed_shares,
+    format_identity,
+    format_lines,
+    format_sum,
+    rank_shares,
+    rank_slices,
+    split_proportionally,
     window_shares,
 )
 from tests.suggestions import suggested
@@ -43,7 +43,7 @@ def problem(shares: tuple[int, ...] | Problem) -> Problem:
 
 @given(st.integers(0, 5000), weights_of_ranks)
 def test_all_samples_are_dealt_and_every_used_rank_gets_one(total: int, weights: list[float]) -> None:
-    shares = must(proportional(total, weights))
+    shares = must(split_proportionally(total, weights))
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
     assert sum(shares) == total
     assert all(share == 0 for rank, share in enumerate(shares) if rank not in taking)
@@ -57,7 +57,7 @@ def test_no_rank_is_above_its_cap_and_too_small_caps_are_a_problem(
 ) -> None:
     cap = st.none() | st.integers(0, 200)
     caps = data.draw(st.lists(cap, min_size=len(weights), max_size=len(weights)))
-    shares = proportional(total, weights, caps)
+    shares = split_proportionally(total, weights, caps)
     taking = [rank for rank, weight in enumerate(weights) if weight > 0]
     fits = any(caps[rank] is None for rank in taking) or sum(caps[rank] or 0 for rank in taking) >= total
     assert isinstance(shares, Problem) != fits
@@ -71,34 +71,34 @@ def test_no_rank_is_above_its_cap_and_too_small_caps_are_a_problem(
 @given(st.integers(9, 2000), st.lists(st.integers(1, 50), min_size=1, max_size=9))
 def test_shares_without_active_caps_are_within_one_sample_of_the_proportion(total: int, weights: list[int]) -> None:
     quotas = [total * weight / sum(weights) for weight in weights]
-    shares = must(proportional(total, weights))
+    shares = must(split_proportionally(total, weights))
     if min(quotas) >= 1:
         assert all(abs(share - quota) < 1 for share, quota in zip(shares, quotas, strict=True))
 
 
 def test_the_largest_remainder_decides_and_ties_go_to_the_lower_rank() -> None:
-    assert proportional(32, (11, 8)) == (19, 13)  # 18.53, 13.47
-    assert proportional(10, (1, 1, 1)) == (4, 3, 3)
-    assert proportional(11, (1, 1, 1)) == (4, 4, 3)
-    assert proportional(3, (0.1, 0.1)) == (2, 1)
-    assert proportional(1, (1, 2, 2)) == (0, 1, 0)
-    assert proportional(10, (1000, 1, 0, 1)) == (8, 1, 0, 1)
+    assert split_proportionally(32, (11, 8)) == (19, 13)  # 18.53, 13.47
+    assert split_proportionally(10, (1, 1, 1)) == (4, 3, 3)
+    assert split_proportionally(11, (1, 1, 1)) == (4, 4, 3)
+    assert split_proportionally(3, (0.1, 0.1)) == (2, 1)
+    assert split_proportionally(1, (1, 2, 2)) == (0, 1, 0)
+    assert split_proportionally(10, (1000, 1, 0, 1)) == (8, 1, 0, 1)
 
 
 def test_samples_above_a_cap_go_to_the_others_in_proportion() -> None:
-    assert proportional(32, (4, 2, 2), (10, None, None)) == (10, 11, 11)
-    assert proportional(30, (6, 3, 1), (10, None, None)) == (10, 15, 5)
-    assert proportional(12, (100, 1, 1), (4, 4, 4)) == (4, 4, 4)
+    assert split_proportionally(32, (4, 2, 2), (10, None, None)) == (10, 11, 11)
+    assert split_proportionally(30, (6, 3, 1), (10, None, None)) == (10, 15, 5)
+    assert split_proportionally(12, (100, 1, 1), (4, 4, 4)) == (4, 4, 4)
 
 
 def test_a_cap_of_one_rank_does_not_push_another_below_its_proportion() -> None:
     """Both bounds are broken at first; which of them is resolved first decides."""
-    assert proportional(20, (1000, 10, 1), (8, None, None)) == (8, 11, 1)
-    assert proportional(5, (100, 3, 1), (3, None, None)) == (3, 1, 1)
+    assert split_proportionally(20, (1000, 10, 1), (8, None, None)) == (8, 11, 1)
+    assert split_proportionally(5, (100, 3, 1), (3, None, None)) == (3, 1, 1)
 
 
 def test_too_small_caps_are_reported_with_their_sum() -> None:
-    found = problem(proportional(64, (1, 1), (30, 20)))
+    found = problem(split_proportionally(64, (1, 1), (30, 20)))
     assert found.where == "global_batch_size=64"
     assert "30 + 20: 50" in found.what
     assert suggested(found.fix) == ["global_batch_size=50"]
@@ -119,7 +119,7 @@ def test_a_ragged_window_is_dealt_completely_within_the_shares(shares: list[int]
 
 @given(some_shares, st.integers(0, 400))
 def test_slices_are_consecutive_and_cover_the_window(shares: list[int], window: int) -> None:
-    cuts = slices(window, shares)
+    cuts = rank_slices(window, shares)
     seen = [sample for start, stop in cuts for sample in range(start, stop)]
     assert seen == list(range(window))
     assert tuple(stop - start for start, stop in cuts) == window_shares(window, shares)
@@ -127,7 +127,7 @@ def test_slices_are_consecutive_and_cover_the_window(shares: list[int], window: 
 
 def test_a_rank_may_get_no_samples_of_a_small_window() -> None:
     assert window_shares(1, (19, 13)) == (1, 0)
-    assert slices(1, (19, 13)) == ((0, 1), (1, 1))
+    assert rank_slices(1, (19, 13)) == ((0, 1), (1, 1))
     assert window_shares(2, (1, 1, 1)) == (1, 1, 0)
     assert window_shares(0, (19, 13)) == (0, 0)
 
@@ -136,12 +136,12 @@ def test_a_rank_may_get_no_samples_of_a_small_window() -> None:
 
 
 def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
-    assert fixed((19, 13), 2, 32) == (19, 13)
-    assert fixed((5, 3), 2, 32) == (20, 12)
-    assert fixed((11, 8), 2, 32) == (19, 13)
-    assert fixed((1000, 1), 2, 2) == (1, 1)
-    assert fixed((7,), 1, 32) == (32,)
-    assert equal(3, 32) == (11, 11, 10)
+    assert fixed_shares((19, 13), 2, 32) == (19, 13)
+    assert fixed_shares((5, 3), 2, 32) == (20, 12)
+    assert fixed_shares((11, 8), 2, 32) == (19, 13)
+    assert fixed_shares((1000, 1), 2, 2) == (1, 1)
+    assert fixed_shares((7,), 1, 32) == (32,)
+    assert equal_shares(3, 32) == (11, 11, 10)
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
 def test_impossible_shares_are_reported_with_a_fix(
     shares: tuple[int, ...], world_size: int, total: int, where: str, instead: str
 ) -> None:
-    found = problem(fixed(shares, world_size, total))
+    found = problem(fixed_shares(shares, world_size, total))
     assert (found.where, suggested(found.fix)) == (where, instead.split())
 
 
 @given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
 def test_accepted_shares_match_the_ranks_and_the_batch(shares: list[int], world_size: int, total: int) -> None:
-    taken = fixed(shares, world_size, total)
+    taken = fixed_shares(shares, world_size, total)
     good = len(shares) == world_size <= total and min(shares, default=0) > 0
     assert isinstance(taken, Problem) != good
     if not isinstance(taken, Problem):
@@ -178,20 +178,20 @@ def test_accepted_shares_match_the_ranks_and_the_batch(shares: list[int], world_
 
 def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[RankShare, ...]:
     size = len(shares)
-    return table(shares, ["cpu"] * size, [None] * size, [micro] * size)
+    return rank_shares(shares, ["cpu"] * size, [None] * size, [micro] * size)
 
 
 def test_the_identity_adds_up_in_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
     eight = (24, 23, 22, 21, 20, 19, 18, 17)
     told = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
     devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
-    rows = lines(table((19, 13), devices, memory, [8, None]))
-    screen("\n".join([*(identity(rows_of(shares, micro)) for shares, micro in told), "", *rows]))
+    rows = format_lines(rank_shares((19, 13), devices, memory, [8, None]))
+    screen("\n".join([*(format_identity(rows_of(shares, micro)) for shares, micro in told), "", *rows]))
 
 
 @pytest.mark.parametrize(("size", "micro"), list(product((1, 2, 3, 8, 64), (None, 8))))
 def test_the_identity_is_never_longer_than_a_line(size: int, micro: int | None) -> None:
-    line = identity(rows_of(tuple(range(100, 100 + size)), micro))
+    line = format_identity(rows_of(tuple(range(100, 100 + size)), micro))
     assert len(line) <= 120
     assert "\n" not in line
 
@@ -205,5 +205,5 @@ def test_the_micro_batches_of_a_rank_cover_its_share(shares: list[int], micro: i
 
 
 def test_many_ranks_are_shown_as_a_range() -> None:
-    assert summed((5, 3)) == "5 + 3"
-    assert summed([3, 9] * 32) == "64 ranks, 3 to 9 each"
+    assert format_sum((5, 3)) == "5 + 3"
+    assert format_sum([3, 9] * 32) == "64 ranks, 3 to 9 each"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base import stopwatch as module
-from runner.base.stopwatch import BETWEEN, PARTS, DeviceStopwatch, Stopwatch, between, stopwatch
+from runner.base.stopwatch import BETWEEN, PARTS, DeviceStopwatch, Stopwatch, new_stopwatch, seconds_between
 
 
 class Timeline:
@@ -118,8 +118,8 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
             part: seconds for part, seconds in expected.items() if seconds
         }
         assert sum(spent.values()) == line.now - 100.0
-        windows = [between(one(), other()) for one, other in itertools.pairwise(bookmarks)]
-        rest = between(bookmarks[-1](), spent)
+        windows = [seconds_between(one(), other()) for one, other in itertools.pairwise(bookmarks)]
+        rest = seconds_between(bookmarks[-1](), spent)
         assert sum(sum(window.values()) for window in [*windows, rest]) == line.now - 100.0
 
 
@@ -170,7 +170,7 @@ def test_another_phase_starts_at_zero(watch: Stopwatch, line: Timeline) -> None:
 
 
 def test_a_cpu_uses_the_host_clock() -> None:
-    assert type(stopwatch(torch.device("cpu"))) is Stopwatch
+    assert type(new_stopwatch(torch.device("cpu"))) is Stopwatch
 
 
 # ---------------------------------------------------------------- on a device

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.text import aligned, for_terminal, reflowed, sized, sized_gib, wrapped
+from runner.base.text import format_bytes, format_gib, format_table, reflow, wrap, wrap_for_terminal
 from runner.cli import overview, print_problems
 from runner.commands import COMMANDS
 from runner.console.progress_display import Bar
@@ -32,7 +32,7 @@ COMMAND = TABLE.splitlines()[-1]
 
 @pytest.mark.parametrize("columns", [40, 60, 80, 90])
 def test_lines_are_broken_between_words_only(columns: int) -> None:
-    lines = wrapped(TABLE, columns).split("\n")
+    lines = wrap(TABLE, columns).split("\n")
     assert " ".join(lines).split() == TABLE.split()
     assert all(len(line) <= columns or line == COMMAND for line in lines)
     assert COMMAND in lines
@@ -43,32 +43,32 @@ def test_a_command_to_paste_is_not_wrapped_and_its_description_is() -> None:
         "accel-run train --task ./my_task.py optimizer.lr=0.1",
         "a task of your own, made by accel-run new",
     )
-    first, *more = wrapped(f"  {command}   {meaning}", 40).split("\n")
+    first, *more = wrap(f"  {command}   {meaning}", 40).split("\n")
     assert first == f"  {command}"
     assert " ".join(" ".join(more).split()) == meaning
     command, meaning = "accel-run COMMAND --help", "tells more of it"
-    assert wrapped(f"{command} {meaning}", 20).endswith(f"--help\n  {meaning}")
+    assert wrap(f"{command} {meaning}", 20).endswith(f"--help\n  {meaning}")
 
 
 def test_columns_of_a_narrow_table_are_dropped_in_order_and_named() -> None:
     rows = [("run", "task", "size"), ("first", "gpt", "9 MiB"), ("second", "nmt", "10 MiB")]
-    assert aligned(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
-    assert aligned(rows, "<<>", ("size", "task"), 20) == aligned(rows, "<<>")
-    *narrow, note = aligned(rows, "<<>", ("size", "task"), 19)
+    assert format_table(rows, "<<>") == ["run     task    size", "first   gpt    9 MiB", "second  nmt   10 MiB"]
+    assert format_table(rows, "<<>", ("size", "task"), 20) == format_table(rows, "<<>")
+    *narrow, note = format_table(rows, "<<>", ("size", "task"), 19)
     assert narrow == ["run     task", "first   gpt", "second  nmt"]
     assert "size" in note
-    assert aligned(rows, "<<>", ("size", "task"), 8)[0] == "run"
+    assert format_table(rows, "<<>", ("size", "task"), 8)[0] == "run"
 
 
 def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
     rows = [("", "lowest", "mean"), ("graphics-card",), ("cpu", "9", "10")]
-    assert aligned(rows, "<>", indent="  ") == [
+    assert format_table(rows, "<>", indent="  ") == [
         "       lowest  mean",
         "  graphics-card",
         "  cpu       9    10",
     ]
-    assert aligned([("a", "b", "c"), ("d", "eeee", "f")], widest={1: 2}) == ["a  b   c", "d  eeee  f"]
-    assert aligned([]) == []
+    assert format_table([("a", "b", "c"), ("d", "eeee", "f")], widest={1: 2}) == ["a  b   c", "d  eeee  f"]
+    assert format_table([]) == []
 
 
 def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
@@ -79,8 +79,8 @@ def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
     what, fix = "is a key that nobody knows", "did you mean seed=1?"
     with os.fdopen(theirs, "w") as terminal, redirect_stdout(terminal), redirect_stderr(terminal):
         broken = ["device      cpu: CPU (AMD EPYC, 1 core),", "            for there is no GPU here"]
-        assert for_terminal(text, terminal).split("\n") == broken
-        assert for_terminal(text, io.StringIO()) == text
+        assert wrap_for_terminal(text, terminal).split("\n") == broken
+        assert wrap_for_terminal(text, io.StringIO()) == text
         Bar(terminal).note(text)
         Console().info(text)
         Console().error(text)
@@ -103,7 +103,7 @@ HELPS = [overview(), *(import_module(f"runner.commands.{module}").HELP for modul
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 160, 220])
 @pytest.mark.parametrize("text", HELPS, ids=lambda text: " ".join(text.split()[1:4]))
 def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None:
-    shown = reflowed(text, columns)
+    shown = reflow(text, columns)
     assert shown.split() == text.split()
     lines = shown.split("\n")
     for line in lines:
@@ -115,7 +115,7 @@ def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None
 
 @given(st.integers(0, 2**50))
 def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> None:
-    shown = sized(size)
+    shown = format_bytes(size)
     if size == 0:
         assert shown == "0"
         return
@@ -123,8 +123,8 @@ def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> Non
     units = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
     assert "e" not in number
     assert float(number.replace(",", "")) * units[unit] == pytest.approx(size, rel=0.006, abs=0.5)
-    assert sized_gib(size / 2**30) == shown
+    assert format_gib(size / 2**30) == shown
 
 
 def test_small_amounts_have_small_units() -> None:
-    assert [sized_gib(gib) for gib in (6.4e-05, 0.0005, 0.25, 2.0)] == ["67.1 KiB", "0.512 MiB", "0.25 GiB", "2 GiB"]
+    assert [format_gib(gib) for gib in (6.4e-05, 0.0005, 0.25, 2.0)] == ["67.1 KiB", "0.512 MiB", "0.25 GiB", "2 GiB"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.base.text import rate
+from runner.base.text import format_rate
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -74,15 +74,15 @@ def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path
 
 def test_the_end_summary_shows_the_throughput_of_the_run(known: float, screen: str) -> None:
     (line,) = [line for line in screen.splitlines() if line.startswith("done ")]
-    assert re.search(r"([\d.,]+) \w+s/s", line)[1] == rate(known)  # type: ignore[index]
+    assert re.search(r"([\d.,]+) \w+s/s", line)[1] == format_rate(known)  # type: ignore[index]
 
 
 def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Path, server: ForkServer) -> None:
     (row,) = json.loads(server.run("runs --json", folder).out)
     assert row["items_per_s"] == known
     _, line = server.run("runs", folder).out.splitlines()
-    assert rate(known) in line.split()
-    assert f" {rate(known)} items/s" in server.run("status", folder).out
+    assert format_rate(known) in line.split()
+    assert f" {format_rate(known)} items/s" in server.run("status", folder).out
 
 
 @pytest.mark.sampled(1)
@@ -96,7 +96,7 @@ def test_pages_show_the_throughput_of_the_run(words: str, known: float, folder: 
     assert ended.code == 0, ended.err
     out = folder / ("both.html" if "both" in words else "outputs/one/report.html")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", out.read_text()))
-    assert f" {rate(known)} " in text
+    assert f" {format_rate(known)} " in text
 
 
 def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(

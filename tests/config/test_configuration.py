@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.config.aliases import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES, fix_of_key, fix_of_option
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
@@ -265,7 +265,7 @@ def test_a_file_of_the_folder_beats_the_settings_of_a_task(task: Path, tmp_path:
 
 
 def test_a_users_config_yaml_replaces_the_defaults_list(bare: Path, tmp_path: Path) -> None:
-    ours = (shipped("conf") / "config.yaml").read_text()
+    ours = (shipped_path("conf") / "config.yaml").read_text()
     folder = write(
         tmp_path, {"config.yaml": ours.replace("seed: 0", "seed: 5").replace("precision: auto", "precision: fp32")}
     )
@@ -696,7 +696,7 @@ def test_every_shipped_option_of_every_group_composes() -> None:
 
 
 def test_the_defaults_list_has_every_group_and_the_profile_last() -> None:
-    entries = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
+    entries = OmegaConf.to_container(OmegaConf.load(shipped_path("conf") / "config.yaml"))["defaults"]  # type: ignore[call-overload,index]
     groups = [next(iter(entry)) for entry in entries[1:]]
     assert entries[0] == "_self_", "else its values would overwrite those of a profile"
     assert sorted(groups) == sorted(GROUPS)
@@ -707,7 +707,7 @@ def test_the_defaults_list_has_every_group_and_the_profile_last() -> None:
 
 
 def test_the_settings_of_config_yaml_are_those_of_the_code() -> None:
-    content: Any = OmegaConf.to_container(OmegaConf.load(shipped("conf") / "config.yaml"))
+    content: Any = OmegaConf.to_container(OmegaConf.load(shipped_path("conf") / "config.yaml"))
     written = {
         f"{key}.{name}" if name else key: item
         for key, value in content.items()
@@ -720,7 +720,7 @@ def test_the_settings_of_config_yaml_are_those_of_the_code() -> None:
 
 
 def test_every_group_with_options_is_one_of_the_groups() -> None:
-    folders = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
+    folders = {path.name for path in shipped_path("conf").iterdir() if path.is_dir()}
     assert folders - {"benchmark"} == set(GROUPS), "and the techniques of the benchmark"
 
 

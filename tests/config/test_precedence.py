@@ -9,7 +9,7 @@ import hydra
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.cli import main
 from runner.config.configuration import compose
 from runner.config.layers import Rank, Setting, merge
@@ -199,7 +199,7 @@ def test_a_typo_in_a_profile_is_reported(task: Path, folder: Path) -> None:
 def test_a_profile_and_a_folder_choose_options_of_the_task_file(task: Path, folder: Path) -> None:
     task.write_text(OWN + TASK.replace('"optimizer": "sgd", ', ""))
     profile(folder, "halved", lr=0.25)
-    shipped_config = (shipped("conf") / "config.yaml").read_text()
+    shipped_config = (shipped_path("conf") / "config.yaml").read_text()
     chosen = compose(Request(("hardware=box",), task, folder)).choices["optimizer"]
     assert (chosen.name, chosen.options) == ("halved", {"lr": 0.25})
     (folder / "config.yaml").write_text(shipped_config.replace("optimizer: adamw", "optimizer: halved"))

@@ -22,7 +22,7 @@ from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import ConfigError, RankLost, TaskFault
 from runner.base.optimizer_state import export_state
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.base.stopwatch import Lap
 from runner.base.world import World
 from runner.distributed.parallel import ForwardPasses, Parallel
@@ -574,7 +574,7 @@ def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
         wrapped = parallel.wrap(model, model.layers, []).eval()
         with torch.no_grad():
             values = [float(pairs_loss(wrapped, batch.batch)[0]) for batch in batches([3, 2], torch.float64)]
-        keys = [Micro(0, [0, 1], False), Micro(0, [2], True)]
+        keys = [MicroBatchKey(0, [0, 1], False), MicroBatchKey(0, [2], True)]
         mine = parallel.evaluation_batches(keys)
         return [values, [key.counts for key in mine], len(mine)]
 

@@ -21,7 +21,7 @@ from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, TaskFault
 from runner.base.optimizer_state import export_state, import_state
-from runner.base.order import Micro, Order
+from runner.base.order import MicroBatchKey, Order
 from runner.base.world import World
 from runner.distributed.batch_norm import synchronized
 from runner.distributed.parallel import ForwardPasses, Parallel
@@ -567,7 +567,7 @@ def test_blocks_may_return_views_that_are_changed_in_place() -> None:
 
 @pytest.mark.parametrize("num_keys", [0, 1, 2, 5, 6])
 def test_every_rank_evaluates_as_often_and_each_batch_counts_once(num_keys: int) -> None:
-    keys = [Micro(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
+    keys = [MicroBatchKey(0, [number], last=number == num_keys - 1) for number in range(num_keys)]
     dealt = [Sharded(World(CPU, rank, rank, 3, 3)).evaluation_batches(keys) for rank in range(3)]
     assert {len(mine) for mine in dealt} == {-(-num_keys // 3)}
     assert sorted(key.indices[0] for mine in dealt for key in mine if key.counts) == list(range(num_keys))

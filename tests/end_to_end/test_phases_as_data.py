@@ -383,11 +383,11 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
 
 
 def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_path: Path) -> None:
-    from runner.base.paths import shipped
+    from runner.base.paths import shipped_path
 
     folder = tmp_path / "conf"
     folder.mkdir()
-    text = (shipped("conf") / "config.yaml").read_text() + "phase:\n  pretrain:\n    updates: 3\n"
+    text = (shipped_path("conf") / "config.yaml").read_text() + "phase:\n  pretrain:\n    updates: 3\n"
     (folder / "config.yaml").write_text(text)
     words = ["--config-dir", str(folder), "phases=[pretrain,adapter]"]
     ended = train(server, tmp_path, *words)

@@ -13,8 +13,8 @@ from torch import nn
 
 from runner.axes.precision import NotFinite, Precision
 from runner.base.errors import DataError
-from runner.base.oom_errors import OomCause, oom_cause_of
-from runner.base.text import RemoteError, raised
+from runner.base.oom_errors import OomCause, find_oom_cause
+from runner.base.text import RemoteError, describe_exception
 from runner.base.world import World
 from runner.engine.oom_retry import UpdateSnapshot
 
@@ -186,7 +186,7 @@ def test_a_failed_step_leaves_no_value() -> None:
 
 
 def in_a_worker(error: BaseException) -> RemoteError:
-    return RemoteError(raised(error))
+    return RemoteError(describe_exception(error))
 
 
 def of_a_sample(cause: BaseException) -> DataError:
@@ -230,13 +230,13 @@ def of_numpy(nbytes: int) -> BaseException:
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
 )  # fmt: skip
 def test_errors_that_mean_out_of_memory(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
-    found = oom_cause_of(error)
+    found = find_oom_cause(error)
     assert (found and (found.side, found.requested_bytes)) == wanted
 
 
 @pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
 def test_the_sample_that_exceeded_memory_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
-    found = oom_cause_of(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
+    found = find_oom_cause(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
     assert isinstance(found, OomCause)
     assert "sample 7" in found.text
     assert "of 7 EiB" in found.text

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import AccelRunError, ConfigError, Exit
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.cli import print_problems
 from runner.config.configuration import Configuration, compose, to_yaml
 from runner.config.options import GROUPS, options_of
@@ -170,7 +170,7 @@ BASES = {
     "hardware/mine.yaml": "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n"
     "  devices:\n    - {name: a card, memory_gib: 8, kind: cuda, capability: [8, 6]}\n",
     "task/mine.yaml": "option: gpt\nsize: tiny\n",
-    "config.yaml": (shipped("conf") / "config.yaml").read_text(),
+    "config.yaml": (shipped_path("conf") / "config.yaml").read_text(),
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.base import errors
-from runner.base.errors import AccelRunError, DataError, Exit, remake
+from runner.base.errors import AccelRunError, DataError, Exit, rebuild_error
 from tests.faults import test_environment as environment
 from tests.faults import test_numeric as numeric
 from tests.faults.tallies import Tally
@@ -175,8 +175,8 @@ def test_an_error_keeps_its_place_across_processes() -> None:
     error = DataError("what", where="where", fix="fix")
     error.place = {"samples": [3]}
     kind, given = error.__reduce__()
-    assert kind is remake
-    again = remake(*given)
+    assert kind is rebuild_error
+    again = rebuild_error(*given)
     assert (again.problems, again.place, again.exit_code) == (error.problems, {"samples": [3]}, Exit.BAD_DATA)
 
 

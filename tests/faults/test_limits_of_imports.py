@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.errors import Exit, system_limit_of
+from runner.base.errors import Exit, find_system_limit
 
 TASK = Path(__file__).with_name("task_to_attack.py")
 LINE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "dataloader.num_workers=0", "updates=4", "run=mine"]
@@ -53,4 +53,4 @@ def chained(cause: BaseException) -> BaseException:
     ids=str,
 )
 def test_only_system_limits_are_reported_as_such(error: BaseException, is_limit: bool) -> None:
-    assert (system_limit_of(error) is not None) == is_limit
+    assert (find_system_limit(error) is not None) == is_limit

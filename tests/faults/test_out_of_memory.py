@@ -25,7 +25,7 @@ import torch._dynamo  # before the forks
 from torch.distributed.tensor import DTensor
 
 from runner.base.errors import AccelRunError
-from runner.base.oom_errors import halved
+from runner.base.oom_errors import halve
 from runner.base.world import World
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
@@ -144,7 +144,7 @@ def digest(value: Any) -> str:
 def until(limit: int, size: int) -> int:
     """Return the size at which passes of at most `limit` are made, `size` being the first to fail."""
     while size > limit:
-        size = halved(size) or 1
+        size = halve(size) or 1
     return size
 
 

@@ -23,14 +23,14 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.base.secret import (
-    fit_to_show,
+    drop_secrets,
+    find_secrets,
     has_secret_shape,
     is_secret,
     is_secret_name,
-    redacted,
-    redacted_message,
-    secrets_in,
-    without_secrets,
+    redact,
+    redact_message,
+    sanitize,
 )
 from runner.base.secret_refusal import refuse_secrets
 from runner.durable import files
@@ -390,8 +390,8 @@ def test_any_value_is_refused_under_a_name_of_a_secret(name: str) -> None:
 
 def test_pwd_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PWD", "/srv/run2data3sets4")
-    assert redacted("/srv/run2data3sets4") == "/srv/run2data3sets4"
-    assert "PWD" in without_secrets(os.environ)
+    assert redact("/srv/run2data3sets4") == "/srv/run2data3sets4"
+    assert "PWD" in drop_secrets(os.environ)
 
 
 def test_no_setting_has_the_name_of_a_secret() -> None:
@@ -443,10 +443,10 @@ def test_names_and_shapes_of_secrets() -> None:
 
 def test_messages_neither_show_secrets_nor_steer_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", "correct horse")
-    shown = fit_to_show("\x1b[31mred\x07 correct horse \u202egnp\tok\n")
+    shown = sanitize("\x1b[31mred\x07 correct horse \u202egnp\tok\n")
     wanted = r"\x1b[31mred\x07 (MY_PASSWORD) \x202egnp" + "\tok\n"
     assert shown == wanted
-    assert without_secrets({"A_TOKEN": "x", "WANDB_API_KEY": "y", "PATH": "z"}, keep=("WANDB_",)) == {
+    assert drop_secrets({"A_TOKEN": "x", "WANDB_API_KEY": "y", "PATH": "z"}, keep=("WANDB_",)) == {
         "WANDB_API_KEY": "y",
         "PATH": "z",
     }
@@ -464,8 +464,8 @@ def test_a_configuration_does_not_steer_the_terminal(server: ForkServer, tmp_pat
 
 
 def test_numbers_and_booleans_in_files_are_not_secrets() -> None:
-    assert not list(secrets_in({"class_token": True, "lr_scales": {"token": 0.1, "auth": None}, "secret": [1, 2]}))
-    assert list(secrets_in({"token": {"value": "x"}, "a": {"password": "x"}, "secrets": ["x"]})) == [
+    assert not list(find_secrets({"class_token": True, "lr_scales": {"token": 0.1, "auth": None}, "secret": [1, 2]}))
+    assert list(find_secrets({"token": {"value": "x"}, "a": {"password": "x"}, "secrets": ["x"]})) == [
         "token",
         "a.password",
         "secrets",
@@ -480,8 +480,8 @@ def test_numbers_and_booleans_in_files_are_not_secrets() -> None:
 def test_names_of_services_are_known_and_their_values_hidden(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_secret_name(name)
     monkeypatch.setenv(name, SECRET)
-    assert SECRET not in fit_to_show(f"no login with {SECRET}")
-    assert name not in without_secrets(os.environ)
+    assert SECRET not in sanitize(f"no login with {SECRET}")
+    assert name not in drop_secrets(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +490,7 @@ def test_names_of_services_are_known_and_their_values_hidden(name: str, monkeypa
 )  # fmt: skip
 def test_values_with_the_shape_of_a_secret_are_redacted(text: str) -> None:
     assert has_secret_shape(text)
-    shown = fit_to_show(f"cannot read {text}, sorry")
+    shown = sanitize(f"cannot read {text}, sorry")
     assert SECRET not in shown
     assert shown.startswith("cannot read ")
     assert shown.endswith(", sorry")
@@ -543,7 +543,7 @@ def test_recognized_secrets_equal_redacted_ones() -> None:
     dice, num_found = random.Random(SEED), 0
     for _ in range(20_000):
         text = "".join(dice.choices(parts, k=dice.randint(1, 5)))
-        found = redacted(text) != text
+        found = redact(text) != text
         assert has_secret_shape(text) == found, text
         num_found += found
     assert num_found > 300
@@ -552,10 +552,10 @@ def test_recognized_secrets_equal_redacted_ones() -> None:
 def test_each_shape_is_refused_as_input_and_redacted_in_output(texts: dict[str, list[str]]) -> None:
     for text, parts in texts.items():
         assert parts, f"{text} has no part to search for"
-        shown = fit_to_show(f"no login with {text}, sorry")
+        shown = sanitize(f"no login with {text}, sorry")
         assert not [part for part in parts if part in shown], shown
         assert shown.startswith("no login with "), shown
-        if redacted(text) != text:  # else only the name before it shows what it is
+        if redact(text) != text:  # else only the name before it shows what it is
             with pytest.raises(ConfigError) as refused:
                 refuse_secrets([f"task.note={text}"])
             assert not [part for part in parts if part in str(refused.value)]
@@ -570,11 +570,11 @@ def test_each_name_is_refused_as_input_and_redacted_in_every_notation(
             with pytest.raises(ConfigError) as refused:
                 refuse_secrets([word])
             assert core not in str(refused.value)
-        assert name not in without_secrets({name: value})
+        assert name not in drop_secrets({name: value})
         monkeypatch.setenv(name, value)
         ways = (value, json.dumps(value), repr(value), html.escape(value), urllib.parse.quote(value), f"x{value}y")
         for way in ways:
-            assert core not in redacted(f"cannot read {way}"), way
+            assert core not in redact(f"cannot read {way}"), way
         with pytest.raises(ConfigError) as refused:  # as `task.note=$NAME` arrives
             refuse_secrets([f"task.note={value}"])
         assert core not in str(refused.value)
@@ -582,9 +582,9 @@ def test_each_name_is_refused_as_input_and_redacted_in_every_notation(
 
 def test_a_password_that_left_the_environment_stays_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_DSN", f"postgres://me:{SECRET}9@host/db")
-    assert SECRET not in fit_to_show(f"password {SECRET}9 is wrong")
+    assert SECRET not in sanitize(f"password {SECRET}9 is wrong")
     monkeypatch.delenv("SOME_DSN")
-    assert SECRET not in fit_to_show(f"password {SECRET}9 is wrong")
+    assert SECRET not in sanitize(f"password {SECRET}9 is wrong")
 
 
 @pytest.mark.parametrize(
@@ -594,7 +594,7 @@ def test_a_password_that_left_the_environment_stays_hidden(monkeypatch: pytest.M
 def test_a_shape_is_recognized_after_color_codes_and_escapes(before: str) -> None:
     for lead in ("hf_", "ghp_", "AKIA", "sk_live_"):
         secret = f"{lead}{'A1B2C3D4' * 5}"[: 20 if lead == "AKIA" else 40]
-        for shown in (redacted(f"with {before}{secret} "), fit_to_show(f"with {before}{secret}\x1b[0m")):
+        for shown in (redact(f"with {before}{secret} "), sanitize(f"with {before}{secret}\x1b[0m")):
             assert secret not in shown
 
 
@@ -604,27 +604,27 @@ def test_a_shape_is_recognized_after_color_codes_and_escapes(before: str) -> Non
      "postgres://me:p@X@host/db", "https://me:a@b@X@host"],
 )  # fmt: skip
 def test_a_value_is_redacted_in_each_notation(text: str) -> None:
-    assert "hunter2abc99" not in fit_to_show(text.replace("X", "hunter2abc99"))
+    assert "hunter2abc99" not in sanitize(text.replace("X", "hunter2abc99"))
 
 
 def test_a_password_with_an_at_sign_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE", f"postgres://me:{SECRET}@{SECRET}2@host/db")
-    assert SECRET not in fit_to_show(f"wrong password: {SECRET}@{SECRET}2")
+    assert SECRET not in sanitize(f"wrong password: {SECRET}@{SECRET}2")
     monkeypatch.setenv("STORE", "http://host:8080/x and you@host")
-    assert fit_to_show("8080/x and you") == "8080/x and you"
+    assert sanitize("8080/x and you") == "8080/x and you"
 
 
 @pytest.mark.parametrize("word", ["training", "Checkpoint", "PARAMETERS", str(Path(__file__).parent)])
 def test_a_dictionary_word_is_redacted_only_after_a_name(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASS", word)
     text = f'{word} 0.5; \'{word}\' {word}/x {{"kind": "{word}"}}'
-    assert redacted(text) == text
-    assert redacted_message(text) == text
+    assert redact(text) == text
+    assert redact_message(text) == text
     refuse_secrets([f"task.note={word}"])
     if not word.startswith("/"):
-        assert word not in fit_to_show(f"password={word}, password: '{word}'")
+        assert word not in sanitize(f"password={word}, password: '{word}'")
     monkeypatch.setenv("MY_PASS", "xKqPzwLmRt")
-    assert "xKqPzwLmRt" not in fit_to_show("401: \x1b[31mxKqPzwLmRt is wrong")
+    assert "xKqPzwLmRt" not in sanitize("401: \x1b[31mxKqPzwLmRt is wrong")
 
 
 @pytest.mark.parametrize("word", ["wordnet50", "adamq8bit", "Closefar100", "imagine1k", "gpx2-medium", "vix_16_base"])
@@ -637,8 +637,8 @@ def test_a_short_alphanumeric_password_is_accepted_as_input_and_redacted(
     """
     monkeypatch.setenv("DB_PASSWORD", word)
     refuse_secrets([f"task.model={word}", f"data.path=/data/{word}", word])
-    assert redacted(f"task.model={word}") == f"task.model={word}"
-    assert redacted_message(f"model {word}") == "model (DB_PASSWORD)"
+    assert redact(f"task.model={word}") == f"task.model={word}"
+    assert redact_message(f"model {word}") == "model (DB_PASSWORD)"
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.password={word}"])
 
@@ -648,7 +648,7 @@ def test_random_looking_values_are_refused_as_input(value: str, monkeypatch: pyt
     monkeypatch.setenv("DB_PASSWORD", value)
     with pytest.raises(ConfigError):
         refuse_secrets([f"task.model={value}"])
-    assert value not in redacted(f"task.model={value}")
+    assert value not in redact(f"task.model={value}")
 
 
 def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
@@ -684,16 +684,16 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkS
 def test_a_secret_is_recognized_once_it_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         monkeypatch.setenv("SOME_TOKEN", f"{SECRET}-{number}x")
-        assert SECRET not in fit_to_show(f"with {SECRET}-{number}x")
+        assert SECRET not in sanitize(f"with {SECRET}-{number}x")
 
 
 def test_an_unchanged_environment_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    redacted("x" * 20)
+    redact("x" * 20)
     names: list[bytes] = []
     decode = os.environ.decodevalue
     monkeypatch.setattr(os.environ, "decodevalue", lambda value: (names.append(value), decode(value))[1])
-    redacted('{"update": 1, "train/loss": 0.12345678901234567}')
-    redacted_message("epoch 1 of 3, loss 0.1")
+    redact('{"update": 1, "train/loss": 0.12345678901234567}')
+    redact_message("epoch 1 of 3, loss 0.1")
     assert not names
 
 
@@ -710,13 +710,13 @@ def test_random_looking_harmless_values_are_kept(monkeypatch: pytest.MonkeyPatch
         "outputs/postgres-1/plots", str(Path(__file__)), "a key: left_camera_image_0", "sort_key=left_camera_image_0",
         "task.image_key=jpg", "inference.stop_token=x", "Basic implementation, bearer of news",
     ):  # fmt: skip
-        assert redacted(text) == text
+        assert redact(text) == text
         refuse_secrets([text])
         if "postgres" not in text and str(Path(__file__)) != text:
-            assert fit_to_show(text) == text
+            assert sanitize(text) == text
 
 
-@pytest.mark.parametrize("show", [redacted, redacted_message])
+@pytest.mark.parametrize("show", [redact, redact_message])
 def test_numbers_hashes_and_data_are_not_secrets(show: Callable[[str], str]) -> None:
     dice = random.Random(SEED)
     names = ("tokens", "auth", "key_norm", "first_token", "sig", "pass_s", "token", "password", "string_len", "hook_ms")
@@ -737,13 +737,13 @@ def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
     root = Path(__file__).parent.parent.parent
     for task in options_of("task"):
         flat = compose(Request((f"task={task}",))).flat()
-        assert list(secrets_in(flat)) == []
+        assert list(find_secrets(flat)) == []
         refuse_secrets([f"{key}={value}" for key, value in flat.items()])
         text = json.dumps(flat)
-        assert fit_to_show(text) == text
+        assert sanitize(text) == text
     for file in (*(root / "conf").rglob("*.yaml"), *(root / "tasks").rglob("*.py")):
         text = file.read_text()
-        assert redacted_message(text) == text, file
+        assert redact_message(text) == text, file
 
 
 def test_no_text_file_of_a_run_has_a_secret(

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from runner.axes.attention import why_not
 from runner.axes.prefetch import none, stream
-from runner.base.accelerator import accelerator_of, cuda_is_initialized, is_stand_in, torch_devices, torch_uuids
+from runner.base.accelerator import cuda_is_initialized, get_accelerator, is_stand_in, torch_devices, torch_uuids
 from runner.base.async_copy import start_copy
 from runner.base.batch import MicroBatch
 from runner.base.global_rng import random_state, restore_random_state
-from runner.base.oom_errors import oom_cause_of
+from runner.base.oom_errors import find_oom_cause
 from runner.base.sample_rng import seeded_generators
 from runner.durable.tensors import HostBuffer
 from runner.engine.oom_report import account
@@ -39,14 +39,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def test_memory_in_use_equals_the_size_of_tensors(device: torch.device) -> None:
-    accelerator = accelerator_of(device)
+    accelerator = get_accelerator(device)
     accelerator.empty_cache()
-    accelerator.reset_peak()
-    before, memory = accelerator.held(), accelerator.free_memory()
+    accelerator.reset_peak_memory()
+    before, memory = accelerator.current_memory(), accelerator.free_memory()
     assert before is not None
     assert memory is not None
     tensor = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    now, left = accelerator.held(), accelerator.free_memory()
+    now, left = accelerator.current_memory(), accelerator.free_memory()
     assert now is not None
     assert left is not None
     assert now.allocated - before.allocated == tensor.nbytes
@@ -54,24 +54,24 @@ def test_memory_in_use_equals_the_size_of_tensors(device: torch.device) -> None:
     assert memory.free - left.free == now.reserved - before.reserved
     del tensor
     accelerator.empty_cache()
-    assert accelerator.held() == before
-    assert accelerator.peak() == now
-    accelerator.reset_peak()
-    assert accelerator.peak() == before
+    assert accelerator.current_memory() == before
+    assert accelerator.peak_memory() == now
+    accelerator.reset_peak_memory()
+    assert accelerator.peak_memory() == before
 
 
 def test_total_memory_is_that_of_the_driver(device: torch.device) -> None:
-    accelerator = accelerator_of(device)
+    accelerator = get_accelerator(device)
     memory, total = accelerator.free_memory(), accelerator.total_bytes()
     assert memory is not None
     assert total is not None
     assert memory.total == pytest.approx(total, rel=0.02)
-    assert accelerator.statistics()["reserved_bytes.all.current"] >= 0
+    assert accelerator.memory_stats()["reserved_bytes.all.current"] >= 0
     assert "memory" in accelerator.memory_table().lower()
 
 
 def test_a_memory_limit_is_enforced(device: torch.device) -> None:
-    accelerator, total = accelerator_of(device), torch.cuda.get_device_properties(device).total_memory
+    accelerator, total = get_accelerator(device), torch.cuda.get_device_properties(device).total_memory
     try:
         assert accelerator.limit_memory(0.1)
         with pytest.raises(torch.OutOfMemoryError):
@@ -83,18 +83,18 @@ def test_a_memory_limit_is_enforced(device: torch.device) -> None:
 def test_out_of_memory_is_detected_and_explained(device: torch.device) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1 << 44, dtype=torch.uint8, device=device)
-    shortage = oom_cause_of(caught.value)
+    shortage = find_oom_cause(caught.value)
     assert shortage is not None
     assert shortage.side == "device"
     found = account(shortage, device, "", 4, "")
-    memory = accelerator_of(device).free_memory()
+    memory = get_accelerator(device).free_memory()
     assert memory is not None
     assert found.total_bytes == memory.total
 
 
 def test_names_are_those_of_the_driver() -> None:
     for index, known in enumerate(torch_devices()):
-        accelerator = accelerator_of(torch.device("cuda", index))
+        accelerator = get_accelerator(torch.device("cuda", index))
         assert accelerator.name() == known.name
         assert accelerator.uuid() == known.uuid
         assert accelerator.capability() == known.capability
@@ -113,7 +113,7 @@ def test_the_state_of_generators_is_restored(device: torch.device) -> None:
 
 
 def test_separate_draws_do_not_advance_the_gpu_generator(device: torch.device) -> None:
-    accelerator = accelerator_of(device)
+    accelerator = get_accelerator(device)
     before = accelerator.generator_state()
     assert before is not None
     drawn = []

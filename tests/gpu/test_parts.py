@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.base.stopwatch import PARTS, DeviceStopwatch, between
+from runner.base.stopwatch import PARTS, DeviceStopwatch, seconds_between
 from runner.durable.record_files import read_record
 from tests.gpu.runs import Runs
 
@@ -56,4 +56,4 @@ def test_device_events_cost_no_synchronization() -> None:
     spent = watch.finish()
     least_s, most_s = (sum(one.elapsed_time(other) for one, other in events) / 1e3 for events in (inner, [outer]))
     assert 0 < 0.999 * least_s <= spent["forward"] <= 1.001 * most_s
-    assert sum(between({}, bookmark()).get(part, 0.0) for part in PARTS) == pytest.approx(spent["forward"])
+    assert sum(seconds_between({}, bookmark()).get(part, 0.0) for part in PARTS) == pytest.approx(spent["forward"])

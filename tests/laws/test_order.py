@@ -20,7 +20,7 @@ from runner.axes import dataloader
 from runner.axes.dataloader import Fetcher
 from runner.base import order as module
 from runner.base.errors import DataError
-from runner.base.order import KEYED, KEYED_ABOVE, KeyedPermutation, Order, evenly_spread, seed_of_rank
+from runner.base.order import KEYED, KEYED_ABOVE, KeyedPermutation, Order, rank_seed, spread_evenly
 from runner.base.task import sample_rng
 from runner.engine.hooks.checkpointing import Checkpointing
 from tests.engine.test_saving_of_runs import opened
@@ -181,7 +181,7 @@ def test_samples_that_change_are_not_cached() -> None:
 def test_the_samples_of_an_evaluation_are_distinct_and_of_the_requested_number(
     num_samples: int, wanted: int | None
 ) -> None:
-    chosen = evenly_spread(num_samples, wanted)
+    chosen = spread_evenly(num_samples, wanted)
     assert len(chosen) == len(set(chosen)) == min(num_samples, wanted or num_samples)
     assert set(chosen) <= set(range(num_samples))
 
@@ -194,10 +194,10 @@ def test_the_random_numbers_of_a_sample_depend_on_seed_epoch_and_index() -> None
 
 def test_ranks_start_with_different_seeds() -> None:
     keys = [(seed, rank, update) for seed in (0, 1) for rank in range(5) for update in (0, 1, 50)]
-    seeds = [seed_of_rank(*key) for key in keys]
+    seeds = [rank_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert [seed_of_rank(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # one process and rank 0 draw alike
+    assert [rank_seed(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # one process and rank 0 draw alike
 
 
 # ---------------------------------------------------------------- orders too large for an array

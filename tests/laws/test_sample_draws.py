@@ -18,7 +18,7 @@ from runner.axes.dataloader import Fetcher, Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
 from runner.base.global_rng import seed_everything
-from runner.base.order import Micro, Order, permutation, seed_of_rank
+from runner.base.order import MicroBatchKey, Order, permutation, rank_seed
 from runner.base.task import sample_rng
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_reading_from_any_update_on_gives_the_same_draws(kind: str, reference: D
 def test_seeds_epochs_samples_and_splits_draw_different_numbers() -> None:
     def first(seed: int, epoch: int, index: int, split: str) -> tuple[float, ...]:
         fetcher = Fetcher(Drawing(), torch.utils.data.default_collate, bad_samples="stop", split=split)
-        return tuple(fetcher[Micro(epoch, [index], last=True, seed=seed)].batch[0, 2:].tolist())
+        return tuple(fetcher[MicroBatchKey(epoch, [index], last=True, seed=seed)].batch[0, 2:].tolist())
 
     keys = [(0, 0, 0, "train"), (1, 0, 0, "train"), (2**32, 0, 0, "train"), (0, 1, 0, "train"), (0, 0, 1, "train")]
     keys += [(0, 0, 0, "val"), (0, 1, 1, "train"), (10, 0, 0, "train"), (1, 0, 0, "val"), (1, 10, 0, "train")]
@@ -193,7 +193,7 @@ def test_a_data_set_that_starts_to_draw_late_is_detected(generator: str) -> None
 
     def one_by_one(indices: Sequence[int], size: int) -> Draws:
         fetcher = Fetcher(Late(), torch.utils.data.default_collate, bad_samples="stop")
-        keys = [Micro(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
+        keys = [MicroBatchKey(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
         return draws_of([fetcher[key] for key in keys])
 
     # From 400 backwards, the first of the samples that draw is read at another moment, and in another company.
@@ -249,7 +249,7 @@ def test_draws_of_collate_depend_on_the_samples_of_its_batch(kind: str) -> None:
 
 def test_batches_of_other_samples_are_collated_with_other_draws() -> None:
     fetcher = Fetcher(Drawing(), mixed, bad_samples="stop")
-    first, second = (fetcher[Micro(0, indices, last=True)].batch[-1].tolist() for indices in ([1, 2], [3, 2]))
+    first, second = (fetcher[MicroBatchKey(0, indices, last=True)].batch[-1].tolist() for indices in ([1, 2], [3, 2]))
     assert first[:6] == second[:6]
     assert all(one != other for one, other in zip(first[6:], second[6:], strict=True))
 
@@ -349,7 +349,7 @@ def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monk
             in_use[0] = 6
             torch.rand(3, generator=generators[6])  # dropout of the model
             before = [generator.get_state() for generator in generators.values()]
-            found.append(fetcher[Micro(0, indices[first : first + size], last=True, seed=4)])
+            found.append(fetcher[MicroBatchKey(0, indices[first : first + size], last=True, seed=4)])
             assert all(map(torch.equal, before, [generator.get_state() for generator in generators.values()]))
         return draws_of(found)
 
@@ -469,7 +469,7 @@ BATCH = [[9321899, 11782550, 7220949]]
 def test_draws_equal_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
     """Checkpoints hold no draws of samples: a run that resumes with a later version must draw the same."""
     fetcher = Fetcher(dataset, lambda samples: [*samples, first_numbers()], bad_samples="stop")
-    batch = fetcher[Micro(2, [3, 5], last=True, seed=4)].batch
+    batch = fetcher[MicroBatchKey(2, [3, 5], last=True, seed=4)].batch
     assert (dataset.first, batch) == (EPOCH, [*expected, COLLATED])
 
 
@@ -478,7 +478,7 @@ def test_no_seed_gives_the_order_or_the_draws_of_another_one() -> None:
     pairs = [(5, 0), (5, 7), (5 + 7 * 2**32, 0), (5 + 2**32, 7), (7 * 2**32, 5), (7, 5), (0, 5), (5 * 2**32, 0)]
     assert len({tuple(permutation(seed, epoch, 32).tolist()) for seed, epoch in pairs}) == len(pairs)
     keys = [(5, 1, 0), (5, 1, 3), (5, 3, 1), (5 + 2**32, 3, 0), (5 + 2**32, 0, 3), (5 + 3 * 2**32, 1, 0)]
-    assert len({seed_of_rank(*key) for key in keys}) == len(keys)
+    assert len({rank_seed(*key) for key in keys}) == len(keys)
 
 
 def test_random_streams_of_samples_and_of_the_order_are_distinct() -> None:

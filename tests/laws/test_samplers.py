@@ -103,7 +103,7 @@ def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tup
     for update in range(2 * alone.updates_per_epoch):
         parts = [indices_of(rank, update) for rank in ranks]
         assert [index for part in parts for index in part] == indices_of(alone, update)
-        assert tuple(map(len, parts)) == ranks[0].samples_of_ranks(update)
+        assert tuple(map(len, parts)) == ranks[0].samples_per_rank(update)
         places = [micro.first for rank in ranks for micro in rank.micros(update) if micro.indices]
         assert places == sorted(places)
         assert places[0] == alone.samples_before(update) - alone.samples_before(

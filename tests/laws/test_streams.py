@@ -18,7 +18,7 @@ from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError
 from runner.base.json_state import decode_state, encode_state
 from runner.base.order import Order
-from runner.base.stream_order import RoundRobin, StreamSampler, shard_and_item
+from runner.base.stream_order import RoundRobin, StreamSampler, decode_index
 from runner.base.task import Task
 from runner.engine.stream_check import StreamVerdict, check_stream, raise_fault
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
@@ -108,7 +108,7 @@ def test_every_sample_of_a_stream_is_in_one_update(
     drawn = [sampler.draw(0, 0, window) for window in range(sampler.updates_per_epoch)]
     counts = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
     assert counts == [sampler.start(0, 0, window) for window in range(sampler.updates_per_epoch + 1)]
-    found = Counter(shard_and_item(code, len(lengths) * groups) for each in drawn for code in each)
+    found = Counter(decode_index(code, len(lengths) * groups) for each in drawn for code in each)
     expected = {(shard, item) for shard, length in enumerate(lengths * groups) for item in range(length)}
     assert set(found.values()) <= {1}
     assert found.keys() <= expected if drop_last else found.keys() == expected

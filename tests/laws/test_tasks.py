@@ -28,7 +28,7 @@ from runner.axes.precision import fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.order import Micro, Order
+from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Context, Progress, Task
 from runner.base.world import World
 from runner.distributed.pipelined import Pipelined
@@ -274,14 +274,14 @@ def fetcher_of(task: Task, split: str = "train") -> Fetcher:
     return Fetcher(task.dataset(split), task.collate, bad_samples="stop")
 
 
-def read(fetcher: Fetcher, keys: Iterable[Micro]) -> Iterator[MicroBatch]:
+def read(fetcher: Fetcher, keys: Iterable[MicroBatchKey]) -> Iterator[MicroBatch]:
     for key in keys:
         micro = fetcher[key]
         noise.start_pass(micro.samples)
         yield micro
 
 
-def cut(key: Micro, sizes: tuple[int, ...]) -> Iterator[Micro]:
+def cut(key: MicroBatchKey, sizes: tuple[int, ...]) -> Iterator[MicroBatchKey]:
     """Yield the samples of an update in micro-batches of these sizes."""
     start = 0
     for size in sizes:
@@ -362,7 +362,7 @@ def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]
     task = fresh(case)
     losses = []
     for seed in (1, 2):
-        for micro in read(fetcher_of(task), [Micro(0, list(range(8)), last=True, seed=seed)]):
+        for micro in read(fetcher_of(task), [MicroBatchKey(0, list(range(8)), last=True, seed=seed)]):
             loss, _ = in_float64(task.losses.get(task.phase, task.loss))(task.model, micro.batch)
             losses.append(float(loss.detach()))
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)
@@ -378,7 +378,7 @@ def test_metrics_do_not_depend_on_batches(case: str, fresh: Callable[[str], Task
 
     def measured(*sizes: int) -> dict[str, tuple[float, float]]:
         sums: dict[str, tuple[float, float]] = {}
-        key = Micro(noise.EVALUATION, list(range(count)), last=True, seed=SEED)
+        key = MicroBatchKey(noise.EVALUATION, list(range(count)), last=True, seed=SEED)
         for micro in read(fetcher, cut(key, sizes)):
             for name, (total, number) in in_float64(task.evaluate)(task.model, micro.batch).items():
                 before = sums.get(name, (0.0, 0.0))

@@ -41,7 +41,7 @@ def samples_of(
 
 def figures_of(samples: MachineSamples, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the figures instead of their bytes."""
-    monkeypatch.setattr(machine_plots, "png", lambda figure: figure)
+    monkeypatch.setattr(machine_plots, "encode_png", lambda figure: figure)
     return dict(pictures(samples))
 
 

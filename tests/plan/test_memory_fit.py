@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.json_converter import decode_valid, encode
-from runner.base.text import sized
+from runner.base.text import format_bytes
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
 from runner.plan.cuda_allocator import Allocator
@@ -356,4 +356,4 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
 
 
 def test_sizes_have_readable_units() -> None:
-    assert [sized(size) for size in (0, 2048, 3 * MIB, 2 * GIB)] == ["0", "2 KiB", "3 MiB", "2 GiB"]
+    assert [format_bytes(size) for size in (0, 2048, 3 * MIB, 2 * GIB)] == ["0", "2 KiB", "3 MiB", "2 GiB"]

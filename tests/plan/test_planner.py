@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
-from runner.base.shares import equal
+from runner.base.shares import equal_shares
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
@@ -436,7 +436,7 @@ def test_a_batch_is_the_product_of_its_parts_or_dividing_sizes_are_named(total: 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(2, 9))
 def test_shares_of_ranks_need_not_divide_the_batch(total: int, micro: Any, world_size: int) -> None:
-    shares = equal(world_size, total)
+    shares = equal_shares(world_size, total)
     if isinstance(shares, Problem):
         assert world_size > total
         return

@@ -17,8 +17,8 @@ from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
-from runner.base.module_buffers import restored
-from runner.base.text import shortened
+from runner.base.module_buffers import restore_buffers
+from runner.base.text import abbreviate
 from runner.engine.additivity_check import restore_attributes
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
@@ -95,7 +95,7 @@ class AttributeCheck(Hook):
             key = states[0][1]
             raise TaskFault(
                 f"{what} changes attributes of modules that later passes use and that no checkpoint contains:"
-                f" {shortened(names)}",
+                f" {abbreviate(names)}",
                 where=str(parts.source),
                 fix=f'register each as a buffer: self.register_buffer("{key}", torch.zeros(...)) in __init__, and'
                 f" change it in place, as self.{key}.copy_(new)",
@@ -113,7 +113,7 @@ class AttributeCheck(Hook):
             _put(modules, {place: _copied(value) for place, value in values.items()})
             seed_everything(0)
             noise.start_pass(batch.samples)
-            with parts.precision.forward(), restored(modules.values()):
+            with parts.precision.forward(), restore_buffers(modules.values()):
                 total, *_ = work.task_loss(parts.model, batch.batch)
             return float(total)
 
@@ -123,7 +123,7 @@ class AttributeCheck(Hook):
             stack.enter_context(restore_attributes([parts.task]))
             stack.enter_context(parts.parallel.gathered(parts.bare))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(noise.no_pass())
+            stack.enter_context(noise.without_samples())
             if parts.plan.choices["compile"].name != "off":
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             with suppress(Exception):  # the model may depend on the changed value: no conclusion

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from runner.axes.dataloader import Loader
-from runner.base.order import Indices, evenly_spread
+from runner.base.order import Indices, spread_evenly
 from runner.config.schema import did_you_mean
 from runner.engine.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -69,12 +69,12 @@ class Evaluation(Hook):
     def _held_out(self) -> tuple[Loader | None, Indices]:
         run = self.phase.run_
         if run.observers.profiler.only:
-            return None, evenly_spread(0, None)
+            return None, spread_evenly(0, None)
         try:
             fetcher = run.parts.fetcher("val")
         except NotImplementedError:
             return None, []
-        return Loader(fetcher), evenly_spread(len(fetcher), self.phase.planned.evaluate.samples)
+        return Loader(fetcher), spread_evenly(len(fetcher), self.phase.planned.evaluate.samples)
 
     def _is_due(self) -> bool:
         """Return whether to evaluate after this update; `end` evaluates the last one."""

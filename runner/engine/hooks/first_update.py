@@ -7,7 +7,7 @@ import time
 
 from runner.axes.compile import nothing_was_compiled
 from runner.base.task import Task
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.engine.additivity_check import Reader, check_loss_is_sum, check_metrics_are_sums
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
@@ -90,7 +90,7 @@ class FirstUpdate(Hook):
             missed = [name for name in missed if all(name in there for there in of_ranks)]
         if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples
             self.phase.run_.observers.screen.warn(
-                f"no gradient reached {shortened(missed)} in the first update of {self.phase.name}"
+                f"no gradient reached {abbreviate(missed)} in the first update of {self.phase.name}"
             )
 
     def _after_the_first_of_the_process(self, step: StepInfo) -> None:

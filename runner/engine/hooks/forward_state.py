@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.bitwise import as_bytes, is_dense, same_bits
+from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import is_written
-from runner.base.text import shortened
+from runner.base.module_buffers import is_writable
+from runner.base.text import abbreviate
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -81,7 +81,7 @@ class ForwardState(Hook):
         changed = self._changed()
         if changed:
             raise TaskFault(
-                f"an evaluation changes frozen parameters, which training does not: {shortened(changed)}",
+                f"an evaluation changes frozen parameters, which training does not: {abbreviate(changed)}",
                 where=str(self.phase.parts.source),
                 fix=_as_buffer(self._frozen[changed[0]].key),
             )
@@ -122,7 +122,7 @@ class ForwardState(Hook):
     def _is_same(self, name: str, before: Tensor) -> bool:
         seen = self._buffers[name]
         now = seen.module._buffers.get(seen.key)
-        return now is None or now.shape != before.shape or same_bits(now, before)
+        return now is None or now.shape != before.shape or bitwise_equal(now, before)
 
     def _changed(self) -> list[str]:
         """Return the frozen parameters that changed since the last check, on any rank."""
@@ -145,7 +145,7 @@ class ForwardState(Hook):
         replaced = [name for name in changed if name in self._frozen and self._is_replaced(self._frozen[name])]
         if replaced:
             raise TaskFault(
-                f"a forward pass replaces frozen parameters: {shortened(replaced)}",
+                f"a forward pass replaces frozen parameters: {abbreviate(replaced)}",
                 where=str(self.phase.parts.source),
                 fix=_as_buffer(self._frozen[replaced[0]].key),
             )
@@ -169,7 +169,7 @@ class ForwardState(Hook):
     def _must_be_equal(self, names: Collection[str]) -> None:
         tensors = {name: tensor for name, tensor in self.phase.parts.bare.named_buffers() if name in names}
         bits = {
-            name: hashlib.sha256(as_bytes(tensor).cpu().numpy().data).hexdigest()
+            name: hashlib.sha256(view_bytes(tensor).cpu().numpy().data).hexdigest()
             for name, tensor in tensors.items()
             if is_dense(tensor)
         }
@@ -180,7 +180,7 @@ class ForwardState(Hook):
         different = [name for name, digests in found.items() if len(digests) > 1]
         if different:
             raise TaskFault(
-                f"frozen parameters differ between ranks; forward passes changed them: {shortened(different)}",
+                f"frozen parameters differ between ranks; forward passes changed them: {abbreviate(different)}",
                 where=str(self.phase.parts.source),
                 fix=_as_buffer(different[0].rpartition(".")[2]),
             )
@@ -222,7 +222,7 @@ def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
         for name, module, key, buffer in [*_places(model)]:
             if name in left and left[name].shape == buffer.shape:
                 value = left.pop(name).to(buffer.device, buffer.dtype, copy=True)
-                if is_written(buffer):
+                if is_writable(buffer):
                     buffer.copy_(value)
                 else:
                     module._buffers[key] = value

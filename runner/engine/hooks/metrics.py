@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 from runner.engine.meter import Meter, Row
@@ -41,7 +41,7 @@ class Metrics(Hook):
     def readings(self) -> dict[str, Any]:
         parts = self.phase.parts
         found = {**parts.precision.values(), **self.phase.run_.observers.monitor.row()}
-        statistics = accelerator_of(parts.world.device).statistics()
+        statistics = get_accelerator(parts.world.device).memory_stats()
         return found | (allocator_metrics(statistics) if statistics else {})
 
     def state_dict(self) -> dict[str, Any]:

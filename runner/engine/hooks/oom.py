@@ -6,7 +6,7 @@ import dataclasses
 from contextlib import suppress
 
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost, TaskFault
-from runner.base.oom_errors import BETWEEN, OomCause, halved, oom_cause_of
+from runner.base.oom_errors import BETWEEN, OomCause, find_oom_cause, halve
 from runner.engine import oom_history
 from runner.engine.evaluate import Sizes
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -82,7 +82,7 @@ class OutOfMemory(Hook):
         size, mine = self._size(), None
         if shortage is not None:
             assert self.found is not None, "note comes first"
-            mine = [size, halved(size), shortage.place, str(self.found), shortage.side]
+            mine = [size, halve(size), shortage.place, str(self.found), shortage.side]
         of_ranks = self.world.gather([mine, obstacle])
         stuck = [(rank, there) for rank, (there, what) in enumerate(of_ranks) if what or (there and there[1] is None)]
         if stuck:
@@ -105,7 +105,7 @@ class OutOfMemory(Hook):
 
     def _shrink(self, rank: int, before: int, size: int, place: str, numbers: str, side: str) -> None:
         phase = self.phase
-        samples = phase.order.samples_of_ranks(phase.position.update, phase.shares.of(phase.position.update))
+        samples = phase.order.samples_per_rank(phase.position.update, phase.shares.of(phase.position.update))
         share = samples[rank if len(samples) > 1 else 0]
         update = phase.position.update
         self._remember(
@@ -135,8 +135,8 @@ class OutOfMemory(Hook):
 
     def _evaluation_failed(self, error: Exception, size: int) -> int:
         """Return the reduced batch size; raise the error if it is not out of memory."""
-        shortage = oom_cause_of(error)
-        less = halved(size)
+        shortage = find_oom_cause(error)
+        less = halve(size)
         if shortage is None or less is None:
             raise error
         self.note(shortage, error)
@@ -169,7 +169,7 @@ class OutOfMemory(Hook):
         return None if found is None else self._with_advice(error, found)
 
     def _with_advice(self, error: BaseException, found: AccelRunError) -> AccelRunError:
-        shortage = oom_cause_of(error)
+        shortage = find_oom_cause(error)
         if shortage is None and isinstance(found, TaskFault) and self.found is not None and self._is_retried():
             # A batch norm fails with one sample, but the cause to report is the memory that required so few.
             ended = self._error(self.found.shortage, "", is_final=True)
@@ -203,7 +203,7 @@ class OutOfMemory(Hook):
     ) -> AccelRunError:
         phase = self.phase
         size = self.sizes.now if self._is_evaluating else self._size()
-        less = None if is_final else halved(size)
+        less = None if is_final else halve(size)
         (problem,) = found.problems
         of_pass = size if shortage.place != BETWEEN else 0
         lines = [f"{number}. {line}" for number, line in enumerate(hints(self.run.plan, self.found, of_pass), 1)]

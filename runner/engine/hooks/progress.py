@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.loop import StepInfo
@@ -47,6 +47,6 @@ class ShowProgress(Hook):
         values["items_per_s"] = meter.timed.throughput or math.nan
         data_wait = meter.data_wait()
         values["data_wait"] = math.nan if data_wait is None else data_wait
-        if peak := accelerator_of(self.phase.parts.world.device).peak():
+        if peak := get_accelerator(self.phase.parts.world.device).peak_memory():
             values["memory_gib"] = peak.allocated / 2**30
         return values

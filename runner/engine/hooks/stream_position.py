@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runner.base.batch import ShardMark
-from runner.base.text import duration
+from runner.base.text import format_duration
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.stream_check import StreamVerdict, check_stream, raise_fault
 from runner.engine.stream_reader import StreamFetcher
@@ -99,7 +99,7 @@ class StreamPosition(Hook):
             why = "its state cannot be used" if self._is_replayed else "it has no state_dict"
             self.phase.run_.observers.screen.say(
                 f"the stream is read from its beginning to where it was, because {why}:"
-                f" {samples:,} samples, about {duration(seconds)} if one process reads them"
+                f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
             )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.stopwatch import PARTS, Bookmark, Seconds
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -27,7 +27,7 @@ class Timekeeping(Hook):
         self._seconds_before, self._parts_before = phase.record.seconds, phase.record.parts_s
         self._is_settled = False
         restart_host_peak()
-        accelerator_of(phase.parts.world.device).reset_peak()
+        get_accelerator(phase.parts.world.device).reset_peak_memory()
 
     def begin(self) -> None:
         self._done_before = self.phase.position.update
@@ -39,7 +39,7 @@ class Timekeeping(Hook):
         record.finished = phase.is_over and phase.closed and phase.hook(Evaluation).is_done
         self._note_time(phase.watch.spent)
         record.peak_host_gib = max(record.peak_host_gib, host_peak_gib())
-        if peak := accelerator_of(phase.parts.world.device).peak():
+        if peak := get_accelerator(phase.parts.world.device).peak_memory():
             record.peak_device_gib = max(record.peak_device_gib or 0.0, peak.allocated / 2**30)
             record.peak_reserved_gib = max(record.peak_reserved_gib or 0.0, peak.reserved / 2**30)
 

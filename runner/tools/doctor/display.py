@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.tools.doctor.findings import CheckResult
 
 DRAW_EVERY_S = 0.2
@@ -57,7 +57,7 @@ class DoctorDisplay:
             return
         self._drawn_at, self._is_drawn = now, True
         columns = os.get_terminal_size(self._live.fileno()).columns or 80
-        text = fit_to_show(f"      {check:<{_NAME}}  {subject + ' ' if subject else ''}... {took_s:.0f} s")
+        text = sanitize(f"      {check:<{_NAME}}  {subject + ' ' if subject else ''}... {took_s:.0f} s")
         print(f"\r\x1b[K{text[: columns - 1]}", end="", file=self._live, flush=True)
 
     def wipe(self) -> None:
@@ -80,13 +80,13 @@ class DoctorDisplay:
         if self._console is None:
             print(f"\n{finding.state}  {head}", file=self._out)
             for lead, text in rows:
-                print(f"      {lead}  {fit_to_show(text)}", file=self._out)
+                print(f"      {lead}  {sanitize(text)}", file=self._out)
             return
         lines = Table.grid(padding=(0, 2))
         lines.add_row(Text(finding.state, _STYLES[finding.state]), Text(head))
         for lead, text in rows:
             inner = Table.grid(padding=(0, 2))
-            inner.add_row(Text(lead, "dim"), Text(fit_to_show(text), "bold" if lead == "fix" else ""))
+            inner.add_row(Text(lead, "dim"), Text(sanitize(text), "bold" if lead == "fix" else ""))
             lines.add_row("", inner)
         self._console.print(Padding(lines, (1, 0, 0, 0)))
 
@@ -104,7 +104,7 @@ def _text(finding: CheckResult) -> str:
     """Return subject and what was seen; a skip has its way out with it, since it stands nowhere else."""
     lead = f"{finding.subject}: " if finding.subject else ""
     way = f"; {finding.fix}" if finding.fix and finding.state == "skip" else ""
-    return fit_to_show(f"{lead}{finding.seen}{way}")
+    return sanitize(f"{lead}{finding.seen}{way}")
 
 
 def _grid() -> Table:

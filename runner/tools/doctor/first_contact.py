@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runner.base.accelerator import accelerator_of, is_stand_in
-from runner.base.text import first_line, sized
+from runner.base.accelerator import get_accelerator, is_stand_in
+from runner.base.text import first_line, format_bytes
 from runner.config.config_files import facts_of_profiles
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
@@ -173,7 +173,7 @@ def context_memory(context: CheckContext) -> Iterator[CheckResult]:
         image, kernel = (matrix @ matrix)[None, None], torch.ones(1, 1, 3, 3, device=where)
         torch.autograd.backward(torch.nn.functional.conv2d(image, kernel).sum())
         torch.accelerator.synchronize(where)
-        accelerator = accelerator_of(where)
+        accelerator = get_accelerator(where)
         del matrix, image, kernel
         accelerator.empty_cache()
         memory = accelerator.free_memory()
@@ -184,7 +184,7 @@ def context_memory(context: CheckContext) -> Iterator[CheckResult]:
             difference = "what is said to fit may not fit; runner/plan/overhead.yaml must say more for this GPU"
         elif measured < predicted / 2:
             difference = "more would fit than is said; runner/plan/overhead.yaml may say less for this GPU"
-        seen = f"predicted at most {sized(predicted)}, measured {sized(int(measured))}"
+        seen = f"predicted at most {format_bytes(predicted)}, measured {format_bytes(int(measured))}"
         yield compared(device.torch_name, "mib", (predicted / MIB, measured / MIB), seen, difference)
 
 
@@ -335,7 +335,7 @@ def of_memory(subject: str, predicted: float, measured: float) -> CheckResult:
         difference = "kernels here hold what the trace does not see; runs near the limit may be out of memory"
     elif measured < (1 - 2 * MEMORY_TOLERANCE) * predicted - SEGMENT:
         difference = "the trace counts what is not held here; micro_batch_size=auto is smaller than it could be"
-    seen = f"predicted {sized(int(predicted))}, measured {sized(int(measured))}"
+    seen = f"predicted {format_bytes(int(predicted))}, measured {format_bytes(int(measured))}"
     return compared(subject, "mib", (predicted / MIB, measured / MIB), seen, difference)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from runner.base.accelerator import nccl_version
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.monitor.alerts import SLOWED_ADVICE
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import pids_are_of_host
@@ -194,7 +194,7 @@ def _told(process: GpuProcess, is_host: bool) -> str:
 
     name = ""
     with suppress(psutil.Error):
-        name = f" {fit_to_show(psutil.Process(process.pid).name())}" if is_host else ""
+        name = f" {sanitize(psutil.Process(process.pid).name())}" if is_host else ""
     used = process.used_bytes
     return f"process {process.pid}{name}, {'unknown memory' if used is None else f'{used / GIB:.1f} GiB'}"
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NoReturn
 
 from runner.base.errors import AccelRunError
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.base.text import error_line, first_line
 from runner.host.parent_death import die_with_parent
 from runner.host.process_tree import children, kill_descendants, state_of
@@ -189,7 +189,7 @@ class _Trial:
         frame = _FRAME.search(stacks.rpartition("(most recent call first):")[2])  # the main thread comes last
         where = f"{'/'.join(frame[1].split('/')[-2:])}:{frame[2]} ({frame[3]})" if frame else ""
         lines = [line for line in before.splitlines() if line.strip()]
-        return fit_to_show(lines[-1].strip()) if lines else "", where
+        return sanitize(lines[-1].strip()) if lines else "", where
 
 
 def end_all() -> None:
@@ -232,7 +232,7 @@ def _run_in_child(
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{'/'.join(last.filename.split('/')[-2:])}:{last.lineno} ({last.name})"
         fix = "if the location is in accel-run, report it: a check must not raise"
-        send(raised=failed("", fit_to_show(f"{error_line(error)}, at {where}"), fix).to_json())
+        send(raised=failed("", sanitize(f"{error_line(error)}, at {where}"), fix).to_json())
     finally:
         os._exit(code)
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from runner.base.secret import fit_to_show
+from runner.base.secret import sanitize
 from runner.base.text import error_line
 from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip
 
@@ -123,7 +123,7 @@ def import_error(module: str) -> str:
     try:
         import_module(module)
     except BaseException as error:  # whatever a package does when it is imported
-        return fit_to_show(error_line(error))
+        return sanitize(error_line(error))
     return ""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.base.json_converter import encode
-from runner.base.json_values import finite
+from runner.base.json_values import replace_nonfinite
 from runner.config.request import Request
 from runner.records.evidence import Evidence
 from runner.tools.measure.candidates import Candidate, Tried, tried_in
@@ -205,7 +205,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
         "mode": advice.mode or None,
         "seconds": advice.seconds,
     }
-    return finite(found)  # type: ignore[no-any-return]
+    return replace_nonfinite(found)  # type: ignore[no-any-return]
 
 
 UNFINISHED = "not tried to the end: the time was over before its third block"

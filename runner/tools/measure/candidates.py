@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base.json_values import finite
+from runner.base.json_values import replace_nonfinite
 from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome
 
 
@@ -51,7 +51,7 @@ class Tried:
             "later_s": self.outcome.later_s,
             "pays_at": self.outcome.pays_at,
         }
-        return finite(found)  # type: ignore[no-any-return]
+        return replace_nonfinite(found)  # type: ignore[no-any-return]
 
 
 def tried_in(trials: ComparisonResult, rule: str, candidate: Candidate, at_most: float | None = None) -> Tried:

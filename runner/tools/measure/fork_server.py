@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, remake
-from runner.base.secret import without_secrets
+from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, rebuild_error
+from runner.base.secret import drop_secrets
 
 
 class OutOfTime(AccelRunError):
@@ -83,7 +83,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
-                env={**STEADY, **without_secrets(os.environ), **environment},
+                env={**STEADY, **drop_secrets(os.environ), **environment},
             )
         self._answer()
 
@@ -168,7 +168,7 @@ class VariantProcess(JsonSocket):
             raise self._death()
         if "error" in answer:
             problems = tuple(Problem(**problem) for problem in answer["error"])
-            raise remake(AccelRunError, problems, Exit(answer["exit_code"]))
+            raise rebuild_error(AccelRunError, problems, Exit(answer["exit_code"]))
         if "ranks" in answer:
             self._sessions += answer["ranks"]
         return answer

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
-from runner.base.paths import shipped
-from runner.base.secret import fit_to_show
+from runner.base.paths import shipped_path
+from runner.base.secret import sanitize
 from runner.config.config_files import selected_options
 from runner.config.configuration import compose
 from runner.config.options import GROUPS
@@ -100,7 +100,7 @@ def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
                 place = place.setdefault(group, {})
             place[inner] = _literal(value)
     written = f"{MARK} {profile.by} on {datetime.now(UTC):%Y-%m-%d}."
-    lines = ["# @package _global_", written, *(f"# {fit_to_show(line)}" for line in profile.evidence)]
+    lines = ["# @package _global_", written, *(f"# {sanitize(line)}" for line in profile.evidence)]
     if options:
         lines += [
             "defaults:",
@@ -138,7 +138,7 @@ def _with_profile(request: Request, profile: Profile, name: str, folder: Path) -
     """Return the request with the profile, without overrides of its settings."""
     set_by_it = [word.partition("=")[0] for word in profile.words]
     words = [word for word in request.overrides if key_of(word) not in (*set_by_it, "hardware")]
-    own = None if folder == shipped("conf") else folder
+    own = None if folder == shipped_path("conf") else folder
     return replace(request, overrides=(*words, f"hardware={name}"), config_dir=own)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.errors import AccelRunError
 from runner.base.text import first_line
 from runner.durable import files
@@ -267,7 +267,7 @@ def _of_gpu(device: Device) -> Iterator[Turn]:
 def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
     """Return the size of the last-level caches of this process's cores; 0 if unknown."""
     if device.type == "cuda":
-        return accelerator_of(device).l2_cache_bytes()
+        return get_accelerator(device).l2_cache_bytes()
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     found: dict[tuple[int, str], int] = {}  # level, and the cores that share it -> bytes
     for core in affinity():

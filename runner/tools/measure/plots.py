@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from runner.base.errors import InputMissing
-from runner.base.picture import COLORS, new_figure, png
-from runner.base.text import shortened
+from runner.base.picture import COLORS, encode_png, new_figure
+from runner.base.text import abbreviate
 from runner.durable import files
 from runner.tools.measure.results import PICTURES, LadderRow, Results, session_baseline
 from runner.tools.measure.statistics import CONFIDENCE, Ratio
@@ -57,7 +57,7 @@ def png_of(figure: Any) -> bytes:
     """Encode a figure as PNG, even if the font lacks a letter of a name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        return png(figure)
+        return encode_png(figure)
 
 
 # ---------------------------------------------------------------- data
@@ -69,7 +69,7 @@ def origin(rows: Rows) -> str:
     machines = list(dict.fromkeys(filter(None, map(_machine, rows.values()))))
     days = sorted({row.date[: len("2026-01-31")] for row in rows.values()} - {""})
     several = "on different machines: " if len(machines) > 1 else ""
-    parts = [f"task {', '.join(tasks)}" if tasks else "", several + shortened(machines, separator="; ")]
+    parts = [f"task {', '.join(tasks)}" if tasks else "", several + abbreviate(machines, separator="; ")]
     return ", ".join(_plain(part) for part in (*parts, " to ".join(days[:1] + days[1:][-1:])) if part)
 
 
@@ -97,7 +97,7 @@ def _beyond(rows: Rows) -> str:
     limit = _limit_ms(rows)
     found = [(ms, name, at) for name, row in rows.items() for at, ms in enumerate(row.updates_ms, 1) if ms > limit]
     texts = [f"{_plain(_shortened(name))} step {at}: {_ms(ms)} ms" for ms, name, at in sorted(found, reverse=True)]
-    return f"beyond the scale (compilation, or the machine was busy): {shortened(texts)}" if texts else ""
+    return f"beyond the scale (compilation, or the machine was busy): {abbreviate(texts)}" if texts else ""
 
 
 def ratios(rows: Rows) -> dict[str, Ratio]:

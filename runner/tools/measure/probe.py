@@ -19,7 +19,7 @@ from torch import Tensor
 
 from runner.axes.dataloader import Fetcher
 from runner.base.batch import are_equal, map_tensors
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from runner.base.task import Task
 from runner.engine.error_diagnosis import is_task_file
 from runner.engine.phase import Phase
@@ -77,8 +77,8 @@ def _samples(fetcher: Fetcher, source: Path) -> Answer:
     return found
 
 
-def _first(num: int) -> Micro:
-    return Micro(0, list(range(num)), last=True)
+def _first(num: int) -> MicroBatchKey:
+    return MicroBatchKey(0, list(range(num)), last=True)
 
 
 def _nbytes(batch: Any) -> int:

@@ -23,8 +23,8 @@ from typing import Any
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem, RunInUse
 from runner.base.json_converter import INLINE, decode, encode
-from runner.base.json_values import mapped, object_in, to_json
-from runner.base.text import shortened
+from runner.base.json_values import as_dict, parse_object, to_json
+from runner.base.text import abbreviate
 from runner.durable import files
 from runner.plan.environment import environment
 from runner.plan.inventory import take_inventory
@@ -123,10 +123,10 @@ class Results:
         """
         if not files.exists(self.json):
             raise InputMissing("there are no results yet", where=str(self.json), fix="run accel-run benchmark first")
-        content = object_in(files.read(self.json, at_most=_MOST_BYTES))
+        content = parse_object(files.read(self.json, at_most=_MOST_BYTES))
         found = {
-            name: decode(LadderRow, mapped(each)).value
-            for name, each in mapped((content or {}).get("techniques")).items()
+            name: decode(LadderRow, as_dict(each)).value
+            for name, each in as_dict((content or {}).get("techniques")).items()
         }
         is_valid = content is not None and isinstance(content.get("techniques"), dict)
         if not is_valid or not all(is_name(name) and _are_times(row.updates_ms) for name, row in found.items()):
@@ -168,7 +168,7 @@ class Results:
             there = self.rows() if files.exists(self.json) else {}
             if there:
                 fix = "to delete them: accel-run benchmark reset; to keep them, choose another prefix="
-                raise ConfigError(Problem(f"has results already: {shortened(list(there))}", str(self.csv), fix))
+                raise ConfigError(Problem(f"has results already: {abbreviate(list(there))}", str(self.csv), fix))
             self._write({})
 
     def reset(self) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
-from runner.base.json_values import finite
+from runner.base.json_values import replace_nonfinite
 from runner.base.stopwatch import PARTS
-from runner.base.text import aligned
+from runner.base.text import format_table
 from runner.config.request import Request
 from runner.durable.files import atomic_write, make_directory
 from runner.tools.measure.compare import LEAST_ROUNDS, Ask, CompareLimits, Say, enough
@@ -132,9 +132,9 @@ def screen(report: SuiteReport) -> list[str]:
         cells = [[_text(value) for value in row] for row in table.rows]
         is_text = [any(isinstance(row[at], str) for row in table.rows) for at in range(len(table.columns))]
         sides = "".join("<" if words else ">" for words in is_text)
-        lines += [table.title, *aligned([[*table.columns], *cells], sides, indent="  "), ""]
+        lines += [table.title, *format_table([[*table.columns], *cells], sides, indent="  "), ""]
     if report.skipped:
-        lines += ["not measured", *aligned([*report.skipped.items()], indent="  "), ""]
+        lines += ["not measured", *format_table([*report.skipped.items()], indent="  "), ""]
     lines += [f"note: {note}" for note in report.notes]
     lines += [report.headline] if report.headline else []
     return [*lines, *(f"written      {file}" for file in report.files)]
@@ -152,7 +152,7 @@ def saved(wanted: SuiteRequest, name: str, report: SuiteReport, trials: Comparis
     measured = as_json(trials) if trials is not None else {}
     shown = {"headline": report.headline, "notes": list(report.notes), "skipped": dict(report.skipped)}
     tables = [dataclasses.asdict(table) for table in report.tables]
-    data = finite({"suite": name, **about, **measured, **shown, "tables": tables, **report.data})
+    data = replace_nonfinite({"suite": name, **about, **measured, **shown, "tables": tables, **report.data})
     make_directory(wanted.folder)
     file = wanted.file(f"{name}.json")
     atomic_write(file, json.dumps(data, indent=2) + "\n")

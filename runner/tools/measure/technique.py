@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.config.configuration import Choice, Configuration, PhaseSettings
 from runner.config.guarded_yaml import read_guarded
 from runner.config.options import function_of
@@ -59,7 +59,7 @@ def techniques(config_dir: Path | None) -> dict[str, Technique]:
 def files_of(config_dir: Path | None) -> dict[str, Path]:
     """Return name -> file, in the order of `techniques`."""
     found: dict[str, Path] = {}
-    for root in [shipped("conf"), *([config_dir] if config_dir else [])]:
+    for root in [shipped_path("conf"), *([config_dir] if config_dir else [])]:
         found |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
     place = {name: number for number, name in enumerate(ORDER)}
     return {name: found[name] for name in sorted(found, key=lambda name: (place.get(name, len(ORDER)), name))}

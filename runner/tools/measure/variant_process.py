@@ -30,10 +30,10 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.base.accelerator import accelerator_of
+from runner.base.accelerator import get_accelerator
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Exit, Problem
-from runner.base.stopwatch import between
+from runner.base.stopwatch import seconds_between
 from runner.base.task import Progress, Task
 from runner.base.world import World
 from runner.config.configuration import compose
@@ -158,7 +158,7 @@ class FirstUpdates(Hook):
             )
 
     def _random_state(self) -> list[Tensor]:
-        of_device = accelerator_of(self.phase.parts.world.device).generator_state()
+        of_device = get_accelerator(self.phase.parts.world.device).generator_state()
         return [torch.get_rng_state(), *([] if of_device is None else [of_device])]
 
 
@@ -220,7 +220,7 @@ class DeviceBlockClock(BlockClock):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nvml: Nvml = open_driver()
-        self.gpu: Gpu | None = self.nvml.find_of_torch(accelerator_of(device).uuid())
+        self.gpu: Gpu | None = self.nvml.find_of_torch(get_accelerator(device).uuid())
 
     def tick(self) -> Any:
         event = torch.Event(self.device, enable_timing=True)
@@ -299,7 +299,7 @@ class TrainingVariant:
         self.clock = DeviceBlockClock(self.run.parts.world.device) if self._is_on_gpu() else BlockClock()
         plan, parts, order = self.run.plan, self.run.parts, self.phase.order
         weights, device = list(parts.bare.parameters()), parts.world.device
-        memory = accelerator_of(device).free_memory()
+        memory = get_accelerator(device).free_memory()
         return {
             "values": plan.values(),
             "notes": [*plan.notes, *parts.notes],
@@ -344,7 +344,7 @@ class TrainingVariant:
             "updates": updates,
             "seconds": seconds,
             "run_queue_wait_s": min(wait_s, seconds),
-            "parts_s": between(before, watch.spent()),
+            "parts_s": seconds_between(before, watch.spent()),
             "updates_ms": [round(self.clock.between_ms(*pair), 4) for pair in pairwise(ticks)],
             "joules": None if joules is None or after is None else after - joules,
             "throttled": self.clock.throttled(),
@@ -352,8 +352,8 @@ class TrainingVariant:
 
     def report(self) -> Answer:
         """Return losses, memory and kernels since the run was opened."""
-        accelerator = accelerator_of(self.run.parts.world.device)
-        peak, total = accelerator.peak(), accelerator.total_bytes()
+        accelerator = get_accelerator(self.run.parts.world.device)
+        peak, total = accelerator.peak_memory(), accelerator.total_bytes()
         first = self.phase.hook(FirstUpdates)
         found: Answer = {
             "losses": [float(step.loss_sum) / float(step.items) for step in first.first if step.loss_sum is not None],
@@ -370,7 +370,7 @@ class TrainingVariant:
                 "peak_device_gib": peak.allocated / 2**30,
                 "reserved_gib": peak.reserved / 2**30,
                 "total_gib": total / 2**30,
-                "alloc_retries": accelerator.statistics()["num_alloc_retries"],
+                "alloc_retries": accelerator.memory_stats()["num_alloc_retries"],
             }
         return found
 

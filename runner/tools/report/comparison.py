@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from runner.base.picture import COLORS, new_figure
-from runner.base.text import NOT_MEASURED, duration, metric_text, rate, shortened, sized, sized_gib
+from runner.base.text import (
+    NOT_MEASURED,
+    abbreviate,
+    format_bytes,
+    format_duration,
+    format_gib,
+    format_metric,
+    format_rate,
+)
 from runner.tools.report.chart_parts import Chart, Drawing, Missing, binned, smoothed
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.page_tables import word_of
@@ -39,8 +47,8 @@ def comparison_of(stories: Sequence[RunData]) -> Page:
     return Page(
         head=PageHead(
             name=f"Comparison of {len(stories)} runs",
-            title=f"{shortened(labels)} · accel-run report",
-            lines=[shortened(labels, _NAMED, " · ")],
+            title=f"{abbreviate(labels)} · accel-run report",
+            lines=[abbreviate(labels, _NAMED, " · ")],
         ),
         problems=problems,
         first=[_figures(stories, labels), differ],
@@ -161,7 +169,7 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
     without = [label for label in curves if label not in known]
     notes = ["" if is_named else "the lines are named in the first chart"]
     notes += [
-        f"{what}: {shortened(names, _NAMED)}" if names else ""
+        f"{what}: {abbreviate(names, _NAMED)}" if names else ""
         for what, names in ((NOT_MEASURED, without), ("not finite at the end", unfinished))
     ]
     return Drawing(figure, "; ".join(said), "; ".join(filter(None, notes)))
@@ -170,7 +178,7 @@ def _overlaid(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_named: 
 def _metric(name: str, story: RunData) -> str:
     if name not in story.metrics:
         return ""
-    return metric_text(story.metrics[name], 5)
+    return format_metric(story.metrics[name], 5)
 
 
 def _loss(story: RunData) -> str:
@@ -179,7 +187,7 @@ def _loss(story: RunData) -> str:
 
 
 def _speed(story: RunData) -> str:
-    return "" if story.throughput is None else rate(story.throughput)
+    return "" if story.throughput is None else format_rate(story.throughput)
 
 
 def _step(story: RunData) -> str:
@@ -195,12 +203,12 @@ def _step(story: RunData) -> str:
 def _peak(story: RunData) -> str:
     seen = story.evidence
     value = None if seen is None else seen.device_peak_gib if seen.device_peak_gib is not None else seen.host_peak_gib
-    return "" if value is None else sized_gib(value)
+    return "" if value is None else format_gib(value)
 
 
 def _checkpoints(story: RunData) -> str:
     found = story.checkpoints
-    return f"{len(found)}, {sized(sum(each.bytes for each in found))}" if found else ""
+    return f"{len(found)}, {format_bytes(sum(each.bytes for each in found))}" if found else ""
 
 
 def _updates(story: RunData) -> str:
@@ -217,7 +225,7 @@ _FIGURES: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("task", lambda story: story.task),
     ("device", lambda story: story.plan.device_name),
     ("updates", _updates),
-    ("time", lambda story: duration(story.total_s) if story.total_s else ""),
+    ("time", lambda story: format_duration(story.total_s) if story.total_s else ""),
     ("items per second, first update excluded", _speed),
     ("update time (8 of 10 rows)", _step),
     ("peak memory", _peak),

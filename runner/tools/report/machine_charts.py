@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from runner.base.picture import COLORS, new_figure
-from runner.base.text import sized_gib
+from runner.base.text import format_gib
 from runner.monitor import machine_plots
 from runner.tools.report.chart_parts import LEGEND, SIZE, Drawing, binned, dress, from_to, no_rows
 from runner.tools.report.run_data import RunData, fit
@@ -107,12 +107,12 @@ def _strips(bar: _Bar) -> list[tuple[str, dict[str, float]]]:
     rows = []
     if bar.capacity:
         share = min(1.0, used / bar.capacity)
-        title = f"{bar.name}: peak {sized_gib(used)} of {sized_gib(bar.capacity)}, {share:.0%}"
+        title = f"{bar.name}: peak {format_gib(used)} of {format_gib(bar.capacity)}, {share:.0%}"
         rows.append((title, {"in use": share, "free": 1 - share}))
     if len(bar.parts) > 1 and used:
-        inner = {f"{part}: {sized_gib(gib)}": gib / used for part, gib in bar.parts.items()}
+        inner = {f"{part}: {format_gib(gib)}": gib / used for part, gib in bar.parts.items()}
         rows.append(("composition of the peak", inner))
-    return rows or [(f"{bar.name}: peak {sized_gib(used)}", {"in use": 1.0})]
+    return rows or [(f"{bar.name}: peak {format_gib(used)}", {"in use": 1.0})]
 
 
 def _split(peak: float, held: Mapping[str, float]) -> dict[str, float]:

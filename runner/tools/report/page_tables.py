@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from runner.base.json_values import is_number, listed, mapped
-from runner.base.text import duration, metric_text, sized
+from runner.base.json_values import as_dict, as_list, is_number
+from runner.base.text import format_bytes, format_duration, format_metric
 from runner.console import bottleneck
 from runner.tools.report.page import PageTable
 from runner.tools.report.run_data import Checkpoint, RunData
@@ -24,7 +24,7 @@ def phases(story: RunData) -> PageTable:
     rows = []
     for name, phase in story.record.result.phases.items():
         made = f"{phase.updates} of {phase.total}" if phase.total else "-"
-        values = ", ".join(f"{key} {metric_text(value)}" for key, value in phase.metrics.items())
+        values = ", ".join(f"{key} {format_metric(value)}" for key, value in phase.metrics.items())
         peaks = [
             f"{where} {peak:.3g}"
             for where, peak in (("device", phase.peak_device_gib), ("host", phase.peak_host_gib))
@@ -32,7 +32,7 @@ def phases(story: RunData) -> PageTable:
         ]
         mostly = bottleneck.mostly(phase.parts_s, sum(phase.parts_s.values()))
         state = "finished" if phase.finished else "not finished"
-        rows.append((name, phase.kind, state, made, duration(phase.seconds), mostly, ", ".join(peaks), values))
+        rows.append((name, phase.kind, state, made, format_duration(phase.seconds), mostly, ", ".join(peaks), values))
     head = ("phase", "kind", "state", "updates", "time", "mostly", "peak GiB", "last metrics")
     if not rows:
         rows = [
@@ -83,19 +83,19 @@ def _decided(story: RunData) -> dict[str, Any]:
 
 def environment(story: RunData) -> PageTable:
     known = dict(story.environment)
-    inventory = dict(mapped(known.pop("inventory", None)))
+    inventory = dict(as_dict(known.pop("inventory", None)))
     rows = [(key, "none" if value is None else word_of(value)) for key, value in known.items()]
-    for each in listed(inventory.pop("devices", None)):
+    for each in as_list(inventory.pop("devices", None)):
         if isinstance(each, dict):
             gib = f", {each['memory_bytes'] / 2**30:.1f} GiB" if is_number(each.get("memory_bytes")) else ""
             rows.append((f"{each.get('kind', 'device')} {each.get('index', '')}", f"{each.get('name', '')}{gib}"))
-    told = listed(inventory.pop("notes", None))
+    told = as_list(inventory.pop("notes", None))
     cpu = inventory.pop("cpu", None)
     if isinstance(cpu, dict):
         memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
         rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} of its threads for this run{memory}"))
     for key, value in inventory.items():
-        in_words = sized(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
+        in_words = format_bytes(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
         rows.append((key.removesuffix("_bytes").replace("_", " "), in_words if value is not None else "none"))
     rows += [("note", word_of(note)) for note in told]
     rows += [("host", story.record.process.host)] if story.record.process.host else []
@@ -109,7 +109,7 @@ def checkpoints(story: RunData) -> PageTable:
             return f"not verified here{marks}; accel-run status run={story.said}"
         return f"damaged: {'; '.join(each.problems)}" if each.problems else f"valid{marks}"
 
-    rows = [(each.name, sized(each.bytes), state(each)) for each in reversed(story.checkpoints)]
+    rows = [(each.name, format_bytes(each.bytes), state(each)) for each in reversed(story.checkpoints)]
     return PageTable("checkpoints", "Checkpoints", ("checkpoint", "size", "state"), rows)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from runner.base.text import NOT_MEASURED, duration, rate, sized, sized_gib
+from runner.base.text import NOT_MEASURED, format_bytes, format_duration, format_gib, format_rate
 from runner.tools.report.page import Tile
 from runner.tools.report.run_data import RunData
 
@@ -33,7 +33,7 @@ def _metric_tiles(story: RunData) -> Iterable[Tile]:
 def _speed_tile(story: RunData) -> Iterable[Tile]:
     seen = story.evidence
     if story.throughput is not None:
-        yield Tile("throughput", rate(story.throughput), "items per second, first update excluded")
+        yield Tile("throughput", format_rate(story.throughput), "items per second, first update excluded")
     if seen is not None and seen.step_time_ms is not None:
         low, high = seen.step_time_low_ms, seen.step_time_high_ms
         note = f"median; {low:.4g} to {high:.4g} in 8 of 10 rows" if low is not None and high is not None else "median"
@@ -49,17 +49,21 @@ def _memory_tile(story: RunData) -> Iterable[Tile]:
         ("host", seen.host_peak_gib, seen.host_total_gib),
     ):
         if peak is not None:
-            yield Tile(f"peak memory, {name}", sized_gib(peak), f"of {sized_gib(total)}" if total else "")
+            yield Tile(f"peak memory, {name}", format_gib(peak), f"of {format_gib(total)}" if total else "")
 
 
 def _time_tile(story: RunData) -> Iterable[Tile]:
     of_phases = [phase.seconds for phase in story.record.result.phases.values()]
     if sum(of_phases) > _SEVERAL_PROCESSES * story.total_s:  # the bottleneck is that of the last process
-        yield Tile("time", duration(sum(of_phases)), f"of which {duration(story.total_s)} in the last process")
+        yield Tile(
+            "time", format_duration(sum(of_phases)), f"of which {format_duration(story.total_s)} in the last process"
+        )
     elif story.total_s > 0:
         parts = story.parts_s
         start = parts.get("starting", 0.0) + parts.get("first_update", 0.0)
-        yield Tile("time", duration(story.total_s), f"{start:.1f} s until the end of the first update" if start else "")
+        yield Tile(
+            "time", format_duration(story.total_s), f"{start:.1f} s until the end of the first update" if start else ""
+        )
 
 
 def _updates_tile(story: RunData) -> Iterable[Tile]:
@@ -75,7 +79,9 @@ def _checkpoints_tile(story: RunData) -> Iterable[Tile]:
     damaged = sum(bool(each.problems) for each in known)
     state = f"{damaged} damaged" if damaged else "all valid" if known else "not read here"
     size = sum(each.bytes for each in story.checkpoints)
-    yield Tile("checkpoints", str(len(story.checkpoints)), f"{state}, {sized(size)}" if story.checkpoints else "none")
+    yield Tile(
+        "checkpoints", str(len(story.checkpoints)), f"{state}, {format_bytes(size)}" if story.checkpoints else "none"
+    )
 
 
 TILES: tuple[Callable[[RunData], Iterable[Tile]], ...] = (

@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.base.errors import AccelRunError
 from runner.base.json_values import is_number
-from runner.base.secret import fit_to_show, is_secret
+from runner.base.secret import is_secret, sanitize
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT
 from runner.config.configuration import compose, to_yaml
 from runner.config.guarded_yaml import read_guarded
@@ -195,7 +195,7 @@ def read_story(directory: RunDirectory) -> RunData:
 
 def fit(text: str) -> str:
     """Return the text without secrets, without what steers a terminal and without what no page can hold."""
-    shown = fit_to_show(text)
+    shown = sanitize(text)
     if shown.isprintable():
         return shown
     return "".join(char if char in "\t\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from runner.base.json_values import mapped
+from runner.base.json_values import as_dict
 from runner.console import bottleneck
 from runner.durable import files
 from runner.durable.directory import is_name
@@ -63,7 +63,7 @@ def page_of(story: RunData) -> Page:
 
 
 def _lines(story: RunData) -> list[str]:
-    inventory = mapped(story.environment.get("inventory"))
+    inventory = as_dict(story.environment.get("inventory"))
     versions = {
         "torch": inventory.get("torch_version"),
         "CUDA": inventory.get("cuda_version"),

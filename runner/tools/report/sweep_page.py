@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from runner.base.picture import COLORS, new_figure
-from runner.base.text import shortened
+from runner.base.text import abbreviate
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal
 from runner.sweeps.trials import Result, Sweep, counted, rows_of, winner
@@ -43,7 +43,7 @@ def page_of_sweep(sweep: Sweep) -> Page:
     return replace(
         page,
         head=PageHead(name=name, title=f"{name} · accel-run report", lines=lines),
-        problems=[*([shortened(failed)] if failed else []), *page.problems],
+        problems=[*([abbreviate(failed)] if failed else []), *page.problems],
         first=[table, *page.first],
         charts=[*drawn, *page.charts],
         repeat=[Step("Whole sweep", fit(sweep.record.command))] if sweep.record.command else [],

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.base.secret import without_secrets
+from runner.base.secret import drop_secrets
 from runner.tools.measure.fork_server import STEADY
 from tests.tools.measure.planted_time import Planted
 
@@ -121,7 +121,7 @@ class Nurseries:
                 [sys.executable, "-c", SERVER, str(theirs.fileno()), str(self.time.memory)],
                 pass_fds=[theirs.fileno(), self.time.memory], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={**STEADY, **without_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[3])},
+                env={**STEADY, **drop_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[3])},
             )  # fmt: skip
 
 

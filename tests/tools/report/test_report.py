@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runner.base.text import NOT_MEASURED, rate
+from runner.base.text import NOT_MEASURED, format_rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
 from runner.tools.report.chart_parts import Drawing, binned, smoothed
@@ -131,7 +131,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
 def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
     tree = {"updates": 3, "precision": {"option": "bf16", "keep_fp32": []}}
     assert dict(flat(tree)) == {"updates": 3, "precision": "bf16", "precision.keep_fp32": []}
-    assert [rate(36_450.4), rate(3.14159)] == ["36,450", "3.14"]
+    assert [format_rate(36_450.4), format_rate(3.14159)] == ["36,450", "3.14"]
 
 
 @pytest.mark.parametrize(

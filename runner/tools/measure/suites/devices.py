@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
-from runner.base.values import MOST_THREADS
+from runner.base.values import MAX_THREADS
 from runner.config.request import merge_overrides
 from runner.config.schema import did_you_mean
 from runner.plan.inventory import Inventory
@@ -110,12 +110,12 @@ def devices_of(text: str, inventory: Inventory) -> Devices:
 
 def _overrides_of(name: str, gpus: Sequence[str], text: str) -> tuple[str, ...]:
     kind, has_number, number = name.partition(":")
-    is_count = number.isascii() and number.isdigit() and 0 < int(number[:9]) <= MOST_THREADS
+    is_count = number.isascii() and number.isdigit() and 0 < int(number[:9]) <= MAX_THREADS
     if kind == "cpu" and (not has_number or is_count):
         return ("device=cpu", *([f"backend.threads={number}"] if has_number else []))
     if name in gpus:
         return (f"device={name}",)
-    here = ", ".join(["cpu", f"cpu:THREADS (at most {MOST_THREADS})", *gpus])
+    here = ", ".join(["cpu", f"cpu:THREADS (at most {MAX_THREADS})", *gpus])
     what = f"{name or 'nothing'} is not a device of this machine, which has {here}"
     fix = did_you_mean(name, ["cpu", "cuda", *gpus]) or "use devices=cpu:1,cpu:2"
     raise ConfigError(Problem(what, f"devices={text}", fix))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.errors import ConfigError, InputMissing, Problem
-from runner.base.json_values import finite
+from runner.base.json_values import replace_nonfinite
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
 from runner.tools.measure import plots
@@ -257,7 +257,7 @@ class Ladder:
         """Return what to print."""
         there = {name: row for name, row in self.rows.items() if row.update_ms > 0}
         notes = tuple(dict.fromkeys(self.notes))
-        rows = [finite({"variant": name, **row.as_json()}) for name, row in self.rows.items()]
+        rows = [replace_nonfinite({"variant": name, **row.as_json()}) for name, row in self.rows.items()]
         data = {"rows": rows, "skipped": self.skipped, "notes": notes}
         return SuiteReport(self._headline(), _tables(there), notes, self.skipped, data)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.base.paths import shipped
+from runner.base.paths import shipped_path
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
 from runner.tools.measure.suite import SuiteReport
@@ -113,7 +113,7 @@ def test_plain_settings_keep_the_mathematics_of_the_loader(tmp_path: Path) -> No
 OPTIONS = [
     f"{group}={file.stem}"
     for group in ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
-    for file in sorted((shipped("conf") / group).glob("*.yaml"))
+    for file in sorted((shipped_path("conf") / group).glob("*.yaml"))
 ]
 KEYS = (
     "backend.threads=1", "dataloader.num_workers=3", "dataloader.cache=memory", "dataloader.pin_memory=true",

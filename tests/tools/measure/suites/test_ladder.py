@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
-from runner.base.json_values import finite
+from runner.base.json_values import replace_nonfinite
 from runner.commands.benchmark import run as benchmark
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -471,7 +471,7 @@ def test_a_later_technique_overrides_an_earlier_one() -> None:
 def test_numbers_that_are_not_known_are_null_in_json() -> None:
     row = LadderRow("isolated", ("bf16",), outcome=TrialOutcome(why_not="no room"))
 
-    assert finite(row.as_json())["update_ms"] is None
+    assert replace_nonfinite(row.as_json())["update_ms"] is None
     assert math.isnan(row.update_ms)
 
 
