@@ -58,7 +58,7 @@ def evaluate(*words: str, **settings: Any) -> dict[str, float]:
     """
     from runner.host.command_process import run_command
 
-    ended = run_command(["evaluate", *words_of(words, settings), "--json"], relays=False)
+    ended = run_command(["evaluate", *words_of(words, settings), "--json"], relay_output=False)
     _check(ended.code, "evaluate", allowed=(Exit.DONE,))
     return none_to_nan(json.loads(ended.out)["metrics"])
 

@@ -22,7 +22,7 @@ from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
 from runner.commands import COMMANDS, TRAINING
-from runner.host.output import nonblocking_streams, open_closed_streams, write_at_once
+from runner.host.output import nonblocking_streams, open_closed_streams, write_if_ready
 from runner.version import __version__
 
 
@@ -190,7 +190,7 @@ def _leave(asked: int, ended: list[int], number: int, _: object) -> None:
         with suppress(Exception):  # the signal may interrupt a print
             stream.flush()
     if not ended:
-        write_at_once("\naccel-run: interrupted\n")
+        write_if_ready("\naccel-run: interrupted\n")
     os._exit(ended[0] if ended else Exit.INTERRUPTED)
 
 

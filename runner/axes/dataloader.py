@@ -34,9 +34,9 @@ from runner.base.text import RemoteError, abbreviate, describe_exception, error_
 from runner.base.values import Count, PositiveInt
 from runner.host.loader_processes import (
     PicklerWithoutModel,
-    all_or_none,
+    init_worker,
+    kill_on_partial_start,
     kill_workers,
-    settle_in,
     stop_signals_blocked,
     traceback_line,
     worker_context,
@@ -215,13 +215,13 @@ class WorkerLoader(Loader):
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
                 multiprocessing_context=worker_context(self.start_method),
-                worker_init_fn=partial(settle_in, os.getpid()),
+                worker_init_fn=partial(init_worker, os.getpid()),
                 # A private generator, because a new iterator must not draw from the model's. It seeds the workers'
                 # own generators, for data sets that create generators themselves: different on each rank.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
             )
             # Set before workers run any other code.
-            with stop_signals_blocked(self.start_method), all_or_none():
+            with stop_signals_blocked(self.start_method), kill_on_partial_start():
                 iterator = iter(loader)
         self._open.append(iterator)
         return self._raising(iterator)

@@ -47,13 +47,13 @@ def run(argv: list[str]) -> int:
     from runner.base.errors import DataError
     from runner.durable import files
     from runner.engine.pickle_import import convert, refuse_taken, settle
-    from runner.host.subprocesses import in_subprocess
+    from runner.host.subprocesses import run_in_subprocess
 
     refuse_taken(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     try:
-        made = in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
+        made = run_in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
         settle(temporary, target.absolute())
     except BrokenProcessPool as error:
         raise DataError("crashed the reader process", where=str(source), fix="it is damaged or malicious") from error

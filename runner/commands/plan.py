@@ -81,9 +81,11 @@ def _memory(
     untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
         from runner.forecast.remedies import changes_of
-        from runner.host.subprocesses import in_subprocess
+        from runner.host.subprocesses import run_in_subprocess
 
-        changes, untried = in_subprocess(changes_of, configuration, inventory, plan, needs, profiles, on_wait=on_wait)
+        changes, untried = run_in_subprocess(
+            changes_of, configuration, inventory, plan, needs, profiles, on_wait=on_wait
+        )
     return sheet(plan, needs, peaks_of_ranks(plan, profiles), changes, untried), changes
 
 

@@ -24,7 +24,7 @@ from runner.base.secret import redact
 from runner.durable.hash_thread import BLOCK, HashThread, blocks
 from runner.durable.system import System
 from runner.durable.system_errors import has_answered, storage
-from runner.host.dirfd import opened_parent
+from runner.host.dirfd import open_parent
 
 TEMPORARY = ".tmp-"  # prefix of incomplete files; removed when a run is opened
 
@@ -448,7 +448,7 @@ class Lock:
     def __init__(self, path: Path, note: str) -> None:
         with storage("lock", path):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            with opened_parent(path) as (folder, name):
+            with open_parent(path) as (folder, name):
                 descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -533,19 +533,19 @@ def _mode(path: Path) -> int:
 
 
 def _lstat(path: Path) -> os.stat_result:
-    with opened_parent(path) as (folder, name):
+    with open_parent(path) as (folder, name):
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
 
 
 def _is_directory(path: Path) -> bool:
     """Return whether `path` is a folder, or a link to one."""
-    with suppress(OSError, ValueError), opened_parent(path) as (folder, name):
+    with suppress(OSError, ValueError), open_parent(path) as (folder, name):
         return stat.S_ISDIR(os.stat(name, dir_fd=folder).st_mode)
     return False
 
 
 def _names_in(path: Path) -> list[str]:
-    with opened_parent(path) as (folder, name):
+    with open_parent(path) as (folder, name):
         if folder is None:
             return sorted(os.listdir(path))
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -557,7 +557,7 @@ def _names_in(path: Path) -> list[str]:
 
 def _open_plain(path: Path) -> int:
     # O_NONBLOCK: opening a named pipe would otherwise block forever without a writer.
-    with opened_parent(path) as (folder, name):
+    with open_parent(path) as (folder, name):
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     return _plain(descriptor)
 

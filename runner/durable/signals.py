@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from runner.base.errors import Exit
-from runner.host.output import write_at_once
+from runner.host.output import write_if_ready
 
 
 class StopRequest:
@@ -72,7 +72,7 @@ class StopRequest:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the signal may have interrupted a print
                 stream.flush()
-        write_at_once("\nStopped at once, without saving; earlier checkpoints are intact.\n")
+        write_if_ready("\nStopped at once, without saving; earlier checkpoints are intact.\n")
         os._exit(Exit.INTERRUPTED)
 
     @staticmethod

@@ -11,7 +11,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from runner.host.dirfd import opened_parent
+from runner.host.dirfd import open_parent
 
 
 class System:
@@ -22,7 +22,7 @@ class System:
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         """Return a descriptor of the file or folder `path`, created with `os.O_CREAT`."""
-        with opened_parent(path) as (folder, name):
+        with open_parent(path) as (folder, name):
             return os.open(name, flags | os.O_CLOEXEC, mode, dir_fd=folder)
 
     def write(self, descriptor: int, data: memoryview) -> int:
@@ -62,20 +62,20 @@ class System:
 
     def mkdir(self, path: Path) -> None:
         """Create the folder `path` with mode 0700. Raises FileExistsError if the name exists."""
-        with opened_parent(path) as (folder, name):
+        with open_parent(path) as (folder, name):
             os.mkdir(name, 0o700, dir_fd=folder)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename `source` to `target`, replacing a file of that name."""
-        with opened_parent(source) as (before, name), opened_parent(target) as (after, other):
+        with open_parent(source) as (before, name), open_parent(target) as (after, other):
             os.rename(name, other, src_dir_fd=before, dst_dir_fd=after)
 
     def unlink(self, path: Path) -> None:
         """Remove the file or link."""
-        with opened_parent(path) as (folder, name):
+        with open_parent(path) as (folder, name):
             os.unlink(name, dir_fd=folder)
 
     def rmdir(self, path: Path) -> None:
         """Remove the empty folder."""
-        with opened_parent(path) as (folder, name):
+        with open_parent(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from runner.base.accelerator import get_accelerator
 from runner.base.oom_errors import OomCause, halve
 from runner.base.text import format_bytes
-from runner.host.cgroup import memory_grant
+from runner.host.cgroup import cgroup_memory_limit
 from runner.monitor.gpu_driver import open_driver
 from runner.plan.run_plan import Plan
 
@@ -92,7 +92,7 @@ def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, s
         return MemoryAccount(shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _others(uuid))
     machine = psutil.virtual_memory()
     free, total = int(machine.available), int(machine.total)
-    grant = memory_grant()
+    grant = cgroup_memory_limit()
     if grant is not None and grant.amount < total:
         total = int(grant.amount)
         free = min(free, max(0, total - (grant.memory_bytes() or 0)))

@@ -242,7 +242,7 @@ class _WatchdogThread:
                 phase = self.pulse.phase
             waits = False
             if max(same, still) > _CLOSER_LOOK:
-                frames = stacks.frames_here(self._main)
+                frames = stacks.current_frames(self._main)
                 if _is_debugged(frames):
                     same = still = 0
                 waits = self.is_one_of_many and bool(frames) and stacks.waits_for_ranks(frames[0])
@@ -265,7 +265,7 @@ class _ExitOnHang:
 
     def __call__(self, heartbeat: Heartbeat) -> None:
         # A rank cannot see what others do: they may be writing a checkpoint.
-        if not heartbeat.is_overdue or (heartbeat.waits and heartbeat.waited_s <= self.patience_s):
+        if not heartbeat.is_overdue or (heartbeat.is_waiting and heartbeat.waited_s <= self.patience_s):
             return
         try:
             self._report(heartbeat)
@@ -289,7 +289,7 @@ class _ExitOnHang:
             of_threads |= within(stacks.ANSWER_S + 1.0, _of_workers)
         is_kept = False
         with suppress(Exception):
-            within(TELL_S, lambda: self.traces.keep(stacks.joined(of_threads)))
+            within(TELL_S, lambda: self.traces.keep(stacks.join_stacks(of_threads)))
             is_kept = True
         who = _named(self.world) if self.world.world_size > 1 else ""
         error = hang(heartbeat, self.world.rank, who, of_threads, self.traces.file if is_kept else None)
@@ -309,7 +309,7 @@ class _ExitOnHang:
 
 def _of_workers() -> dict[str, str]:
     folder = scratch.shared_folder()
-    answers = stacks.request(folder, descendants(os.getpid())) if folder is not None else {}
+    answers = stacks.request_stacks(folder, descendants(os.getpid())) if folder is not None else {}
     return {f"{WORKER} {pid}": text for pid, text in answers.items()}
 
 
@@ -325,7 +325,7 @@ def hang(
     noun, key = _WORDS[heartbeat.kind]
     key = "first_update_s" if heartbeat.is_first and key != "checkpoint_s" else key
     what = noun.format(update=heartbeat.update) + (f" of phase {heartbeat.phase}" if heartbeat.phase else "")
-    calls = (stacks.user_frame(stacks.main_thread(text)) for text in of_threads.values())
+    calls = (stacks.user_frame(stacks.parse_main_thread(text)) for text in of_threads.values())
     place = next(filter(None, calls), None)
     error = Hang(
         f"{what} hangs: waited {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
@@ -342,14 +342,14 @@ def way_out(of_threads: Mapping[str, str], longer: str = "", file: str | None = 
     lines: list[str] = []
     num_workers = 0
     for name, text in of_threads.items():
-        frames = stacks.main_thread(text)
+        frames = stacks.parse_main_thread(text)
         if name.startswith(WORKER):
             if num_workers or not stacks.user_frame(frames):
                 continue
             num_workers += 1
         if len(lines) > _LINES:
             continue
-        lines += [f"{name} is at", *stacks.summary(frames)] if frames else [f"{name} {text.strip()}"]
+        lines += [f"{name} is at", *stacks.format_summary(frames)] if frames else [f"{name} {text.strip()}"]
     lines += [f"{file} in the run's folder has all threads" if file else "the stacks of all threads cannot be written"]
     lines += ["run the same command again" + (f"; if it takes that long: {longer}" if longer else "")]
     return "\n".join(lines)

@@ -21,51 +21,51 @@ Write = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class CommandEnd:
-    """How a command ended: its exit code, and what it printed if that was not relayed."""
+class CommandResult:
+    """Exit code of a command, and its standard output if that was not relayed."""
 
     code: int
     out: str = ""
 
 
-def run_command(words: Sequence[str], *, relays: bool = True) -> CommandEnd:
-    """Run `accel-run WORDS` in a subprocess, as a terminal would, and wait for it.
+def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandResult:
+    """Run `accel-run ARGS` in a subprocess and wait for it.
 
-    A separate process, because a run installs signal handlers, forks ranks, sets global switches of torch, and may end
-    by os._exit; none of this may happen to a notebook or to another program. It is in a separate session, so that
-    Ctrl-C reaches it only through this process: the first KeyboardInterrupt lets the run save and stop, the second one
-    ends it. It also saves and stops if this process is killed.
+    A separate process, because a run installs signal handlers, forks ranks, sets global switches of torch, and may call
+    os._exit, none of which may happen in a notebook or another program. It runs in a separate session, so that Ctrl-C
+    reaches it only through this process: the first KeyboardInterrupt makes the run save and stop, the second one ends
+    it. It also saves and stops if this process is killed.
 
-    relays  write its standard output to sys.stdout, which may be a notebook's; False: return it
+    relay_output  write its standard output to sys.stdout, which may be a notebook's; False: return it
     Raises the AccelRunError that ended the command, with its message and exit code, and KeyboardInterrupt.
     """
-    report, reporting = os.pipe()
+    error_fd, child_error_fd = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), str(reporting), str(PACKAGE.parent), *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[reporting],
+            [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), str(child_error_fd), str(PACKAGE.parent), *args],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[child_error_fd],
             start_new_session=True,
         )  # fmt: skip
     except BaseException:
-        os.close(report)
+        os.close(error_fd)
         raise
     finally:
-        os.close(reporting)
+        os.close(child_error_fd)
     assert process.stdout is not None
     assert process.stderr is not None
-    kept: list[str] = []
-    told: list[str] = []
+    captured: list[str] = []
+    errors: list[str] = []
     sinks: dict[int, Write] = {
-        process.stdout.fileno(): sys.stdout.write if relays else kept.append,
+        process.stdout.fileno(): sys.stdout.write if relay_output else captured.append,
         process.stderr.fileno(): sys.stderr.write,
-        report: told.append,
+        error_fd: errors.append,
     }
     num_interrupts = 0
     try:
         relay = _Relay(process, sinks)
         while True:
             try:
-                relay.until_the_end()
+                relay.run()
                 break
             except KeyboardInterrupt:
                 num_interrupts += 1
@@ -76,16 +76,16 @@ def run_command(words: Sequence[str], *, relays: bool = True) -> CommandEnd:
     finally:
         process.stdout.close()
         process.stderr.close()
-        os.close(report)
+        os.close(error_fd)
     code = process.wait()
     if num_interrupts:
         raise KeyboardInterrupt
-    if text := "".join(told):
-        raise _error(text)
-    return CommandEnd(code if code >= 0 else 128 - code, "".join(kept))
+    if text := "".join(errors):
+        raise _decode_error(text)
+    return CommandResult(code if code >= 0 else 128 - code, "".join(captured))
 
 
-def report_to(descriptor: int, error: AccelRunError) -> None:
+def send_error(descriptor: int, error: AccelRunError) -> None:
     """Send the error that ended a command to the process that started it."""
     content = {
         "kind": type(error).__name__,
@@ -108,9 +108,9 @@ class _Relay:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             self._selector.register(descriptor, selectors.EVENT_READ, (decoder, write))
 
-    def until_the_end(self) -> None:
+    def run(self) -> None:
         while self._selector.get_map():
-            ready = self._selector.select(_LOOK_S)
+            ready = self._selector.select(POLL_S)
             if not ready and self._process.poll() is not None:
                 break
             for key, _ in ready:
@@ -125,9 +125,9 @@ class _Relay:
         self._selector.close()
 
 
-def _error(text: str) -> AccelRunError:
+def _decode_error(text: str) -> AccelRunError:
     content: dict[str, Any] = json.loads(text)
-    kinds = {kind.__name__: kind for kind in _kinds(AccelRunError)}
+    kinds = {kind.__name__: kind for kind in _subclasses(AccelRunError)}
     problems = tuple(Problem(**problem) for problem in content["problems"])
     error = rebuild_error(
         kinds.get(content["kind"], AccelRunError), problems, Exit(content["exit_code"]), content["place"]
@@ -137,17 +137,17 @@ def _error(text: str) -> AccelRunError:
     return error
 
 
-def _kinds(kind: type[AccelRunError]) -> Iterator[type[AccelRunError]]:
+def _subclasses(kind: type[AccelRunError]) -> Iterator[type[AccelRunError]]:
     yield kind
-    for each in kind.__subclasses__():
-        yield from _kinds(each)
+    for subclass in kind.__subclasses__():
+        yield from _subclasses(subclass)
 
 
-_LOOK_S = 0.1
+POLL_S = 0.1
 # -P: do not import a runner.py of the current folder; a checkout that is not installed is searched last
 _MAIN = (
     "import signal, sys; parent, report, path, *sys.argv[1:] = sys.argv[1:]; sys.path.append(path); "
     "from runner.host.parent_death import die_with_parent; die_with_parent(int(parent), signal.SIGTERM); "
-    "from functools import partial; from runner.host.command_process import report_to; "
-    "from runner.cli import main; sys.exit(main(report=partial(report_to, int(report))))"
+    "from functools import partial; from runner.host.command_process import send_error; "
+    "from runner.cli import main; sys.exit(main(report=partial(send_error, int(report))))"
 )

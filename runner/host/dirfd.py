@@ -41,12 +41,12 @@ def current_path(folder: Path) -> Path | None:
     Without /proc, returns `folder`.
     """
     descriptor = _pinned[folder]
-    found = os.fstat(descriptor)
-    if found.st_nlink == 0:
+    pinned = os.fstat(descriptor)
+    if pinned.st_nlink == 0:
         return None
     with suppress(OSError):
-        now = folder.stat(follow_symlinks=False)
-        if (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino):
+        current = folder.stat(follow_symlinks=False)
+        if (current.st_dev, current.st_ino) == (pinned.st_dev, pinned.st_ino):
             return folder
     with suppress(OSError):
         return Path(f"/proc/self/fd/{descriptor}").readlink()
@@ -54,8 +54,8 @@ def current_path(folder: Path) -> Path | None:
 
 
 @contextmanager
-def opened_parent(path: Path) -> Iterator[tuple[int | None, Path | str]]:
-    """Return (directory descriptor, name) for calls that take `dir_fd`; (None, path) outside of pinned folders.
+def open_parent(path: Path) -> Iterator[tuple[int | None, Path | str]]:
+    """Yield (directory descriptor, name) for calls that take `dir_fd`; (None, path) outside of pinned folders.
 
     A pinned folder itself is "." relative to its descriptor, so that it is found after a move.
     Raises OSError if a folder between the pinned one and the name is a link or missing.

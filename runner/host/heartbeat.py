@@ -14,18 +14,18 @@ from pathlib import Path
 class Heartbeat:
     """Heartbeat of a rank.
 
-    ticks      number of checks by its watchdog; 0: not running
-    waited_s   seconds without progress
-    limit_s    timeout in seconds
-    waits      whether it is in a collective, waiting for other ranks
-    kind       current operation, a constant of runner.engine.watchdog
-    is_first   whether it is the first operation of its kind in this phase
+    ticks     number of checks by its watchdog; 0: not running
+    waited_s  seconds without progress
+    limit_s   timeout in seconds
+    is_waiting it is waiting for other ranks in a collective
+    kind      current operation, a constant of runner.engine.watchdog
+    is_first  it is the first operation of its kind in this phase
     """
 
     ticks: int = 0
     waited_s: float = 0.0
     limit_s: float = 0.0
-    waits: bool = False
+    is_waiting: bool = False
     kind: str = ""
     is_first: bool = False
     update: int = 0
@@ -41,7 +41,7 @@ class HeartbeatTable:
     """Shared heartbeat of one rank, written by it and read by another process. The file outlives the rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        size = _END + ctypes.sizeof(ctypes.c_bool)
+        size = _IS_ENDING_OFFSET + ctypes.sizeof(ctypes.c_bool)
         descriptor = os.open(folder / f"heartbeat-{rank}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, size)
@@ -51,24 +51,24 @@ class HeartbeatTable:
 
     def num_updates(self) -> ctypes.c_uint64:
         """Return the number of completed updates as a shared value, to be set or read by `.value`."""
-        return ctypes.c_uint64.from_buffer(self._memory, _OFFSET)
+        return ctypes.c_uint64.from_buffer(self._memory, _NUM_UPDATES_OFFSET)
 
     def is_ending(self) -> ctypes.c_bool:
         """Return whether the rank has finished training, as a shared value like `num_updates`."""
-        return ctypes.c_bool.from_buffer(self._memory, _END)
+        return ctypes.c_bool.from_buffer(self._memory, _IS_ENDING_OFFSET)
 
     def publish(self, heartbeat: Heartbeat) -> None:
         """Publish a heartbeat. Not atomic: a reader must see a condition twice before it acts."""
         beat = heartbeat
         _FORMAT.pack_into(
-            self._memory, 0, beat.ticks, beat.waited_s, beat.limit_s, beat.waits, beat.is_first, beat.update,
+            self._memory, 0, beat.ticks, beat.waited_s, beat.limit_s, beat.is_waiting, beat.is_first, beat.update,
             beat.kind.encode()[:24], beat.phase.encode()[:64],
         )  # fmt: skip
 
     def read(self) -> Heartbeat:
         """Return the last heartbeat of the rank."""
-        ticks, waited_s, limit_s, waits, is_first, update, kind, phase = _FORMAT.unpack_from(self._memory, 0)
-        return Heartbeat(ticks, waited_s, limit_s, waits, _text(kind), is_first, update, _text(phase))
+        ticks, waited_s, limit_s, is_waiting, is_first, update, kind, phase = _FORMAT.unpack_from(self._memory, 0)
+        return Heartbeat(ticks, waited_s, limit_s, is_waiting, _decode(kind), is_first, update, _decode(phase))
 
     def close(self) -> None:
         """Release the memory."""
@@ -76,9 +76,9 @@ class HeartbeatTable:
 
 
 _FORMAT = struct.Struct("<Qdd??q24s64s")
-_OFFSET = 128  # of `num_updates`: aligned, so that reads and writes are atomic
-_END = _OFFSET + ctypes.sizeof(ctypes.c_uint64)
+_NUM_UPDATES_OFFSET = 128  # aligned, so that reads and writes are atomic
+_IS_ENDING_OFFSET = _NUM_UPDATES_OFFSET + ctypes.sizeof(ctypes.c_uint64)
 
 
-def _text(field: bytes) -> str:
+def _decode(field: bytes) -> str:
     return field.rstrip(b"\0").decode(errors="replace")

@@ -31,6 +31,8 @@ from runner.host.stacks import dump_on_signal
 
 
 class PicklerWithoutModel(ForkingPickler):
+    """Pickler that replaces the model by a placeholder, so that spawned workers do not receive a copy of it."""
+
     def __init__(self, file: io.BytesIO, model: nn.Module | None) -> None:
         super().__init__(file)
         self.modules = set(model.modules()) if model is not None else set()
@@ -59,26 +61,26 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
     only errors are sent from then on. Checked on Python 3.11 to 3.13.
     """
 
-    _refused: RemoteError | None = None
+    _error: RemoteError | None = None
 
     def put(self, obj: Any, block: bool = True, timeout: float | None = None) -> None:
         if parent_process() is None:  # the queue of indices for a worker
             super().put(obj, block, timeout)
             return
         try:
-            if self._refused is None:
+            if self._error is None:
                 super().put(obj, block, timeout)
         except RuntimeError as error:  # thread creation failed
-            self._refused = RemoteError(describe_exception(error))
-        if self._refused is not None:
-            self._send(obj[0], self._refused)
+            self._error = RemoteError(describe_exception(error))
+        if self._error is not None:
+            self._send(obj[0], self._error)
 
     def _on_queue_feeder_error(self, error: Exception, obj: Any) -> None:
-        self._refused = RemoteError(describe_exception(error))
+        self._error = RemoteError(describe_exception(error))
         lost = [obj, *self._buffer]  # type: ignore[attr-defined]
         self._buffer.clear()  # type: ignore[attr-defined]
         for number, _ in lost:
-            self._send(number, self._refused)
+            self._send(number, self._error)
 
     def _send(self, number: int, error: RemoteError) -> None:
         self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
@@ -101,7 +103,7 @@ def kill_workers(workers: Sequence[BaseProcess]) -> None:
 
 
 @contextmanager
-def all_or_none() -> Iterator[None]:
+def kill_on_partial_start() -> Iterator[None]:
     """Kill the workers started inside if not all could be started: at exit, Python would wait for them forever.
 
     Python terminates them by SIGTERM, which they ignore, and torch handles complete iterators only. The destructor of
@@ -121,35 +123,35 @@ def all_or_none() -> Iterator[None]:
 @contextmanager
 def stop_signals_blocked(start_method: str) -> Iterator[None]:
     """Start processes that ignore stop signals; this process receives them on exit from the context."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     if start_method == "spawn":
         # multiprocessing's helper process unblocks two of the signals when it starts, so start it before.
         resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def settle_in(parent_pid: int, worker: int) -> None:
+def init_worker(parent_pid: int, worker: int) -> None:
     """Initialize a worker: it ignores stop signals until the checkpoint is written, but ends with its parent.
 
     torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
     """
     die_with_parent(parent_pid)
     make_streams_nonblocking()
-    sys.excepthook = _print_what_is_news
-    for number in _BLOCKED:
+    sys.excepthook = _print_unexpected_error
+    for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     folder = shared_folder()
     if folder is not None:  # where it writes its stacks if something hangs
         with suppress(OSError):
             dump_on_signal(folder)
 
 
-def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_unexpected_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error of one of Python's threads, except for a broken connection, which the run reports itself."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
@@ -157,15 +159,15 @@ def _print_what_is_news(kind: type[BaseException], error: BaseException, trace: 
         sys.__excepthook__(kind, error, trace)
 
 
-def traceback_line(told: ExceptionInfo) -> str:
+def traceback_line(error: ExceptionInfo) -> str:
     """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
     python = str(Path(os.__file__).parent)
-    own = [
+    frames = [
         frame
-        for frame in told.frames
+        for frame in error.frames
         if frame.file != __file__ and not frame.file.startswith(("<", python)) and "site-packages/" not in frame.file
     ]
-    return f"{own[-1].file}:{own[-1].line}" if own else ""
+    return f"{frames[-1].file}:{frames[-1].line}" if frames else ""
 
 
-_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as in durable/signals.py
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as in durable/signals.py

@@ -2,9 +2,9 @@
 
 A terminal stopped with Ctrl-S, a hung ssh or a pipe with a sleeping reader blocks write(2) for as long as that
 lasts, and with it every caller: the training loop, a data worker, the supervisor of the ranks. Here a write passes
-on what fits and buffers the rest, which a thread writes as soon as the reader accepts more. Up to KEPT_BYTES are
-buffered; then the oldest lines are dropped and replaced by a line with their number. An active reader receives
-everything, in order. Secrets are redacted on the way, in whole lines unless a line is flushed before its end.
+on what fits and buffers the rest, which a thread writes as soon as the reader accepts more. The buffer holds at most
+MAX_BUFFERED_BYTES; then the oldest lines are dropped and replaced by a line with their number. An active reader
+receives everything, in order. Secrets are redacted, in complete lines unless a line is flushed before its end.
 
 Why not a thread for every write: even with an active reader, output would appear after what C code or a subprocess
 prints to the same descriptor, and a process with threads cannot safely fork ranks.
@@ -28,9 +28,9 @@ from typing import Any, TextIO, cast
 
 from runner.base.secret import redact_message
 
-KEPT_BYTES = 8 << 20  # per terminal or pipe: 10 minutes of a progress bar are 0.5 MB
+MAX_BUFFERED_BYTES = 8 << 20  # per terminal or pipe; 10 minutes of a progress bar are 0.5 MB
 FINISH_S = 2.0  # at exit: stop after this time without progress of the reader
-STALLED_S = 1.0  # after this time without progress, C code and subprocesses do not wait either
+STALLED_S = 1.0  # after this time without progress, writes of C code and subprocesses do not block either
 POLL_MS = 100
 
 
@@ -38,15 +38,14 @@ POLL_MS = 100
 def nonblocking_streams() -> Iterator[None]:
     """Make sys.stdout and sys.stderr non-blocking; on exit, wait at most FINISH_S for a reader that makes no progress.
 
-    Text for a closed pipe, or that a full disk refuses, is dropped without an error. A nested use is a
-    no-op.
+    Text that a closed pipe or a full disk does not accept is dropped without an error. Nested use is a no-op.
     """
     before = sys.stdout, sys.stderr
-    if any(isinstance(stream, (_Stream, _ForgivingStream)) for stream in before):
+    if any(isinstance(stream, (_Stream, _BestEffortStream)) for stream in before):
         yield
         return
     outlets: dict[tuple[int, ...], _Outlet] = {}
-    sys.stdout, sys.stderr = (stream and cast(TextIO, _wrapped(stream, outlets)) for stream in before)
+    sys.stdout, sys.stderr = (stream and cast(TextIO, _wrap(stream, outlets)) for stream in before)
     try:
         yield
     finally:
@@ -118,30 +117,30 @@ def stop_threads() -> None:
         outlet.stop_threads()
 
 
-def write_at_once(text: str) -> None:
+def write_if_ready(text: str) -> None:
     """Write a line to standard error if that does not block; for signal handlers just before the process exits."""
     with suppress(OSError):
         if select.select([], [2], [], 0)[1]:
             os.write(2, text.encode(errors="replace"))
 
 
-def _wrapped(stream: TextIO, outlets: dict[tuple[int, ...], _Outlet]) -> _Stream | _ForgivingStream:
+def _wrap(stream: TextIO, outlets: dict[tuple[int, ...], _Outlet]) -> _Stream | _BestEffortStream:
     """Wrap the descriptor of `stream`; streams of the same file share one outlet, which preserves their order."""
     try:
         descriptor = stream.fileno()
         with suppress(OSError):
             stream.flush()
-        place = _identity(descriptor)
+        place = _file_identity(descriptor)
         if place not in outlets:
             outlets[place] = _Outlet(descriptor)
         outlet = outlets[place]
         outlet.descriptors.append(descriptor)
     except (OSError, ValueError, AttributeError):  # in-memory streams, as in tests and notebooks
-        return _ForgivingStream(stream)
+        return _BestEffortStream(stream)
     return _Stream(stream, outlet, descriptor)
 
 
-class _ForgivingStream:
+class _BestEffortStream:
     """A stream that ignores write errors."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -165,7 +164,7 @@ class _Stream:
 
     def __init__(self, stream: TextIO, outlet: _Outlet, descriptor: int) -> None:
         self._stream, self._outlet, self._descriptor = stream, outlet, descriptor
-        self._place = _identity(descriptor)
+        self._place = _file_identity(descriptor)
         self._line = bytearray()
         self.buffer = _Bytes(self)
 
@@ -196,10 +195,10 @@ class _Stream:
 
     def _send(self, data: bytes) -> None:
         try:
-            is_elsewhere = _identity(self._descriptor) != self._place
+            is_redirected = _file_identity(self._descriptor) != self._place
         except OSError:
             return
-        if is_elsewhere:  # the task has redirected the descriptor
+        if is_redirected:  # the task has redirected the descriptor
             with suppress(OSError):
                 _write_all(self._descriptor, data)
             return
@@ -233,7 +232,7 @@ class _Outlet:
         self.descriptors: list[int] = []
         self.lock = threading.RLock()  # reentrant: a signal handler may print during a write
         self._original = os.dup(descriptor)
-        self._nonblocking = _reopened(self._original)
+        self._nonblocking = _reopen_nonblocking(self._original)
         self._try_write = _nonblocking_writer(self._original, self._nonblocking)
         self._buffered: deque[bytes] = deque()
         self._num_buffered = self._num_dropped = 0  # bytes; lines
@@ -335,7 +334,7 @@ class _Outlet:
         return 0.0 if self._stalled_since is None else time.monotonic() - self._stalled_since
 
     def _drop_oldest(self) -> None:
-        while self._num_buffered > KEPT_BYTES and len(self._buffered) > 1:
+        while self._num_buffered > MAX_BUFFERED_BYTES and len(self._buffered) > 1:
             data = self._buffered.popleft()
             self._num_buffered -= len(data)
             self._num_dropped += self._num_noted or data.count(b"\n")
@@ -379,19 +378,17 @@ class _Outlet:
         """Make the descriptors non-blocking while the reader is stalled, so that C code and subprocesses get EAGAIN."""
         if is_stalled == self._is_guarded or self._nonblocking is None:
             return
-        place = _identity(self._original)
-        if (
-            _identity(self._nonblocking) != place
-        ):  # /dev/tty: `_send` would treat its descriptor as redirected by the task
+        place = _file_identity(self._original)
+        if _file_identity(self._nonblocking) != place:  # /dev/tty: `_send` would take it for redirected by the task
             return
         self._is_guarded = is_stalled
         for descriptor in self.descriptors:
             with suppress(OSError):
-                if _identity(descriptor) == place:
+                if _file_identity(descriptor) == place:
                     os.dup2(self._nonblocking if is_stalled else self._original, descriptor)
 
 
-def _reopened(descriptor: int) -> int | None:
+def _reopen_nonblocking(descriptor: int) -> int | None:
     """Return a non-blocking descriptor of the same terminal or pipe; None if it cannot be opened.
 
     It is opened again, because O_NONBLOCK belongs to the open file description, which the shell shares.
@@ -416,45 +413,45 @@ def _nonblocking_writer(descriptor: int, nonblocking: int | None) -> Callable[[b
     """Return a function that writes as many bytes as the reader accepts without blocking, and returns their number."""
     mode = os.fstat(descriptor).st_mode
 
-    def reopened(data: bytes) -> int:
+    def write_nonblocking(data: bytes) -> int:
         try:
             return os.write(cast(int, nonblocking), data)
         except BlockingIOError:
             return 0
 
-    def to_socket(data: bytes) -> int:
+    def write_to_socket(data: bytes) -> int:
         try:
             with socket.socket(fileno=os.dup(descriptor)) as line:
                 return line.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
-    def in_chunks(data: bytes) -> int:
-        done = 0
-        while done < len(data) and select.select([], [descriptor], [], 0)[1]:
-            done += os.write(descriptor, data[done : done + select.PIPE_BUF])
-        return done
+    def write_chunks(data: bytes) -> int:
+        num_written = 0
+        while num_written < len(data) and select.select([], [descriptor], [], 0)[1]:
+            num_written += os.write(descriptor, data[num_written : num_written + select.PIPE_BUF])
+        return num_written
 
-    def to_file(data: bytes) -> int:
+    def write_to_file(data: bytes) -> int:
         _write_all(descriptor, data)
         return len(data)
 
     if nonblocking is not None:
-        return reopened
+        return write_nonblocking
     if stat.S_ISSOCK(mode):
-        return to_socket
-    return in_chunks if stat.S_ISFIFO(mode) or os.isatty(descriptor) else to_file
+        return write_to_socket
+    return write_chunks if stat.S_ISFIFO(mode) or os.isatty(descriptor) else write_to_file
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    done = 0
-    while done < len(data):
-        done += os.write(descriptor, data[done:])
+    num_written = 0
+    while num_written < len(data):
+        num_written += os.write(descriptor, data[num_written:])
 
 
-def _identity(descriptor: int) -> tuple[int, ...]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino, found.st_rdev
+def _file_identity(descriptor: int) -> tuple[int, ...]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino, status.st_rdev
 
 
 _PROCESS_LIFETIME = ExitStack()

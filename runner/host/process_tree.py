@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-LAST_S = 10.0  # s; a process that survives SIGKILL for this long is left to the system
+KILL_TIMEOUT_S = 10.0  # s; a process that survives SIGKILL for this long is left to the system
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -19,7 +19,7 @@ def descendants(pid: int) -> dict[int, str]:
 
     Session leaders, such as the service process of a tracker, are omitted together with their descendants.
     """
-    by_parent = _by_parent(_processes())
+    by_parent = _group_by_parent(_processes())
     found: dict[int, str] = {}
     waiting = [pid]
     while waiting:
@@ -30,7 +30,7 @@ def descendants(pid: int) -> dict[int, str]:
     return found
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """Return the process state: R, S, D, T (stopped), t (traced), Z or another letter of proc(5); "" if it is gone."""
     process = _read(Path(f"/proc/{pid}/stat"))
     return process.state if process else ""
@@ -54,22 +54,21 @@ def subreaper() -> Iterator[None]:
         library.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-def kill_descendants(sessions: Set[int], known: Set[int], others_s: float | None) -> None:
-    """Kill the descendants of this process in `sessions`, and all others after `others_s` seconds; None: never those.
+def kill_descendants(sessions: Set[int], ignored: Set[int], others_s: float | None) -> None:
+    """Kill the descendants of this process in `sessions`, and the others after `others_s` seconds (None: never).
 
-    known  children that existed before; they are ignored
+    ignored  PIDs of children that existed before
     """
-    began, num_empty = time.monotonic(), 0
+    started, num_empty = time.monotonic(), 0
     while num_empty < 2:  # one scan may miss a process whose parent exits during it
-        waited_s = time.monotonic() - began
-        left = list(_living(known, sessions))
-        ours = [
-            process for process in left if sessions & {process.session, process.pid}
-        ]  # it may not be the leader yet
-        if waited_s > LAST_S:
+        waited_s = time.monotonic() - started
+        left = list(_living_processes(ignored, sessions))
+        # A new leader of a session may not have called setsid yet.
+        in_sessions = [process for process in left if sessions & {process.session, process.pid}]
+        if waited_s > KILL_TIMEOUT_S:
             return
-        num_empty = 0 if ours or (left and others_s is not None) else num_empty + 1
-        for process in left if others_s is not None and waited_s >= others_s else ours:
+        num_empty = 0 if in_sessions or (left and others_s is not None) else num_empty + 1
+        for process in left if others_s is not None and waited_s >= others_s else in_sessions:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         if left:
@@ -94,12 +93,12 @@ class _Process:
         return self.state == "Z" and self.num_threads <= 1
 
 
-def _living(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
+def _living_processes(ignored: Set[int], sessions: Set[int]) -> Iterator[_Process]:
     """Yield the living processes among the descendants and sessions. Reaps orphans that have ended, but not ranks."""
     processes = list(_processes())
     yield from (process for process in processes if process.session in sessions and not process.is_zombie)
-    by_parent = _by_parent(processes)
-    waiting = [process for process in by_parent.get(os.getpid(), ()) if process.pid not in known]
+    by_parent = _group_by_parent(processes)
+    waiting = [process for process in by_parent.get(os.getpid(), ()) if process.pid not in ignored]
     while waiting:
         process = waiting.pop()
         waiting += by_parent.get(process.pid, ())
@@ -110,7 +109,7 @@ def _living(known: Set[int], sessions: Set[int]) -> Iterator[_Process]:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def _by_parent(processes: Iterable[_Process]) -> dict[int, list[_Process]]:
+def _group_by_parent(processes: Iterable[_Process]) -> dict[int, list[_Process]]:
     found: dict[int, list[_Process]] = {}
     for process in processes:
         found.setdefault(process.parent, []).append(process)

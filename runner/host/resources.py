@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]
 
 from runner.base.accelerator import get_accelerator
-from runner.host.cgroup import memory_grant
+from runner.host.cgroup import cgroup_memory_limit
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +31,14 @@ def affinity(pid: int = 0) -> Set[int]:
 
 def memory_bytes(root: Path = ROOT) -> int:
     """Return the memory limit in bytes that this process and its siblings share."""
-    grant, whole = memory_grant(root), int(psutil.virtual_memory().total)
-    return whole if grant is None else min(whole, int(grant.amount))
+    limit, total = cgroup_memory_limit(root), int(psutil.virtual_memory().total)
+    return total if limit is None else min(total, int(limit.amount))
 
 
 def free_memory_bytes(root: Path = ROOT) -> int:
     """Return the available memory in bytes; the full cgroup limit if its use is not accounted."""
-    grant, free = memory_grant(root), int(psutil.virtual_memory().available)
-    return free if grant is None else min(free, max(0, int(grant.amount) - (grant.memory_bytes() or 0)))
+    limit, free = cgroup_memory_limit(root), int(psutil.virtual_memory().available)
+    return free if limit is None else min(free, max(0, int(limit.amount) - (limit.memory_bytes() or 0)))
 
 
 def device_bytes(device: torch.device) -> int:

@@ -17,7 +17,7 @@ from runner.base.errors import CannotCreate, Exit
 from runner.base.paths import cache_folder
 
 PREFIX = "accelrun-"
-_CODES = {
+_EXIT_CODES = {
     errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.EACCES: Exit.PERMISSION, errno.EPERM: Exit.PERMISSION,
 }  # fmt: skip
 
@@ -29,8 +29,8 @@ def private_folder() -> Iterator[Path]:
     It is locked by this process and its forked children. If all of them were killed, the next start finds
     it unlocked and removes it. Raises CannotCreate.
     """
-    _sweep()
-    folder, lock = _create()
+    _remove_stale()
+    folder, lock = _create_locked()
     settings = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = settings.get("tempdir")
     settings["tempdir"] = str(folder)  # inherited by data workers, forked or spawned; killed processes run no finalizer
@@ -67,20 +67,20 @@ def check_compile_cache(variable: str, *, is_needed: bool) -> None:
 
 def _check_nearest(folder: Path) -> None:
     """Raise OSError if the folder, or its nearest existing parent, is not a directory or not writable."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    number = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    number = errno.ENOTDIR if not nearest.is_dir() else 0 if os.access(nearest, os.W_OK | os.X_OK) else errno.EACCES
     if number:
         raise OSError(number, os.strerror(number))
 
 
 def _cannot_create(error: OSError, what: str, where: str, fix: str) -> CannotCreate:
-    refused = CannotCreate(what, where=where, fix=fix)
-    refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
-    return refused
+    refusal = CannotCreate(what, where=where, fix=fix)
+    refusal.exit_code = _EXIT_CODES.get(error.errno or 0, refusal.exit_code)
+    return refusal
 
 
 def keep_compiled_code_private() -> None:
-    """Make Inductor and Triton cache compiled code in a folder of mode 0700: in the user's cache, else temporary.
+    """Make Inductor and Triton cache compiled code in a folder of mode 0700, temporary if there is no other.
 
     Inductor's default is /tmp/torchinductor_USER, and it executes the code that it finds there: any user who creates
     that folder first controls what a training runs. A TORCHINDUCTOR_CACHE_DIR set by the user is not changed.
@@ -90,7 +90,7 @@ def keep_compiled_code_private() -> None:
         return
     folder = cache_folder().resolve() / "compiled"
     if not _create_private(folder):
-        folder = (shared_folder() or _create()[0]) / "compiled"
+        folder = (shared_folder() or _create_locked()[0]) / "compiled"
     for variable, name in names.items():
         os.environ[variable] = os.environ.get(variable) or str(folder / name)
 
@@ -103,7 +103,7 @@ def _create_private(folder: Path) -> bool:
     try:
         if not _is_private(folder):
             return False
-        for path in [each for each in (*reversed(folder.parents), folder) if not each.exists()]:
+        for path in [path for path in (*reversed(folder.parents), folder) if not path.exists()]:
             with suppress(FileExistsError):  # a concurrent start created it
                 path.mkdir(mode=0o700)
         if not (_is_private(folder) and _is_private(folder.parent)):  # a renamed folder can be replaced
@@ -118,22 +118,22 @@ def _is_private(folder: Path) -> bool:
     """Return whether only this user can write to the folder, or to its nearest existing parent."""
     for path in (folder, *folder.parents):
         try:
-            found = path.lstat()
+            status = path.lstat()
         except FileNotFoundError:
             continue
         except OSError:
             return False
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
     return False
 
 
 def shared_folder() -> Path | None:
     """Return the private folder of the start that this process belongs to, if any."""
-    found = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    return Path(found) if found else None
+    folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    return Path(folder) if folder else None
 
 
-def _place() -> str:
+def _parent_folder() -> str:
     """Return the parent of the folder: the system's temporary folder, or one with a path short enough for sockets.
 
     A socket path has at most 107 bytes (unix(7)); with a longer one data workers hang.
@@ -144,16 +144,16 @@ def _place() -> str:
     return next((place for place in ("/tmp", "/dev/shm") if os.access(place, os.W_OK | os.X_OK)), default)
 
 
-def _create() -> tuple[Path, int]:
+def _create_locked() -> tuple[Path, int]:
     """Create a folder and return it with the descriptor that holds its lock."""
     for _ in range(100):
         try:
-            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
+            folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_parent_folder()))
         except OSError as error:
             what = f"the folder that the processes of a run share cannot be created: {error.strerror}"
             fix = "free some space there, or use another folder: TMPDIR=/path"
-            raise _cannot_create(error, what, str(error.filename or _place()), fix) from error
-        lock = _locked(folder)
+            raise _cannot_create(error, what, str(error.filename or _parent_folder()), fix) from error
+        lock = _try_lock(folder)
         if lock is not None:
             return folder, lock
     raise CannotCreate(
@@ -163,25 +163,25 @@ def _create() -> tuple[Path, int]:
     )
 
 
-def _sweep() -> None:
+def _remove_stale() -> None:
     """Remove unlocked folders, whose owners were all killed."""
     with suppress(OSError):
-        for folder in Path(_place()).glob(f"{PREFIX}*"):
-            lock = _locked(folder)
+        for folder in Path(_parent_folder()).glob(f"{PREFIX}*"):
+            lock = _try_lock(folder)
             if lock is not None:
                 shutil.rmtree(folder, ignore_errors=True)
                 os.close(lock)
 
 
-def _locked(folder: Path) -> int | None:
+def _try_lock(folder: Path) -> int | None:
     """Return a descriptor with the lock of our folder; None if another process holds it or the folder is gone."""
     descriptor = -1
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        ours, there = os.fstat(descriptor), os.lstat(folder)
-        is_ours = ours.st_uid == os.getuid() and stat.S_IMODE(ours.st_mode) == 0o700
-        if is_ours and (ours.st_ino, ours.st_dev) == (there.st_ino, there.st_dev):
+        opened, current = os.fstat(descriptor), os.lstat(folder)
+        is_ours = opened.st_uid == os.getuid() and stat.S_IMODE(opened.st_mode) == 0o700
+        if is_ours and (opened.st_ino, opened.st_dev) == (current.st_ino, current.st_dev):
             return descriptor
     except OSError:
         pass

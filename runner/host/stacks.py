@@ -19,7 +19,7 @@ from pathlib import Path
 from runner.base.paths import PACKAGE, shipped_path
 
 SIGNAL = signal.SIGUSR2
-ANSWER_S = 2.0  # s to wait for the answer of a process
+ANSWER_S = 2.0  # timeout for the answer of a process
 STOPPED = "is stopped (SIGSTOP)"
 
 
@@ -33,7 +33,7 @@ class StackFrame:
 
     def __str__(self) -> str:
         text = linecache.getline(self.file, self.line).strip()
-        place = f"{_shortened(self.file)}:{self.line} in {self.function}"
+        place = f"{_shorten_path(self.file)}:{self.line} in {self.function}"
         return f"{place}: {text}" if text else place
 
 
@@ -52,31 +52,31 @@ def _dump_in_python() -> str:
     main = threading.main_thread().ident or 0
     parts = []
     for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
-        calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in frames_here(thread)]
+        calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in current_frames(thread)]
         parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
     return "\n\n".join(parts) + "\n"
 
 
 def dump_on_signal(folder: Path) -> None:
     """Make this process write its stacks to a file in `folder` on request."""
-    path = folder / f"{_STEM}{os.getpid()}"
+    path = folder / f"{_FILE_PREFIX}{os.getpid()}"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(SIGNAL, descriptor, all_threads=True)
 
 
-def request(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
+def request_stacks(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
     """Return the stacks of the processes (PID -> state) that answer in `folder`, by PID.
 
     A process that is stopped, or does not answer, has a note instead.
     """
-    found: dict[int, str] = {}
+    stacks: dict[int, str] = {}
     waiting: dict[int, Path] = {}
     for pid, state in states.items():
-        path = folder / f"{_STEM}{pid}"
+        path = folder / f"{_FILE_PREFIX}{pid}"
         if not path.exists():
             continue
         if state in "Tt":
-            found[pid] = STOPPED if state == "T" else "is stopped by a debugger"
+            stacks[pid] = STOPPED if state == "T" else "is stopped by a debugger"
         else:
             path.write_bytes(b"")  # faulthandler appends
             with suppress(ProcessLookupError):
@@ -89,25 +89,25 @@ def request(folder: Path, states: Mapping[int, str]) -> dict[int, str]:
         for pid, path in list(waiting.items()):
             text = path.read_text(errors="replace")
             if text and text == before.get(pid):  # unchanged, so complete
-                found[pid] = text
+                stacks[pid] = text
                 del waiting[pid]
             before[pid] = text
-    return found | {pid: before.get(pid) or "does not answer" for pid in waiting}
+    return stacks | {pid: before.get(pid) or "does not answer" for pid in waiting}
 
 
-def main_thread(text: str) -> list[StackFrame]:
-    """Return the frames of the main thread, innermost first: the last thread that faulthandler writes."""
+def parse_main_thread(text: str) -> list[StackFrame]:
+    """Parse the frames of the main thread, innermost first: the last thread that faulthandler writes."""
     last = re.split(r"^(?:Current thread|Thread) 0x.*$", text, flags=re.MULTILINE)[-1]
     return [StackFrame(file, int(line), function) for file, line, function in _FRAME.findall(last)]
 
 
-def frames_here(thread: int) -> list[StackFrame]:
+def current_frames(thread: int) -> list[StackFrame]:
     """Return the frames of a thread of this process, innermost first."""
-    found, frame = [], sys._current_frames().get(thread)
+    frames, frame = [], sys._current_frames().get(thread)
     while frame is not None:
-        found.append(StackFrame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frames.append(StackFrame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
-    return found
+    return frames
 
 
 def waits_for_ranks(call: StackFrame) -> bool:
@@ -126,22 +126,22 @@ def is_debugger(file: str) -> bool:
 
 
 def user_frame(frames: list[StackFrame]) -> StackFrame | None:
-    """Return the innermost frame in the user's code, outside of ours and libraries."""
+    """Return the innermost frame in the user's code, outside of accel-run and libraries."""
     return next((frame for frame in frames if _is_user_code(frame.file)), None)
 
 
-def summary(frames: list[StackFrame], count: int = 3) -> list[str]:
+def format_summary(frames: list[StackFrame], count: int = 3) -> list[str]:
     """Format the innermost frames, and the innermost one of the user's code, one per line."""
     shown = frames[:count]
-    mine = user_frame(frames)
-    if mine is not None and mine not in shown:
-        shown = [*shown, mine]
+    user = user_frame(frames)
+    if user is not None and user not in shown:
+        shown = [*shown, user]
     return [f"  {frame}" for frame in shown]
 
 
-def joined(named: Mapping[str, str]) -> str:
+def join_stacks(by_name: Mapping[str, str]) -> str:
     """Join the stacks of several processes as one text."""
-    return "\n\n".join(f"==== {name}\n{text.strip()}" for name, text in named.items()) + "\n"
+    return "\n\n".join(f"==== {name}\n{text.strip()}" for name, text in by_name.items()) + "\n"
 
 
 def _is_user_code(file: str) -> bool:
@@ -149,14 +149,14 @@ def _is_user_code(file: str) -> bool:
     return is_shipped_task or not (file.startswith(_LIBRARIES) or file.startswith("<"))
 
 
-def _shortened(file: str) -> str:
+def _shorten_path(file: str) -> str:
     for folder in (str(PACKAGE.parent), *sorted(_FOLDERS, key=len, reverse=True), str(Path.cwd())):
         if file.startswith(f"{folder}/"):
             return file[len(folder) + 1 :]
     return file
 
 
-_STEM = "stacks-"
+_FILE_PREFIX = "stacks-"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _COLLECTIVES = tuple(str(PACKAGE / name) for name in ("distributed/", "base/world.py", "engine/hooks/rank_sync.py"))
 _DEVICE_WAITS = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "base/async_copy.py"))

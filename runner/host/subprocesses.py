@@ -17,21 +17,21 @@ from runner.base.errors import SystemLimit
 from runner.host import output
 from runner.host.parent_death import die_with_parent
 
-Answer = TypeVar("Answer")
-PATIENCE_S = 3.0  # seconds of waiting after which the user learns the reason
+Result = TypeVar("Result")
+NOTIFY_AFTER_S = 3.0  # seconds of waiting after which `on_wait` is called
 
 
-def in_subprocess(
-    function: Callable[..., Answer],
-    *given: Any,
+def run_in_subprocess(
+    function: Callable[..., Result],
+    *args: Any,
     on_wait: Callable[[], object] | None = None,
-    patience_s: float = PATIENCE_S,
-) -> Answer:
+    notify_after_s: float = NOTIFY_AFTER_S,
+) -> Result:
     """Run a function in a forked process and return its result.
 
     No ProcessPoolExecutor: it needs two threads, and hangs if the system permits only one.
 
-    on_wait  called once if the answer takes longer than `patience_s` seconds
+    on_wait  called once if the result takes longer than `notify_after_s` seconds
     Raises what the function raises, BrokenProcessPool if the process dies, SystemLimit if it cannot be started, and
     RuntimeError if this process has initialized CUDA, which does not work in a forked child.
     """
@@ -40,7 +40,7 @@ def in_subprocess(
     context = get_context("fork")
     try:
         ours, theirs = context.Pipe()
-        process = context.Process(target=_call_and_send, args=(theirs, os.getpid(), function, given))
+        process = context.Process(target=_call_and_send, args=(theirs, os.getpid(), function, args))
         process.start()
     except OSError as error:
         raise SystemLimit(
@@ -49,13 +49,13 @@ def in_subprocess(
         ) from error
     theirs.close()
     try:
-        if on_wait is not None and not ours.poll(patience_s):
+        if on_wait is not None and not ours.poll(notify_after_s):
             on_wait()
         has_returned, value, trace = ours.recv()
     except (EOFError, ConnectionError):
         raise BrokenProcessPool("the process died") from None
     finally:
-        process.kill()  # it has answered, or its answer is no longer needed
+        process.kill()  # it has sent its result, or the result is no longer needed
         process.join()
         ours.close()
     if not has_returned:
@@ -67,11 +67,11 @@ class _RemoteTraceback(Exception):
     """The traceback of an error in the subprocess."""
 
 
-def _call_and_send(line: Connection, parent: int, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
+def _call_and_send(line: Connection, parent: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sent to both processes; the parent handles it
     try:
-        line.send((True, function(*given), ""))
+        line.send((True, function(*args), ""))
     except BaseException as error:
         trace = "".join(traceback.format_exception(error))
         try:

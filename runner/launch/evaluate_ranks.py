@@ -10,7 +10,7 @@ from runner.base.errors import ConfigError, Exit
 from runner.base.rank_env import detect_rank
 from runner.config.request import Request
 from runner.host.output import nonblocking_streams
-from runner.launch.on_ranks import OnEveryRank, on_ranks
+from runner.launch.on_ranks import SharedConfigError, run_on_ranks
 from runner.records.events import Console, Level
 
 
@@ -32,9 +32,9 @@ def evaluate(
     try:
         source = find_source(request, Console(level=level or "info", speaks=is_first), checkpoint)
         task_file = source.configuration.request.task_file
-        code, record = on_ranks(source.configuration, task_file, partial(evaluate_run, source, split, level))
+        code, record = run_on_ranks(source.configuration, task_file, partial(evaluate_run, source, split, level))
     except ConfigError as error:
-        if is_first or not isinstance(error, OnEveryRank):
+        if is_first or not isinstance(error, SharedConfigError):
             raise
         return Exit(error.exit_code), None
     return code, record if is_first else None

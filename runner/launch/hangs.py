@@ -1,7 +1,7 @@
 """Detect a hanging rank from the heartbeats of all local ranks and the process states of the system.
 
 A rank that waits for another one is not the cause while that one is busy within its own limit, for example writing a
-checkpoint. Only a supervisor of all ranks can tell.
+checkpoint. Only a supervisor of all ranks can distinguish the two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.base.errors import AccelRunError, Hang
 from runner.engine.watchdog import LEAST_S, WORKER, hang, way_out
 from runner.host import stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
-from runner.host.process_tree import descendants, state_of
+from runner.host.process_tree import descendants, process_state
 
 TICK_S = 0.5
 
@@ -56,7 +56,7 @@ def blocking_rank(states: Mapping[int, RankState]) -> int | None:
     if any(state.is_traced for state in states.values()):
         return None
     watched = {rank: state for rank, state in states.items() if state.heartbeat.ticks}
-    # The heartbeat of a stopped rank may be outdated, so the limits of the other ranks count, too.
+    # The heartbeat of a stopped rank may be stale, so the limits of the other ranks apply, too.
     stopped_s = min([LEAST_S, *(state.heartbeat.limit_s for state in watched.values())])
     for rank, state in states.items():  # including one that was stopped before its first heartbeat
         if watched and state.stopped_s > stopped_s:
@@ -65,12 +65,12 @@ def blocking_rank(states: Mapping[int, RankState]) -> int | None:
         if state.is_silent:
             return rank
     overdue = [rank for rank, state in watched.items() if state.heartbeat.is_overdue]
-    idle = [rank for rank in overdue if not watched[rank].heartbeat.waits]
-    if not idle and (len(watched) < len(states) or not all(state.heartbeat.waits for state in states.values())):
+    idle = [rank for rank in overdue if not watched[rank].heartbeat.is_waiting]
+    if not idle and (len(watched) < len(states) or not all(state.heartbeat.is_waiting for state in states.values())):
         return None
     # On a GPU, a rank that waits for others may appear elsewhere: it blocks wherever the host synchronizes. While
     # another rank is busy within its limit, all may be waiting for it.
-    if any(not state.heartbeat.waits and not state.heartbeat.is_overdue for state in watched.values()):
+    if any(not state.heartbeat.is_waiting and not state.heartbeat.is_overdue for state in watched.values()):
         return None
     heartbeats = {rank: watched[rank].heartbeat for rank in idle or overdue}
     return min(heartbeats, key=lambda rank: (heartbeats[rank].update, -heartbeats[rank].waited_s, rank), default=None)
@@ -109,61 +109,65 @@ class HangDetector:
     def last_place(self, rank: int) -> dict[str, Any]:
         """Return the phase and update of a rank at its last heartbeat, if it had any."""
         heartbeat = self._tables[rank].read()
-        known = {"phase": heartbeat.phase, "update": heartbeat.update} if heartbeat.phase else {}
-        return {"rank": rank, **known}
+        place = {"phase": heartbeat.phase, "update": heartbeat.update} if heartbeat.phase else {}
+        return {"rank": rank, **place}
 
     def is_ending(self) -> bool:
         """Return whether training is over on rank 0, which records how the run ended."""
         return self._tables[0].is_ending().value
 
     def _state(self, rank: int) -> RankState:
-        heartbeat, before = self._tables[rank].read(), self.states[rank]
-        state = state_of(self.pids[rank])
+        heartbeat, previous = self._tables[rank].read(), self.states[rank]
+        state = process_state(self.pids[rank])
         is_stopped, is_traced = state == "T", state == "t"
-        moves = heartbeat.ticks != before.heartbeat.ticks or is_traced
+        is_alive = heartbeat.ticks != previous.heartbeat.ticks or is_traced
         return RankState(
             heartbeat,
-            before.stopped_s + TICK_S if is_stopped else 0.0,
-            0.0 if moves else before.silent_s + TICK_S,
+            previous.stopped_s + TICK_S if is_stopped else 0.0,
+            0.0 if is_alive else previous.silent_s + TICK_S,
             is_traced,
         )
 
     def _report(self, blocking: int) -> HangReport:
         """Return the report, with the stacks of all ranks that respond."""
-        numbers = {pid: rank for rank, pid in self.pids.items() if rank in self.states}
-        states = {pid: state_of(pid) for pid in numbers}
-        workers = {child: (pid, state) for pid in numbers for child, state in descendants(pid).items()}
-        answers: dict[int, str] = {}
+        rank_by_pid = {pid: rank for rank, pid in self.pids.items() if rank in self.states}
+        states = {pid: process_state(pid) for pid in rank_by_pid}
+        workers = {child: (pid, state) for pid in rank_by_pid for child, state in descendants(pid).items()}
+        stacks_by_pid: dict[int, str] = {}
         with suppress(OSError):
-            answers = stacks.request(self.folder, states | {child: state for child, (_, state) in workers.items()})
-        named = {self._name(rank): answers.get(pid, "does not respond") for pid, rank in numbers.items()}
-        first = self._name(blocking)
-        named = {first: named.pop(first), **named}
-        named |= {
-            f"{WORKER} {child} of rank {numbers[pid]}": answers[child]
-            for child, (pid, _) in workers.items()
-            if child in answers
+            stacks_by_pid = stacks.request_stacks(
+                self.folder, states | {child: state for child, (_, state) in workers.items()}
+            )
+        stacks_by_name = {
+            self._name(rank): stacks_by_pid.get(pid, "does not respond") for pid, rank in rank_by_pid.items()
         }
-        return HangReport(blocking, self._error(blocking, named), stacks.joined(named))
+        first = self._name(blocking)
+        stacks_by_name = {first: stacks_by_name.pop(first), **stacks_by_name}
+        stacks_by_name |= {
+            f"{WORKER} {child} of rank {rank_by_pid[pid]}": stacks_by_pid[child]
+            for child, (pid, _) in workers.items()
+            if child in stacks_by_pid
+        }
+        return HangReport(blocking, self._error(blocking, stacks_by_name), stacks.join_stacks(stacks_by_name))
 
-    def _error(self, blocking: int, named: Mapping[str, str]) -> AccelRunError:
-        state, who = self.states[blocking], self._name(blocking)
+    def _error(self, blocking: int, stacks_by_name: Mapping[str, str]) -> AccelRunError:
+        state, subject = self.states[blocking], self._name(blocking)
         heartbeat = state.heartbeat
-        # The heartbeat of the blocking rank may be outdated; all ranks are in about the same update.
+        # The heartbeat of the blocking rank may be stale; all ranks are in about the same update.
         newest = max(
-            (state.heartbeat for state in self.states.values()), key=lambda there: (there.phase != "", there.update)
+            (state.heartbeat for state in self.states.values()), key=lambda beat: (beat.phase != "", beat.update)
         )
         doing = f"in update {newest.update} of phase {newest.phase}" if newest.phase else "before the first phase"
         if state.stopped_s:
-            what = f"{who} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
+            what = f"{subject} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
             fix = "`kill -CONT` in time lets it continue"
-            return Hang(what, fix=f"{fix}\n{way_out(named)}")
+            return Hang(what, fix=f"{fix}\n{way_out(stacks_by_name)}")
         if state.is_silent:
-            what = f"{who} has not run Python code {doing} for {state.silent_s:.0f} s"
-            return Hang(what, fix=way_out(named))
-        if heartbeat.waits:
-            who = f"{who} and all other ranks wait for each other (deadlock)"
-        return hang(heartbeat, blocking, who, named)
+            what = f"{subject} has not run Python code {doing} for {state.silent_s:.0f} s"
+            return Hang(what, fix=way_out(stacks_by_name))
+        if heartbeat.is_waiting:
+            subject = f"{subject} and all other ranks wait for each other (deadlock)"
+        return hang(heartbeat, blocking, subject, stacks_by_name)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {len(self.pids)}"

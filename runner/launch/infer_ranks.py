@@ -11,7 +11,7 @@ from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
 from runner.config.request import Request
 from runner.host.output import nonblocking_streams
-from runner.launch.on_ranks import on_ranks
+from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan, plan_here
 from runner.plan.run_plan import Plan
@@ -43,7 +43,7 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
     member = detect_rank(os.environ)
     is_started_here = member is None or member.world_size == 1
     if source.run is not None and is_started_here and _is_sharded(configuration):
-        return on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
+        return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
     plan, _ = plan_here(configuration)
     return infer_here(source, plan, World(torch.device(plan.device)))[0]
 
@@ -51,12 +51,12 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
 def _is_sharded(configuration: Configuration) -> bool:
     """Return whether ranks share the predictions: the task can, and the settings do not name one share."""
     options = configuration.inference
-    is_whole = (options.get("shard"), options.get("num_shards")) == (0, 1)
-    return is_whole and configuration.choices["parallelism"].name == "ddp"
+    is_unsharded = (options.get("shard"), options.get("num_shards")) == (0, 1)
+    return is_unsharded and configuration.choices["parallelism"].name == "ddp"
 
 
 def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     from runner.engine.infer import infer as infer_here
 
-    own = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
-    return infer_here(source, own, world)
+    rank_plan = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
+    return infer_here(source, rank_plan, world)

@@ -18,14 +18,14 @@ class Launcher:
         return None
 
 
-class ToSlurm(Launcher):
+class SlurmLauncher(Launcher):
     """Submits the run to SLURM."""
 
-    def __init__(self, job: Slurm) -> None:
-        self.job = job
+    def __init__(self, resources: Slurm) -> None:
+        self.resources = resources
 
     def launch(self, configuration: Configuration) -> int | None:
-        return self.job.submit(configuration)
+        return self.resources.submit(configuration)
 
 
 def submit(configuration: Configuration) -> int | None:
@@ -74,7 +74,7 @@ def slurm(
     signal_s        seconds before the time limit at which the run is signalled to save and exit
     requeue_times   maximum number of requeues
     """
-    return ToSlurm(
+    return SlurmLauncher(
         Slurm(
             partition=partition,
             nodes=nodes,

@@ -20,7 +20,7 @@ from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, Sys
 from runner.base.rank_env import RankInfo
 from runner.base.text import abbreviate
 from runner.host import output, stacks
-from runner.host.process_tree import LAST_S, children, kill_descendants, subreaper
+from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
 from runner.launch.hangs import TICK_S, HangDetector, HangReport
 from runner.launch.rank_process import Main, read_report, run_rank
@@ -31,14 +31,14 @@ from runner.records.events import Console
 class Failure:
     """How a rank failed.
 
-    exit_code   exit code of the rank; 128 + n for signal n
-    signal      name of the signal that ended it, or None
-    what        description: "was ended by SIGKILL", "raised ValueError: no such file"
-    problems    of its AccelRunError, if any
-    traceback   of an exception or a crash; empty if there is none
-    is_victim   the failure is a consequence of another rank's exit
-    seconds     since the start
-    has_left    it was killed, or exited without an exception
+    exit_code     exit code of the rank; 128 + n for signal n
+    signal        name of the signal that ended it, or None
+    what          description: "was ended by SIGKILL", "raised ValueError: no such file"
+    problems      of its AccelRunError, if any
+    traceback     of an exception or a crash; empty if there is none
+    is_victim     the failure is a consequence of another rank's exit
+    seconds       since the start
+    exited_early  it was killed, or exited without an exception
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Failure:
     traceback: str
     is_victim: bool
     seconds: float
-    has_left: bool = False
+    exited_early: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ class RankNotice:
     @property
     def is_external(self) -> bool:
         """True if a rank was killed or exited early; an error that it raised is reported after all have ended."""
-        return self.failure is None or self.failure.has_left
+        return self.failure is None or self.failure.exited_early
 
 
 @dataclass(frozen=True)
-class Ending:
+class LaunchResult:
     """How the ranks of one start ended.
 
-    code      0; 75 if a rank saved and stopped; 130 if the user forced the end; else the exit code of the cause
-    cause     the first failure that is not a consequence of another one; None without failures
-    failures  in order of time
-    killed    ranks that were killed, because they hung or did not exit after the failure of another rank
-    results   the second value that `main` returned, by rank; None for ranks that failed
-    stop      the first signal that requested a stop, such as "SIGINT", or None; ranks must not be restarted after it
-    made      completed updates of all phases; 0 if this start completed none
-    place     of the cause: rank, phase and update, as far as they are known
+    code         0; 75 if a rank saved and stopped; 130 if the user forced the end; else the exit code of the cause
+    cause        the first failure that is not a consequence of another one; None without failures
+    failures     in order of time
+    killed       ranks that were killed, because they hung or did not exit after the failure of another rank
+    results      the second value that `main` returned, by rank; None for ranks that failed
+    stop         the first signal that requested a stop, such as "SIGINT", or None; ranks must not be restarted after it
+    num_updates  completed updates of all phases; 0 if this start completed none
+    place        of the cause: rank, phase and update, as far as they are known
     """
 
     code: int
@@ -88,7 +88,7 @@ class Ending:
     killed: tuple[int, ...]
     results: tuple[Any, ...]
     stop: str | None
-    made: int = 0
+    num_updates: int = 0
     place: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,8 +98,8 @@ def run_ranks(
     *,
     attempt: int = 0,
     grace_s: float = 2.0,
-    say: Callable[[RankNotice], None] | None = None,
-) -> Ending:
+    on_notice: Callable[[RankNotice], None] | None = None,
+) -> LaunchResult:
     """Call `main(member)` in a forked process per rank; return how they ended once all have exited.
 
     `main` returns an exit code and a JSON-serializable result; an AccelRunError ends the rank with its exit code.
@@ -110,10 +110,10 @@ def run_ranks(
     of all are collected, the blocking rank is reported, and all are killed (exit code 83).
 
     This process must have one thread, must not have initialized CUDA, and must not have computed on several threads:
-    locks and thread pools do not survive a fork. Raises SystemLimit if that is not so, as in a debugger, and
+    locks and thread pools do not survive a fork. Raises SystemLimit otherwise, as in a debugger, and
     SystemLimit or CannotCreate if the ranks cannot be started.
 
-    say  called immediately when a rank fails; default: a warning on the console
+    on_notice  called immediately when a rank fails; default: a warning on the console
     """
     output.stop_threads()  # one runs while the terminal is stalled
     _check_can_fork(num_ranks)
@@ -122,9 +122,9 @@ def run_ranks(
         for rank in range(num_ranks):
             member = RankInfo(rank, rank, num_ranks, num_ranks, f"file://{folder}/store", attempt)
             _fork(main, member, folder, requests, ranks)
-        watch = _Watch(ranks, folder, requests, started, grace_s, say or _warn)
-        watch.until_the_end()
-        return watch.ending()
+        supervisor = _Supervisor(ranks, folder, requests, started, grace_s, on_notice or _warn)
+        supervisor.run()
+        return supervisor.result()
 
 
 def _check_can_fork(num_ranks: int) -> None:
@@ -147,32 +147,33 @@ def _warn(notice: RankNotice) -> None:
     Console().warning(notice.text)
 
 
-def as_error(ending: Ending) -> AccelRunError:
+def to_error(result: LaunchResult) -> AccelRunError:
     """Return the error for a failure: the rank's own, with its exit code, or RankLost."""
-    cause = ending.cause
+    cause = result.cause
     assert cause is not None, "nothing failed"
     if cause.exit_code == Exit.HANG and cause.problems:  # its message names the rank
-        return rebuild_error(Hang, cause.problems, Exit.HANG, ending.place)
+        return rebuild_error(Hang, cause.problems, Exit.HANG, result.place)
     if cause.problems:
-        is_of_one = cause.rank != 0 and not any(
-            other.problems == cause.problems for other in ending.failures if other is not cause
+        is_specific = cause.rank != 0 and not any(
+            other.problems == cause.problems for other in result.failures if other is not cause
         )
-        lead = f"rank {cause.rank}: " if is_of_one else ""  # an error that all ranks report names no rank
-        named = [
+        lead = f"rank {cause.rank}: " if is_specific else ""  # an error that all ranks report names no rank
+        problems = [
             Problem(problem.what, f"{lead}{problem.where}".removesuffix(": "), problem.fix)
             for problem in cause.problems
         ]
-        return rebuild_error(AccelRunError, tuple(named), Exit(cause.exit_code), ending.place)
-    what = f"rank {cause.rank} of {len(ending.results)} {cause.what}, after {cause.seconds:.1f} s"
-    if cause.is_victim and ending.killed:
-        ranks = ", ".join(str(rank) for rank in ending.killed)
-        what += f"; rank {ranks} did not respond" if len(ending.killed) == 1 else f"; ranks {ranks} did not respond"
+        return rebuild_error(AccelRunError, tuple(problems), Exit(cause.exit_code), result.place)
+    what = f"rank {cause.rank} of {len(result.results)} {cause.what}, after {cause.seconds:.1f} s"
+    if cause.is_victim and result.killed:
+        ranks = ", ".join(str(rank) for rank in result.killed)
+        what += f"; rank {ranks} did not respond" if len(result.killed) == 1 else f"; ranks {ranks} did not respond"
     if cause.signal and cause.traceback:  # a crash in C code; stacks.txt has all threads
-        fix = "\n".join([*_crash_site(cause.traceback), _WAY_OUT])
+        fix = "\n".join([*_crash_site(cause.traceback), _RERUN_HINT])
     else:
-        fix = f"{cause.traceback}\n{_WAY_OUT}" if cause.traceback else _HINTS.get(cause.signal or "", _WAY_OUT)
+        hint = _SIGNAL_HINTS.get(cause.signal or "", _RERUN_HINT)
+        fix = f"{cause.traceback}\n{_RERUN_HINT}" if cause.traceback else hint
     error = RankLost(what, fix=fix.replace("\n", "\n    "))
-    error.place = ending.place
+    error.place = result.place
     if cause.signal is None and cause.exit_code == Exit.SOFTWARE and not cause.is_victim:
         error.exit_code = Exit.SOFTWARE  # the same exit code as with one rank
     return error
@@ -180,8 +181,8 @@ def as_error(ending: Ending) -> AccelRunError:
 
 def _crash_site(traceback: str) -> list[str]:
     """Return the innermost calls of a rank that crashed in C, with a hint."""
-    frames = stacks.main_thread(traceback)
-    lines = ["the main thread was at", *stacks.summary(frames), "stacks.txt in the run's folder has all threads"]
+    frames = stacks.parse_main_thread(traceback)
+    lines = ["the main thread was at", *stacks.format_summary(frames), "stacks.txt in the run's folder has all threads"]
     if frames and stacks.is_collective(frames[0]):
         lines.append("in a collective: do all ranks call the same ones in the same order, with tensors of one size?")
     return lines
@@ -216,7 +217,7 @@ class _Rank:
 
 
 @dataclass
-class _Watch:
+class _Supervisor:
     """Waits for exits and stop requests, and handles the other ranks accordingly."""
 
     ranks: list[_Rank]
@@ -224,7 +225,7 @@ class _Watch:
     requests: _SignalRequests
     started: float
     grace_s: float
-    say: Callable[[RankNotice], None]
+    on_notice: Callable[[RankNotice], None]
     failures: list[Failure] = field(default_factory=list)
     limit: float = float("inf")  # time at which the remaining ranks are killed
     next_reminder: float = 0.0
@@ -235,27 +236,27 @@ class _Watch:
     def __post_init__(self) -> None:
         self.hangs = HangDetector(self.folder, {rank.number: rank.pid for rank in self.ranks})
 
-    def until_the_end(self) -> None:
+    def run(self) -> None:
         while living := [rank for rank in self.ranks if rank.status is None]:
             for rank in _wait(living, self.requests, self._wait_s()):
-                rank.status = _status(rank)
+                rank.status = _peek_status(rank)
                 self._record_exit(rank)
             self._handle_requests()
             found = None if self.failures else self.hangs.check([rank.number for rank in living if rank.status is None])
             if found is not None:
                 self._end_hang(found)
-            if time.monotonic() > self.limit + LAST_S:
+            if time.monotonic() > self.limit + KILL_TIMEOUT_S:
                 text = "a process does not exit after SIGKILL: it is blocked in the kernel, as by a hanging disk"
-                self.say(RankNotice(text))
+                self.on_notice(RankNotice(text))
                 return
         if self.failures and not self.is_reported:
             self._report(self._cause())
 
-    def ending(self) -> Ending:
+    def result(self) -> LaunchResult:
         cause = self._cause() if self.failures else None
         stopped = [rank.status for rank in self.ranks if rank.status in (Exit.PREEMPTED, Exit.INTERRUPTED)]
         code = cause.exit_code if cause else int(max(stopped, default=Exit.DONE))
-        return Ending(
+        return LaunchResult(
             int(Exit.INTERRUPTED) if self.is_forced else code,
             cause,
             tuple(sorted(self.failures, key=lambda failure: failure.seconds)),
@@ -271,24 +272,26 @@ class _Watch:
         assert rank.status is not None
         report = read_report(self.folder, rank.number)
         is_unsaved = rank.status == Exit.INTERRUPTED and report.result is not None
-        has_left = rank.status in (Exit.DONE, Exit.PREEMPTED) and not report.is_complete  # by os._exit during training
-        if (rank.status in (Exit.DONE, Exit.PREEMPTED) and not has_left) or is_unsaved:
+        is_success = rank.status in (Exit.DONE, Exit.PREEMPTED)
+        exited_early = is_success and not report.is_complete  # by os._exit during training
+        if (is_success and not exited_early) or is_unsaved:
             rank.result = report.result
             return
         if rank.is_killed and rank.status == -signal.SIGKILL:
             return
         rank.is_killed = False  # it failed before the kill
-        by = _signal_name(-rank.status) if rank.status < 0 else None
+        signal_name = _signal_name(-rank.status) if rank.status < 0 else None
+        what = report.what or f"exited early with exit code {rank.status}"
         failure = Failure(
             rank.number,
-            128 - rank.status if by else int(Exit.RANK_LOST) if has_left else rank.status,
-            by,
-            f"was ended by {by}" if by else report.what or f"exited early with exit code {rank.status}",
+            128 - rank.status if signal_name else int(Exit.RANK_LOST) if exited_early else rank.status,
+            signal_name,
+            f"was ended by {signal_name}" if signal_name else what,
             report.problems,
             report.traceback,
-            not by and (report.is_victim or rank.status == Exit.RANK_LOST),
+            not signal_name and (report.is_victim or rank.status == Exit.RANK_LOST),
             (report.time_s or time.monotonic()) - self.started,
-            has_left=by is not None or not report.what,
+            exited_early=signal_name is not None or not report.what,
         )
         self.failures.append(failure)
         now = time.monotonic()
@@ -309,7 +312,7 @@ class _Watch:
     def _report(self, failure: Failure) -> None:
         self.is_reported = True
         text = f"rank {failure.rank} of {len(self.ranks)} {failure.what}, after {failure.seconds:.1f} s"
-        self.say(RankNotice(text, failure))
+        self.on_notice(RankNotice(text, failure))
 
     def _cause(self) -> Failure:
         return min(self.failures, key=lambda failure: (failure.is_victim, failure.seconds))
@@ -317,7 +320,7 @@ class _Watch:
     def _handle_requests(self) -> None:
         """Handle pending signals and deadlines."""
         now = time.monotonic()
-        if self.requests.suspends:
+        if self.requests.should_suspend:
             self._suspend()
         if self.requests.stop and now >= self.next_reminder:
             # Repeated, because a rank may not have installed its handler yet; for others, a repetition is a no-op.
@@ -347,17 +350,17 @@ class _Watch:
 
 
 class _SignalRequests:
-    """Requests by signals to this process inside the context; `bell` becomes readable after each signal."""
+    """Requests by signals to this process inside the context; `wakeup_fd` becomes readable after each signal."""
 
     def __init__(self) -> None:
         self.stop: str | None = None
-        self.suspends = False
+        self.should_suspend = False
         self.num_stops = 0  # SIGINT and SIGTERM; the warning SIGUSR1 does not count, as in a run of one process
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _SignalRequests:
-        self.bell, self._rope = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._previous_bell = signal.set_wakeup_fd(self._rope, warn_on_full_buffer=False)
+        self.wakeup_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP):
             if number not in (signal.SIGTSTP, signal.SIGHUP) or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
@@ -366,49 +369,49 @@ class _SignalRequests:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
-        signal.set_wakeup_fd(self._previous_bell)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
         self.close()
 
     def close(self) -> None:
-        os.close(self.bell)
-        os.close(self._rope)
+        os.close(self.wakeup_fd)
+        os.close(self._wakeup_write_fd)
 
     def drain(self) -> None:
         """Drain the wake-up pipe; the handlers have run by now."""
         with suppress(BlockingIOError):
-            os.read(self.bell, 4096)
+            os.read(self.wakeup_fd, 4096)
 
     def suspend(self) -> None:
         """Stop this process, as the terminal requested by SIGTSTP."""
-        self.suspends = False
+        self.should_suspend = False
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGTSTP:
-            self.suspends = True
+            self.should_suspend = True
             return
         self.stop = self.stop or signal.Signals(number).name
         self.num_stops += number not in (signal.SIGUSR1, signal.SIGHUP)
 
 
-def _wait(living: Iterable[_Rank], requests: _SignalRequests, patience_s: float) -> list[_Rank]:
-    """Return the ranks that have exited; empty after `patience_s` or a signal."""
+def _wait(living: Iterable[_Rank], requests: _SignalRequests, timeout_s: float) -> list[_Rank]:
+    """Return the ranks that have exited; empty after `timeout_s` or a signal."""
     by_descriptor = {rank.descriptor: rank for rank in living}
     poll = select.poll()
-    for descriptor in (requests.bell, *by_descriptor):
+    for descriptor in (requests.wakeup_fd, *by_descriptor):
         poll.register(descriptor, select.POLLIN)
-    ready = [descriptor for descriptor, _ in poll.poll(patience_s * 1000 + 1)]
+    ready = [descriptor for descriptor, _ in poll.poll(timeout_s * 1000 + 1)]
     requests.drain()
     return [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
 
 
-def _status(rank: _Rank) -> int:
+def _peek_status(rank: _Rank) -> int:
     """Return the exit code of an exited rank, or minus its signal, without reaping it."""
-    ended = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-    assert ended is not None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    info = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
+    assert info is not None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _signal_name(number: int) -> str:
@@ -461,26 +464,26 @@ def _cleanup() -> Iterator[list[_Rank]]:
     tracker that writes the last rows, are left alone if no rank failed, and otherwise have some seconds to exit.
     """
     ranks: list[_Rank] = []
-    known = children()
+    existing = children()
     with subreaper():
         try:
             yield ranks
         finally:
             for rank in ranks:
                 rank.kill()
-            well = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
-            has_failed = any(rank.status not in well and not rank.is_killed for rank in ranks)
-            kill_descendants({rank.pid for rank in ranks}, known, OTHERS_S if has_failed else None)
+            success_codes = (Exit.DONE, Exit.PREEMPTED, Exit.INTERRUPTED)
+            has_failed = any(rank.status not in success_codes and not rank.is_killed for rank in ranks)
+            kill_descendants({rank.pid for rank in ranks}, existing, OTHERS_S if has_failed else None)
             for rank in ranks:
                 os.close(rank.descriptor)
                 os.waitpid(rank.pid, os.WNOHANG)
 
 
-REMINDER_S = 0.5  # between two requests to stop, since a rank may not have listened yet
-OTHERS_S = 4.0  # for what outlives its rank on purpose; with the grace period, no process is left after 10 s
+REMINDER_S = 0.5  # between two requests to stop, since a rank may not have had its handler yet
+OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the grace period, none is left after 10 s
 
-_WAY_OUT = "run the same command again"
-_HINTS: Mapping[str, str] = {
+_RERUN_HINT = "run the same command again"
+_SIGNAL_HINTS: Mapping[str, str] = {
     "SIGKILL": "possibly out of memory (see `dmesg`): use fewer dataloader.num_workers or a smaller micro_batch_size; "
-    + _WAY_OUT,
+    + _RERUN_HINT,
 }

@@ -28,35 +28,35 @@ from runner.plan.run_plan import Plan
 if TYPE_CHECKING:
     from runner.base.world import World
 
-Work = Callable[[Plan, "World"], tuple[Exit, Any]]  # -> exit code, and a result that JSON can write
+RankFunction = Callable[[Plan, "World"], tuple[Exit, Any]]  # -> exit code and a JSON-serializable result
 
 
-def on_ranks(configuration: Configuration, task_file: Path | None, work: Work) -> tuple[Exit, Any]:
-    """Call `work(plan, world)` on every rank of the plan; return what rank 0 returned.
+def run_on_ranks(configuration: Configuration, task_file: Path | None, function: RankFunction) -> tuple[Exit, Any]:
+    """Call `function(plan, world)` on every rank of the plan; return the result of rank 0.
 
-    A rank of torchrun or srun returns its own result. Raises what a rank raised, as for training: the first cause.
+    A rank of torchrun or srun returns its own result. If ranks raise, raises the first cause.
     """
     member = detect_rank(os.environ)
     if member is not None and member.world_size > 1:
-        with joined_member(configuration, task_file, member) as (world, plan, _):
-            return work(plan, world)
-    inventory = inventory_of(configuration)
+        with join_as_member(configuration, task_file, member) as (world, plan, _):
+            return function(plan, world)
+    inventory = prepare_inventory(configuration)
     needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
     plan = make_plan(configuration, inventory, needs=needs)
     if plan.world_size > 1:
-        return _forked(plan, work)
+        return _run_forked(plan, function)
     with private_folder():
-        return _as_rank(plan, work, RankInfo())
+        return _run_rank(plan, function, RankInfo())
 
 
-def inventory_of(configuration: Configuration) -> Inventory:
+def prepare_inventory(configuration: Configuration) -> Inventory:
     """Return the hardware of this machine, with the configured allocator settings."""
     allow_for(configuration)
     return take_inventory()
 
 
 def import_before_fork(plan: Plan) -> None:
-    """Import what every rank needs once, before the ranks are forked."""
+    """Import the modules that every rank needs once, before the ranks are forked."""
     import runner.engine.training  # noqa: F401
 
     strategy = {"fsdp": "sharded", "pipeline": "pipelined"}.get(plan.choices["parallelism"].function, "replicated")
@@ -64,28 +64,28 @@ def import_before_fork(plan: Plan) -> None:
 
 
 @contextmanager
-def joined_member(
+def join_as_member(
     configuration: Configuration, task_file: Path | None, member: RankInfo
 ) -> Iterator[tuple[World, Plan, Inventory]]:
-    """Join the other ranks of torchrun or srun; give the world, the plan of all ranks, and the hardware of this one.
+    """Join the other ranks of torchrun or srun; yield the world, the plan of all ranks, and this rank's hardware.
 
-    Raises OnEveryRank if they differ in anything that affects results.
+    Raises SharedConfigError if they differ in anything that affects results.
     """
     import torch
 
     from runner.distributed.join import joined
     from runner.version import __version__
 
-    inventory = inventory_of(configuration)
+    inventory = prepare_inventory(configuration)
     gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
     wants_gpu = gpus and configuration.settings.device != "cpu"
-    mine = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
-    wanted = member.rank == 0 and wants_needs(configuration, inventory)
-    needs = needs_in_subprocess(configuration, inventory) if wanted else None
+    rank_device = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
+    should_trace = member.rank == 0 and wants_needs(configuration, inventory)
+    needs = needs_in_subprocess(configuration, inventory) if should_trace else None
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
-    with private_folder(), joined(member, torch.device(mine.device), timeout_s=timeout_s) as world:
+    with private_folder(), joined(member, torch.device(rank_device.device), timeout_s=timeout_s) as world:
         source = task_source(configuration.choices["task"].name, task_file).read_bytes()
-        must_agree(
+        check_agreement(
             world.gather(
                 {
                     "accel-run": __version__,
@@ -96,51 +96,51 @@ def joined_member(
                 }
             )
         )
-        ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(mine))]
+        ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(rank_device))]
         traced = world.broadcast(encode(needs) if needs else None)
         try:
             plan = make_plan(configuration, inventory, ranks, decode_valid(Needs, traced) if traced else None)
         except ConfigError as error:
-            raise OnEveryRank(error.problems) from error
+            raise SharedConfigError(error.problems) from error
         yield world, Plan.from_json(world.broadcast(plan.to_json())), inventory
 
 
-class OnEveryRank(ConfigError):
-    """Problems found by every rank, reported once."""
+class SharedConfigError(ConfigError):
+    """A ConfigError that every rank raises, and that is reported once."""
 
 
-def must_agree(facts: list[Mapping[str, str]]) -> None:
-    """Raise OnEveryRank if ranks differ in anything that affects results."""
+def check_agreement(descriptions: list[Mapping[str, str]]) -> None:
+    """Raise SharedConfigError if ranks differ in anything that affects results."""
     problems = []
-    for key, first in facts[0].items():
-        others = [f"{there[key]} on rank {rank}" for rank, there in enumerate(facts) if there[key] != first]
+    for key, first in descriptions[0].items():
+        others = [f"{other[key]} on rank {rank}" for rank, other in enumerate(descriptions) if other[key] != first]
         if others:
             what = f"must be the same on every rank, but is {first} on rank 0 and {', '.join(others[:3])}"
             problems.append(Problem(what, key, "install the same software everywhere, then start all ranks again"))
     if problems:
-        raise OnEveryRank(problems)
+        raise SharedConfigError(problems)
 
 
-def _forked(plan: Plan, work: Work) -> tuple[Exit, Any]:
-    from runner.launch.local import as_error, run_ranks
+def _run_forked(plan: Plan, function: RankFunction) -> tuple[Exit, Any]:
+    from runner.launch.local import run_ranks, to_error
 
     import_before_fork(plan)
-    ending = run_ranks(partial(_main, plan, work), plan.world_size)
+    ending = run_ranks(partial(_rank_main, plan, function), plan.world_size)
     if ending.cause is not None:
-        raise as_error(ending)
+        raise to_error(ending)
     return Exit(ending.code), ending.results[0]
 
 
-def _main(plan: Plan, work: Work, member: RankInfo) -> tuple[int, Any]:
-    code, result = _as_rank(plan, work, member)
+def _rank_main(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[int, Any]:
+    code, result = _run_rank(plan, function, member)
     return int(code), result
 
 
-def _as_rank(plan: Plan, work: Work, member: RankInfo) -> tuple[Exit, Any]:
+def _run_rank(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[Exit, Any]:
     import torch
 
     from runner.distributed.join import joined
 
     timeout_s = float(plan.choices["parallelism"].options.get("timeout_s", 600.0))
     with joined(member, torch.device(plan.ranks[member.rank].device), timeout_s=timeout_s) as world:
-        return work(plan, world)
+        return function(plan, world)

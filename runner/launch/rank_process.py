@@ -68,8 +68,8 @@ def run_rank(main: Main, member: RankInfo, supervisor: int, folder: Path, mask: 
 def read_report(folder: Path, rank: int) -> RankReport:
     """Return the report of the rank, or the traceback of a crash without a report."""
     try:
-        found = json.loads((folder / f"report-{rank}").read_text(encoding="utf-8"))
-        return RankReport(**{**found, "problems": tuple(Problem(**problem) for problem in found["problems"])})
+        fields = json.loads((folder / f"report-{rank}").read_text(encoding="utf-8"))
+        return RankReport(**{**fields, "problems": tuple(Problem(**problem) for problem in fields["problems"])})
     except (OSError, ValueError):  # killed before or while writing it
         pass
     try:
@@ -85,9 +85,9 @@ def _set_up(supervisor: int, folder: Path, rank: int) -> None:
     gc.freeze()  # imported modules stay: collecting them would take 0.2 s and copy their shared pages
     os.setsid()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.SIG_DFL)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+        if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal_number, signal.SIG_DFL)
     # The supervisor repeats SIGUSR1 until the rank exits. Without a handler, early or late, the signal would kill it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     descriptor = os.open(folder / f"crash-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -103,8 +103,8 @@ def _call_main(main: Main, member: RankInfo) -> tuple[int, RankReport]:
         json.dumps(result)
         return int(code), RankReport(result=result)
     except BaseException as error:
-        return _code_of(error), RankReport(
-            _what(error),
+        return _exit_code(error), RankReport(
+            _describe(error),
             problems=error.problems if isinstance(error, AccelRunError) else (),
             traceback="".join(traceback.format_exception(error)).strip(),
             is_victim=is_of_a_lost_rank(error),
@@ -112,7 +112,7 @@ def _call_main(main: Main, member: RankInfo) -> tuple[int, RankReport]:
         )
 
 
-def _code_of(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, AccelRunError):
         return int(error.exit_code)
     if isinstance(error, SystemExit):
@@ -120,7 +120,7 @@ def _code_of(error: BaseException) -> int:
     return int(Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE)
 
 
-def _what(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"left by sys.exit({error.code!r})"
     if isinstance(error, AccelRunError):

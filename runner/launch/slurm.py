@@ -53,24 +53,24 @@ class Slurm:
         The output of the job goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError if the job could not work,
         MissingPackage without submitit, and SystemLimit if SLURM does not respond.
         """
-        problems = [*self._problems(configuration), *_local_problems()]
+        problems = [*self._find_problems(configuration), *_find_local_problems()]
         if problems:
             raise ConfigError(problems)
         name = configuration.settings.run or default_name(configuration.choices["task"].name)
         check_name(name)
         folder = configuration.settings.root / name / "slurm"
-        _refuse_unprintable(folder.absolute())
+        _check_printable(folder.absolute())
         make_directory(folder.parent)
         make_directory(folder)
         job_id = self._submit_job(folder, name, self._command(configuration, name))
-        say = Console().info
-        say(f"submitted SLURM job {job_id} for run {name}: {self._summary()}")
-        say(f"  output       tail -F {folder}/{job_id}_0_log.out")
-        say(f"  status       squeue --job {job_id}; accel-run status run={name}{_root(configuration)}")
-        say(f"  cancel       scancel {job_id} (saves within KillWait, usually 30 s)")
+        info = Console().info
+        info(f"submitted SLURM job {job_id} for run {name}: {self._summary()}")
+        info(f"  output       tail -F {folder}/{job_id}_0_log.out")
+        info(f"  status       squeue --job {job_id}; accel-run status run={name}{_root_override(configuration)}")
+        info(f"  cancel       scancel {job_id} (saves within KillWait, usually 30 s)")
         return int(Exit.DONE)
 
-    def _problems(self, configuration: Configuration) -> list[Problem]:
+    def _find_problems(self, configuration: Configuration) -> list[Problem]:
         """Return the reasons why the job could not work on any cluster."""
         problems = []
         if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
@@ -136,10 +136,9 @@ class Slurm:
         gpus = (
             f" with {self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''} each" if self.gpus_per_node else ""
         )
-        again = f"requeued up to {self.requeue_times} times" if self.requeue_times else "not requeued"
-        return (
-            f"{self.num_tasks} rank{'s' if self.num_tasks > 1 else ''} on {nodes}{gpus}, {self.time_min} min, {again}"
-        )
+        requeues = f"requeued up to {self.requeue_times} times" if self.requeue_times else "not requeued"
+        ranks = f"{self.num_tasks} rank{'s' if self.num_tasks > 1 else ''}"
+        return f"{ranks} on {nodes}{gpus}, {self.time_min} min, {requeues}"
 
 
 def _shell_command(request: Request, overrides: list[str]) -> str:
@@ -156,7 +155,7 @@ _RESUME_LINES = [
 
 
 def _requeue_lines(times: int) -> list[str]:
-    """Return the lines of the job script that requeue the job if the run was asked to stop.
+    """Return the lines of the job script that requeue the job if the run was signalled to stop.
 
     In its first seconds a rank has no signal handler yet, and the signal kills it.
     """
@@ -170,14 +169,14 @@ def _requeue_lines(times: int) -> list[str]:
     ]
 
 
-def _refuse_unprintable(folder: Path) -> None:
+def _check_printable(folder: Path) -> None:
     """Raise ConfigError if the path of the job's folder would break the line of the script that contains it."""
     if not str(folder).isprintable():
         what = "must be one line of printable characters for a SLURM script"
         raise ConfigError(Problem(what, str(folder), "use another output_root, or start in another folder"))
 
 
-def _local_problems() -> list[Problem]:
+def _find_local_problems() -> list[Problem]:
     """Return the reasons why this process cannot submit jobs."""
     problems = []
     missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
@@ -196,7 +195,7 @@ def _clean_up(folder: Path) -> None:
     for file in folder.glob(".submission_file_*.sh"):
         if not file.is_symlink():
             file.unlink()
-    with suppress(OSError):  # not empty: the run is there
+    with suppress(OSError):  # not empty: the run exists
         folder.rmdir()
         folder.parent.rmdir()
 
@@ -207,8 +206,8 @@ def _sbatch_error(error: Exception) -> ConfigError | SystemLimit:
     fatal = [line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     message = "; ".join([*fatal, *errors]) or str(error).strip()
-    for command, fix in ((_NO_CLUSTER, _WHERE_TO_SUBMIT), (_NO_ANSWER, _WHEN_TO_SUBMIT)):
-        if any(argument in message for argument in command):
+    for messages, fix in ((_NO_CLUSTER, _NO_CLUSTER_FIX), (_NO_ANSWER, _NO_ANSWER_FIX)):
+        if any(text in message for text in messages):
             return SystemLimit(f"SLURM cannot be reached: {message}", where="sbatch", fix=fix)
     what = f"SLURM rejected the job: {message}"
     return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
@@ -220,15 +219,15 @@ _NO_ANSWER: Sequence[str] = (
     "Connection refused",
     "Zero Bytes",
 )
-_WHEN_TO_SUBMIT = "try again when the controller responds: scontrol ping"
+_NO_ANSWER_FIX = "try again when the controller responds: scontrol ping"
 
 _NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")
 """Messages of sbatch without a usable slurm.conf and a controller that provides one (SLURM 22.05)."""
-_WHERE_TO_SUBMIT = (
+_NO_CLUSTER_FIX = (
     "submit from a login node of the cluster, or set the path of its slurm.conf: SLURM_CONF=/etc/slurm/slurm.conf"
 )
 
 
-def _root(configuration: Configuration) -> str:
+def _root_override(configuration: Configuration) -> str:
     root: Any = configuration.settings.output_root
     return "" if root == "outputs" else f" output_root={shlex.quote(root)}"

@@ -26,14 +26,14 @@ from runner.engine.session import take_part
 from runner.host.output import nonblocking_streams
 from runner.host.scratch import private_folder
 from runner.launch.launcher import submit
-from runner.launch.on_ranks import OnEveryRank, import_before_fork, inventory_of, joined_member
+from runner.launch.on_ranks import SharedConfigError, import_before_fork, join_as_member, prepare_inventory
 from runner.launch.traced_demand import needs_in_subprocess
 from runner.plan.planner import make_plan, wants_needs
 from runner.records.events import Console, level_said
-from runner.trackers.tracker import must_be_installed
+from runner.trackers.tracker import require_installed
 
 if TYPE_CHECKING:
-    from runner.launch.local import Ending, RankNotice
+    from runner.launch.local import LaunchResult, RankNotice
 
 
 @nonblocking_streams()
@@ -49,7 +49,7 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
         return _train(request, member, then_infer=then_infer)
     except ConfigError as error:
         # Before the rendezvous ranks cannot communicate, so the first rank of each machine reports its error.
-        if member.rank == 0 or (member.local_rank == 0 and not isinstance(error, OnEveryRank)):
+        if member.rank == 0 or (member.local_rank == 0 and not isinstance(error, SharedConfigError)):
             raise
         return Exit(error.exit_code)
 
@@ -57,8 +57,8 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
 def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Exit:
     configuration = compose(request)
     level_said()  # reports an invalid level before a run directory exists
-    wanted = configuration.settings.phases
-    predicts = then_infer or INFERENCE in (wanted or ())
+    phases = configuration.settings.phases
+    predicts = then_infer or INFERENCE in (phases or ())
     launcher = configuration.choices["launcher"].name
     if predicts and launcher != "local":
         what = "only trains; the prediction would not wait for the job"
@@ -67,9 +67,9 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     code = submit(configuration)
     if code is not None:  # submitted to a scheduler
         return Exit(code)
-    if wanted is not None and set(wanted) == {INFERENCE}:
+    if phases is not None and set(phases) == {INFERENCE}:
         return _infer(request, None)
-    must_be_installed(configuration.choices["tracker"].function)
+    require_installed(configuration.choices["tracker"].function)
     name = name_of(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
         Console(level=level_said()).info(f"starting run {name}: loading PyTorch")
@@ -80,16 +80,16 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
         weights = configuration.settings.weights
         check_names(find_weights(str(weights.source), configuration.settings.root), weights)
     if member is not None:
-        ended, job = _as_member(request, configuration, name, member, predicts=predicts)
+        end, job = _train_as_member(request, configuration, name, member, predicts=predicts)
         if member.rank:
-            return ended.code
+            return end.code
     else:
-        ended, job = _train_here(request, configuration, name, predicts=predicts)
-    if ended.code == Exit.DONE and predicts:
-        if ended.asked_to_stop:  # during the last update: the same command continues with the prediction
+        end, job = _train_here(request, configuration, name, predicts=predicts)
+    if end.code == Exit.DONE and predicts:
+        if end.asked_to_stop:  # during the last update: the same command continues with the prediction
             return Exit.PREEMPTED
         return _infer(request, job.name)
-    return ended.code
+    return end.code
 
 
 def _infer(request: Request, name: str | None) -> Exit:
@@ -97,8 +97,10 @@ def _infer(request: Request, name: str | None) -> Exit:
 
     overrides = request.overrides
     if name:  # predict with the trained weights, not with the initial ones
-        began_with = tuple(word for word in overrides if key_of(word).partition(".")[0] == "weights")
-        overrides = merge_overrides((word for word in overrides if word not in began_with), [f"run={name}"])
+        weight_overrides = tuple(override for override in overrides if key_of(override).partition(".")[0] == "weights")
+        overrides = merge_overrides(
+            (override for override in overrides if override not in weight_overrides), [f"run={name}"]
+        )
     return infer(dataclasses.replace(request, overrides=overrides))
 
 
@@ -107,25 +109,25 @@ def _infer(request: Request, name: str | None) -> Exit:
 
 def _train_here(request: Request, configuration: Configuration, name: str, *, predicts: bool) -> tuple[SessionEnd, Job]:
     """Train in this process, or start and supervise the ranks of the plan."""
-    inventory = inventory_of(configuration)
+    inventory = prepare_inventory(configuration)
     needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
     job = Job(
         request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, predicts
     )
     if job.plan.world_size > 1:
         return _train_on_ranks(job)
-    _report_crashes()
+    _enable_crash_reports()
     while True:
-        known, began = num_restarts(job.folder), time.time()
+        restarts_before, start_time = num_restarts(job.folder), time.time()
         try:
             with private_folder():
                 return _train_as_rank(job, RankInfo()), job
         except (DeviceMemoryError, HostMemoryError) as error:
-            if num_restarts(job.folder) <= known:
+            if num_restarts(job.folder) <= restarts_before:
                 raise
             Console().warning(str(error.problems[0]))
         _release_memory()
-        job = _with_smaller_micro_batches(job, began)
+        job = _resume_with_smaller_micro_batches(job, start_time)
 
 
 def _release_memory() -> None:
@@ -140,17 +142,17 @@ def _release_memory() -> None:
         get_accelerator(torch.device("cuda")).empty_cache()
 
 
-def _with_smaller_micro_batches(job: Job, began: float) -> Job:
-    """Return the job to resume after the run has reduced its micro-batch size."""
+def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
+    """Return the job that resumes after the run has reduced its micro-batch size."""
     settings = job.plan.settings
-    if settings.resume == "fresh" or _has_checkpoint_since(job, began):  # an earlier run is set aside already
+    if settings.resume == "fresh" or _has_checkpoint_since(job, start_time):  # an earlier run has already been renamed
         settings = dataclasses.replace(settings, resume="auto")
     Console().info("resuming from the last checkpoint with smaller micro-batches")
     configuration = dataclasses.replace(job.configuration, settings=settings)
     return dataclasses.replace(job, configuration=configuration, plan=dataclasses.replace(job.plan, settings=settings))
 
 
-def _report_crashes() -> None:
+def _enable_crash_reports() -> None:
     """Print the stacks of all threads to standard error if the process crashes in C code."""
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
@@ -170,55 +172,55 @@ def _train_as_rank(job: Job, member: RankInfo) -> SessionEnd:
 
 def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
     """Start the ranks; restart from the last checkpoint without ranks that were killed or slow the run down."""
-    from runner.launch.local import as_error, run_ranks
+    from runner.launch.local import run_ranks, to_error
 
     import_before_fork(job.plan)
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
-    attempt, began = 0, time.time()
+    attempt, start_time = 0, time.time()
     while True:
-        known = num_restarts(job.folder)
-        ending = run_ranks(partial(_main, job), job.plan.world_size, attempt=attempt, say=_report_external)
+        restarts_before = num_restarts(job.folder)
+        result = run_ranks(partial(_rank_main, job), job.plan.world_size, attempt=attempt, on_notice=_report_exit)
         attempt += 1
-        if ending.cause is None:
-            returned = [result for result in ending.results if result is not None]  # killed ranks have no result
-            dropped = tuple(returned[0][1]) if returned else ()
-            if not dropped or ending.stop or ending.code != Exit.PREEMPTED:
-                return SessionEnd(Exit(ending.code), bool(ending.stop) or any(stopped for stopped, _ in returned)), job
-            job = _without(job, dropped, began)
+        if result.cause is None:
+            results = [returned for returned in result.results if returned is not None]  # killed ranks have no result
+            dropped = tuple(results[0][1]) if results else ()
+            if not dropped or result.stop or result.code != Exit.PREEMPTED:
+                return SessionEnd(Exit(result.code), bool(result.stop) or any(stopped for stopped, _ in results)), job
+            job = _drop_ranks(job, dropped, start_time)
             continue
-        error = as_error(ending)
+        error = to_error(result)
         # No restart after a hang: it would recur, and its cause needs an investigation.
-        has_stacks = error.exit_code == Exit.HANG or ending.cause.signal is not None
-        record_failure(job, error, began, ending.cause.traceback if has_stacks else "", ending.made)
-        if ending.stop is None and num_restarts(job.folder) > known:
+        has_stacks = error.exit_code == Exit.HANG or result.cause.signal is not None
+        record_failure(job, error, start_time, result.cause.traceback if has_stacks else "", result.num_updates)
+        if result.stop is None and num_restarts(job.folder) > restarts_before:
             Console().warning(str(error.problems[0]))
-            job = _with_smaller_micro_batches(job, began)
+            job = _resume_with_smaller_micro_batches(job, start_time)
             continue
-        if not restarts or not _may_restart(ending):
+        if not restarts or not _may_restart(result):
             raise error
         restarts -= 1
-        job = _without(job, (ending.cause.rank,), began)
+        job = _drop_ranks(job, (result.cause.rank,), start_time)
 
 
-def _report_external(notice: RankNotice) -> None:
+def _report_exit(notice: RankNotice) -> None:
     """Report a killed or exited rank at once; errors raised by a rank are reported when all have ended."""
     if notice.is_external:
         Console().warning(notice.text)
 
 
-def _main(job: Job, member: RankInfo) -> tuple[int, Any]:
+def _rank_main(job: Job, member: RankInfo) -> tuple[int, Any]:
     """Run as a rank; return its exit code, whether a stop was requested, and the ranks to drop."""
-    ended = _train_as_rank(job, member)
-    return int(ended.code), (ended.asked_to_stop, ended.dropped)
+    end = _train_as_rank(job, member)
+    return int(end.code), (end.asked_to_stop, end.dropped)
 
 
-def _may_restart(ending: Ending) -> bool:
+def _may_restart(result: LaunchResult) -> bool:
     """Return whether a rank was killed by SIGKILL, which a restart may avoid; an error would recur."""
-    return ending.stop is None and ending.cause is not None and ending.cause.signal == "SIGKILL"
+    return result.stop is None and result.cause is not None and result.cause.signal == "SIGKILL"
 
 
-def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
-    """Return the job without these ranks (at least one remains), to be resumed if this start has a checkpoint."""
+def _drop_ranks(job: Job, lost: tuple[int, ...], start_time: float) -> Job:
+    """Return the job without these ranks (at least one remains), resuming if this start has written a checkpoint."""
     kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
     left = [job.plan.ranks[rank] for rank in kept]
     parallelism = job.configuration.choices["parallelism"]
@@ -226,10 +228,10 @@ def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
     if isinstance(options.get("shares"), list) and len(options["shares"]) == job.plan.world_size:
         options["shares"] = [options["shares"][rank] for rank in kept]
     if options.get("split"):
-        options["split"] = None  # made for another number of stages
+        options["split"] = None  # applies to another number of stages
     choices = {**job.configuration.choices, "parallelism": dataclasses.replace(parallelism, options=options)}
     settings = job.configuration.settings
-    if _has_checkpoint_since(job, began):
+    if _has_checkpoint_since(job, start_time):
         settings = dataclasses.replace(settings, resume="auto")
     configuration = dataclasses.replace(job.configuration, choices=choices, settings=settings)
     plan = make_plan(configuration, job.inventory, left, job.needs)
@@ -237,29 +239,29 @@ def _without(job: Job, lost: tuple[int, ...], began: float) -> Job:
     return dataclasses.replace(job, configuration=configuration, plan=plan)
 
 
-def _has_checkpoint_since(job: Job, began: float) -> bool:
+def _has_checkpoint_since(job: Job, start_time: float) -> bool:
     """Return whether this start of the run has written a checkpoint, whatever `resume` requested."""
     from runner.durable.checkpoint import newest_valid
 
-    return read_record(job.folder).process.is_since(began) and newest_valid(job.folder / "checkpoints") is not None
+    return read_record(job.folder).process.is_since(start_time) and newest_valid(job.folder / "checkpoints") is not None
 
 
 # ---------------------------------------------------------------- ranks started by torchrun or srun
 
 
-def _as_member(
+def _train_as_member(
     request: Request, configuration: Configuration, name: str, member: RankInfo, *, predicts: bool
 ) -> tuple[SessionEnd, Job]:
     """Train as a rank started by torchrun or srun; rank 0 decides which run is used."""
-    with joined_member(configuration, request.task_file, member) as (world, planned, inventory):
+    with join_as_member(configuration, request.task_file, member) as (world, planned, inventory):
         plan = planned
-        if world.broadcast(member.attempt > 0 and _is_started_again(configuration, name)):
+        if world.broadcast(member.attempt > 0 and _has_earlier_checkpoint(configuration, name)):
             plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
         job = Job(request, configuration, plan, inventory, world.broadcast(name), predicts=predicts)
         return take_part(job, world), job
 
 
-def _is_started_again(configuration: Configuration, name: str) -> bool:
+def _has_earlier_checkpoint(configuration: Configuration, name: str) -> bool:
     """Return whether an earlier attempt of the same launcher wrote a checkpoint."""
     from runner.durable.checkpoint import newest_valid
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING
 
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 
 if TYPE_CHECKING:
     from runner.config.configuration import Configuration
@@ -24,13 +24,13 @@ def needs_in_subprocess(
     """Return the demand of training; a crash during tracing ends only the subprocess.
 
     beyond   also trace what is needed to suggest larger sizes
-    on_wait  called once if it takes longer than PATIENCE_S of runner.host.subprocesses
+    on_wait  called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
     Raises the exceptions of the task.
     """
     import runner.forecast.demand  # before the fork, so that subprocesses share it
     from runner.plan.memory_fit import Needs
 
     try:
-        return in_subprocess(runner.forecast.demand.needs_of, configuration, inventory, beyond, on_wait=on_wait)
+        return run_in_subprocess(runner.forecast.demand.needs_of, configuration, inventory, beyond, on_wait=on_wait)
     except BrokenProcessPool:
         return Needs({}, why_not="the tracing process crashed")

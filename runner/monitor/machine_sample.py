@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from runner.host.cgroup import Grant, cpu_grant, memory_grant
+from runner.host.cgroup import CgroupLimit, cgroup_cpu_limit, cgroup_memory_limit
 from runner.host.resources import affinity
 from runner.monitor.nvml import GIB, MB, METRICS, Gpu, Nvml
 
@@ -179,7 +179,7 @@ class GrantedCpuLoad:
 
     now = staticmethod(time.monotonic)
 
-    def __init__(self, grant: Grant) -> None:
+    def __init__(self, grant: CgroupLimit) -> None:
         self._grant = grant
         self.num_cores = grant.amount
         self._before = self._times()
@@ -198,7 +198,7 @@ class GrantedCpuLoad:
 def cpu_load(root: int, system: Path) -> CpuLoad | GrantedCpuLoad:
     """Return the sampler of the CPU that this process tree may use: by cgroup quota, affinity, or the full machine."""
     present, cores = psutil.cpu_count() or 1, affinity(root)
-    grant = cpu_grant(system)
+    grant = cgroup_cpu_limit(system)
     if grant is not None and grant.amount < len(cores) and grant.cpu_seconds() is not None:
         return GrantedCpuLoad(grant)
     is_part = len(cores) < present and max(cores) < present  # core numbers have gaps if cores are offline
@@ -209,7 +209,7 @@ class _Ram:
     """Memory in use, as a share of the cgroup's limit or, if that is less, of the machine's memory."""
 
     def __init__(self, system: Path) -> None:
-        self._grant = memory_grant(system)
+        self._grant = cgroup_memory_limit(system)
 
     def percent(self) -> float | None:
         machine, grant = psutil.virtual_memory(), self._grant

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from runner.base.errors import DataError, InputMissing
 from runner.base.text import abbreviate
-from runner.host.dirfd import opened_parent
+from runner.host.dirfd import open_parent
 from runner.monitor.samples import (
     COLUMNS,
     FIRST_COLUMNS,
@@ -71,7 +71,7 @@ class SamplesFile:
     def _open(self, path: Path) -> None:
         try:
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            with opened_parent(path) as (folder, name):
+            with open_parent(path) as (folder, name):
                 self._file = os.open(name, flags, 0o600, dir_fd=folder)
         except OSError as error:
             self._lose(f"{path} is not written: {error.strerror}")

@@ -29,7 +29,7 @@ from runner.base.errors import ConfigError, Problem, SystemLimit
 from runner.base.json_converter import decode_valid, encode
 from runner.host.cgroup import cgroup_limits
 from runner.host.resources import affinity
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, everything, visible
 
@@ -198,7 +198,7 @@ def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]
 
     if (torch.version.cuda or torch.version.hip or torch.version.xpu) and not cuda_is_initialized():
         try:
-            return in_subprocess(_look_at_gpus)
+            return run_in_subprocess(_look_at_gpus)
         except BrokenProcessPool:
             note = "the process that queried the GPUs crashed: the CUDA driver or a CUDA library is broken"
             return (

@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
-from runner.host.dirfd import opened_parent
+from runner.host.dirfd import open_parent
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
@@ -126,13 +126,13 @@ class _Appender:
         self._descriptor = -1
         self._wanted = path is not None
         if path is not None:
-            with contextlib.suppress(OSError), opened_parent(path) as (folder, name):
+            with contextlib.suppress(OSError), open_parent(path) as (folder, name):
                 if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MOST_BYTES:
                     earlier = path.with_name(f"{path.stem}-earlier{path.suffix}")
                     os.replace(name, earlier.name if folder else earlier, src_dir_fd=folder, dst_dir_fd=folder)
             # O_NONBLOCK: opening a named pipe would otherwise block forever without a reader.
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            with contextlib.suppress(OSError), opened_parent(path) as (folder, name):
+            with contextlib.suppress(OSError), open_parent(path) as (folder, name):
                 self._descriptor = os.open(name, flags, 0o600, dir_fd=folder)
                 size = os.fstat(self._descriptor).st_size
                 if size and os.pread(self._descriptor, 1, size - 1) != b"\n":

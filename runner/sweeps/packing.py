@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from runner.base.errors import ConfigError, Problem
 from runner.config.configuration import Configuration
 from runner.host.resources import affinity
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.sweeps.pool import ALONE, Slot
 
 
@@ -27,7 +27,7 @@ def packed(configurations: Sequence[Configuration], together: int) -> Packing:
     if together == 1:
         return Packing()
     try:
-        devices = in_subprocess(_devices, configurations)
+        devices = run_in_subprocess(_devices, configurations)
     except BrokenProcessPool:
         devices = [""]
     if isinstance(devices, str):

@@ -22,7 +22,7 @@ from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import with_run_directory
 from runner.engine.repro_script import arguments_of
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
@@ -217,7 +217,7 @@ def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]
 def must_be_plannable(configurations: Sequence[Configuration]) -> None:
     """Raise the planning errors, found in a subprocess: this process must load neither torch nor CUDA."""
     try:
-        errors = in_subprocess(_plan_all, configurations)
+        errors = run_in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
         return  # the trials report it themselves
     if errors:
@@ -312,12 +312,12 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
 def _packages_must_be_installed(plan: Plan) -> None:
     import torch
 
-    from runner.axes.optimizer import must_be_installed as library_must_be_installed
-    from runner.trackers.tracker import must_be_installed
+    from runner.axes.optimizer import must_be_installed as require_optimizer_library
+    from runner.trackers.tracker import require_installed
 
-    must_be_installed(plan.choices["tracker"].function)
+    require_installed(plan.choices["tracker"].function)
     for phase in plan.selected:
-        library_must_be_installed(phase.optimizer.function, phase.optimizer.options, torch.device(plan.device))
+        require_optimizer_library(phase.optimizer.function, phase.optimizer.options, torch.device(plan.device))
 
 
 def _varied(combinations: Sequence[tuple[str, ...]]) -> set[str]:

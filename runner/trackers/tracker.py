@@ -372,7 +372,7 @@ def tensorboard(
     flush_s  seconds between writes to the disk
     Raises MissingPackage if tensorboard is not installed.
     """
-    must_be_installed("tensorboard")
+    require_installed("tensorboard")
     order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s, "linger_s": LOCAL_LINGER_S}
     show = Attempt(
         "tensorboard",
@@ -384,7 +384,7 @@ def tensorboard(
     return BackgroundTracker((show,))
 
 
-def must_be_installed(tracker: str) -> None:
+def require_installed(tracker: str) -> None:
     """Raise MissingPackage if the package of the tracker is missing; without wandb, runs continue untracked."""
     if tracker == "tensorboard" and importlib.util.find_spec("tensorboard") is None:
         fix = 'pip install "accel-run[tensorboard]", or use tracker=none'

@@ -39,7 +39,7 @@ from runner.engine.assemble import Parts, assemble
 from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import phase_kind
 from runner.forecast.memory_forecast import forecast
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
@@ -127,9 +127,9 @@ def compared(words: Sequence[str], micros: Sequence[int]) -> list[tuple[Traced, 
     sizes = (f"micro_batch_size={max(micros)}", f"global_batch_size={2 * max(micros)}")
     configuration = compose(Request((*words, *sizes, "device=cpu")))
     began = time.perf_counter()
-    traced = in_subprocess(forecast, configuration, HERE, micros)
+    traced = run_in_subprocess(forecast, configuration, HERE, micros)
     seconds = (time.perf_counter() - began) / len(traced)
-    real = in_subprocess(counted, configuration, micros)
+    real = run_in_subprocess(counted, configuration, micros)
     return [(one, real[one.phase, one.micro_batch_size], seconds) for one in traced]
 
 

@@ -282,7 +282,7 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
         os.kill(os.getpid(), 15)
 
     torch.save(STATE, tmp_path / "foreign.pt")
-    monkeypatch.setattr(subprocesses, "in_subprocess", stopped)
+    monkeypatch.setattr(subprocesses, "run_in_subprocess", stopped)
     with pytest.raises(SystemExit):
         command.run([str(tmp_path / "foreign.pt")])
     assert [path.name for path in tmp_path.iterdir()] == ["foreign.pt"]
@@ -299,9 +299,9 @@ def test_the_reading_process_has_no_network_or_reports_it(server: ForkServer, tm
 
 def _has_network() -> bool:
     """Tell whether a process confined as that of an import has more than a loopback that is down."""
-    from runner.host.subprocesses import in_subprocess
+    from runner.host.subprocesses import run_in_subprocess
 
-    return in_subprocess(_networks)
+    return run_in_subprocess(_networks)
 
 
 def _networks() -> bool:

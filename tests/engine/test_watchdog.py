@@ -235,7 +235,7 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
     if is_there:
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
-            "runner.host.stacks.os.memfd_create = runner.host.stacks.request = full\n"
+            "runner.host.stacks.os.memfd_create = runner.host.stacks.request_stacks = full\n"
             "tell = watchdog._ExitOnHang._report\n"
             "def tell_in_vain(self, heartbeat): self.traces = watchdog.HangTraces(full, full); tell(self, heartbeat)\n"
             "watchdog._ExitOnHang._report = tell_in_vain\n"

@@ -25,7 +25,7 @@ from runner.engine.loop import Position, train_updates
 from runner.engine.phase_kinds import GradientPhase
 from runner.forecast.demand import needs_of
 from runner.forecast.memory_forecast import FEW, forecast
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.inventory import Device
 from runner.plan.memory_fit import Demand, predicted
@@ -221,7 +221,7 @@ def test_the_prediction_equals_the_count_of_the_real_run(script, words):
     configuration = composed(*words)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact
-    assert {(traced.phase, 4): traced.peak.total} == in_subprocess(script.counted, configuration, [4])
+    assert {(traced.phase, 4): traced.peak.total} == run_in_subprocess(script.counted, configuration, [4])
 
 
 def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
@@ -230,7 +230,7 @@ def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
     configuration = composed(file=file)
     (two,) = forecast(configuration, script.HERE, [4])
     assert two.is_exact
-    assert {(two.phase, 4): two.peak.total} == in_subprocess(script.counted, configuration, [4])
+    assert {(two.phase, 4): two.peak.total} == run_in_subprocess(script.counted, configuration, [4])
     (eight,) = forecast(composed("global_batch_size=32", file=file), script.HERE, [4])
     assert eight.accumulation_steps == 8
     assert eight.peak.total > two.peak.total
@@ -240,7 +240,7 @@ def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(s
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_gan.py"
     configuration = composed(file=file)
     (traced,) = forecast(configuration, script.HERE, [4])
-    assert {(traced.phase, 4): traced.peak.total} == in_subprocess(script.counted, configuration, [4])
+    assert {(traced.phase, 4): traced.peak.total} == run_in_subprocess(script.counted, configuration, [4])
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -326,7 +326,7 @@ def test_parameters_of_a_model_too_large_to_measure_are_known(script, tmp_path, 
 
 def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
     configuration = composed("task=gpt", "task.size=124m", micro=1)
-    (traced,), grown = in_subprocess(_with_memory, configuration, script.HERE)
+    (traced,), grown = run_in_subprocess(_with_memory, configuration, script.HERE)
     assert traced.peak.parameters == 4 * 124_475_904
     assert traced.peak.optimizer >= 2 * traced.peak.gradients == 2 * traced.peak.parameters
     assert grown < 0.4 * traced.peak.parameters
@@ -341,7 +341,7 @@ def test_a_norm_on_a_gpu_has_its_input_in_float32(script, tmp_path):
     words = ("precision=bf16", "micro_batch_size=4", "global_batch_size=8", "prefetch=none")
     with_gpu = replace(script.HERE, devices=(gpu,))
     on_gpu, on_cpu = (
-        in_subprocess(forecast, compose(Request((*words, f"device={device}"), file)), with_gpu, [4])
+        run_in_subprocess(forecast, compose(Request((*words, f"device={device}"), file)), with_gpu, [4])
         for device in ("cuda", "cpu")
     )
     more = sum(layer.activations for layer in on_gpu[0].layers) - sum(layer.activations for layer in on_cpu[0].layers)
@@ -433,7 +433,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     words = (*sizes, "device=cpu", *f"parallelism={strategy} parallelism.world_size=2".split())
     configuration = compose(Request(words, file))
     plan = make_plan(configuration, script.HERE)
-    demand = Demand.of(in_subprocess(forecast, configuration, script.HERE, [micro]), Allocator())
+    demand = Demand.of(run_in_subprocess(forecast, configuration, script.HERE, [micro]), Allocator())
     part = part_of(plan.choices["parallelism"], plan.selected[0])
     thought = predicted(demand, micro, replace(plan.ranks[0], overhead_bytes=0), part)
     most = max(run_ranks(lambda world: most_of_rank(plan, world), 2))
@@ -457,7 +457,7 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
     file.write_text(PIPED)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
     configuration = compose(Request((*sizes, "parallelism=pipeline", "parallelism.world_size=2", *words), file))
-    plan = make_plan(configuration, script.HERE, needs=in_subprocess(needs_of, configuration, script.HERE))
+    plan = make_plan(configuration, script.HERE, needs=run_in_subprocess(needs_of, configuration, script.HERE))
     assert all(each.is_exact for each in plan.memory)
     thought = [each.prediction.total - each.prediction.parts["libraries"] for each in plan.memory]
     counted = run_ranks(lambda world: most_of_rank(plan, world), 2)

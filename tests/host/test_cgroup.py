@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.host.cgroup import cgroup_limits, cgroup_processes, cpu_grant, memory_grant
+from runner.host.cgroup import cgroup_cpu_limit, cgroup_limits, cgroup_memory_limit, cgroup_process_limit
 
 GIB = 2**30
 
@@ -55,8 +55,8 @@ def test_the_tightest_cgroup_counts(tmp_path: Path, line: str) -> None:
         (base / folder / "pids.max").write_text(f"{granted}\n")
         (base / folder / "pids.current").write_text(f"{counted}\n")
 
-    assert cgroup_processes(tmp_path) == (100, 98)
-    assert cgroup_processes(tmp_path / "elsewhere") is None
+    assert cgroup_process_limit(tmp_path) == (100, 98)
+    assert cgroup_process_limit(tmp_path / "elsewhere") is None
 
 
 def test_usage_is_read_at_the_tightest_limit(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_usage_is_read_at_the_tightest_limit(tmp_path: Path) -> None:
     system(
         step, **{"cpu.max": "max 100000\n", "cpu.stat": "usage_usec 7\n", "memory.max": "max", "memory.current": "7"}
     )
-    cpu, memory = cpu_grant(root), memory_grant(root)
+    cpu, memory = cgroup_cpu_limit(root), cgroup_memory_limit(root)
 
     assert cpu is not None
     assert memory is not None
@@ -87,7 +87,7 @@ def test_version_1_counts_cpu_time_in_a_separate_controller(tmp_path: Path, moun
            root / "sys/fs/cgroup" / mount, **{"cpuacct.usage": "2500000000\n"})  # fmt: skip
     system(root / "sys/fs/cgroup/memory", **{"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "900"})
     system(root / "sys/fs/cgroup/memory", **{"memory.stat": "inactive_file 1\ntotal_inactive_file 400\n"})
-    cpu, memory = cpu_grant(root), memory_grant(root)
+    cpu, memory = cgroup_cpu_limit(root), cgroup_memory_limit(root)
 
     assert cpu is not None
     assert memory is not None
@@ -97,7 +97,7 @@ def test_version_1_counts_cpu_time_in_a_separate_controller(tmp_path: Path, moun
 def test_a_limit_without_usage_accounting_is_reported(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="0::/\n")
     system(root / "sys/fs/cgroup", **{"cpu.max": "50000 100000\n", "memory.max": "1000\n"})
-    cpu, memory = cpu_grant(root), memory_grant(root)
+    cpu, memory = cgroup_cpu_limit(root), cgroup_memory_limit(root)
 
     assert cpu is not None
     assert memory is not None

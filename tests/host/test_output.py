@@ -103,7 +103,7 @@ def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
 
 
 def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "KEPT_BYTES", 50_000)
+    monkeypatch.setattr(output, "MAX_BUFFERED_BYTES", 50_000)
     written, got = lines_of(5_000), bytearray()
     with printing(pipe):
         for line in written:

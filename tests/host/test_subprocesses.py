@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 
 
 def answer(value: float) -> float:
@@ -22,7 +22,7 @@ def late() -> None:
 def test_a_long_wait_is_reported_once() -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as told, os.fdopen(writing, "wb", buffering=0) as tell:
-        assert in_subprocess(told.read, 1, on_wait=lambda: tell.write(b"x"), patience_s=0.0) == b"x"
+        assert run_in_subprocess(told.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
         tell.close()
         assert told.read() == b"", "told once"
 
@@ -30,13 +30,13 @@ def test_a_long_wait_is_reported_once() -> None:
 def test_a_short_wait_is_not_reported() -> None:
     told: list[int] = []
 
-    assert in_subprocess(answer, 0.0, on_wait=lambda: told.append(1), patience_s=120.0) == 0.0
+    assert run_in_subprocess(answer, 0.0, on_wait=lambda: told.append(1), notify_after_s=120.0) == 0.0
     assert told == []
 
 
 def test_the_error_of_the_function_is_raised() -> None:
     with pytest.raises(TimeoutError, match="its own"):
-        in_subprocess(late, on_wait=lambda: None, patience_s=0.0)
+        run_in_subprocess(late, on_wait=lambda: None, notify_after_s=0.0)
 
 
 def test_no_process_is_forked_after_cuda_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,4 +46,4 @@ def test_no_process_is_forked_after_cuda_was_initialized(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr("os.fork", fork)
     with pytest.raises(RuntimeError, match="CUDA"):
-        in_subprocess(answer, 1.0)
+        run_in_subprocess(answer, 1.0)

@@ -18,7 +18,7 @@ from runner.base.world import World
 from runner.engine import watchdog
 from runner.engine.watchdog import CHECKPOINT, LEAST_S, START, UPDATE
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
-from runner.host.process_tree import state_of
+from runner.host.process_tree import process_state
 from runner.host.stacks import StackFrame, waits_for_ranks
 from runner.launch.hangs import HangDetector, RankState, blocking_rank
 
@@ -113,7 +113,7 @@ def test_a_rank_in_a_debugger_is_neither_stopped_nor_silent(tmp_path: Path) -> N
         for _ in range(4):
             assert hangs.check([0]) is None
             states.append(hangs.states[0])
-        assert state_of(traced) == "t"
+        assert process_state(traced) == "t"
         assert all(state.is_traced and not state.stopped_s and not state.silent_s for state in states)
         child.stdin.write("\n")
 

@@ -36,7 +36,7 @@ from runner.distributed.join import joined
 from runner.distributed.peer_loss import is_of_a_lost_rank
 from runner.durable.signals import StopRequest
 from runner.launch import local
-from runner.launch.local import Ending, RankNotice, as_error
+from runner.launch.local import LaunchResult, RankNotice, to_error
 from tests.waiting import wait_until
 
 EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # a system call
@@ -79,7 +79,7 @@ def test_only_a_rank_that_was_killed_or_exited_without_an_error_is_external(
 ) -> None:
     """The text of an exception of a task does not decide that."""
     said: list[RankNotice] = []
-    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, say=said.append)
+    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=said.append)
     assert [notice.is_external for notice in said] == [is_external]
 
 
@@ -87,9 +87,9 @@ def family() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> Ending:
+def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> LaunchResult:
     said: list[RankNotice] = []
-    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, say=said.append)
+    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=said.append)
     assert len(said) == (ending.cause is not None), said  # one line, or none
     if ending.cause is not None:
         assert said[0].text.startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
@@ -183,8 +183,8 @@ def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
     assert ending.code == ending.cause.exit_code == 128 + number
     name = {signal.SIGRTMIN: "SIGRTMIN"}.get(number) or signal.Signals(number).name
     assert ending.cause.signal == name
-    assert name in as_error(ending).problems[0].what
-    assert as_error(ending).exit_code == Exit.RANK_LOST
+    assert name in to_error(ending).problems[0].what
+    assert to_error(ending).exit_code == Exit.RANK_LOST
 
 
 @pytest.mark.parametrize(("codes", "together"), [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((75, 3), 3), ((3, 0), 3)])
@@ -274,7 +274,7 @@ def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victim
     else:
         assert victims[0].is_victim
         assert "all_reduce" in victims[0].traceback
-    error = as_error(ending)
+    error = to_error(ending)
     assert error.exit_code == Exit.SOFTWARE
     assert "ValueError: odd" in error.problems[0].what
 
@@ -338,7 +338,7 @@ def test_a_rank_that_ended_before_it_could_be_killed_counts_as_a_failure_at_its_
         linger()
 
     began = time.monotonic()
-    ending = local.run_ranks(main, 2, grace_s=0.0, say=say)
+    ending = local.run_ranks(main, 2, grace_s=0.0, on_notice=say)
     assert ([failure.exit_code for failure in ending.failures], ending.killed) == ([70, 70], ())
     # lint-tests: clock: which of two moments came first, not how long something took
     assert began + ending.failures[1].seconds <= seen_s[0]
@@ -368,8 +368,8 @@ def test_with_only_victims_the_silent_rank_is_named_too() -> None:
     ending = run_ranks(in_world(act), grace_s=0.1)
     assert ending.cause is not None
     assert (ending.cause.rank, ending.cause.is_victim, ending.killed) == (0, True, (1,))
-    assert "rank 1" in as_error(ending).problems[0].what
-    assert as_error(ending).exit_code == Exit.RANK_LOST
+    assert "rank 1" in to_error(ending).problems[0].what
+    assert to_error(ending).exit_code == Exit.RANK_LOST
 
 
 @pytest.mark.parametrize(("crash", "name"), [(partial(ctypes.string_at, 0), "SIGSEGV"), (os.abort, "SIGABRT")])
@@ -381,7 +381,7 @@ def test_a_crashed_rank_has_its_own_traceback(crash: Callable[[], object], name:
     assert ending.cause is not None
     assert ending.cause.signal == name
     assert "in crashing_function" in ending.cause.traceback
-    assert "in crashing_function" in str(as_error(ending))
+    assert "in crashing_function" in str(to_error(ending))
 
 
 def test_problems_of_a_rank_are_returned_with_its_name_and_exit_code() -> None:
@@ -392,7 +392,7 @@ def test_problems_of_a_rank_are_returned_with_its_name_and_exit_code() -> None:
         raise error
 
     ending = run_ranks(on_rank(1, fail))
-    error = as_error(ending)
+    error = to_error(ending)
     assert ending.code == error.exit_code == Exit.CONFIG
     assert error.problems == (
         Problem("is 4", "rank 1: model.depth", "use 3"),
@@ -712,7 +712,7 @@ def test_handlers_and_orphans_are_always_restored() -> None:
     run_ranks(lambda member: (0, None))
     assert state() == before
     with pytest.raises(ZeroDivisionError):
-        local.run_ranks(on_rank(1, partial(sys.exit, 3), hang), 2, say=shout)
+        local.run_ranks(on_rank(1, partial(sys.exit, 3), hang), 2, on_notice=shout)
     assert state() == before
 
 
@@ -778,7 +778,7 @@ def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Ite
             os.setpgid(0, 0)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_DFL)
-            ending = local.run_ranks(main, 2, grace_s=0.3, say=lambda text: None)
+            ending = local.run_ranks(main, 2, grace_s=0.3, on_notice=lambda text: None)
             (folder / "ending").write_text(json.dumps(asdict(ending)))
         except BaseException as error:
             (folder / "ending").write_text(repr(error))

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError, Exit
-from runner.launch.on_ranks import must_agree
+from runner.launch.on_ranks import check_agreement
 from tests.launch.forked import Ended, forked, started_elsewhere
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
 
 
 def test_ranks_with_the_same_software_agree() -> None:
-    must_agree([SAME, dict(SAME), dict(SAME)])
+    check_agreement([SAME, dict(SAME), dict(SAME)])
 
 
 def test_unequal_software_is_named_by_rank() -> None:
     with pytest.raises(ConfigError) as caught:
-        must_agree([SAME, {**SAME, "torch": "2.11.0"}, {**SAME, "task": "cape"}])
+        check_agreement([SAME, {**SAME, "torch": "2.11.0"}, {**SAME, "task": "cape"}])
     assert caught.value.exit_code == Exit.CONFIG
     assert [problem.where for problem in caught.value.problems] == ["torch", "task"]
     for problem, named in zip(caught.value.problems, (("2.13.0", "2.11.0"), ("gpt", "cape")), strict=True):

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 
-from runner.host.cgroup import cgroup_processes
+from runner.host.cgroup import cgroup_process_limit
 from runner.host.resources import free_memory_bytes, memory_bytes
 from runner.plan.inventory import GIB, read_cpu
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, warn
@@ -141,7 +141,7 @@ def _processes(needed: int) -> CheckResult:
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     left: dict[str, int] = {}
-    cgroup = cgroup_processes()
+    cgroup = cgroup_process_limit()
     if cgroup is not None:
         left["the cgroup's pids.max (docker run --pids-limit=N)"] = cgroup[0] - cgroup[1]
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # which does not hold for root

@@ -21,7 +21,7 @@ from runner.base.errors import AccelRunError
 from runner.base.secret import sanitize
 from runner.base.text import error_line, first_line
 from runner.host.parent_death import die_with_parent
-from runner.host.process_tree import children, kill_descendants, state_of
+from runner.host.process_tree import children, kill_descendants, process_state
 from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, DoctorCheck, failed
 
 TICK_S = 0.1  # between two checks of the clock
@@ -280,7 +280,7 @@ def _labeled(finding: CheckResult, name: str, check: DoctorCheck, took_s: float)
 def _clear(pid: int) -> None:
     """Kill what the process started, including processes in sessions of their own."""
     known = _children_of.pop(pid, set())
-    if state_of(pid) != "D":  # uninterruptible: it cannot be killed
+    if process_state(pid) != "D":  # uninterruptible: it cannot be killed
         kill_descendants({pid}, known - {pid}, 0.0)
 
 

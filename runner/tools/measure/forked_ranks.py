@@ -22,7 +22,7 @@ from runner.base.world import World
 from runner.config.request import Request
 from runner.distributed.join import joined
 from runner.engine.opening import open_phase
-from runner.launch.local import as_error, run_ranks
+from runner.launch.local import run_ranks, to_error
 
 
 class Executor(Protocol):
@@ -89,9 +89,9 @@ def on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | None
         with joined(member, torch.device("cpu"), timeout_s=TIMEOUT_S) as world:
             return 0, function(world)
 
-    ending = run_ranks(main, num_ranks, say=lambda _: None)
+    ending = run_ranks(main, num_ranks, on_notice=lambda _: None)
     if ending.cause is not None:
-        raise as_error(ending)
+        raise to_error(ending)
     return ending.results[0]
 
 

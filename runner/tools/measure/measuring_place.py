@@ -11,7 +11,7 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan
@@ -63,7 +63,7 @@ class MeasuringPlace:
 @contextmanager
 def measuring(request: Request) -> Iterator[MeasuringPlace]:
     """Plan the request and open the place in which its variants are measured; of several ranks, one is."""
-    plan, inventory = in_subprocess(planned, compose(request))
+    plan, inventory = run_in_subprocess(planned, compose(request))
     one_rank, cores, notes = of_one_rank(request, plan, inventory)
     with Comparison(one_rank, cores) as comparison:
         yield MeasuringPlace(comparison, one_rank, plan, inventory, cores, notes)

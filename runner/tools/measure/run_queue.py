@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from runner.host.cgroup import cpu_grant
+from runner.host.cgroup import cgroup_cpu_limit
 from runner.host.resources import affinity
 
 
@@ -41,7 +41,7 @@ class RunQueueWait:
 
     def __init__(self) -> None:
         self._cores = affinity()
-        grant = cpu_grant()
+        grant = cgroup_cpu_limit()
         # A cgroup that has used its quota waits too, but not for others.
         self._counts = grant is None or grant.amount >= len(self._cores)
 

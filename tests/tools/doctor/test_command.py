@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import main
-from runner.host.process_tree import state_of
+from runner.host.process_tree import process_state
 from runner.plan.inventory import Inventory
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.doctor.findings import CheckResult
@@ -197,4 +197,4 @@ def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def is_running(pid: int) -> bool:
-    return state_of(pid) not in ("", "Z")
+    return process_state(pid) not in ("", "Z")

@@ -356,7 +356,9 @@ def test_available_cores_are_limited_by_affinity_and_cgroup(
 ) -> None:
     """In a container with little memory, cells that the machine would hold are not opened side by side."""
     assert 0 < trials.num_cores <= psutil.cpu_count()
-    monkeypatch.setattr(host, "memory_grant", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26))
+    monkeypatch.setattr(
+        host, "cgroup_memory_limit", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26)
+    )
 
     cells = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
     found = arena.compare(cells, CompareLimits(budget_s=30, rounds=(1, 1), block_s=0.03), lambda _: None)

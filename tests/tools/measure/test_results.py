@@ -211,7 +211,7 @@ def test_an_unwritable_results_folder_is_reported_before_anything_is_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").touch()
-    monkeypatch.setattr(machine, "in_subprocess", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(machine, "run_in_subprocess", lambda *_: pytest.fail("it was begun"))
 
     with pytest.raises(ConfigError, match=word.partition("=")[0]):
         benchmark(["suite=machine", "disk", word])

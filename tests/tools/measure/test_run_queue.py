@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runner.host.cgroup import Grant
+from runner.host.cgroup import CgroupLimit
 from runner.tools.measure import run_queue
 from runner.tools.measure.run_queue import QueueSample, RunQueueWait
 
@@ -36,7 +36,7 @@ def test_time_lost_to_others_is_separated_from_own_time(after: QueueSample, behi
 
 
 def test_a_cpu_quota_is_not_contention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_queue, "cpu_grant", lambda: Grant(0.5, Path("/")))
+    monkeypatch.setattr(run_queue, "cgroup_cpu_limit", lambda: CgroupLimit(0.5, Path("/")))
     assert RunQueueWait().look(begins=True) is None
     assert RunQueueWait.behind_others_s(None, None) == 0.0
 
@@ -50,7 +50,7 @@ def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, 
         waited[0] += 0.005
         return 0.0
 
-    monkeypatch.setattr(run_queue, "cpu_grant", lambda: None)
+    monkeypatch.setattr(run_queue, "cgroup_cpu_limit", lambda: None)
     monkeypatch.setattr(run_queue, "affinity", lambda: {0})
     monkeypatch.setattr(run_queue, "waited_s", lambda: waited[0])
     monkeypatch.setattr(run_queue, "family_cpu_s", looks_around)

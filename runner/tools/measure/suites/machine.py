@@ -16,7 +16,7 @@ from runner.base.text import first_line
 from runner.config.config_files import facts_of_profiles
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Device, Inventory, take_inventory
 from runner.tools.measure.machine_rates import (
     MIB,
@@ -40,7 +40,7 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     parts = _parts(wanted.words)
     rounds, disk_mib = (_number(wanted.options, key) for key in ("rounds", "disk_mib"))
     configuration = compose(wanted.request)
-    inventory = in_subprocess(take_inventory)
+    inventory = run_in_subprocess(take_inventory)
     device = str(configuration.settings.device)
     asked = MachineRequest(inventory, device, rounds, configuration.settings.root, disk_mib * MIB)
     found = MachineResults(skipped=skipped_without_gpu(parts, inventory, device))
@@ -170,7 +170,7 @@ def _number(options: Mapping[str, str], key: str) -> int:
 def _in_process(part: str, asked: MachineRequest, seconds: float) -> MachineResults:
     """Measure a part in a separate process; if that dies or cannot start, return the reason."""
     try:
-        return in_subprocess(MEASURED[part], asked, seconds)
+        return run_in_subprocess(MEASURED[part], asked, seconds)
     except BrokenProcessPool:
         why = "its process was killed: accel-run doctor shows which kernel or driver does that"
         return MachineResults(skipped={part: why})

@@ -9,7 +9,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.json_converter import encode
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
-from runner.host.subprocesses import in_subprocess
+from runner.host.subprocesses import run_in_subprocess
 from runner.tools.measure.compare import Comparison, enough
 from runner.tools.measure.comparison_result import ComparisonResult, RankSetup, Variant, VariantResult
 from runner.tools.measure.fork_server import out_of_time
@@ -27,7 +27,7 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     ranks, updates = wanted.numbers("ranks", 2)[0], wanted.numbers("updates")[0]
     slow = _factor(wanted.options["slow"])
     configuration = compose(wanted.request)
-    plan, inventory = in_subprocess(planned, configuration)
+    plan, inventory = run_in_subprocess(planned, configuration)
     cores = inventory.cpu.logical_cores
     threads = max(1, cores // ranks)
     samples = next(each for each in (*plan.selected, *plan.phases) if each.kind == "train").batch.global_batch_size
