@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from runner.monitor.nvml import METRICS, Gpu, GpuProcess, Nvml
+from runner.monitor.nvml import METRICS, Gpu, GpuProcess, Nvml, VendorTool
 
 MIB = 2**20
 
@@ -20,6 +20,12 @@ class AmdSmi(Nvml):
     The identity of a GPU, its `uuid`, is its PCI address: torch and AMD SMI give different UUIDs.
     There are no events; uncorrected memory errors are counted.
     """
+
+    tool = VendorTool(
+        name="amd-smi",
+        lost="amd-smi list; dmesg | grep -i amdgpu; then restart the machine",
+        memory_errors="amd-smi bad-pages; amd-smi metric --ecc; amd-smi reset --gpureset while it is idle",
+    )
 
     def __init__(self, library: Any) -> None:
         super().__init__()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.base.accelerator import TorchDevice
+from runner.cli import main
+from runner.monitor import gpu_driver
 from runner.monitor.amd_smi import AmdSmi, open_amd_smi
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.nvml import METRICS, GpuProcess
+from runner.monitor.nvml import METRICS, GpuProcess, Nvml
 from runner.plan.inventory import TorchView, match_devices
+from runner.tools.doctor import gpu_checks
+from runner.tools.doctor.findings import CheckContext
 
 GIB, MIB = 2**30, 2**20
 ADDRESS = "0000:C1:00.0"
@@ -156,3 +163,31 @@ def test_torchs_gpu_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch)
         (device,), _ = match_devices(smi, view, {})
     assert device.free_bytes == 50 * GIB, "what torch reports"
     assert not notes
+
+
+@pytest.fixture
+def no_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_driver, "open_nvml", lambda: Nvml(None, "no NVIDIA driver"))
+
+
+def test_monitor_reads_an_amd_gpu(
+    no_nvidia: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "amdsmi", fake(get_power_info=raising(10)))
+    assert main(["monitor", "--once", "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    (card,) = seen["gpus"]
+    assert [each["pid"] for each in card["processes"]] == [77, 78]
+    readings = seen["readings"]
+    assert (readings["gpu0/util"], readings["gpu0/memory_gib"], readings["gpu0/ecc_uncorrected"]) == (93, 16, 3)
+    assert "gpu0/power_w" not in readings
+
+
+def test_doctor_judges_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "amdsmi", fake())
+    context = CheckContext(tmp_path, tmp_path)
+    found = [*gpu_checks.driver(context), *gpu_checks.processes(context)]
+    assert [(each.subject, each.state) for each in found] == [("", "ok"), ("GPU 0", "FAIL"), ("GPU 0", "warn")]
+    assert "3 errors" in found[1].seen
+    text = " ".join(f"{each.seen} {each.fix}" for each in found[:2])
+    assert not re.search("nvidia|cuda|xid", text, re.IGNORECASE), "none of it exists beside an AMD GPU"

@@ -40,6 +40,9 @@ A100 = gpu(0, "NVIDIA A100-SXM4-80GB", 80, (8, 0))
 PAIR = (gpu(0, "NVIDIA GeForce RTX 2080 Ti", 11, (7, 5)), gpu(1, "NVIDIA GeForce RTX 3070", 8, (8, 6)))
 GTX = gpu(0, "NVIDIA GeForce GTX 1650", 4, (7, 5))
 MI210 = Device("cuda", 0, "AMD Instinct MI210", memory_bytes=64 * GIB, architecture="gfx90a")
+MI300 = Device("cuda", 0, "AMD Instinct MI300X", memory_bytes=192 * GIB, architecture="gfx942")
+RX7900 = Device("cuda", 0, "AMD Radeon RX 7900 XTX", memory_bytes=24 * GIB, architecture="gfx1100")
+MI100 = Device("cuda", 0, "AMD Instinct MI100", memory_bytes=32 * GIB, architecture="gfx908")
 RX6800 = Device("cuda", 1, "AMD Radeon RX 6800", memory_bytes=16 * GIB, architecture="gfx1030")
 MPS = Device("mps", 0, "Apple GPU", memory_bytes=16 * GIB)
 ARC = Device("xpu", 0, "Intel Arc B580", memory_bytes=12 * GIB, architecture="XMX")
@@ -594,11 +597,24 @@ def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
     assert bool(notes) == waits
 
 
-def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes() -> None:
-    assert plan("precision=auto", on=machine(MI210)).choices["precision"].function == "bf16"
-    assert plan("precision=auto", on=machine(RX6800)).choices["precision"].function == "fp32"
-    (problem,) = refused("precision=bf16", on=machine(RX6800))
-    assert "gfx1030" in str(problem)
+@pytest.mark.parametrize(
+    ("device", "format_"),
+    [(MI210, "bf16"), (MI300, "bf16"), (RX7900, "bf16"), (MI100, "fp16"), (RX6800, "fp32")],
+    ids=lambda value: getattr(value, "architecture", value),
+)
+def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes(device: Device, format_: str) -> None:
+    here = machine(device)
+    assert plan("precision=auto", on=here).choices["precision"].function == format_
+    if format_ == "bf16":
+        assert plan("precision=bf16", on=here).choices["precision"].function == "bf16"
+    else:
+        (problem,) = refused("precision=bf16", on=here)
+        assert device.architecture in str(problem)
+    (problem,) = refused("precision=tf32", on=here)
+    assert device.architecture in str(problem)
+
+
+def test_amd_gpus_of_two_architectures_share_a_format() -> None:
     both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
     assert both.choices["precision"].function == "fp32", "ranks share a format: the one that all compute"
 

@@ -22,10 +22,11 @@ def driver(context: CheckContext) -> Iterator[CheckResult]:
         if not nvml.gpus and not nvml.notes:
             yield _no_gpu(nvml.why_not)
             return
-        seen = f"{nvml.driver_version}, serves CUDA up to {nvml.cuda_version or 'unknown'}, {len(nvml.gpus)} GPU(s)"
+        serves = f", serves CUDA up to {nvml.cuda_version}" if nvml.cuda_version else ""
+        seen = f"{nvml.driver_version}{serves}, {len(nvml.gpus)} GPU(s)"
         yield ok("", seen)
         for note in nvml.notes:
-            yield failed("", note, "nvidia-smi; dmesg | grep -i xid; then restart the machine", _WHY_LOST)
+            yield failed("", note, nvml.tool.lost, _WHY_LOST)
         for gpu in nvml.gpus:
             yield _state(gpu, nvml)
 
@@ -90,10 +91,10 @@ def numbering(context: CheckContext) -> Iterator[CheckResult]:
         pairs = [(device, nvml.find(device.uuid)) for device in seen if device.uuid]
         differing = [(device, gpu) for device, gpu in pairs if gpu is not None and gpu.index != device.index]
         for device, gpu in differing:
-            numbers = f"{device.torch_name} ({device.name}) is GPU {gpu.index} of nvidia-smi: {gpu.uuid}"
+            numbers = f"{device.torch_name} ({device.name}) is GPU {gpu.index} of {nvml.tool.name}: {gpu.uuid}"
             yield warn(device.torch_name, numbers, _fix_of_order(), _WHY_ORDER)
         if pairs and not differing:
-            yield ok("", f"{len(pairs)} GPU(s) have the number that nvidia-smi shows")
+            yield ok("", f"{len(pairs)} GPU(s) have the number that {nvml.tool.name} shows")
         note = visible(nvml.gpus, os.environ).note
         if note and (not pairs or "CUDA_VISIBLE_DEVICES" in note):
             yield warn("CUDA_VISIBLE_DEVICES" if "VISIBLE" in note else "", note, _fix_of_order(), _WHY_ORDER)
@@ -132,14 +133,13 @@ def _state(gpu: Gpu, nvml: Nvml) -> CheckResult:
     if now.get("pcie_generation") and now.get("pcie_width"):
         told.append(f"PCIe {now['pcie_generation']:.0f} x{now['pcie_width']:.0f}")
     if gpu in nvml.lost:
-        fix = "nvidia-smi; dmesg | grep -i xid; then restart the machine"
-        return failed(name, f"{gpu.name} is lost: {nvml.lost[gpu]}", fix, _WHY_LOST)
+        return failed(name, f"{gpu.name} is lost: {nvml.lost[gpu]}", nvml.tool.lost, _WHY_LOST)
     if gpu in nvml.denied:
         told.append(f"no permission to read {', '.join(sorted(nvml.denied[gpu]))}")
     broken = now.get("ecc_uncorrected")
     if broken:
         seen = f"{', '.join(told)}; {broken:.0f} errors of its memory could not be corrected"
-        return failed(name, seen, "nvidia-smi -q -d ECC,PAGE_RETIREMENT; nvidia-smi -r while it is idle", _WHY_ECC)
+        return failed(name, seen, nvml.tool.memory_errors, _WHY_ECC)
     slowed = slowed_by(now.get("throttle_reasons"))
     seen = ", ".join(told) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
     advice = [SLOWED_ADVICE[reason] for reason in slowed if reason in SLOWED_ADVICE]  # a busy GPU is at its power limit
@@ -184,7 +184,7 @@ def _unlisted(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
     if is_idle or gpu.instances:  # whose memory and load are those of its instances
         return ok(name, f"no other processes; {' and '.join(told)}")
     seen = f"{' and '.join(told)}, by processes that the driver does not show here (in a container?)"
-    fix = "nvidia-smi on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
+    fix = f"{nvml.tool.name} on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
     return warn(name, seen, fix)
 
 
