@@ -64,11 +64,11 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 
 # Functions that restore state: by name, of any class in the targets, or by module and qualified name.
 RESTORING = {
-    "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_random_state_of",
-    "_put_back", "_take_over", "_begin_after", "_restore", "restore", "load_for_inference",
+    "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_rank_random_state",
+    "_put_back", "_restore_progress", "_load_finished_phase", "_restore", "restore", "load_for_inference",
     "checkpoint.restore_moved", "coupled._write", "forward_state._load", "forward_state.ForwardState._adopt",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
-    "oom_retry.OomRetry._restore_and_reduce", "resume_point.resume_point", "rewind._undo",
+    "oom_retry.OomRetry._restore_and_reduce", "resume_point.find_resume_point", "rewind._undo",
     "trained_evaluation._sizes", "trained_run.open_source", "trained_run._open_weights",
     "trained_run.load_trained_model", "weights._add_tied", "weights.begin_with",
 }  # fmt: skip

@@ -38,7 +38,7 @@ from runner.engine.error_diagnosis import locate_definition
 from runner.engine.objectives import objectives_of, refused
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
 from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
-from runner.engine.task_loading import explained, load_task
+from runner.engine.task_loading import load_task, task_errors
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
 from runner.plan.run_plan import Plan
 
@@ -76,7 +76,7 @@ class Parts:
         if isinstance(dataset, StreamSource) and split == "train" and not evaluates:
             self._check_options()
             stream = replace(dataset, limit=limit)
-            with explained(self.source, 'stream("train")'):
+            with task_errors(self.source, 'stream("train")'):
                 lengths = stream.lengths()
             samples = StreamSamples(stream, lengths, self.plan.settings.seed)
             return StreamFetcher(samples, self.task.collate, model=self.bare)
@@ -98,7 +98,7 @@ class Parts:
         draws = seeded_generators(self.plan.settings.seed, split, "dataset")
         if type(task).stream is not Task.stream and (split == "train" or type(task).dataset is Task.dataset):
             return StreamSource(split, wanted or 1, make=task.stream)
-        with draws, explained(self.source, f'dataset("{split}")', letting=allowed):
+        with draws, task_errors(self.source, f'dataset("{split}")', allow=allowed):
             dataset = task.dataset(split)
         if is_exhaustible(dataset):
             raise TaskFault(
@@ -120,7 +120,7 @@ class Parts:
     def _held(self, stream: StreamSource) -> list[Any]:
         """Return the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
         settings = self.plan.settings
-        with explained(self.source, f'stream("{stream.split}")', letting=NotImplementedError):
+        with task_errors(self.source, f'stream("{stream.split}")', allow=NotImplementedError):
             return all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
 
     def _check_options(self) -> None:
@@ -169,12 +169,12 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     for phase in plan.selected:
         if phase.kind == "train" and objectives_of(task, phase) and not parallel.divides_parameters:
             raise refused(choices["parallelism"].name)
-    with explained(source, f"moving the model to {world.device}"):
+    with task_errors(source, f"moving the model to {world.device}"):
         stays = parallel.places_model or _is_on(world.device, task.model)
         bare = task.model if stays else task.model.to(world.device)
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronized(bare, world)
-    with explained(source, "blocks"):
+    with task_errors(source, "blocks"):
         blocks = validate_modules(task.blocks(), task.blocks, source)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
@@ -186,7 +186,7 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
-    with explained(source, "distributing the model"):
+    with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
     notes += parallel.described()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank

@@ -256,7 +256,7 @@ class Saver:
         self.adapt()
         every = self.policy.seconds
         if known is None or (before and every and not 0.9 < every / before < 1.1):
-            self.screen.event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
+            self.screen.record_event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
 
     def newest_number(self) -> int | None:
         """Wait for the writer; return the number of the newest checkpoint of the phase, or None."""

@@ -28,7 +28,7 @@ from runner.distributed.parallel import Discarded, ForwardPasses, Parallel, Sums
 from runner.distributed.row_gather import RowSpec, gather_rows
 from runner.engine.contract_checks import Number, describe_value, validate_loss
 from runner.engine.error_diagnosis import locate_definition
-from runner.engine.gradient_source import Around, GradientSource
+from runner.engine.gradient_source import ForwardWrapper, GradientSource
 
 _Place = tuple[nn.Module, str]  # place of a buffer
 _Buffers = dict[_Place, Tensor]
@@ -147,8 +147,8 @@ class CoupledSource(GradientSource):
             return sums
         return sums._replace(loss_sum=sums.loss_sum + update.total, items=sums.items + update.count)
 
-    def watched(self, around: Around) -> GradientSource:
-        return CoupledSource(around(self.embed), self.couple, self.source, self.seed, self.update)
+    def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
+        return CoupledSource(wrapper(self.embed), self.couple, self.source, self.seed, self.update)
 
     def coupled(self, packed: Any) -> Sum:
         """Return the loss of these embeddings; random draws depend on seed and update only."""

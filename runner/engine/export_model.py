@@ -24,8 +24,8 @@ from runner.config.schema import did_you_mean
 from runner.durable.files import exists, remove, rename
 from runner.engine.adapter import merge
 from runner.engine.evaluate import eval_mode
-from runner.engine.task_loading import explained
-from runner.engine.trained_run import Trained, open_trained
+from runner.engine.task_loading import task_errors
+from runner.engine.trained_run import TrainedModel, open_trained
 from runner.records.events import Console
 
 TOLERANCE = 1e-4  # largest output difference relative to the largest output; float32 kernels differ by less
@@ -76,7 +76,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
             what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"
             fix = "example(self) returns the arguments of one call of the model, for a batch of two"
             raise ConfigError(Problem(what, fix=fix))
-        with explained(trained.parts.source, "example"):
+        with task_errors(trained.parts.source, "example"):
             inputs = task.example()
         model = trained.parts.bare.cpu()
         if trained.plan.choices["adapter"].function != "none":
@@ -124,7 +124,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     return Exit.DONE
 
 
-def _leave_parity(trained: Trained, made: Mapping[str, Parity]) -> None:
+def _leave_parity(trained: TrainedModel, made: Mapping[str, Parity]) -> None:
     content: dict[str, Any] = {"checkpoint_update": trained.update, "tolerance": TOLERANCE}
     content |= {name: asdict(parity) for name, parity in made.items()}
     trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")

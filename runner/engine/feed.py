@@ -23,13 +23,13 @@ class Feed:
     def __init__(
         self,
         batches: Iterator[MicroBatch],
-        pulse: ProgressMark,
+        progress_mark: ProgressMark,
         position: Position,
         shapes: set[object],
         *,
         keeps: bool,
     ) -> None:
-        self.batches, self.pulse, self.position = batches, pulse, position
+        self.batches, self.progress_mark, self.position = batches, progress_mark, position
         self.shapes, self.keeps, self.last = shapes, keeps, None
         self.shape: object = None
         self.marks: dict[int, ShardMark] = {}
@@ -39,17 +39,17 @@ class Feed:
 
     def peek(self) -> MicroBatch:
         """Return the next batch without consuming it."""
-        self.pulse.now = (DATA, self.position.update + 1)
+        self.progress_mark.now = (DATA, self.position.update + 1)
         first = next(self.batches)
         self.batches = chain([first], self.batches)
-        self.pulse.now = (UPDATE, self.position.update + 1)
+        self.progress_mark.now = (UPDATE, self.position.update + 1)
         return first
 
     def __next__(self) -> MicroBatch:
-        self.pulse.now = (DATA, self.position.update + 1)
+        self.progress_mark.now = (DATA, self.position.update + 1)
         batch = next(self.batches)
-        self.pulse.done.add(DATA)
-        self.pulse.now = (UPDATE, self.position.update + 1)
+        self.progress_mark.completed_kinds.add(DATA)
+        self.progress_mark.now = (UPDATE, self.position.update + 1)
         self.last = batch.batch if self.keeps else None
         self.shape = first_shape(batch.batch)
         self.shapes.add(self.shape)

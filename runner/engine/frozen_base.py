@@ -56,7 +56,7 @@ def load_weights(parts: Parts, start: Loaded) -> None:
         if settings.weights.source:
             begin_with(settings, parts.bare, parts.parallel, adapter)
         _check_frozen(parts, start.state)
-    load_model(parts.bare, start, parts.parallel, left_out=left_out)
+    load_model(parts.bare, start, parts.parallel, omitted=left_out)
 
 
 def _check_frozen(parts: Parts, state: Mapping[str, object]) -> None:

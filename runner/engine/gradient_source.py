@@ -8,7 +8,7 @@ from typing import Any
 from runner.base.batch import MicroBatch
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 
-Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+ForwardWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class GradientSource:
@@ -18,6 +18,6 @@ class GradientSource:
         """Accumulate the gradients of this rank's share of an update; return its sums."""
         return parallel.accumulate(passes, batches)
 
-    def watched(self, around: Around) -> GradientSource:
-        """Return the same with `around` applied to forward passes that do not go through `passes.loss`."""
+    def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
+        """Return the same with `wrapper` applied to forward passes that do not go through `passes.loss`."""
         return self

@@ -55,7 +55,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     from runner.engine.oom_retry import release
     from runner.engine.task_loading import check_packages
     from runner.engine.trained_run import open_source
-    from runner.engine.watchdog import PREDICTION, HangTraces, watched
+    from runner.engine.watchdog import PREDICTION, HangTraces, run_watchdog
 
     own = f"-rank{world.rank}" if world.rank else ""
     if world.world_size > 1:
@@ -76,7 +76,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         stack.enter_context(monitor)
         stacks = f"predictions/stacks{own}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
-        pulse = stack.enter_context(watched(plan, parts.world, traces))
+        progress_mark = stack.enter_context(run_watchdog(plan, parts.world, traces))
         names: set[str] = set()
 
         def predicted(now: Plan) -> PredictionSummary:
@@ -85,13 +85,13 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
             names.clear()
 
             def begins() -> None:
-                pulse.now = (PREDICTION, num + 1)
+                progress_mark.now = (PREDICTION, num + 1)
 
             began = time.perf_counter()
             with time_calls(parts.model, parts.world.device) as calls, Outbox(directory, console.info) as outbox:
                 with closing(iterate_predictions(now, parts, begins)) as predictions:
                     for prediction in predictions:
-                        pulse.done.add(PREDICTION)
+                        progress_mark.completed_kinds.add(PREDICTION)
                         num += prediction.items > 0
                         items += prediction.items
                         _refuse_taken(prediction.files, str(parts.source))
@@ -307,19 +307,19 @@ def iterate_predictions(plan: Plan, parts: Parts, begins: Callable[[], object] =
     from runner.base.sample_rng import seeded_generators
     from runner.engine.contract_checks import validate_prediction
     from runner.engine.evaluate import eval_mode
-    from runner.engine.task_loading import explained
+    from runner.engine.task_loading import task_errors
 
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
-        with seeded_generators(seed, "predict"), explained(parts.source, "predict"):
+        with seeded_generators(seed, "predict"), task_errors(parts.source, "predict"):
             found = parts.task.predict(parts.model, generator, **options)
         predictions = _each(found, parts)
         for number in itertools.count():
             begins()
             # Random draws in a data set read by `predict` must not depend on earlier predictions.
-            with seeded_generators(seed, "prediction", number), explained(parts.source, "predict"):
+            with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict"):
                 prediction = next(predictions, _NO_MORE)
             if prediction is _NO_MORE:
                 return

@@ -1,4 +1,4 @@
-"""What every rank of a run needs before joining the process group, and what it returns."""
+"""The inputs of every rank of a run, decided before it joins the process group, and what a rank returns."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from runner.plan.run_plan import Plan
 
 @dataclass(frozen=True)
 class Job:
-    """Settings that every rank needs before joining the process group, decided once.
+    """Inputs of every rank of a run.
 
-    predicts  the same command runs inference afterwards
+    runs_inference  the same command runs inference afterwards
     """
 
     request: Request
@@ -27,7 +27,7 @@ class Job:
     inventory: Inventory
     name: str
     needs: Needs | None = None
-    predicts: bool = False
+    runs_inference: bool = False
 
     @property
     def folder(self) -> Path:
@@ -39,16 +39,16 @@ class Job:
 class SessionEnd:
     """Result of a rank's part of a run; identical on all ranks.
 
-    asked_to_stop  a stop was requested, perhaps only during the last update
-    dropped        ranks without which the run is faster: it was saved and restarts without them
+    is_stop_requested  a stop was requested, perhaps only during the last update
+    dropped            ranks without which the run is faster: it was saved and restarts without them
     """
 
     code: Exit
-    asked_to_stop: bool = False
+    is_stop_requested: bool = False
     dropped: tuple[int, ...] = ()
 
 
-def name_of(configuration: Configuration) -> str:
+def choose_run_name(configuration: Configuration) -> str:
     """Return the name of the run. Raises ConfigError for an invalid name."""
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
     check_name(name)

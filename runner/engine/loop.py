@@ -18,8 +18,7 @@ from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.gradient_source import Around as Wrapper
-from runner.engine.gradient_source import GradientSource
+from runner.engine.gradient_source import ForwardWrapper, GradientSource
 from runner.engine.gradients import clear, correct_and_clip
 
 
@@ -51,8 +50,8 @@ class StepInfo(NamedTuple):
     extra: Mapping[str, tuple[Tensor | float, Tensor | float]] = {}
 
 
-class Around:
-    """Wrapper around an update; this one does nothing, so an error ends the run."""
+class UpdateWrapper:
+    """Wraps an update; this base class does nothing, so an error ends the run."""
 
     def run(self, update: Callable[[], StepInfo]) -> StepInfo:
         """Run `update` and return its result; a subclass may retry it from the same state."""
@@ -71,12 +70,13 @@ class Around:
 class Training:
     """Inputs of the training loop.
 
-    loss      (model, batch) -> (loss summed over items, number of items)
-    per_item  constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
-              gradients in range; the true count replaces it after the last backward, so results do not depend on it
-    gradients  how the gradients of an update are computed
-    extra     further metrics that the loss returns
-    around    wraps each update, as the retry after out of memory does
+    loss            (model, batch) -> (loss summed over items, number of items)
+    per_item        constant by which sums are multiplied before backward, about 1 / (items of an update): it keeps the
+                    gradients in range; the true count replaces it after the last backward, so results do not depend on
+                    it
+    gradients       how the gradients of an update are computed
+    extra           further metrics that the loss returns
+    update_wrapper  wraps each update, as the retry after out of memory does
     """
 
     position: Position
@@ -91,16 +91,16 @@ class Training:
     max_grad_norm: float | None
     gradients: GradientSource = field(default_factory=GradientSource)
     extra: ExtraMetrics = field(default_factory=ExtraMetrics)
-    around: Around = field(default_factory=Around)
+    update_wrapper: UpdateWrapper = field(default_factory=UpdateWrapper)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of an update."""
         return [self.optimizer]
 
-    def watched(self, around: Wrapper) -> Training:
-        """Return the same with `around` applied to every forward pass."""
-        return replace(self, loss=around(self.loss), gradients=self.gradients.watched(around))
+    def wrap_forward(self, wrapper: ForwardWrapper) -> Training:
+        """Return the same with `wrapper` applied to every forward pass."""
+        return replace(self, loss=wrapper(self.loss), gradients=self.gradients.wrap_forward(wrapper))
 
     def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]:
         """Return a function that runs one update with the next micro-batches."""
@@ -111,20 +111,20 @@ class Training:
             precision.forward,
             backward=lambda loss: precision.backward(loss * self.per_item),
             scale=lambda loss: precision.scaled(loss * self.per_item),
-            failed=self.around.failed,
+            failed=self.update_wrapper.failed,
         )
 
         def update() -> StepInfo:
-            mine = self.gradients.accumulate(parallel, passes, self.extra.counted(batches))
-            total = parallel.reduce(mine)
+            sums = self.gradients.accumulate(parallel, passes, self.extra.counted(batches))
+            total = parallel.reduce(sums)
             extra = self.extra.reduced(parallel)
             precision.unscale(self.optimizer, parallel.overflow)
-            correction = 1.0 / (self.per_item * _exact(total.items))
+            correction = 1.0 / (self.per_item * _widen(total.items))
             gradients = parallel.gradients(self.parameters)
             grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.norm)
             factor = self.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
             lr = set_learning_rate(self.optimizer, factor)
-            self.around.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))
+            self.update_wrapper.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))
             clear(self.parameters)
             parallel.watch.lap("optimizer")
             return StepInfo(position.update + 1, total.loss_sum, total.items, grad_norm, lr, total.bad, extra)
@@ -133,7 +133,7 @@ class Training:
 
 
 class UpdateInputs(Protocol):
-    """What the loop needs to run updates: one loss, or several objectives."""
+    """Inputs of the loop: one loss, or several objectives."""
 
     @property
     def position(self) -> Position: ...
@@ -142,14 +142,14 @@ class UpdateInputs(Protocol):
     def parallel(self) -> Parallel: ...
 
     @property
-    def around(self) -> Around: ...
+    def update_wrapper(self) -> UpdateWrapper: ...
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]: ...
 
     def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]: ...
 
-    def watched(self, around: Wrapper) -> UpdateInputs: ...
+    def wrap_forward(self, wrapper: ForwardWrapper) -> UpdateInputs: ...
 
 
 def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
@@ -158,14 +158,14 @@ def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) 
     update = run.updater(batches)
     while position.update < until:
         watch.lap("hooks")
-        step = run.around.run(update)
+        step = run.update_wrapper.run(update)
         position.update += 1
         watch.stop(position.update)
         yield step
 
 
-def _exact(items: Tensor | int | float) -> Tensor | int | float:
-    """Return a count that is exact in products: a float times an integer tensor would be float32.
+def _widen(items: Tensor | int | float) -> Tensor | int | float:
+    """Return the count in the widest float dtype: a float times an integer tensor would be float32.
 
     Raises TaskFault for 0; a tensor is not synchronized, so a 0 shows up as non-finite gradients.
     """

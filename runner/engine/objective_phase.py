@@ -22,10 +22,10 @@ from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
-from runner.engine.loop import Around, Position, Training
+from runner.engine.loop import Position, Training, UpdateWrapper
 from runner.engine.objectives import Objectives, ObjectiveSpec, OwnPosition, objectives_of
 from runner.engine.oom_retry import OomRetry, RetryPolicy
-from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, updates_of
+from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, count_updates
 from runner.engine.sharpness import with_sharpness
 from runner.engine.task_loading import CheckedLoss
 from runner.engine.task_members import check_arguments
@@ -36,20 +36,20 @@ class ObjectivesPhase(GradientPhase):
     """Training with several objectives per update."""
 
     def __init__(
-        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
     ) -> None:
         self.parts, self.position = parts, position
-        self.total = phase.updates or updates_of(phase.epochs or 1, order.updates_per_epoch)
+        self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         specs = objectives_of(parts.task, phase)
         self.is_additive = parts.task.loss_is_additive
         self.losses = {spec.name: loss_of(parts.task, spec.name) for spec in specs}
         self.task_loss = self.losses[specs[0].name]
         of_specs = {spec.name: spec.parameters_of(parts.bare) for spec in specs}
-        self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained = {name: weight for each in of_specs.values() for name, weight in each.items()}
         self.prefixes = [prefix for spec in specs for prefix in spec.trains]
         self._train_only(self.trained)
-        parts.parallel.begin(list(self.own.values()))
+        parts.parallel.begin(list(self.owned.values()))
         parts.parallel.divide([list(weights.values()) for weights in of_specs.values()])
         watch = parts.plan.choices["compile"].name == "off"
         size = min(phase.batch.global_batch_size, order.num_samples)
@@ -58,7 +58,7 @@ class ObjectivesPhase(GradientPhase):
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(self.losses[spec.name], parts.source, watch=watch)
-            training = self._training_of(spec, loss, of_specs[spec.name], per_item, precision, guide)
+            training = self._training_of(spec, loss, of_specs[spec.name], per_item, precision, retry_policy)
             found.append((spec, training))
             if index == 0:
                 self.loss = loss
@@ -66,15 +66,15 @@ class ObjectivesPhase(GradientPhase):
 
     def _training_of(
         self, spec: ObjectiveSpec, loss: CheckedLoss, weights: Mapping[str, nn.Parameter], per_item: float,
-        precision: Precision, guide: RetryPolicy | None,
+        precision: Precision, retry_policy: RetryPolicy | None,
     ) -> Training:  # fmt: skip
         parts, own, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
         optimizer = optimizer_of(spec.optimizer.function, [*weights.items()], spec.optimizer.options)
-        around = Around()
-        if guide is not None:
+        wrapper = UpdateWrapper()
+        if retry_policy is not None:
             alone = parts.world.world_size == 1
-            around = OomRetry(parts.bare, own, optimizer, precision, parts.world.device, guide, is_alone=alone)
+            wrapper = OomRetry(parts.bare, own, optimizer, precision, parts.world.device, retry_policy, is_alone=alone)
         total = -(-self.total // spec.every)
         return Training(
             position=OwnPosition(self.position, spec.every, keeps_precision=precision is parts.precision),
@@ -89,7 +89,7 @@ class ObjectivesPhase(GradientPhase):
             max_grad_norm=spec.max_grad_norm,
             gradients=with_sharpness(parts.plan.choices["sharpness"], GradientSource(), own, extra),
             extra=extra,
-            around=around,
+            update_wrapper=wrapper,
         )
 
     @property
@@ -135,13 +135,13 @@ class ObjectivesPhase(GradientPhase):
         self.parts.parallel.divide([])
         super().release()
 
-    def said_first(self) -> list[str]:
+    def start_lines(self) -> list[str]:
         lines = []
         for spec, training in self.objectives.parts:
             count = sum(weight.numel() for weight in training.parameters)
             often = "every update" if spec.every == 1 else f"one update in {spec.every}"
             lines.append(f"objective {spec.name}: {', '.join(spec.trains)} ({count:,} parameters), {often}")
-        wanted = {name for name, wanted in self._wanted_before.items() if wanted and name not in self.trained}
+        wanted = {name for name, wanted in self._required_grad.items() if wanted and name not in self.trained}
         left = {name: weight.numel() for name, weight in self.parts.bare.named_parameters() if name in wanted}
         if left:
             lines.append(
@@ -165,16 +165,16 @@ def loss_of(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
 
 
 def phase_kind(
-    phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+    phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
 ) -> PhaseKind:
     """Return the kind of work of a phase."""
     if phase.kind == "fit":
-        return StatisticsPhase(phase, parts, order, position, guide)
+        return StatisticsPhase(phase, parts, order, position, retry_policy)
     several = bool(objectives_of(parts.task, phase))
     if phase.name not in parts.task.losses:
         check_signature(parts.task, parts.source, several=several)
     kind = ObjectivesPhase if several else GradientPhase
-    return kind(phase, parts, order, position, guide)
+    return kind(phase, parts, order, position, retry_policy)
 
 
 def check_signature(task: Task, source: Path, *, several: bool) -> None:

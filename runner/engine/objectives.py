@@ -25,8 +25,8 @@ from runner.config.configuration import Choice
 from runner.config.options import function_of, options_with_function, reference_of
 from runner.config.schema import defaults, did_you_mean, fault
 from runner.distributed.parallel import Parallel
-from runner.engine.gradient_source import Around as Wrapper
-from runner.engine.loop import Around, Position, StepInfo, Training
+from runner.engine.gradient_source import ForwardWrapper
+from runner.engine.loop import Position, StepInfo, Training, UpdateWrapper
 from runner.plan.run_plan import PhasePlan
 
 GROUPS = ("optimizer", "scheduler")
@@ -221,14 +221,14 @@ class Objectives:
     """Inputs of the training loop for several objectives.
 
     parts   specification, training and parameters of each, in order
-    around  wraps the whole update; each objective is retried separately
+    update_wrapper  wraps the whole update; each objective is retried separately
     """
 
     position: Position
     model: nn.Module
     parallel: Parallel
     parts: Sequence[tuple[ObjectiveSpec, Training]]
-    around: Around = field(default_factory=Around)
+    update_wrapper: UpdateWrapper = field(default_factory=UpdateWrapper)
     current: int = 0  # the current objective, or the last one
 
     @property
@@ -241,9 +241,9 @@ class Objectives:
         """The optimizers, in the order of the objectives."""
         return [training.optimizer for _, training in self.parts]
 
-    def watched(self, around: Wrapper) -> Objectives:
-        """Return the same with `around` applied to every forward pass."""
-        return replace(self, parts=[(spec, training.watched(around)) for spec, training in self.parts])
+    def wrap_forward(self, wrapper: ForwardWrapper) -> Objectives:
+        """Return the same with `wrapper` applied to every forward pass."""
+        return replace(self, parts=[(spec, training.wrap_forward(wrapper)) for spec, training in self.parts])
 
     def updater(self, batches: Iterator[MicroBatch]) -> Callable[[], StepInfo]:
         """Return a function that runs one update."""
@@ -278,7 +278,7 @@ class Objectives:
             attempts += 1
             return training.updater(samples.read(again=attempts > 1, keep=keep))()
 
-        return training.around.run(attempt)
+        return training.update_wrapper.run(attempt)
 
 
 def combined(update: int, steps: Mapping[str, StepInfo]) -> StepInfo:

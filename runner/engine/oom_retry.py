@@ -25,7 +25,7 @@ from runner.base.oom_errors import COMMUNICATION, OomCause, find_oom_cause
 from runner.base.optimizer_state import StepChangeDetector
 from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
-from runner.engine.loop import Around, StepInfo
+from runner.engine.loop import StepInfo, UpdateWrapper
 
 Place = tuple[nn.Module, str]  # place of a buffer: its module, and its name in it
 
@@ -48,7 +48,7 @@ class RetryPolicy(Protocol):
         """Report that an optimizer step failed without changing anything and was retried."""
 
 
-class OomRetry(Around):
+class OomRetry(UpdateWrapper):
     """Retry an update with smaller micro-batches after out of memory.
 
     is_alone  no other rank depends on the result of an update

@@ -1,4 +1,4 @@
-"""Build everything a run needs: its parts, its observers, and the checkpoint it resumes from."""
+"""Open a run: build its parts and observers, and find the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from runner.engine.adapter import make_adapter
 from runner.engine.assemble import assemble
 from runner.engine.attempt import RunAttempt, UnrecordedAttempt
 from runner.engine.checkpoint_state import check_state
-from runner.engine.job import Job, name_of
+from runner.engine.job import Job, choose_run_name
 from runner.engine.meter import UpdateClock
 from runner.engine.phase import Phase
-from runner.engine.resume_point import resume_point
-from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent
+from runner.engine.resume_point import find_resume_point
+from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent_observers
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.weights import begin_with
 from runner.monitor.monitor_thread import MONITORS, NoMonitor, gpus_of
@@ -41,52 +41,49 @@ from runner.profiling.profiler import PROFILERS
 from runner.trackers.tracker import TRACKERS
 
 
-def open_recorded(
+def open_first_rank(
     job: Job, world: World, attempt: RunAttempt, screen: Screen, stack: ExitStack
 ) -> tuple[TrainingRun, Loaded | None]:
-    """Build everything a run needs on rank 0; return it with the checkpoint to resume from.
+    """Build the run on rank 0; return it with the checkpoint to resume from.
 
     stack  closes what was opened
     """
     plan, directory = job.plan, attempt.directory
 
-    def made(table: Mapping[str, Any], group: str, *given: Any) -> Any:
+    def make_option(table: Mapping[str, Any], group: str, *args: Any) -> Any:
         choice = plan.choices[group]
-        return make(table, choice.function, *given, **choice.options)
+        return make(table, choice.function, *args, **choice.options)
 
     clock = UpdateClock()
     stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
-    start = resume_point(plan, directory, screen, metrics)
+    start = find_resume_point(plan, directory, screen, metrics)
     resumes = start is not None and start.path.parent == directory.checkpoints
     attempt.identify(directory.owner, start if resumes else None, is_new=plan.settings.resume == "fresh")
     if not resumes:  # earlier measurements and records belong to another run
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
-    known = attempt.record.tracker_id
-    tracker = made(TRACKERS, "tracker", directory.path, directory.name, plan.values(), known)
+    tracker_id = attempt.record.tracker_id
+    tracker = make_option(TRACKERS, "tracker", directory.path, directory.name, plan.values(), tracker_id)
     attempt.record = replace(attempt.record, tracker_id=tracker.id)
     attempt.begin(job)
     world.broadcast(str(start.path) if start else None)
-    monitor = _monitor_of(plan, world, directory.gpu_csv)
+    monitor = _make_monitor(plan, world, directory.gpu_csv)
     stack.callback(_close_monitor, monitor, directory, screen)
     parts = assemble(plan, stack, world)
-    profiler = made(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
+    profiler = make_option(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
     observers = Observers(metrics, tracker, monitor, profiler, screen)
     if start is None and plan.settings.weights.source:
-        screen.say(begin_with(plan.settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])))
+        screen.info(begin_with(plan.settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])))
     resumed = tracker.id if resumes else None
     origin = Provenance(attempt.record.uid, resumed)
     return TrainingRun(plan, parts, directory, observers, stop, provenance=origin, tally=Tally(clock)), start
 
 
-def open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
-    """Build what `open_recorded` builds, for a rank that neither writes nor prints.
-
-    Rank 0 decides which checkpoint it resumes from.
-    """
+def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+    """Build the run on a rank that neither writes nor prints; rank 0 decides which checkpoint it resumes from."""
     stop = stack.enter_context(StopRequest())
-    found = world.broadcast(None)
-    start = check_state(load(Path(found))) if found else None
+    path = world.broadcast(None)
+    start = check_state(load(Path(path))) if path else None
     directory = RunDirectory.join(job.folder)
     machine = f"rank{world.rank}" if world.local_rank == 0 else ""  # the first rank of another machine
     screen = stack.enter_context(Screen(directory, speaks=False, machine=machine))
@@ -95,21 +92,21 @@ def open_silently(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun
     if start is None and job.plan.settings.weights.source:
         begin_with(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
     choice = job.plan.choices["profiler"]
-    observers = silent(screen, make(PROFILERS, choice.function, None, **choice.options))
+    observers = silent_observers(screen, make(PROFILERS, choice.function, None, **choice.options))
     if machine:
-        observers.monitor = _monitor_of(job.plan, world, directory.path / f"gpu-{machine}.csv")
+        observers.monitor = _make_monitor(job.plan, world, directory.path / f"gpu-{machine}.csv")
         stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{machine}.json")
     return TrainingRun(job.plan, parts, directory, observers, stop), start
 
 
 @contextmanager
 def open_phase(request: Request, world: World | None = None) -> Iterator[Phase]:
-    """Yield the first phase of a new run, ready to train: for measuring what training costs.
+    """Yield the first phase of a new run, ready to train, for measurements.
 
     world  the ranks that open it together; None: this process alone
     """
     with ExitStack() as stack:
-        run, start = _opened(request, world, stack)
+        run, start = _open_run(request, world, stack)
         with Phase(run, run.plan.selected[0], start) as phase:
             yield phase
 
@@ -121,38 +118,40 @@ def open_run(request: Request, world: World | None = None) -> Iterator[TrainingR
     world  the ranks that open it together; None: this process alone
     """
     with ExitStack() as stack:
-        yield _opened(request, world, stack)[0]
+        yield _open_run(request, world, stack)[0]
 
 
-def _opened(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
-    # Cost does not depend on weights, and their source may no longer exist.
-    plain = tuple(word for word in request.overrides if key_of(word).partition(".")[0] != "weights")
-    request = replace(request, overrides=plain)
+def _open_run(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+    # Measurements do not depend on weights, and the file of weights= may no longer exist.
+    overrides = tuple(override for override in request.overrides if key_of(override).partition(".")[0] != "weights")
+    request = replace(request, overrides=overrides)
     configuration, inventory = compose(request), take_inventory()
     ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
-    job = Job(request, configuration, make_plan(configuration, inventory, ranks), inventory, name_of(configuration))
+    job = Job(
+        request, configuration, make_plan(configuration, inventory, ranks), inventory, choose_run_name(configuration)
+    )
     world = world or World(torch.device(job.plan.device))
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))
         screen = stack.enter_context(Screen(directory))
-        return open_recorded(job, world, UnrecordedAttempt(directory), screen, stack)
-    return open_silently(job, world, stack)
+        return open_first_rank(job, world, UnrecordedAttempt(directory), screen, stack)
+    return open_other_rank(job, world, stack)
 
 
-def _monitor_of(plan: Plan, world: World, path: Path) -> NoMonitor:
+def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
     """Return the monitor of this machine, which watches the GPUs of the local ranks in their order."""
     first, choice = world.rank - world.local_rank, plan.choices["monitor"]
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
     root = os.getppid() if world.num_local_ranks > 1 else None  # the launcher of the ranks here
-    watched = gpus_of(uuids, world.device.type)
-    monitor: NoMonitor = make(MONITORS, choice.function, path, watched, root, **choice.options)
+    gpus = gpus_of(uuids, world.device.type)
+    monitor: NoMonitor = make(MONITORS, choice.function, path, gpus, root, **choice.options)
     return monitor
 
 
 def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
     """Stop the monitor and write its summary to the file `name`."""
     monitor.stop()
-    screen.tell(monitor.news())
+    screen.show_alerts(monitor.news())
     summary = monitor.summary()
     if summary.whole.samples:
         try:

@@ -49,11 +49,11 @@ class Phase(PhaseView):
     def __init__(self, run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> None:
         self.run_, self.name, self.planned, self.start = run, planned.name, planned, start
         parts = run.parts
-        self.watch, self.pulse = parts.parallel.watch, run.pulse
+        self.watch, self.progress_mark = parts.parallel.watch, run.progress_mark
         self.watch.begin()
         run.tally.clock.begin()
         self.began = time.perf_counter()
-        self.pulse.begin(self.name)
+        self.progress_mark.begin(self.name)
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
         fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.in_step
@@ -92,7 +92,7 @@ class Phase(PhaseView):
             )
 
     def _restore(self, start: Loaded) -> None:
-        """Load the state of a checkpoint. If it has more updates than requested, the phase is over."""
+        """Restore the state of a checkpoint. If it has at least as many updates as requested, the phase is over."""
         parts, state = self.parts, start.state
         load_weights(parts, start)
         self.work.load(start)
@@ -103,14 +103,14 @@ class Phase(PhaseView):
             if hook.name:
                 hook.load_state_dict(hook_state(hook.name, start))
         # Last, because constructing the parts also draws from the generators.
-        restore_random_state_of(parts.world, start, self.run_.plan.settings.seed)
-        made = self.position.update
-        if made > self.total:
+        restore_rank_random_state(parts.world, start, self.run_.plan.settings.seed)
+        done = self.position.update
+        if done > self.total:
             self.run_.observers.screen.warn(
-                f"{self.name} already has {made} updates in {start.path.name}, and {self.total} were requested:"
-                " no update is trained"
+                f"{self.name} already has {done} updates in {start.path.name}, and {self.total} were requested:"
+                " no update is run"
             )
-            self.total = self.record.total = made
+            self.total = self.record.total = done
         self.closed = bool(state["closed"]) and self.is_over  # more updates may be requested than before
 
     def __enter__(self) -> Phase:
@@ -118,12 +118,12 @@ class Phase(PhaseView):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         noise.start_pass(None)
-        quietly = suppress(Exception) if error else nullcontext()  # the first error is the cause
+        suppressed = suppress(Exception) if error else nullcontext()  # the first error is the cause
         with ExitStack() as stack:  # an error of one hook must not prevent closing the others
             stack.callback(self.work.release)
             for hook in self.hooks:
                 stack.callback(hook.close, error)
-            with quietly:
+            with suppressed:
                 self.loader.close()
 
     @property
@@ -131,19 +131,19 @@ class Phase(PhaseView):
         """Position of the run, for error reports."""
         return {"rank": self.parts.world.rank, "phase": self.name, "update": self.position.update}
 
-    def explained(self, error: BaseException) -> BaseException:
+    def translate_error(self, error: BaseException) -> BaseException:
         """Return the error to report for one that ended this phase: itself if its cause is unknown."""
         for hook in self.hooks:
-            shown = hook.on_error(error)
-            if shown is not None:
-                return shown
+            reported = hook.on_error(error)
+            if reported is not None:
+                return reported
         return error
 
     def explain_error(self, error: BaseException) -> AccelRunError | None:
-        made = self.position.update
-        where = f"update {made + 1} of phase {self.name}" if made < self.total else f"the end of phase {self.name}"
-        if self.pulse.now[0] in (EVALUATION, SUMMARY):
-            where = f"the evaluation after update {made} of phase {self.name}"
+        done = self.position.update
+        where = f"update {done + 1} of phase {self.name}" if done < self.total else f"the end of phase {self.name}"
+        if self.progress_mark.now[0] in (EVALUATION, SUMMARY):
+            where = f"the evaluation after update {done} of phase {self.name}"
         return explain(error, self.parts.source, where, self.planned.batch.micro_batch_size)
 
     def run(self) -> str | None:
@@ -156,8 +156,8 @@ class Phase(PhaseView):
                 if self.must_stop or self.is_over:
                     break
             self.close()
-        except NotFinite as found:
-            raise self.explained(found) from found
+        except NotFinite as error:
+            raise self.translate_error(error) from error
         if self.record.finished and not self.hook(Checkpointing).is_unsaved:
             return None
         if self.run_.dropped:
@@ -167,7 +167,7 @@ class Phase(PhaseView):
         return "as asked" if name is None or self.parts.world.is_supervised else name
 
     def close(self) -> None:
-        """End the phase: evaluate and save if due, and wait until everything is on disk."""
+        """End the phase: run a due evaluation, save, and wait until everything is on disk."""
         for hook in self.hooks:
             hook.end()
 
@@ -175,35 +175,35 @@ class Phase(PhaseView):
         """Run the updates with the hooks between them; yield their numbers."""
         run, parts, done = self.run_, self.parts, self.position.update
         if done >= self.total:
-            run.observers.screen.say(
+            run.observers.screen.info(
                 f"{self.name} is finished: {done} updates are done; to train longer: updates=N resume_allow=[updates]"
             )
-        for text in () if done or self.is_over else self.work.said_first():
-            run.observers.screen.say(f"{self.name} {text}")
+        for text in () if done or self.is_over else self.work.start_lines():
+            run.observers.screen.info(f"{self.name} {text}")
         keeps = parts.world.device.type == "cpu"
-        self.feed = Feed(self._batches(), self.pulse, self.position, run.tally.batch_shapes, keeps=keeps)
+        self.feed = Feed(self._read_batches(), self.progress_mark, self.position, run.tally.batch_shapes, keeps=keeps)
         self.batches = self.feed
         parts.bare.train()
         self.watch.lap("starting")
-        self._tell_progress()
+        self._report_progress()
         for hook in self.hooks:
             hook.begin()
         self._after_update = self.hooks_with("after_update")
         since: float | None = None  # the first update is not representative
         for step in () if self.is_over else self.work.updates(self.batches):
             self.update_s = None if since is None else time.perf_counter() - since
-            self._between(step)
+            self._run_hooks(step)
             yield step.update
             since = time.perf_counter()
 
-    def _between(self, step: StepInfo) -> None:
-        self.pulse.made.value = self.number
-        self._tell_progress()
+    def _run_hooks(self, step: StepInfo) -> None:
+        self.progress_mark.num_updates.value = self.number
+        self._report_progress()
         for hook in self._after_update:
             hook.after_update(step)
-        self.pulse.done.add(UPDATE)
+        self.progress_mark.completed_kinds.add(UPDATE)
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         update = self.position.update
         epoch = update / self.order.updates_per_epoch
         self.parts.task.begin_update(Progress(self.name, update, self.total, epoch))
@@ -211,13 +211,13 @@ class Phase(PhaseView):
     def restart_update(self, smaller: tuple[tuple[int, int], ...]) -> None:
         self.order = replace(self.order, smaller=smaller)
         self.reread()
-        self._tell_progress()
+        self._report_progress()
 
     def reread(self) -> None:
         self.loader.close()
-        self.feed.batches, self.feed.last = self._batches(), None
+        self.feed.batches, self.feed.last = self._read_batches(), None
 
-    def _batches(self) -> Iterator[MicroBatch]:
+    def _read_batches(self) -> Iterator[MicroBatch]:
         self.hook(StreamPosition).place()
         keys = self.order.from_update(self.position.update, self.shares.of)
         batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.watch.lap)
@@ -228,17 +228,17 @@ class Phase(PhaseView):
     def finish_work(self) -> None:
         if not self.is_over or self.closed:
             return
-        self.pulse.now = (FINISH, self.position.update)
-        found = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
+        self.progress_mark.now = (FINISH, self.position.update)
+        metrics = {f"{self.planned.kind}/{name}": value for name, value in self.work.close().items()}
         self.closed = True
-        self.pulse.now = (UPDATE, self.position.update)
-        if found:
-            self.record.metrics |= found
-            self.hook(Metrics).write({"update": self.position.update, "phase": self.name, **found})
-            self.run_.observers.screen.evaluated(self.position.update, found)
+        self.progress_mark.now = (UPDATE, self.position.update)
+        if metrics:
+            self.record.metrics |= metrics
+            self.hook(Metrics).write({"update": self.position.update, "phase": self.name, **metrics})
+            self.run_.observers.screen.show_metrics(self.position.update, metrics)
 
 
-def restore_random_state_of(world: World, start: Loaded, seed: int) -> None:
+def restore_rank_random_state(world: World, start: Loaded, seed: int) -> None:
     """Restore the random generators of this rank; a rank that is not in the checkpoint gets a new seed."""
     stem, rest = "random", start.state["random"]
     if not world.is_first:

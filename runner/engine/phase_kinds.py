@@ -26,7 +26,7 @@ from runner.engine.coupled import CoupledSource, is_coupled, validate_embedding
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
-from runner.engine.loop import Around, Position, StepInfo, Training, UpdateInputs, train_updates
+from runner.engine.loop import Position, StepInfo, Training, UpdateInputs, UpdateWrapper, train_updates
 from runner.engine.oom_retry import OomRetry, RetryPolicy
 from runner.engine.sharpness import with_sharpness
 from runner.engine.task_loading import CheckedLoss
@@ -39,12 +39,12 @@ class PhaseKind:
     """Base class of phase kinds, with no-op methods; `position` counts its updates.
 
     total  updates until the phase is complete
-    own    parameters updated by this rank, by name
+    owned  parameters updated by this rank, by name
     """
 
     total: int
-    own: Mapping[str, nn.Parameter] = {}
-    is_of_use_on_the_way = True  # an evaluation before the last update is meaningful
+    owned: Mapping[str, nn.Parameter] = {}
+    has_interim_evaluation = True  # an evaluation before the last update is meaningful
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:
@@ -73,16 +73,16 @@ class PhaseKind:
     def release(self) -> None:
         """Undo temporary changes to the model, such as hooks; keep its values."""
 
-    def said_first(self) -> list[str]:
+    def start_lines(self) -> list[str]:
         """Return the lines to print at the start of the phase."""
         return []
 
-    def missed(self) -> list[str]:
-        """Return the trainable parameters without gradient in the first update; call it once."""
+    def names_without_gradient(self) -> list[str]:
+        """Return the trainable parameters without gradient in the first update; call once, because it removes hooks."""
         return []
 
     @property
-    def learned(self) -> Collection[str]:
+    def trained_names(self) -> Collection[str]:
         """Names of the parameters that the phase changes, on any rank."""
         return ()
 
@@ -95,15 +95,15 @@ class GradientPhase(PhaseKind):
     """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
 
     def __init__(
-        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
     ) -> None:
         self.parts, self.position = parts, position
-        self.total = phase.updates or updates_of(phase.epochs or 1, order.updates_per_epoch)
+        self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
         watch = parts.plan.choices["compile"].name == "off"
         self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
         self.loss = CheckedLoss(loss, parts.source, watch=watch)
-        whole_loss = self.loss
+        checked_loss = self.loss
         gradients = GradientSource()
         extra = ExtraMetrics()
         self.loss.observe = extra.add
@@ -113,43 +113,45 @@ class GradientPhase(PhaseKind):
             self.loss = CheckedLoss(parts.task.embed, parts.source, watch=watch, check=validate_embedding)
             seed = parts.plan.settings.seed
             gradients = CoupledSource(self.loss, parts.task.couple, parts.source, seed, lambda: position.update)
-        self._wanted_before = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
-        self.trained = _trained(parts.bare, phase)
+        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained = _select_parameters(parts.bare, phase)
         self.prefixes = phase.trains
         self._train_only(self.trained)
-        parts.parallel.begin(list(self.own.values()))
-        own = list(self.own.values())
-        optimizer = optimizer_of(phase.optimizer.function, [*self.own.items()], phase.optimizer.options)
-        around = Around()
-        if guide is not None:
-            alone = parts.world.world_size == 1
-            around = OomRetry(parts.bare, own, optimizer, parts.precision, parts.world.device, guide, is_alone=alone)
+        parts.parallel.begin(list(self.owned.values()))
+        parameters = list(self.owned.values())
+        optimizer = optimizer_of(phase.optimizer.function, [*self.owned.items()], phase.optimizer.options)
+        wrapper = UpdateWrapper()
+        if retry_policy is not None:
+            is_alone, device = parts.world.world_size == 1, parts.world.device
+            wrapper = OomRetry(
+                parts.bare, parameters, optimizer, parts.precision, device, retry_policy, is_alone=is_alone
+            )
         self.training = Training(
             position=position,
             model=parts.model,
-            loss=whole_loss,
-            parameters=own,
+            loss=checked_loss,
+            parameters=parameters,
             optimizer=optimizer,
             schedule=schedule_of(phase.scheduler.function, self.total, phase.scheduler.options),
             precision=parts.precision,
             parallel=parts.parallel,
             per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
             max_grad_norm=phase.max_grad_norm,
-            gradients=with_sharpness(parts.plan.choices["sharpness"], gradients, own, extra),
+            gradients=with_sharpness(parts.plan.choices["sharpness"], gradients, parameters, extra),
             extra=extra,
-            around=around,
+            update_wrapper=wrapper,
         )
 
     def _train_only(self, trained: Mapping[str, nn.Parameter]) -> None:
-        """Require gradients of these parameters only, and note which of them receive one."""
+        """Require gradients of these parameters only, and record which of them receive one."""
         parts = self.parts
         for name, weight in parts.bare.named_parameters():
             weight.requires_grad_(name in trained)
-        self.own = parts.parallel.owned(trained)
-        self._reached: set[str] = set()
-        self._watches = [
-            weight.register_post_accumulate_grad_hook(self._arrived(name))  # type: ignore[no-untyped-call]
-            for name, weight in self.own.items()
+        self.owned = parts.parallel.owned(trained)
+        self._with_gradient: set[str] = set()
+        self._grad_hooks = [
+            weight.register_post_accumulate_grad_hook(self._make_grad_hook(name))  # type: ignore[no-untyped-call]
+            for name, weight in self.owned.items()
         ]
 
     @property
@@ -187,35 +189,35 @@ class GradientPhase(PhaseKind):
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         tensors, numbers = export_state(self.training.optimizer)
-        of_ranks = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
+        gathered = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
         numbers["numbers"] = {
             name: value
-            for there in of_ranks
-            for name, value in there.items()
+            for rank_numbers in gathered
+            for name, value in rank_numbers.items()
             if not self.trained.keys().isdisjoint(prefixes([name]))
         }
-        whole = {"optimizer": self.parts.parallel.saved(tensors, copy)}
-        return whole, {"optimizer": numbers, "schedule": self.training.schedule.state()}
+        optimizer_tensors = {"optimizer": self.parts.parallel.saved(tensors, copy)}
+        return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
     def load(self, start: Loaded) -> None:
-        foreign = {name for name in self.trained if name not in self.own}
+        not_owned = {name for name in self.trained if name not in self.owned}
 
-        def mine(saved: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in saved.items() if foreign.isdisjoint(prefixes([key]))}
+        def select_owned(saved: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in saved.items() if not_owned.isdisjoint(prefixes([key]))}
 
         saved = start.state["optimizer"]
-        saved = {**saved, "numbers": mine(saved["numbers"])}
-        import_state(self.training.optimizer, mine(start.tensors("optimizer")), saved)
+        saved = {**saved, "numbers": select_owned(saved["numbers"])}
+        import_state(self.training.optimizer, select_owned(start.tensors("optimizer")), saved)
         self.training.schedule.load(start.state["schedule"])
 
     def release(self) -> None:
-        self._stop_watching()
+        self._remove_grad_hooks()
         self.parts.parallel.end()
         for name, weight in self.parts.bare.named_parameters():
-            weight.requires_grad_(self._wanted_before[name])
+            weight.requires_grad_(self._required_grad[name])
             weight.grad = None
 
-    def said_first(self) -> list[str]:
+    def start_lines(self) -> list[str]:
         if self.prefixes is None:
             return []
         sizes = [
@@ -226,24 +228,24 @@ class GradientPhase(PhaseKind):
         total = sum(weight.numel() for weight in self.parts.bare.parameters())
         return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
 
-    def missed(self) -> list[str]:
-        self._stop_watching()
-        return [name for name in self.own if name not in self._reached]
+    def names_without_gradient(self) -> list[str]:
+        self._remove_grad_hooks()
+        return [name for name in self.owned if name not in self._with_gradient]
 
     @property
-    def learned(self) -> Collection[str]:
+    def trained_names(self) -> Collection[str]:
         return self.trained.keys()
 
-    def _arrived(self, name: str) -> Callable[[nn.Parameter], None]:
-        def arrived(weight: nn.Parameter) -> None:
-            self._reached.add(name)
+    def _make_grad_hook(self, name: str) -> Callable[[nn.Parameter], None]:
+        def record_gradient(weight: nn.Parameter) -> None:
+            self._with_gradient.add(name)
             dense_gradient(weight, name)
 
-        return arrived
+        return record_gradient
 
-    def _stop_watching(self) -> None:
-        while self._watches:
-            self._watches.pop().remove()
+    def _remove_grad_hooks(self) -> None:
+        while self._grad_hooks:
+            self._grad_hooks.pop().remove()
 
     def state_bytes(self) -> tuple[int, int]:
         return expected_state_bytes(self.training.optimizer), state_bytes(self.training.optimizer)
@@ -252,10 +254,10 @@ class GradientPhase(PhaseKind):
 class StatisticsPhase(PhaseKind):
     """Fit statistics: one gradient-free pass over the training data, with state that is accumulated and merged."""
 
-    is_of_use_on_the_way = False
+    has_interim_evaluation = False
 
     def __init__(
-        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, guide: RetryPolicy | None = None
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
     ) -> None:
         self.parts, self.position, self.total = parts, position, order.updates_per_epoch
         fit = parts.task.fits.get(phase.name)
@@ -271,7 +273,7 @@ class StatisticsPhase(PhaseKind):
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
         watch = parallel.watch
-        is_dealt = world.world_size > 1 and parallel.splits_batch
+        is_batch_split = world.world_size > 1 and parallel.splits_batch
         while self.position.update < self.total:
             watch.lap("hooks")
             items: Tensor | int = 0
@@ -282,48 +284,48 @@ class StatisticsPhase(PhaseKind):
                 while not last:
                     batch, last, skipped, counts, *_ = next(batches)
                     watch.lap("data")
-                    bad += skipped if is_dealt or world.is_first else ()
+                    bad += skipped if is_batch_split or world.is_first else ()
                     if counts:
                         with self.parts.precision.forward():
                             added = self.fit.add(model, self.gathered, batch)
-                        self.gathered, count = _checked(added, self.fit, self.parts.source)
+                        self.gathered, count = _check_added(added, self.fit, self.parts.source)
                         items = items + count
                     watch.lap("forward")
             self.position.update += 1
-            of_all = world.sum(world.zeros() + items) if is_dealt else items
-            watch.lap("wait" if is_dealt else "forward")
+            total_items = world.sum(world.zeros() + items) if is_batch_split else items
+            watch.lap("wait" if is_batch_split else "forward")
             watch.stop(self.position.update)
-            yield StepInfo(self.position.update, None, of_all, None, None, bad)
+            yield StepInfo(self.position.update, None, total_items, None, None, bad)
 
     def close(self) -> Mapping[str, float]:
-        whole = self._merged()
+        state = self._merge_ranks()
         with torch.no_grad(), self.parts.parallel.editable(self.parts.bare):
-            found = self.fit.finish(self.parts.bare, whole) or {}
+            result = self.fit.finish(self.parts.bare, state) or {}
         try:
-            return {str(name): float(value) for name, value in found.items()}
+            return {str(name): float(value) for name, value in result.items()}
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise TaskFault(
-                f"finish must return names with numbers, but returned {type(found).__name__}",
+                f"finish must return names with numbers, but returned {type(result).__name__}",
                 where=locate_definition(self.fit.finish, self.parts.source),
                 fix='return {"mean": float(mean)}, or nothing',
             ) from error
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        return {"fit": self.parts.parallel.whole(self._merged(), copy)}, {}
+        return {"fit": self.parts.parallel.whole(self._merge_ranks(), copy)}, {}
 
     def load(self, start: Loaded) -> None:
         """Restore the gathered state on rank 0; other ranks start empty."""
         if self.parts.world.is_first:
             self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
 
-    def _merged(self) -> State:
+    def _merge_ranks(self) -> State:
         return self.parts.parallel.merged(self.fit.merge, self.gathered)
 
 
-def updates_of(epochs: float, updates_per_epoch: int) -> int:
-    """Return the smallest number of updates for `epochs`, evaluated as the decimal number that was written.
+def count_updates(epochs: float, updates_per_epoch: int) -> int:
+    """Return the smallest number of updates for `epochs`, evaluated as the decimal number in the settings.
 
-    1.1 as a binary fraction is a little more than 1.1, and 100 updates times that would round up to 111.
+    The float 1.1 is slightly above 1.1, and 100 updates per epoch times that would round up to 111.
     """
     return math.ceil(Fraction(repr(epochs)) * updates_per_epoch)
 
@@ -332,10 +334,10 @@ def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
     """Raise ConfigError before any phase starts if a phase trains parameters that the model lacks."""
     for phase in phases:
         if phase.kind == "train":
-            _trained(model, phase)
+            _select_parameters(model, phase)
 
 
-def _checked(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
+def _check_added(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
     if (
         isinstance(added, tuple)
         and len(added) == 2
@@ -350,20 +352,22 @@ def _checked(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
     )
 
 
-def _trained(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
+def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
     """Return the phase's parameters by name. Raises ConfigError for a prefix that matches none."""
-    wanted = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if phase.trains is None:
-        return wanted
+        return trainable
     problems = [
         Problem(
             f"no parameter's name starts with {prefix}",
             f"phase.{phase.name}.trains",
-            did_you_mean(prefix, prefixes([*wanted])),
+            did_you_mean(prefix, prefixes([*trainable])),
         )
         for prefix in phase.trains
-        if not any(is_under(name, prefix) for name in wanted)
+        if not any(is_under(name, prefix) for name in trainable)
     ]
     if problems or not phase.trains:
         raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
-    return {name: weight for name, weight in wanted.items() if any(is_under(name, prefix) for prefix in phase.trains)}
+    return {
+        name: weight for name, weight in trainable.items() if any(is_under(name, prefix) for prefix in phase.trains)
+    }

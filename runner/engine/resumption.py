@@ -1,4 +1,4 @@
-"""Resume a run: compare its settings with the checkpoint and restore the state."""
+"""Resume a run: compare its settings with the checkpoint and load the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Loaded
 
 # Keys that define the mathematics of the run; they must not change.
-FIXED = (
+FIXED_KEYS = (
     "task", "global_batch_size", "seed", "data.path", "data.train_samples", "data.shards", "data.shards_per_update",
     "dataloader.drop_last", "sampler", "trains", "adapter",
 )  # fmt: skip
 # Keys that change the mathematics from the resume on; they may change if resume_allow names them.
-BY_NAME = (
+KEYS_ALLOWED_BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
     "sharpness", "hook", "objective",
 )  # fmt: skip
-ADDED: Mapping[str, Any] = {
+ADDED_KEYS: Mapping[str, Any] = {
     "adapter": "none",
     "averaging": "none",
     "sampler": "shuffle",
@@ -33,8 +33,8 @@ ADDED: Mapping[str, Any] = {
     "weights.strict": True,
     "weights.only": [],
     "weights.rename": {},
-}  # keys that older checkpoints lack, with the behavior of that time
-MECHANICS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
+}  # keys that older checkpoints lack, with the values that describe their behavior
+MECHANICS_KEYS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,20 @@ def compare(
 
     trained  number of updates of the phase in the checkpoint
     """
-    fine, problems = [], []
+    differences, problems = [], []
     allowed = tuple(allowed)
     for key in [*now, *(key for key in before if key not in now)]:
         if before.get(key) == now.get(key):
             continue
         difference = Difference(key, before.get(key), now.get(key))
-        what = f"was {difference.before} in the checkpoint, and is {difference.now} now"
-        sort = _sort_of(key)
-        if sort == "mechanics" or (sort == "by name" and (_under(key, allowed) or _under(_of_run(key), allowed))):
-            fine.append(difference)
-        elif sort == "by name":
+        what = f"was {difference.before} in the checkpoint and is {difference.now} now"
+        key_class = _classify(key)
+        is_allowed = _is_under(key, allowed) or _is_under(_strip_phase(key), allowed)
+        if key_class == "mechanics" or (key_class == "by name" and is_allowed):
+            differences.append(difference)
+        elif key_class == "by name":
             fix = f"continue anyway with resume_allow=[{key}], or start a new run with another run=NAME"
-            if _of_run(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
+            if _strip_phase(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
                 fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
             problems.append(Problem(what, key, fix))
         else:
@@ -78,45 +79,46 @@ def compare(
         error = IncompatibleResume(str(problems[0]))
         error.problems = tuple(problems)
         raise error
-    return fine
+    return differences
 
 
-def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel, left_out: Collection[str] = ()) -> None:
-    """Load the weights, strictly by name, shape and dtype. Raises IncompatibleResume.
+def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel, omitted: Collection[str] = ()) -> None:
+    """Load the weights; names, shapes and dtypes must match. Raises IncompatibleResume.
 
-    left_out  names that the checkpoint does not hold, because they are frozen
+    omitted  names that the checkpoint does not contain, because they are frozen
     """
     saved = checkpoint.tensors("model")
-    current = {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
-    wrong = [f"{name} is missing" for name in current if name not in saved]
-    wrong += [f"{name} is not in the model" for name in saved if name not in current]
-    wrong += [
+    current = {name: tensor for name, tensor in model.state_dict().items() if name not in omitted}
+    mismatches = [f"{name} is missing" for name in current if name not in saved]
+    mismatches += [f"{name} is not in the model" for name in saved if name not in current]
+    mismatches += [
         f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, must be {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in current.items()
         if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
     ]
-    if wrong:
+    if mismatches:
         raise IncompatibleResume(
-            f"the checkpoint does not match the model: {abbreviate(wrong, 3, '; ')}",
+            f"the checkpoint does not match the model: {abbreviate(mismatches, 3, '; ')}",
             where=str(checkpoint.path),
             fix="use the task options the run was trained with, or start a new run with another run=NAME",
         )
     parallel.load(model, saved)
 
 
-def _of_run(key: str) -> str:
+def _strip_phase(key: str) -> str:
     """Return the key without its phase prefix."""
     return key.split(".", 2)[2] if key.startswith("phase.") else key
 
 
-def _sort_of(key: str) -> str:
-    key = _of_run(key)
-    if _under(key, MECHANICS):
+def _classify(key: str) -> str:
+    key = _strip_phase(key)
+    if _is_under(key, MECHANICS_KEYS):
         return "mechanics"
-    if key == "optimizer" or _under(key, FIXED):  # keys of the option may change if named, the option itself may not
+    # The keys of an optimizer may change if resume_allow names them; the optimizer itself may not.
+    if key == "optimizer" or _is_under(key, FIXED_KEYS):
         return "fixed"
-    return "by name" if _under(key, BY_NAME) else "mechanics"
+    return "by name" if _is_under(key, KEYS_ALLOWED_BY_NAME) else "mechanics"
 
 
-def _under(key: str, roots: Iterable[str]) -> bool:
+def _is_under(key: str, roots: Iterable[str]) -> bool:
     return any(key == root or key.startswith(root + ".") for root in roots)

@@ -1,4 +1,4 @@
-"""Hold the state of a training run: its parts, its records and its observers."""
+"""The state of a training run: its parts, its records and its observers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.engine.contract_checks import validate_numbers
 from runner.engine.meter import Row, TimedUpdate, UpdateClock, as_line
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import SaveCost
-from runner.engine.task_loading import explained
+from runner.engine.task_loading import task_errors
 from runner.engine.training_identity import Hashes
 from runner.engine.watchdog import ProgressMark
 from runner.monitor.monitor_thread import NoMonitor
@@ -65,15 +65,15 @@ class Observers:
     screen: Screen
 
     def write(self, row: Row) -> None:
-        """Append a row to metrics.jsonl and queue it for the tracker, which receives the values of the file: no NaN.
+        """Append a row to metrics.jsonl and queue it for the tracker; non-finite values become None in both.
 
-        If the disk is full, the row is kept in memory; until it is written, no checkpoint is saved either.
+        If the disk is full, the row is kept in memory, and no checkpoint is saved until it is written.
         """
         self.metrics.write(as_line(row))
         try:
             self.metrics.flush()
         except StorageError as error:
-            self.screen.warn_once(f"rows of metrics are kept in memory: {error.problems[0]}")
+            self.screen.warn_once(f"metrics rows are kept in memory: {error.problems[0]}")
         self.tracker.log(replace_nonfinite(row))
 
 
@@ -92,14 +92,14 @@ class NoLog:
         """Do nothing."""
 
 
-def silent(screen: Screen, profiler: Profiler) -> Observers:
+def silent_observers(screen: Screen, profiler: Profiler) -> Observers:
     """Return observers without output, for ranks that do not print."""
     return Observers(NoLog(), Tracker(""), NoMonitor(), profiler, screen)
 
 
 @dataclass
 class RunProgress:
-    """Progress of the run, as in its checkpoints.
+    """Progress of the run, as stored in its checkpoints.
 
     updates_before  updates of the phases before the current one
     records         phase -> its record
@@ -113,13 +113,16 @@ class RunProgress:
     kept: list[int] = field(default_factory=list)
 
     def state(self) -> dict[str, Any]:
-        """Return it as keys of a checkpoint; non-finite numbers become None."""
-        found: dict[str, Any] = replace_nonfinite(encode(self))
-        return found
+        """Return the keys of a checkpoint; non-finite numbers become None."""
+        state: dict[str, Any] = replace_nonfinite(encode(self))
+        return state
 
     @staticmethod
-    def of(state: Mapping[str, Any], *, is_own: bool) -> RunProgress:
-        """Restore the progress in a checkpoint. `is_own`: of this run; checkpoints of another run are not kept."""
+    def from_state(state: Mapping[str, Any], *, is_own: bool) -> RunProgress:
+        """Restore the progress from a checkpoint.
+
+        is_own  the checkpoint is of this run; checkpoints of another run are not kept
+        """
         records = {name: decode_valid(PhaseRecord, record) for name, record in state["records"].items()}
         for name, record in records.items():
             record.name, record.metrics = name, dict(none_to_nan(record.metrics))
@@ -150,12 +153,12 @@ class Provenance:
 
 @dataclass
 class Tally:
-    """Measurements of this process, for the evidence of the run.
+    """Measurements of this process, which end up in the evidence of the run.
 
     timed          items and seconds of the updates after the first one
     step_times_ms  of the newest rows
     batch_shapes   of the first tensor of each batch
-    ranks_s        part of updates -> seconds, for each rank
+    ranks_s        for each rank: part of updates -> seconds
     last_row       newest row of metrics.jsonl
     state_bytes    bytes of the last optimizer's state: expected, actual
     """
@@ -187,13 +190,13 @@ class ForwardNames:
 
 @dataclass
 class TrainingRun:
-    """State of a running training job.
+    """State of a training run.
 
-    save_cost      cost of saving, over all phases
+    save_cost      time spent on checkpoints, over all phases
     host_buffers   host memory for two copies of the state
-    pulse          read by the watchdog
+    progress_mark  read by the watchdog
     forward_state  names of the state that forward passes change
-    dropped        ranks to drop: the run continues without them, because it is faster
+    dropped        ranks to drop: the run is faster without them, and continues without them
     mirror         copies checkpoints to object storage
     """
 
@@ -207,20 +210,20 @@ class TrainingRun:
     tally: Tally = field(default_factory=Tally)
     save_cost: SaveCost = field(default_factory=SaveCost)
     host_buffers: tuple[HostBuffer, HostBuffer] = field(default_factory=lambda: (HostBuffer(), HostBuffer()))
-    pulse: ProgressMark = field(default_factory=ProgressMark)
+    progress_mark: ProgressMark = field(default_factory=ProgressMark)
     forward_state: ForwardNames = field(default_factory=ForwardNames)
     dropped: tuple[int, ...] = ()
     mirror: NoMirror = field(default_factory=NoMirror)
 
     @property
-    def reached(self) -> int:
+    def num_updates(self) -> int:
         """Number of completed updates of all phases, saved or not; 0 before the first one since the start."""
-        return int(self.pulse.made.value)
+        return int(self.progress_mark.num_updates.value)
 
     @cached_property
     def baselines(self) -> dict[str, float]:
         """Baseline metrics of a trivial model, shown next to the evaluation's metric of the same name."""
-        with explained(self.parts.source, "baselines"):
+        with task_errors(self.parts.source, "baselines"):
             baselines = validate_numbers(self.parts.task.baselines(), self.parts.task.baselines, self.parts.source)
         return {f"val/{name}": value for name, value in baselines.items()}
 

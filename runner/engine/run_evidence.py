@@ -19,14 +19,14 @@ from runner.records.evidence import Evidence, MemoryEvidence
 GIB = 2**30
 
 
-def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
+def collect_evidence(run: TrainingRun, inventory: Inventory) -> Evidence:
     """Return the measurements of this process after its phases have ended."""
     plan, parts, tally, parts_s = run.plan, run.parts, run.tally, run.tally.clock.all()
     phases = tuple(run.progress.records.values())
     weights = list(parts.bare.parameters())
     updates_s = sum(parts_s.get(part, 0.0) for part in PARTS)
     low, median, high = _spread(tally.step_times_ms)
-    device = next((each for each in inventory.devices if each.torch_name == plan.device), None)
+    device = next((device for device in inventory.devices if device.torch_name == plan.device), None)
     return Evidence(
         task=plan.choices["task"].name,
         device=plan.device,
@@ -68,26 +68,26 @@ def evidence_of(run: TrainingRun, inventory: Inventory) -> Evidence:
 
 def _memory(run: TrainingRun, inventory: Inventory) -> MemoryEvidence:
     records, total = run.progress.records.values(), inventory.cpu.memory_bytes
-    known = MemoryEvidence(
+    host = MemoryEvidence(
         host_peak_gib=max((record.peak_host_gib for record in records), default=None),
         host_total_gib=total / GIB if total else None,
     )
     accelerator = get_accelerator(run.parts.world.device)
-    held, device_bytes, counts = accelerator.current_memory(), accelerator.total_bytes(), accelerator.memory_stats()
-    if held is None or device_bytes is None:  # a CPU
-        return known
-    stuck = counts.get("inactive_split_bytes.all.current", 0)
+    in_use, device_bytes, counts = accelerator.current_memory(), accelerator.total_bytes(), accelerator.memory_stats()
+    if in_use is None or device_bytes is None:  # a CPU
+        return host
+    inactive_bytes = counts.get("inactive_split_bytes.all.current", 0)
     peaks = [record.peak_device_gib for record in records if record.peak_device_gib is not None]
-    taken = [record.peak_reserved_gib for record in records if record.peak_reserved_gib is not None]
+    reserved_peaks = [record.peak_reserved_gib for record in records if record.peak_reserved_gib is not None]
     return replace(
-        known,
+        host,
         device_total_gib=device_bytes / GIB,
-        device_allocated_gib=held.allocated / GIB,
-        device_reserved_gib=held.reserved / GIB,
+        device_allocated_gib=in_use.allocated / GIB,
+        device_reserved_gib=in_use.reserved / GIB,
         device_peak_gib=max(peaks, default=None),
-        device_peak_reserved_gib=max(taken, default=None),
+        device_peak_reserved_gib=max(reserved_peaks, default=None),
         num_alloc_retries=int(counts.get("num_alloc_retries", 0)),
-        fragmentation=stuck / held.reserved if held.reserved else None,
+        fragmentation=inactive_bytes / in_use.reserved if in_use.reserved else None,
     )
 
 

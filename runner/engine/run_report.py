@@ -21,7 +21,7 @@ from runner.console.run_summary import (
 )
 from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
-from runner.engine.mirroring import policy_of
+from runner.engine.mirroring import checkpoint_policy
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.run_screen import Screen
 from runner.plan.inventory import Inventory
@@ -34,7 +34,7 @@ from runner.records.phase_record import PhaseRecord
 
 def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
     """Print the configuration of the run before the first update."""
-    screen.has_several = len(plan.selected) > 1
+    screen.has_several_phases = len(plan.selected) > 1
     weights = list(parts.bare.parameters())
     versions = {
         "torch": torch.__version__, "CUDA": inventory.cuda_version, "cuDNN": inventory.cudnn_version,
@@ -51,13 +51,13 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
             num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
             batch=plan.batch,
             run_dir=str(screen.directory.shown),
-            notes=(*plan.notes, *parts.notes, *_saves(plan)),
+            notes=(*plan.notes, *parts.notes, *_checkpoint_notes(plan)),
             phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
             memory=tuple(short(plan.memory)),
         ),
         ascii_only=screen.ascii_only,
     )
-    screen.say(text)
+    screen.info(text)
     if start is None:
         screen.events.record("start", update=0)
     else:
@@ -67,7 +67,7 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
 def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
     """Print how the run ended, its bottleneck and the possible next steps."""
     if run.observers.profiler.only:  # a profile cannot be resumed
-        screen.say(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
+        screen.info(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
     plan, total = run.plan, evidence.seconds or 0.0
@@ -80,19 +80,19 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             evidence.device_peak_reserved_gib,
             evidence.device_total_gib,
         )
-    tracker, notes = run.observers.tracker.note, []
+    notes = []
     if run.observers.profiler.note:
         notes.append(run.observers.profiler.note)
     if plan.choices["tracker"].name != "none":
-        notes.append(tracker)
+        notes.append(run.observers.tracker.note)
     if run.num_skipped:
         notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
     notes += [run.save_cost.summary(total)] if run.save_cost.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)
     baselines = run.baselines
-    others = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
-    notes += [f"baselines: {', '.join(others)}"] if others else []
+    other_baselines = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
+    notes += [f"baselines: {', '.join(other_baselines)}"] if other_baselines else []
     text = end_summary(
         EndOfRun(
             outcome=f"{'saved' if outcome.is_saved else 'stopped'} ({outcome.stopped_by})"
@@ -109,24 +109,24 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             memory=memory,
             places={"run": str(screen.directory.shown), "metrics": str(screen.directory.shown / "metrics.jsonl")},
             notes=tuple(notes),
-            next_commands=tuple(_next(screen, plan, outcome)),
+            next_commands=tuple(_next_commands(screen, plan, outcome)),
             phases=tuple(_phase_line(name, record) for name, record in run.progress.records.items())
             if len(run.progress.records) > 1
             else (),
         ),
         ascii_only=screen.ascii_only,
     )
-    screen.say("\n" + text)
+    screen.info("\n" + text)
     screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
 
 
-def state_note(expected: int, real: int) -> list[str]:
-    """Return a note if the optimizer state is smaller than expected, in bytes, by more than rounding hides."""
-    texts = format_bytes(real), format_bytes(expected)
-    return [f"optimizer state {texts[0]} instead of {texts[1]}"] if real < expected and texts[0] != texts[1] else []
+def state_note(expected: int, actual: int) -> list[str]:
+    """Return a note if the optimizer state has fewer bytes than expected, and the rounded sizes differ."""
+    texts = format_bytes(actual), format_bytes(expected)
+    return [f"optimizer state {texts[0]} instead of {texts[1]}"] if actual < expected and texts[0] != texts[1] else []
 
 
-def _next(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
+def _next_commands(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
     root = "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
     if outcome.stopped_by:
         return [f"accel-run resume run={screen.directory.name}{root}   (resumes where it stopped)"]
@@ -138,56 +138,56 @@ def _next(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
 
 def _phase_line(name: str, record: PhaseRecord) -> str:
     """Return the time and last metrics of a phase."""
-    made = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
+    updates = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
     peak = "" if record.peak_device_gib is None else f", {format_gib(record.peak_device_gib)} on the GPU"
     share = bottleneck.mostly(record.parts_s, record.seconds)
     spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
     metrics = "".join(
         f"  {metric.removeprefix('val/')} {format_metric(value)}" for metric, value in record.metrics.items()
     )
-    return f"{name} ({record.kind}): {made} updates, {spent}, {format_gib(record.peak_host_gib)}{peak}{metrics}"
+    return f"{name} ({record.kind}): {updates} updates, {spent}, {format_gib(record.peak_host_gib)}{peak}{metrics}"
 
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:
     """Return GPU -> utilization percent, for the monitored GPUs that the run uses."""
-    if run.parts.world.device.type != "cuda":  # other processes used the GPUs
+    if run.parts.world.device.type != "cuda":  # any load on the GPUs is of other processes
         return {}
     metrics = run.observers.monitor.summary().whole.metrics
     return {name.partition("/")[0]: stat.mean for name, stat in metrics.items() if name.endswith("/util")}
 
 
-def _saves(plan: Plan) -> list[str]:
+def _checkpoint_notes(plan: Plan) -> list[str]:
     if plan.choices["profiler"].options.get("only"):
         return []
-    policy = policy_of(plan)
+    policy = checkpoint_policy(plan)
     lines = [f"checkpoint interval: {policy}"]
     if policy.mirror is not None:
         lines.append(
-            f"checkpoints are copied to {policy.mirror}; the end waits up to {policy.mirror_wait_s:g} s for it"
+            f"checkpoints are copied to {policy.mirror}; at its end the run waits up to {policy.mirror_wait_s:g} s"
         )
     return lines
 
 
 def _techniques(plan: Plan) -> list[TechniqueLine]:
     """Return each technique with its effect here, or why it is off."""
-    found = []
-    for group, off in _OFF.items():
+    lines = []
+    for group, off in _OFF_OPTIONS.items():
         choice, reason = plan.choices[group], plan.reason(group)
-        detail = ", ".join(f"{key} {_shown(choice.options[key])}" for key in _SHOWN if key in choice.options)
+        detail = ", ".join(f"{key} {_format_value(choice.options[key])}" for key in _KEYS if key in choice.options)
         why = "not requested" if reason == "default" and choice.name in off else reason
         if choice.name in off:
-            found.append(TechniqueLine(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
+            lines.append(TechniqueLine(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
         else:
-            found.append(TechniqueLine(f"{group} {choice.name}", True, f"{detail} ({why})" if detail else why))
-    return found
+            lines.append(TechniqueLine(f"{group} {choice.name}", True, f"{detail} ({why})" if detail else why))
+    return lines
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # group -> options that do not speed up or shrink anything
-_OFF: Mapping[str, tuple[str, ...]] = {
+_OFF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "precision": ("fp32",),
     "optimizer": (),
     "dataloader": (),
@@ -198,7 +198,7 @@ _OFF: Mapping[str, tuple[str, ...]] = {
     "memory": ("none",),
     "tracker": ("none",),
 }
-_SHOWN = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
+_KEYS = ("kernel", "num_workers", "pin_memory", "init_scale", "level", "cache")
 
 
 def _devices(plan: Plan) -> tuple[str, ...]:

@@ -16,9 +16,7 @@ from runner.base.order import Order
 from runner.base.stream_order import ENDLESS
 from runner.base.text import format_metric
 from runner.console.progress_display import ProgressDisplay, make_progress
-from runner.console.run_summary import (
-    prints_only_ascii,
-)
+from runner.console.run_summary import prints_only_ascii
 from runner.durable.directory import RunDirectory
 from runner.monitor.alerts import Alert
 from runner.records.events import Console, Events, level_said
@@ -27,7 +25,8 @@ from runner.records.events import Console, Events, level_said
 class Screen:
     """Shows progress during a phase and messages before and after it; copies the messages to the run directory.
 
-    machine  such as `rank8`: rank 8 prints nothing itself, but is the first rank of another machine and reports for it
+    speaks   False: this rank prints nothing
+    machine  such as `rank8`: rank 8 is the first rank of another machine, and reports only alerts of that machine
     """
 
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
@@ -35,13 +34,13 @@ class Screen:
         self.speaks = speaks
         self._level = level_said()
         self.console = Console(directory.console, level=self._level, speaks=speaks)
-        of_machine = directory.path / f"events-{machine}.jsonl" if machine else None
-        self.events = Events(directory.events if speaks else of_machine)
-        self._of_machine = Console(level="warning") if machine and not speaks else self.console
+        machine_events = directory.path / f"events-{machine}.jsonl" if machine else None
+        self.events = Events(directory.events if speaks else machine_events)
+        self._alert_console = Console(level="warning") if machine and not speaks else self.console
         self.progress = ProgressDisplay()
         self.first_update_is_due = True
-        self.has_several = False  # number of phases; with several, the progress bar shows the name
-        self._due = self.progress.due
+        self.has_several_phases = False  # then the progress display shows the name of the phase
+        self._is_due = self.progress.due
         self.ascii_only = prints_only_ascii(sys.stdout)
 
     def __enter__(self) -> Screen:
@@ -52,8 +51,8 @@ class Screen:
         self.console.close()
         self.events.close()
 
-    def say(self, text: str) -> None:
-        """Print one line."""
+    def info(self, text: str) -> None:
+        """Print a message."""
         self.console.info(text)
 
     def warn(self, text: str) -> None:
@@ -65,68 +64,68 @@ class Screen:
         """Print a warning unless the same text was printed before."""
         self.console.warn_once(text)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def record_event(self, kind: str, **fields: Any) -> None:
         """Append a row to events.jsonl; bad samples are also printed, once for all of them."""
         self.events.record(kind, **fields)
         if kind == "bad sample":
             self.console.warn_once("unreadable samples are skipped; events.jsonl lists them")
 
-    def tell(self, notices: Iterable[Alert]) -> None:
-        """Print notices of the monitor and append them to events.jsonl."""
-        for notice in notices:
-            where = "" if self._of_machine is self.console else f"{socket.gethostname()}: "
-            self._of_machine.say(notice.level, where + notice.text)
-            self.events.record("machine", what=notice.kind, text=notice.text, **notice.facts)
+    def show_alerts(self, alerts: Iterable[Alert]) -> None:
+        """Print alerts of the monitor and append them to events.jsonl."""
+        for alert in alerts:
+            host = "" if self._alert_console is self.console else f"{socket.gethostname()}: "
+            self._alert_console.say(alert.level, host + alert.text)
+            self.events.record("machine", what=alert.kind, text=alert.text, **alert.facts)
 
     def begin(self, phase: str, done: int, total: int, order: Order) -> None:
         """Start the progress display of a phase."""
         samples = order.num_samples if order.num_samples < ENDLESS else None
-        self.event("phase", phase=phase, update=done, total=total, samples=samples)
+        self.record_event("phase", phase=phase, update=done, total=total, samples=samples)
         epochs = total / order.updates_per_epoch
         left = f"{total - done} of {total}" if done else str(total)
         length = "a stream" if samples is None else f"{samples:,} samples"
         passes = "" if samples is None else f" ({epochs:.2g} epochs)"
-        self.say(f"{phase}: {left} updates, {length}, batch {order.global_batch_size}{passes}")
+        self.info(f"{phase}: {left} updates, {length}, batch {order.global_batch_size}{passes}")
         is_terse = self._level not in ("debug", "info")
         draws = self.speaks and (sys.stdout.isatty() or not is_terse)
         self.progress = make_progress(sys.stdout if draws else None)
-        if is_terse and self.has_several:
+        if is_terse and self.has_several_phases:
             self.progress.note(phase)
         self.console.speak_through(self.progress.note if draws else None)
         self.progress.start(total, done)
-        self._due = self.progress.due
+        self._is_due = self.progress.due
 
-    def first_update(
+    def show_first_update(
         self, update: int, seconds: float, attention: Attention, calls: Mapping[tuple[str, str], int]
     ) -> None:
-        """Report the first update of this process and what only it could show."""
+        """Report the duration of the first update of this process and the attention kernels it used."""
         self.first_update_is_due = False
         self.events.record("first update", update=update, unix_s=time.time(), seconds=seconds)
         if calls:
             ran = ", ".join(f"{number} x {kernel} ({kind})" for (kind, kernel), number in calls.items())
-            self.say(f"attention kernels used: {ran}")
+            self.info(f"attention kernels used: {ran}")
             if attention.kernels and not any(attention.name in kernel for _, kernel in calls):
                 self.warn(
                     f"attention={attention.name} was requested but did not run"
                     + (f": {attention.reason}" if attention.reason else "")
                 )
         if seconds > SLOW_START_S:
-            self.say(f"the first update took {seconds:.1f} s, including one-time compilation and autotuning")
+            self.info(f"the first update took {seconds:.1f} s, including one-time compilation and autotuning")
 
-    def due(self, update: int) -> bool:
+    def is_due(self, update: int) -> bool:
         """Return True if `draw` would update the display now."""
-        return self._due(update)
+        return self._is_due(update)
 
     def draw(self, update: int, values: Mapping[str, float], monitor: str = "") -> None:
         """Draw the progress with these values."""
         self.progress.update(update, {key: value for key, value in values.items() if not math.isnan(value)}, monitor)
 
-    def evaluated(self, update: int, metrics: Mapping[str, float], empty: Collection[str] = ()) -> None:
+    def show_metrics(self, update: int, metrics: Mapping[str, float], empty: Collection[str] = ()) -> None:
         """Print the metrics of an evaluation; `empty` names those that had no items."""
-        shown = (
+        texts = (
             f"{name} {format_metric(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items()
         )
-        self.say(f"update {update}: " + "  ".join(shown))
+        self.info(f"update {update}: " + "  ".join(texts))
 
     def end(self) -> None:
         """End the progress display and release the terminal."""

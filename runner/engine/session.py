@@ -25,30 +25,34 @@ if TYPE_CHECKING:
     from runner.engine.run_screen import Screen
 
 
-def take_part(job: Job, world: World) -> SessionEnd:
+def run_rank(job: Job, world: World) -> SessionEnd:
     """Train as one rank of the job; return the result.
 
     Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
     """
-    return _lead(job, world) if world.is_first else _follow(job, world)
+    return _run_first_rank(job, world) if world.is_first else _run_other_rank(job, world)
 
 
-def _lead(job: Job, world: World) -> SessionEnd:
+def _run_first_rank(job: Job, world: World) -> SessionEnd:
     """Train as rank 0, which writes files and prints."""
-    from runner.engine.run_screen import (
-        Screen,
-        warnings_on,
-    )  # needs torch, whose import must not delay reports of invalid settings
+    # Imported here, because the import of torch must not delay reports of invalid settings.
+    from runner.engine.run_screen import Screen, warnings_on
 
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
-    with directory, only_writer(directory), Screen(directory) as screen, warnings_on(screen), _spare() as spare:
+    with (
+        directory,
+        only_writer(directory),
+        Screen(directory) as screen,
+        warnings_on(screen),
+        _reserve_descriptors() as reserved,
+    ):
         attempt = RunAttempt.of(job, directory)
         before = read_start_files(directory)
         try:
             with _expected_errors(job.plan):
                 ended = _train(job, world, attempt, screen)
         except BaseException as error:
-            spare.close()
+            reserved.close()
             if isinstance(error, MissingPackage) and directory.is_new and not attempt.reached:
                 with suppress(AccelRunError):
                     directory.discard()  # nothing to resume: `last` still refers to the previous run
@@ -70,89 +74,89 @@ def _lead(job: Job, world: World) -> SessionEnd:
     return ended
 
 
-def _follow(job: Job, world: World) -> SessionEnd:
+def _run_other_rank(job: Job, world: World) -> SessionEnd:
     """Train as any other rank, without output."""
-    from runner.engine.mirroring import await_download
-    from runner.engine.opening import open_silently
+    from runner.engine.mirroring import wait_for_download
+    from runner.engine.opening import open_other_rank
     from runner.engine.training import train
-    from runner.engine.watchdog import HangTraces, watched
+    from runner.engine.watchdog import HangTraces, run_watchdog
 
     directory = RunDirectory.join(job.folder)
     with ExitStack() as stack:
         name = f"stacks-rank{world.rank}.txt"
-        # Without `record`: rank 0 records how the run ended.
+        # Without `record_error`: rank 0 records how the run ended.
         traces = HangTraces(lambda stacks: directory.write(name, stacks), checkpoints=directory.checkpoints, file=name)
-        pulse = stack.enter_context(watched(job.plan, world, traces))
-        await_download(job.plan, world)
-        run, start = open_silently(job, world, stack)
-        run.pulse = pulse
+        progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
+        wait_for_download(job.plan, world)
+        run, start = open_other_rank(job, world, stack)
+        run.progress_mark = progress_mark
         with _expected_errors(job.plan):
             outcome = train(run, start)
         return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 
 @contextmanager
-def _spare() -> Iterator[ExitStack]:
-    """Reserve descriptors that are closed at the end: error.json must be writable even at the limit on open files."""
-    with ExitStack() as held:
+def _reserve_descriptors() -> Iterator[ExitStack]:
+    """Reserve descriptors and close them on exit, so that error.json is writable at the limit on open files."""
+    with ExitStack() as stack:
         with suppress(OSError):
-            for _ in range(_NUM_SPARE):
-                held.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        yield held
+            for _ in range(_NUM_RESERVED):
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        yield stack
 
 
 def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> SessionEnd:
     """Open the run, train, and report the result."""
-    from runner.engine.mirroring import begin_copies, download, end_copies
-    from runner.engine.opening import open_recorded
-    from runner.engine.run_evidence import evidence_of
+    from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring
+    from runner.engine.opening import open_first_rank
+    from runner.engine.run_evidence import collect_evidence
     from runner.engine.run_report import report_end, report_start
     from runner.engine.task_loading import check_packages
     from runner.engine.training import train
-    from runner.engine.watchdog import END, HangTraces, watched
+    from runner.engine.watchdog import END, HangTraces, run_watchdog
     from runner.records.evidence import better_known
     from runner.trackers.tracker import FINISH_S
 
-    def note(error: AccelRunError) -> None:
+    def record_error(error: AccelRunError) -> None:
         if opened:
-            attempt.reached = opened[0].reached
+            attempt.reached = opened[0].num_updates
         attempt.fail(error)
 
     directory = attempt.directory
     opened: list[TrainingRun] = []
     with ExitStack() as stack:
-        traces = HangTraces(lambda stacks: directory.write("stacks.txt", stacks), note, directory.checkpoints)
-        pulse = stack.enter_context(watched(job.plan, world, traces))
-        mirror = download(job.plan, world, directory, screen, pulse)
-        run, start = open_recorded(job, world, attempt, screen, stack)
-        run.pulse = pulse
-        begin_copies(run, mirror, resumes=start is not None and start.path.parent == directory.checkpoints)
-        uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.predicts else [])]
+        traces = HangTraces(lambda stacks: directory.write("stacks.txt", stacks), record_error, directory.checkpoints)
+        progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
+        mirror = download_checkpoints(job.plan, world, directory, screen, progress_mark)
+        run, start = open_first_rank(job, world, attempt, screen, stack)
+        run.progress_mark = progress_mark
+        start_mirroring(run, mirror, resumes=start is not None and start.path.parent == directory.checkpoints)
+        uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.runs_inference else [])]
         check_packages(run.parts.task, uses, run.parts.source)
         before = attempt.record.evidence
         # Written at once, because the run may be killed later.
         run.provenance.on_change = lambda: attempt.save(changes=tuple(run.provenance.changes))
         opened.append(run)
         report_start(screen, job.plan, run.parts, job.inventory, start)
-        exit_code, waits = 1, True
+        exit_code, should_wait = 1, True
         try:
             outcome = train(run, start, before.phases if before else ())
             exit_code = int(outcome.exit_code)
         except BaseException as error:
-            waits = isinstance(error, Exception)
+            should_wait = isinstance(error, Exception)
             with suppress(Exception):  # must not hide the original error
-                made = replace(evidence_of(run, job.inventory), unfinished=True)
-                evidence = better_known(before, made) if made.updates else before or made
+                partial = replace(collect_evidence(run, job.inventory), unfinished=True)
+                evidence = better_known(before, partial) if partial.updates else before or partial
                 attempt.record = replace(attempt.record, evidence=evidence)
             raise
         finally:
-            pulse.now = (END, pulse.now[1])
-            pulse.ending.value = True
+            progress_mark.now = (END, progress_mark.now[1])
+            progress_mark.is_ending.value = True
             run.stop.begin_end()
-            attempt.reached = run.reached
+            attempt.reached = run.num_updates
             run.observers.tracker.finish(FINISH_S, exit_code=exit_code, leaves=True)
-            end_copies(run, waits=waits)
-        evidence = evidence_of(run, job.inventory)
+            finish_mirroring(run, should_wait=should_wait)
+        evidence = collect_evidence(run, job.inventory)
         result = RunResult(
             update=outcome.update,
             metrics=dict(outcome.metrics),
@@ -174,11 +178,11 @@ def _expected_errors(plan: Plan) -> Iterator[None]:
 
         source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
         if isinstance(error, SystemExit):
-            raise _left(error, source) from error
-        shown = explain(error, source, "the run", plan.batch.micro_batch_size)
-        if shown is None or shown is error:
+            raise _exit_fault(error, source) from error
+        reported = explain(error, source, "the run", plan.batch.micro_batch_size)
+        if reported is None or reported is error:
             raise
-        raise shown from error
+        raise reported from error
 
 
 def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunError:
@@ -190,7 +194,7 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
     return fault
 
 
-def _left(error: SystemExit, source: Path) -> AccelRunError:
+def _exit_fault(error: SystemExit, source: Path) -> AccelRunError:
     """Return the TaskFault for a task that calls sys.exit, which would otherwise end the run without a reason."""
     from runner.engine.error_diagnosis import make_task_fault
 
@@ -199,4 +203,4 @@ def _left(error: SystemExit, source: Path) -> AccelRunError:
     )
 
 
-_NUM_SPARE = 4  # to list a folder, read a checkpoint and write a file
+_NUM_RESERVED = 4  # to list a folder, read a checkpoint and write a file

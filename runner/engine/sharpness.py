@@ -18,7 +18,7 @@ from runner.config.configuration import Choice
 from runner.config.option_table import make
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.gradient_source import Around, GradientSource
+from runner.engine.gradient_source import ForwardWrapper, GradientSource
 from runner.engine.gradients import clear
 
 Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
@@ -93,8 +93,8 @@ class SharpnessSource(GradientSource):
             second = self.inner.accumulate(parallel, passes, _again(seen))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)
 
-    def watched(self, around: Around) -> GradientSource:
-        return replace(self, inner=self.inner.watched(around))
+    def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
+        return replace(self, inner=self.inner.wrap_forward(wrapper))
 
     @contextmanager
     def _at_the_top(self, parallel: Parallel) -> Iterator[None]:

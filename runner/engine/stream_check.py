@@ -12,7 +12,7 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
 from runner.base.order import MicroBatchKey
 from runner.engine.stream_reader import ANOTHER_SAMPLE, ShardReader, StreamFetcher
-from runner.engine.training_identity import content_hash
+from runner.engine.training_identity import hash_content
 
 
 class StreamVerdict(NamedTuple):
@@ -92,7 +92,7 @@ class _FirstSamples(Fetcher):
         why = reader.restore(mark)
         if why:
             return why
-        found = [content_hash(reader.read(0, item, keep=False)) for item in range(mark.item, len(hashes))]
+        found = [hash_content(reader.read(0, item, keep=False)) for item in range(mark.item, len(hashes))]
         return "" if found == hashes[mark.item :] else ANOTHER_SAMPLE
 
     def _size(self, shard: int) -> int:
@@ -100,7 +100,7 @@ class _FirstSamples(Fetcher):
 
     def _hashes(self, reader: ShardReader, shard: int) -> list[str]:
         size = self._size(shard)
-        return [content_hash(reader.read(0, item, keep=item == (size - 1) // 2)) for item in range(size)]
+        return [hash_content(reader.read(0, item, keep=item == (size - 1) // 2)) for item in range(size)]
 
 
 _LOOKED_AT = 16  # samples of a shard

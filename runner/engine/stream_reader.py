@@ -20,7 +20,7 @@ from runner.base.sample_rng import EverySample, keyed_generators
 from runner.base.stream_order import ENDLESS, decode_index, encode_index
 from runner.base.text import describe_exception, error_line
 from runner.engine.stream_source import OpenShard, StreamSource
-from runner.engine.training_identity import content_hash
+from runner.engine.training_identity import hash_content
 from runner.host.loader_processes import traceback_line
 
 Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): derive the global generators
@@ -54,7 +54,7 @@ class ShardReader:
         sample = self._advance()
         if before is not None:
             self._last = ShardMark(
-                item + 1, before[0], before[1], content_hash(sample), before[2], self._seconds / self._read, self._note
+                item + 1, before[0], before[1], hash_content(sample), before[2], self._seconds / self._read, self._note
             )
         if self._next == self._length and self._source.limit is None:
             self._check_end()
@@ -98,7 +98,7 @@ class ShardReader:
         try:
             self._open_pass(mark.epoch, mark.passed, mark.state)
             self._next = mark.item - 1
-            found = content_hash(self._advance())
+            found = hash_content(self._advance())
         except Exception as error:  # of load_state_dict, or of an iterator that it broke
             return f"load_state_dict does not restore its state ({error_line(error)})"
         return "" if found == mark.hash else ANOTHER_SAMPLE
@@ -108,7 +108,7 @@ class ShardReader:
         sample = None
         while self._next < mark.item:
             sample = self._advance()
-        if content_hash(sample) != mark.hash:
+        if hash_content(sample) != mark.hash:
             raise DataError(
                 f"sample {mark.item - 1} of {self._named()} is not the one that it was before the run was stopped",
                 where="stream",

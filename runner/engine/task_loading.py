@@ -1,4 +1,4 @@
-"""Load a task: a built-in one by name, or the file named on the command line, and never any other code."""
+"""Load a task: a built-in one by name, or the file named on the command line. No other code is imported."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def load_task(plan: Plan) -> Task:
         data_path=Path(path).expanduser().absolute() if path else None,
         cache=cache_folder(),
     )
-    with explained(source, "build"):
-        task = module.build(*_before_the_star(module.build, context, source), **choice.options)
+    with task_errors(source, "build"):
+        task = module.build(*_context_argument(module.build, context, source), **choice.options)
     if not isinstance(task, Task):
         what = f"build must return a runner.Task, but returned {type(task).__name__}"
         fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
@@ -55,35 +55,36 @@ def load_task(plan: Plan) -> Task:
 
 def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
     """Raise MissingPackage if a package that these phases, or "infer", import later is not installed."""
-    with explained(source, "packages"):
+    with task_errors(source, "packages"):
         needed = {module: extra for use in uses for module, extra in task.packages.get(use, {}).items()}
     for module, extra in needed.items():
         check_installed(module, extra)
 
 
-def _before_the_star(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
-    """Return the runner's arguments for build: none, or the context. Raises TaskFault for settings before the star."""
-    given = [one for one in inspect.signature(build).parameters.values() if one.kind is not one.KEYWORD_ONLY]
-    if len(given) > 1 or any(one.default is not one.empty for one in given):
-        what = f"the settings of build must come after *, but {', '.join(one.name for one in given)} come before it"
+def _context_argument(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
+    """Return the positional arguments for build: none, or the context. Raises TaskFault for settings before `*`."""
+    positional = [item for item in inspect.signature(build).parameters.values() if item.kind is not item.KEYWORD_ONLY]
+    if len(positional) > 1 or any(item.default is not item.empty for item in positional):
+        names = ", ".join(item.name for item in positional)
+        what = f"the settings of build must come after *, but {names} come before it"
         raise TaskFault(what, where=locate_definition(build, source), fix="def build(*, size: int = 64) -> Task:")
-    return (context,) if given else ()
+    return (context,) if positional else ()
 
 
-class explained:  # noqa: N801 - used as a statement: with explained(file, "loss"):
-    """Turn an exception from the task's code into a TaskFault that names the line in the task's file.
+class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "loss"):
+    """Convert an exception from the task's code into a TaskFault that names the line in the task's file.
 
-    letting  exceptions that are part of the contract, and are not converted
+    allow  exceptions that are part of the contract, and are not converted
     """
 
-    def __init__(self, source: Path, what: str, letting: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
-        self.source, self.what, self.letting = source, what, letting
+    def __init__(self, source: Path, what: str, allow: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
+        self.source, self.what, self.allow = source, what, allow
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if error is None or isinstance(error, (AccelRunError, self.letting)):
+        if error is None or isinstance(error, (AccelRunError, self.allow)):
             return
         fault = explain(error, self.source, self.what, micro_batch_size=1)
         if fault is not None:
@@ -91,58 +92,59 @@ class explained:  # noqa: N801 - used as a statement: with explained(file, "loss
 
 
 class CheckedLoss:
-    """The task's loss or embedding; checks its return values, and observes its first call.
+    """The task's loss or embedding; checks its return values, and records the attention kernels of its first call.
 
-    check         (answer, method, source, look=) -> checked answer
-    attention     kind of call -> kernel -> number of calls in the first forward pass; empty if none was observed
-    around_first  context for the first call
-    observe       receives the further metrics that a loss returns
+    watch               record the attention kernels
+    check               (answer, method, source, look=) -> checked answer
+    attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
+    first_call_context  context for the first call
+    observe             receives the further metrics that a loss returns
     """
 
-    around_first: Callable[[], AbstractContextManager[None]] = nullcontext
+    first_call_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self, loss: Callable[..., Any], source: Path, *, watch: bool, check: Callable[..., Any] = validate_loss
     ) -> None:
         self.loss, self.source, self.check, self.watch = loss, source, check, watch
         self.checked = False
-        self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _ignored
+        self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _discard_metrics
         self.attention: dict[tuple[str, str], int] = {}
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         if self.checked:
-            return self._checked(self.loss(model, batch))
+            return self._check(self.loss(model, batch))
         answers: list[Any] = []
-        with self.around_first():
+        with self.first_call_context():
             if self.watch:
                 self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
             else:
                 answers.append(self.loss(model, batch))
-        answer = self._checked(answers[0], look=True)
+        answer = self._check(answers[0], look=True)
         self.checked = True  # only after success: a first call that runs out of memory is repeated
         return answer
 
-    def _checked(self, answer: Any, *, look: bool = False) -> Any:
+    def _check(self, answer: Any, *, look: bool = False) -> Any:
         if self.check is validate_loss and isinstance(answer, tuple) and len(answer) == 3:
             verb = "the third value of loss must be"
-            found = validate_metrics(answer[2], self.loss, self.source, verb=verb)
-            for name in found.keys() & _RESERVED:
+            metrics = validate_metrics(answer[2], self.loss, self.source, verb=verb)
+            for name in metrics.keys() & _RESERVED_METRICS:
                 what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
                 raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")
-            self.observe(found)
+            self.observe(metrics)
         return self.check(answer, self.loss, self.source, look=look)
 
 
-_RESERVED = {"loss", "grad_norm", "lr"}  # names that are reserved for the update, or for an objective
+_RESERVED_METRICS = {"loss", "grad_norm", "lr"}  # names that are reserved for the update, or for an objective
 
 
-def _ignored(found: Mapping[str, tuple[Number, Number]]) -> None:
+def _discard_metrics(_: Mapping[str, tuple[Number, Number]]) -> None:
     """Discard further metrics, for callers that report none."""
 
 
 def _import(name: str, file: Path | None) -> ModuleType:
-    of_package = module_of_task(name) if file is None else None
-    if file is None and of_package is None:
+    package_module = module_of_task(name) if file is None else None
+    if file is None and package_module is None:
         return importlib.import_module(f"runner.tasks.{name}.task")
-    with explained(task_source(name, file), "the file"):
-        return importlib.import_module(of_package) if of_package else load_file(task_source(name, file))
+    with task_errors(task_source(name, file), "the file"):
+        return importlib.import_module(package_module) if package_module else load_file(task_source(name, file))

@@ -1,4 +1,4 @@
-"""Check members of a task or hook before the first update: the arguments they take, and the types of attributes."""
+"""Check the members of a task or hook before the first update: parameters of methods, and types of attributes."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ def check_members(task: Task, source: Path) -> None:
 
     `loss` is excluded: its arguments depend on the phase, see `check_arguments`.
     """
-    check_methods(task, Task, source, but=("loss",))
+    check_methods(task, Task, source, exclude=("loss",))
     for name, declared in vars(Task).items():
         if isinstance(declared, property):
             _check_mapping(task, name, source)
-    for name, (is_right, what, fix) in _ATTRIBUTES.items():
+    for name, (is_valid, what, fix) in _ATTRIBUTES.items():
         value = getattr(task, name)
-        if not is_right(value):
+        if not is_valid(value):
             where = locate_definition(type(task), source)
             raise TaskFault(f"{name} must be {what}, but is {value!r}", where=where, fix=f"{name} = {fix}")
 
 
-def check_methods(found: object, base: type, source: Path, *, but: tuple[str, ...] = ()) -> None:
-    """Raise TaskFault if a method that overrides one of `base` does not take the arguments of that one."""
+def check_methods(instance: object, base: type, source: Path, *, exclude: tuple[str, ...] = ()) -> None:
+    """Raise TaskFault if a method that overrides one of `base` does not accept the same arguments."""
     for name, declared in vars(base).items():
-        if name.startswith("_") or name in but or not isinstance(declared, FunctionType):
+        if name.startswith("_") or name in exclude or not isinstance(declared, FunctionType):
             continue
-        method = getattr(found, name)
+        method = getattr(instance, name)
         if getattr(method, "__func__", None) is declared:
             continue
-        given = [
+        arguments = [
             parameter.name for parameter in inspect.signature(declared).parameters.values()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ][1:]  # fmt: skip
         takes_options = inspect.signature(declared).parameters.keys() & {"options"}
         options = ["*", "samples: int = 3"] if takes_options else []
-        fix = f"def {name}({', '.join(['self', *given, *options])}):"
-        check_arguments(method, name, given, source, fix=fix)
+        fix = f"def {name}({', '.join(['self', *arguments, *options])}):"
+        check_arguments(method, name, arguments, source, fix=fix)
 
 
 def check_arguments(
-    function: Callable[..., Any], name: str, given: list[str] | tuple[str, ...], source: Path, *, fix: str
+    function: Callable[..., Any], name: str, arguments: list[str] | tuple[str, ...], source: Path, *, fix: str
 ) -> None:
     """Raise TaskFault if a function cannot be called with these positional arguments.
 
-    Required keyword-only parameters are settings, which the configuration must give.
+    Keyword-only parameters are settings, whose values come from the configuration.
     """
     where = locate_definition(function, source)
     if not callable(function):
@@ -63,24 +63,24 @@ def check_arguments(
         signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
         return
-    settings = [one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
+    settings = [item.name for item in signature.parameters.values() if item.kind is item.KEYWORD_ONLY]
     try:
-        signature.bind(*given, **dict.fromkeys(settings))
+        signature.bind(*arguments, **dict.fromkeys(settings))
     except TypeError as error:
-        arguments = f"with {', '.join(given)}" if given else "without arguments"
-        raise TaskFault(f"{name} is called {arguments}: {error}", where=where, fix=fix) from error
+        how = f"with {', '.join(arguments)}" if arguments else "without arguments"
+        raise TaskFault(f"{name} is called {how}: {error}", where=where, fix=fix) from error
 
 
 def _check_mapping(task: Task, name: str, source: Path) -> None:
     try:
         value = getattr(task, name)
-    except Exception:  # it may need begin_phase; where it is used, the error is reported
+    except Exception:  # it may need begin_phase; its first use reports the error
         return
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             is_valid, expected = _VALUES[name]
-            if not is_valid(each):
-                what = f"{name}[{key!r}] must be a {expected}, but is {describe_value(each)}"
+            if not is_valid(item):
+                what = f"{name}[{key!r}] must be a {expected}, but is {describe_value(item)}"
                 raise TaskFault(what, where=locate_definition(type(task), source), fix=f"see {name} of runner.Task")
         return
     if inspect.ismethod(value):
@@ -110,7 +110,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "packages": (_is_mapping, "Mapping"),
     "objectives": (_is_mapping, "Mapping"),
 }
-# attribute -> whether a value is right, what it must be, an example
+# attribute -> whether a value is valid, what it must be, an example
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "item": (lambda value: isinstance(value, str) and bool(value), "the name of what is counted", '"token"'),
     "items_per_sample": (_is_positive, "a number above 0", "1.0"),

@@ -22,7 +22,7 @@ from runner.durable.checkpoint import Loaded
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.stream_reader import StreamFetcher, StreamSamples
-from runner.engine.task_loading import explained
+from runner.engine.task_loading import task_errors
 from runner.plan.run_plan import PhasePlan, Plan
 
 
@@ -138,7 +138,7 @@ def _of_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]) -> An
     """Return the numbers that a method of the task returns for the samples that are used, (num_samples,)."""
     if getattr(method, "__func__", None) in (Task.sample_weights, Task.sample_lengths):
         raise _fault(parts, method, "is not defined")
-    with explained(parts.source, method.__name__):
+    with task_errors(parts.source, method.__name__):
         returned = method(fetcher.dataset)
     try:
         found = np.asarray(returned.detach().cpu() if isinstance(returned, Tensor) else returned)

@@ -20,8 +20,8 @@ from runner.durable.signals import StopRequest
 from runner.engine import oom_history
 from runner.engine.assemble import Parts
 from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
-from runner.engine.trained_run import ModelSource, Trained, named, open_source
-from runner.engine.watchdog import EVALUATION, SUMMARY, HangTraces, watched
+from runner.engine.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
+from runner.engine.watchdog import EVALUATION, SUMMARY, HangTraces, run_watchdog
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.records.events import Console, Level, level_said
 
@@ -41,11 +41,11 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
     console = Console(level=level or level_said(), speaks=world.is_first)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        trained = open_source(named(source, world), plan, console, stack, world)
+        trained = open_source(broadcast_name(source, world), plan, console, stack, world)
         directory, parts = trained.directory, trained.parts
         stacks = f"{FOLDER}/stacks{'' if world.is_first else f'-rank{world.rank}'}.txt"
-        pulse = stack.enter_context(
-            watched(plan, world, HangTraces(lambda text: directory.write(stacks, text), file=stacks))
+        progress_mark = stack.enter_context(
+            run_watchdog(plan, world, HangTraces(lambda text: directory.write(stacks, text), file=stacks))
         )
         phase = plan.phase(trained.phase)
         assert phase is not None, "check_state and open_source know its name"
@@ -57,13 +57,13 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         def must_stop() -> bool:
             nonlocal num_batches
             if num_batches:
-                pulse.done.add(EVALUATION)
+                progress_mark.completed_kinds.add(EVALUATION)
             num_batches += 1
-            pulse.now = (EVALUATION, trained.update)
+            progress_mark.now = (EVALUATION, trained.update)
             return stop.requested is not None
 
         def all_measured() -> None:
-            pulse.now = (SUMMARY, trained.update)
+            progress_mark.now = (SUMMARY, trained.update)
 
         began = time.perf_counter()
         found = evaluate(parts, Loader(fetcher), samples, sizes, stopped=must_stop, all_measured=all_measured)
@@ -99,7 +99,7 @@ def _fetcher(parts: Parts, split: str) -> Fetcher:
         raise
 
 
-def _sizes(trained: Trained, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
+def _sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
     """Return the batch size of the run, with its recorded reductions after out of memory."""
     plan, world, asked = trained.plan, trained.parts.world, phase.batch.micro_batch_size
 
@@ -119,14 +119,14 @@ def _sizes(trained: Trained, phase: PhasePlan, warn: Callable[[str], None]) -> S
 
 
 def _record(
-    trained: Trained, source: ModelSource, split: str, found: EvaluationResult, num_samples: int, seconds: float
+    trained: TrainedModel, source: ModelSource, split: str, found: EvaluationResult, num_samples: int, seconds: float
 ) -> dict[str, Any]:
     plan = trained.plan
     return {
         "run": source.name,
         "split": split,
         "checkpoint": source.checkpoint.name if source.checkpoint else None,
-        "marks": list(source.marks),
+        "marks": list(source.labels),
         "weights": None if source.checkpoint else plan.settings.weights.source,
         "update": trained.update,
         "phase": trained.phase,

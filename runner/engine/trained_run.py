@@ -34,27 +34,27 @@ from runner.records.events import Console
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What to open: a run with one of its checkpoints, or the task of a command line with given weights.
+    """What to open: a run with one of its checkpoints, or the task of a command line with the weights of `weights=`.
 
-    name        of the run, or of the new run directory for the results of given weights
-    run         its directory, opened for reading; None: given weights
-    checkpoint  its path; None: given weights
-    marks       its labels: best or last, and its metric
+    name        of the run, or of the new run directory for results with `weights=`
+    run         its directory, opened for reading; None with `weights=`
+    checkpoint  its path; None with `weights=`
+    labels      best or last, and its metric
     """
 
     configuration: Configuration
     name: str
     run: RunDirectory | None = None
     checkpoint: Path | None = None
-    marks: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained model with its plan on this machine, its parts, and the directory for results.
 
     phase   phase that trained the model
-    update  completed updates of all phases; 0 for given weights
+    update  completed updates of all phases; 0 with `weights=`
     """
 
     directory: RunDirectory
@@ -64,32 +64,32 @@ class Trained:
     update: int
 
 
-def find_source(request: Request, console: Console, wanted: str | None = None) -> ModelSource:
+def find_source(request: Request, console: Console, checkpoint: str | None = None) -> ModelSource:
     """Return what the request names: a run, by default the last one, or the weights of `weights=`.
 
-    The run's own settings apply, so the model is the one that was trained; those of the request override them.
+    A run is opened with its recorded settings; those of the request override them.
 
-    wanted  the checkpoint: best, last or an update; None: the best one if there is one, else the last one
-    Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for given weights
+    checkpoint  best, last or an update; None: the best one if there is one, else the last one
+    Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for `weights=`
     with the name of a trained run.
     """
-    if any(key_of(word) in ("weights", "weights.source") for word in request.overrides):
+    if any(key_of(override) in ("weights", "weights.source") for override in request.overrides):
         configuration = compose(request)
         name = configuration.settings.run or default_name(configuration.choices["task"].name)
         if read_record(configuration.settings.root / name).is_known:
-            what = f"run {name} is a trained run, whose settings do not apply to given weights"
-            fix = f"leave out weights= to use its checkpoints, or name another folder for the results: run={name}-given"
+            what = f"run {name} is a trained run, and its settings do not apply to the weights of weights="
+            fix = f"omit weights= to use its checkpoints, or name another folder for the results: run={name}-given"
             raise ConfigError(Problem(what, f"run={name}", fix))
         return ModelSource(configuration, name)
     directory, root = find_run(request, console.info)
     configuration = compose(origin_of(directory, root, request).request(request))
-    chosen = choose(directory, wanted, lambda text: console.warning(f"checkpoint {text}"))
+    chosen = choose(directory, checkpoint, lambda text: console.warning(f"checkpoint {text}"))
     return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.marks)
 
 
 def open_source(
     source: ModelSource, plan: Plan, console: Console, stack: ExitStack, world: World | None = None
-) -> Trained:
+) -> TrainedModel:
     """Build the task and load its weights; torch's global settings are restored when `stack` closes.
 
     world  the ranks that use the model together; None: this process alone
@@ -107,50 +107,58 @@ def open_source(
     parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
     device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
     ranks = f" and {plan.world_size - 1} more" if plan.world_size > 1 else ""
-    marks = f" ({', '.join(source.marks)})" if source.marks else ""
-    console.info(f"{source.name}: {source.checkpoint.name}{marks}, on {device}{ranks}, precision {precision}")
-    return Trained(source.run, plan, parts, state["phase"], checkpoint.update)
+    labels = f" ({', '.join(source.labels)})" if source.labels else ""
+    console.info(f"{source.name}: {source.checkpoint.name}{labels}, on {device}{ranks}, precision {precision}")
+    return TrainedModel(source.run, plan, parts, state["phase"], checkpoint.update)
 
 
-def open_trained(request: Request, console: Console, stack: ExitStack, wanted: str | None = None) -> Trained:
-    """Open what `find_source` finds in this process alone."""
-    source = find_source(request, console, wanted)
+def open_trained(request: Request, console: Console, stack: ExitStack, checkpoint: str | None = None) -> TrainedModel:
+    """Find and open a model in this process alone; see `find_source`."""
+    source = find_source(request, console, checkpoint)
     return open_source(source, plan_here(source.configuration)[0], console, stack)
 
 
-def load_trained_model(directory: RunDirectory, request: Request, wanted: str | None) -> nn.Module:
+def load_trained_model(directory: RunDirectory, request: Request, checkpoint: str | None) -> nn.Module:
     """Return the model of a run with the weights of a checkpoint, on the CPU, in float32 and eval mode.
 
-    wanted  see `find_source`
-    The state of the global random generators, and torch's global settings, are as before.
+    checkpoint  see `find_source`
+    Global random generators and global settings of torch keep their state.
     """
     cpu = torch.device("cpu")
     tensors, rest = random_state(cpu)
-    plain = merge_overrides(request.overrides, (*_PLAIN, override_of("run", str(directory.path.absolute()))))
+    run = override_of("run", str(directory.path.absolute()))
+    overrides = merge_overrides(request.overrides, (*_PORTABLE_OVERRIDES, run))
     with ExitStack() as stack:
         stack.callback(restore_random_state, tensors, rest, cpu)
-        trained = open_trained(replace(request, overrides=plain), Console(level="warning"), stack, wanted)
+        trained = open_trained(replace(request, overrides=overrides), Console(level="warning"), stack, checkpoint)
     return trained.parts.bare.eval()
 
 
-def named(source: ModelSource, world: World) -> ModelSource:
+def broadcast_name(source: ModelSource, world: World) -> ModelSource:
     """Return the source with the run name of rank 0: a generated name has a random part."""
     return replace(source, name=world.broadcast(source.name))
 
 
-def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> Trained:
-    """Load given weights; results go to a run directory without training."""
+def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> TrainedModel:
+    """Load the weights of `weights=`; results go to a run directory without training."""
     settings, world = plan.settings, parts.world
-    said = begin_with(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
+    message = begin_with(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
     path = settings.root / source.name
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))
     else:
         directory = RunDirectory.join(path)
     parts.task.begin_phase(plan.selected[-1].name)
-    console.info(f"{source.name}: {said}")
-    return Trained(directory, plan, parts, plan.selected[-1].name, 0)
+    console.info(f"{source.name}: {message}")
+    return TrainedModel(directory, plan, parts, plan.selected[-1].name, 0)
 
 
-# Options that change neither the weights nor their names: a model for other code is a plain one.
-_PLAIN = ("device=cpu", "parallelism=single", "precision=fp32", "compile=off", "memory=none", "prefetch=none")
+# Options that change neither the weights nor their names: a model for other code has no wrappers.
+_PORTABLE_OVERRIDES = (
+    "device=cpu",
+    "parallelism=single",
+    "precision=fp32",
+    "compile=off",
+    "memory=none",
+    "prefetch=none",
+)

@@ -33,28 +33,27 @@ from runner.base.text import abbreviate
 Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
-def data_of(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
+def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
     """Return, per split, the data set length and the hashes of its `Fetcher.probes`.
 
     If a sample is slow to read, the others are skipped, because training waits for this.
     """
-    wanted = {split: each.probes for split, each in fetchers.items()}
-    found = _hashes(fetchers, wanted, loader)
-    return {split: {"samples": len(each), "hashes": found.get(split, {})} for split, each in fetchers.items()}
+    hashes = _hash_samples(fetchers, {split: fetcher.probes for split, fetcher in fetchers.items()}, loader)
+    return {split: {"samples": len(fetcher), "hashes": hashes.get(split, {})} for split, fetcher in fetchers.items()}
 
 
-def _hashes(
-    fetchers: Mapping[str, Fetcher], wanted: Mapping[str, Sequence[int]], loader: Loader
+def _hash_samples(
+    fetchers: Mapping[str, Fetcher], indices: Mapping[str, Sequence[int]], loader: Loader
 ) -> Mapping[str, Hashes]:
     """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
 
-    Read by a worker if training uses workers. A data set may open a file at its first sample: workers forked afterwards
-    would share its file position, and an open file cannot be sent to spawned workers.
+    If training uses workers, a worker reads the samples. A data set may open a file at its first sample: workers forked
+    afterwards would share its file position, and an open file cannot be sent to spawned workers.
     """
-    reader = loader.alike(_Hashing(fetchers, wanted))
+    reader = loader.alike(_HashingFetcher(fetchers, indices))
     try:
-        found: Mapping[str, Hashes] = next(iter(reader.batches([MicroBatchKey(0, [0], last=True)]))).batch
-        return found
+        hashes: Mapping[str, Hashes] = next(iter(reader.batches([MicroBatchKey(0, [0], last=True)]))).batch
+        return hashes
     except Exception:
         return {}
     finally:
@@ -62,43 +61,43 @@ def _hashes(
             reader.close()
 
 
-class _Hashing(Fetcher):
-    """Data set that returns the hashes of the wanted samples of each split for any key."""
+class _HashingFetcher(Fetcher):
+    """Fetcher that returns the hashes of the samples at `indices` of each split, for any key."""
 
-    def __init__(self, fetchers: Mapping[str, Fetcher], wanted: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, fetchers: Mapping[str, Fetcher], indices: Mapping[str, Sequence[int]]) -> None:
         first = next(iter(fetchers.values()))
         super().__init__(first.dataset, first.collate, bad_samples="stop", model=first.model)
-        self.fetchers, self.wanted = fetchers, wanted
+        self.fetchers, self.indices = fetchers, indices
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
-        return MicroBatch({split: self._of(split) for split in self.wanted}, key.last)
+        return MicroBatch({split: self._hash_split(split) for split in self.indices}, key.last)
 
-    def _of(self, split: str) -> Hashes:
-        found: Hashes = {}
-        until = time.monotonic() + _LONG_S
-        for index in self.wanted[split]:
-            if (value := sample_hash(self.fetchers[split], index)) is not None:
-                found[str(index)] = value
-            if time.monotonic() > until:
+    def _hash_split(self, split: str) -> Hashes:
+        hashes: Hashes = {}
+        deadline = time.monotonic() + _MAX_READ_S
+        for index in self.indices[split]:
+            if (value := hash_sample(self.fetchers[split], index)) is not None:
+                hashes[str(index)] = value
+            if time.monotonic() > deadline:
                 break
-        return found
+        return hashes
 
 
-def sample_hash(fetcher: Fetcher, index: int) -> str | None:
+def hash_sample(fetcher: Fetcher, index: int) -> str | None:
     """Return the hash of a sample, read with seeded global generators; None for one that cannot be read."""
     with seeded_generators(0, "content", index):
         try:
             if fetcher.set_epoch is not None:
                 fetcher.set_epoch(0)
-            return content_hash(fetcher.dataset[index])
+            return hash_content(fetcher.dataset[index])
         except BaseException:  # a task may raise anything, including SystemExit
             return None
 
 
-def content_hash(sample: Any) -> str:
+def hash_content(sample: Any) -> str:
     """Return the hash of the content of a sample."""
     digest = hashlib.blake2b(digest_size=16)
-    _add(digest, sample)
+    _hash_value(digest, sample)
     return digest.hexdigest()
 
 
@@ -106,12 +105,12 @@ def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise IncompatibleResume if the length of a data set changed, because the sample order then differs."""
     problems = [
         Problem(
-            f"the data set of split {split} had {before[split]['samples']:,} samples, and has {found['samples']:,} now",
+            f"the data set of split {split} had {before[split]['samples']:,} samples, and has {data['samples']:,} now",
             f'dataset("{split}")',
             "use the data that the run was trained with, or start a new run with another run=NAME",
         )
-        for split, found in now.items()
-        if split in before and before[split]["samples"] != found["samples"]
+        for split, data in now.items()
+        if split in before and before[split]["samples"] != data["samples"]
     ]
     if problems:
         error = IncompatibleResume(str(problems[0]))
@@ -136,16 +135,16 @@ def changed_samples(
 
     Samples that differ between two reads, as with their own random generator, are ignored.
     """
-    known = {split: before.get(split, {}).get("hashes", {}) for split in now}
+    previous = {split: before.get(split, {}).get("hashes", {}) for split in now}
     differing = {
-        split: [int(index) for index, value in found["hashes"].items() if known[split].get(index, value) != value]
-        for split, found in now.items()
+        split: [int(index) for index, value in data["hashes"].items() if previous[split].get(index, value) != value]
+        for split, data in now.items()
     }
-    again = _hashes(fetchers, differing, loader) if any(differing.values()) else {}
+    reread = _hash_samples(fetchers, differing, loader) if any(differing.values()) else {}
     return [
         f"{split} sample {index}"
-        for split, found in again.items()
-        for index, value in found.items()
+        for split, hashes in reread.items()
+        for index, value in hashes.items()
         if now[split]["hashes"][index] == value
     ]
 
@@ -155,75 +154,76 @@ def changed_files(before: Hashes, now: Hashes) -> list[str]:
     return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
 
 
-def code_of(source: Path) -> Hashes:
+def fingerprint_code(source: Path) -> Hashes:
     """Return the hash of the task's file and of all local modules that it imports, by path relative to its folder.
 
     Local modules are neither installed (site-packages) nor part of Python or accel-run. They are found by the import
     statements in the files, which may run later. Modules imported in other ways, such as by importlib, are found if
     they are below the task's folder and already loaded.
     """
-    found: Hashes = {}
-    left = [(source, _package_of(source)), *_loaded_below(source.parent)]
-    while left and len(found) < _MOST_FILES:
-        file, package = left.pop(0)
+    hashes: Hashes = {}
+    queue = [(source, _find_package(source)), *_find_loaded_modules(source.parent)]
+    while queue and len(hashes) < _MAX_FILES:
+        file, package = queue.pop(0)
         name = os.path.relpath(file, source.parent)
-        if name in found:
+        if name in hashes:
             continue
         try:
             content = file.read_bytes()
             tree = ast.parse(content)
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-        found[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
-        for imported in _imports(tree, package):
-            other, its_package = _found(imported)
-            if other is not None and _is_local(other):
-                left.append((other, its_package))
-    return found
+        hashes[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
+        for imported in _imported_names(tree, package):
+            imported_file, imported_package = _locate_module(imported)
+            if imported_file is not None and _is_local(imported_file):
+                queue.append((imported_file, imported_package))
+    return hashes
 
 
-def _loaded_below(folder: Path) -> list[tuple[Path, str]]:
+def _find_loaded_modules(folder: Path) -> list[tuple[Path, str]]:
     """Return file and package of loaded local modules in this folder, sorted by name."""
-    found = {}
-    below = f"{folder}{os.sep}"
+    packages = {}
+    prefix = f"{folder}{os.sep}"
     for module in list(sys.modules.values()):  # thousands: a Path for each would take a tenth of a short start
         name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.startswith(below) and _is_local(Path(name)):
-            found[Path(name)] = getattr(module, "__package__", None) or ""
-    return sorted(found.items())
+        if isinstance(name, str) and name.startswith(prefix) and _is_local(Path(name)):
+            packages[Path(name)] = getattr(module, "__package__", None) or ""
+    return sorted(packages.items())
 
 
-def described(files: Sequence[str], samples: Sequence[str]) -> str:
+def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
     """Describe the changes in one line."""
     parts = [f"code: {abbreviate(files)}"] if files else []
     parts += [f"data: {abbreviate(samples)}"] if samples else []
     return "; ".join(parts)
 
 
-def _package_of(source: Path) -> str:
-    places = (str(source), os.path.realpath(source))
-    module = next((each for each in list(sys.modules.values()) if getattr(each, "__file__", None) in places), None)
+def _find_package(source: Path) -> str:
+    paths = (str(source), os.path.realpath(source))
+    loaded = list(sys.modules.values())
+    module = next((module for module in loaded if getattr(module, "__file__", None) in paths), None)
     return getattr(module, "__package__", None) or ""
 
 
-def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
     """Yield the fully qualified names that a file's import statements may refer to, including parent packages."""
     parents = package.split(".")
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            full = [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            above = parents[: len(parents) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            full = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            ancestors = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*ancestors, *([node.module] if node.module else [])])
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         else:
             continue
-        for name in full:
+        for name in names:
             parts = name.split(".")
             yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
-def _found(name: str) -> tuple[Path | None, str]:
+def _locate_module(name: str) -> tuple[Path | None, str]:
     """Return the file and the package of a module, or (None, "") if it does not exist.
 
     Modules are located without importing them.
@@ -231,18 +231,18 @@ def _found(name: str) -> tuple[Path | None, str]:
     if name in sys.modules:
         file, package = getattr(sys.modules[name], "__file__", None), getattr(sys.modules[name], "__package__", None)
         return (Path(file), package or "") if isinstance(file, str) else (None, "")
-    spec = _spec(name)
+    spec = _find_spec(name)
     return (Path(spec.origin), spec.parent or "") if spec and spec.has_location and spec.origin else (None, "")
 
 
-def _spec(name: str) -> ModuleSpec | None:
-    above, _, _ = name.rpartition(".")
-    if not above:
+def _find_spec(name: str) -> ModuleSpec | None:
+    parent, _, _ = name.rpartition(".")
+    if not parent:
         return PathFinder.find_spec(name)
-    if above in sys.modules:
-        folders = getattr(sys.modules[above], "__path__", None)
+    if parent in sys.modules:
+        folders = getattr(sys.modules[parent], "__path__", None)
     else:
-        spec = _spec(above)
+        spec = _find_spec(parent)
         folders = spec.submodule_search_locations if spec else None
     return PathFinder.find_spec(name, folders) if folders else None
 
@@ -254,36 +254,36 @@ def _is_local(file: Path) -> bool:
         return True
     if {"site-packages", "dist-packages"} & set(file.parts):
         return False
-    return not any(file.is_relative_to(folder) for folder in (PACKAGE, *_OF_PYTHON))
+    return not any(file.is_relative_to(folder) for folder in (PACKAGE, *_PYTHON_FOLDERS))
 
 
-def _add(digest: Any, value: Any) -> None:
+def _hash_value(digest: Any, value: Any) -> None:
     """Add a sample to a hash: by content for known types, otherwise by type."""
     digest.update(f"{type(value).__name__};".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        _add_bytes(digest, plain.reshape(-1).view(torch.uint8).numpy())
+        _hash_bytes(digest, plain.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray) and value.dtype != object:
         digest.update(f"{value.dtype}{value.shape}".encode())
-        _add_bytes(digest, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        _hash_bytes(digest, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     elif isinstance(value, (bool, int, float, complex, str, bytes, np.generic, type(None))):
         digest.update(repr(value).encode(errors="surrogateescape"))
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _add(digest, key)
-            _add(digest, item)
+            _hash_value(digest, key)
+            _hash_value(digest, item)
     elif isinstance(value, (list, tuple, np.ndarray)):
         digest.update(str(len(value)).encode())
         for item in value:
-            _add(digest, item)
-    elif hasattr(value, "tobytes"):  # a picture of PIL
-        _add_bytes(digest, np.frombuffer(value.tobytes(), np.uint8))
+            _hash_value(digest, item)
+    elif hasattr(value, "tobytes"):  # a PIL image
+        _hash_bytes(digest, np.frombuffer(value.tobytes(), np.uint8))
     elif hasattr(value, "__dict__"):  # a dataclass
-        _add(digest, vars(value))
+        _hash_value(digest, vars(value))
 
 
-def _add_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
+def _hash_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
     """Add bytes to a hash; above several megabytes, add evenly spaced blocks only."""
     if len(content) <= _BLOCK * _NUM_BLOCKS:
         digest.update(content)
@@ -292,7 +292,7 @@ def _add_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
         digest.update(content[start : start + _BLOCK])
 
 
-_LONG_S = 0.25  # time limit for reading samples before the first update
-_MOST_FILES = 200  # a library developed next to the task, such as a checkout of torch, has thousands of files
+_MAX_READ_S = 0.25  # time limit for reading samples before the first update
+_MAX_FILES = 200  # a library developed next to the task, such as a checkout of torch, has thousands of files
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
-_OF_PYTHON = tuple({Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PYTHON_FOLDERS = tuple({Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -11,7 +11,7 @@ from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.text import first_line
 from runner.config.configuration import Configuration
 from runner.config.options import task_source
-from runner.engine.task_loading import explained
+from runner.engine.task_loading import task_errors
 from runner.forecast.memory_forecast import Forecast, least_samples
 from runner.forecast.stage_memory import StagePrediction
 from runner.plan.cuda_allocator import Allocator
@@ -38,7 +38,7 @@ def needs_of(configuration: Configuration, inventory: Inventory, beyond: bool = 
     file = plan.task_file
     try:
         with (
-            explained(
+            task_errors(
                 task_source(plan.choices["task"].name, Path(file) if file else None), "tracing the memory of the model"
             ),
             Forecast(_free(configuration), inventory) as made,

@@ -244,7 +244,7 @@ class Follower:
             ledger.kind = "optimizer"
             work = phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "phases without gradients are not traced"
-            self.trained = [*work.own.values()]
+            self.trained = [*work.owned.values()]
             averages = [weight.detach().clone() for weight in self.trained] if _averages(parts.plan) else []
             ledger.kind = "temporary"
             stack.callback(averages.clear)
@@ -252,7 +252,7 @@ class Follower:
             for weight in self.trained:
                 hook = weight.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-            training = work.inputs.watched(self._watched)
+            training = work.inputs.wrap_forward(self._watched)
             stack.enter_context(self._noticed(parts.parallel))
             batches = self._handed_out(read())
             for _ in range(UPDATES):

@@ -27,7 +27,7 @@ from runner.distributed.stages import Call, Called, Shapes
 from runner.engine.assemble import assemble
 from runner.engine.contract_checks import validate_modules
 from runner.engine.cuda_autocast import CudaAutocastMode
-from runner.engine.task_loading import explained
+from runner.engine.task_loading import task_errors
 from runner.engine.train_order import order_of
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
 from runner.forecast.memory_forecast import UPDATES, Follower, on_the_host
@@ -60,7 +60,7 @@ class StagePrediction:
         self.phantom = FakeRun(AllocationLedger())
         with _quiet(), self.phantom, self.phantom.building():
             self.parts = assemble(self.plan, self._stack)
-        with explained(self.parts.source, "layers"):
+        with task_errors(self.parts.source, "layers"):
             self.layers = validate_modules(self.parts.task.layers(), self.parts.task.layers, self.parts.source)
         check_layers(self.parts.bare, self.layers)
         with _quiet(), self.phantom:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, Hang
-from runner.engine.watchdog import LEAST_S, WORKER, hang, way_out
+from runner.engine.watchdog import MIN_TIMEOUT_S, WORKER, format_hang, hang_error
 from runner.host import stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.host.process_tree import descendants, process_state
@@ -57,7 +57,7 @@ def blocking_rank(states: Mapping[int, RankState]) -> int | None:
         return None
     watched = {rank: state for rank, state in states.items() if state.heartbeat.ticks}
     # The heartbeat of a stopped rank may be stale, so the limits of the other ranks apply, too.
-    stopped_s = min([LEAST_S, *(state.heartbeat.limit_s for state in watched.values())])
+    stopped_s = min([MIN_TIMEOUT_S, *(state.heartbeat.limit_s for state in watched.values())])
     for rank, state in states.items():  # including one that was stopped before its first heartbeat
         if watched and state.stopped_s > stopped_s:
             return rank
@@ -161,13 +161,13 @@ class HangDetector:
         if state.stopped_s:
             what = f"{subject} {stacks.STOPPED} {doing} for {state.stopped_s:.0f} s, and the other ranks wait for it"
             fix = "`kill -CONT` in time lets it continue"
-            return Hang(what, fix=f"{fix}\n{way_out(stacks_by_name)}")
+            return Hang(what, fix=f"{fix}\n{format_hang(stacks_by_name)}")
         if state.is_silent:
             what = f"{subject} has not run Python code {doing} for {state.silent_s:.0f} s"
-            return Hang(what, fix=way_out(stacks_by_name))
+            return Hang(what, fix=format_hang(stacks_by_name))
         if heartbeat.is_waiting:
             subject = f"{subject} and all other ranks wait for each other (deadlock)"
-        return hang(heartbeat, blocking, subject, stacks_by_name)
+        return hang_error(heartbeat, blocking, subject, stacks_by_name)
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of {len(self.pids)}"

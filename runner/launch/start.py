@@ -20,9 +20,9 @@ from runner.config.phases import INFERENCE
 from runner.config.request import Request, key_of, merge_overrides
 from runner.durable.record_files import read_record
 from runner.engine.attempt import record_failure
-from runner.engine.job import Job, SessionEnd, name_of
+from runner.engine.job import Job, SessionEnd, choose_run_name
 from runner.engine.oom_history import num_restarts
-from runner.engine.session import take_part
+from runner.engine.session import run_rank
 from runner.host.output import nonblocking_streams
 from runner.host.scratch import private_folder
 from runner.launch.launcher import submit
@@ -58,9 +58,9 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     configuration = compose(request)
     level_said()  # reports an invalid level before a run directory exists
     phases = configuration.settings.phases
-    predicts = then_infer or INFERENCE in (phases or ())
+    runs_inference = then_infer or INFERENCE in (phases or ())
     launcher = configuration.choices["launcher"].name
-    if predicts and launcher != "local":
+    if runs_inference and launcher != "local":
         what = "only trains; the prediction would not wait for the job"
         fix = "use accel-run train; when the job has finished, accel-run inference"
         raise ConfigError(Problem(what, f"launcher={launcher}", fix))
@@ -70,7 +70,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     if phases is not None and set(phases) == {INFERENCE}:
         return _infer(request, None)
     require_installed(configuration.choices["tracker"].function)
-    name = name_of(configuration)
+    name = choose_run_name(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
         Console(level=level_said()).info(f"starting run {name}: loading PyTorch")
     if member is None and configuration.settings.weights.source and not (configuration.settings.root / name).exists():
@@ -80,13 +80,13 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
         weights = configuration.settings.weights
         check_names(find_weights(str(weights.source), configuration.settings.root), weights)
     if member is not None:
-        end, job = _train_as_member(request, configuration, name, member, predicts=predicts)
+        end, job = _train_as_member(request, configuration, name, member, runs_inference=runs_inference)
         if member.rank:
             return end.code
     else:
-        end, job = _train_here(request, configuration, name, predicts=predicts)
-    if end.code == Exit.DONE and predicts:
-        if end.asked_to_stop:  # during the last update: the same command continues with the prediction
+        end, job = _train_here(request, configuration, name, runs_inference=runs_inference)
+    if end.code == Exit.DONE and runs_inference:
+        if end.is_stop_requested:  # during the last update: the same command continues with the prediction
             return Exit.PREEMPTED
         return _infer(request, job.name)
     return end.code
@@ -107,12 +107,14 @@ def _infer(request: Request, name: str | None) -> Exit:
 # ---------------------------------------------------------------- ranks that are started here
 
 
-def _train_here(request: Request, configuration: Configuration, name: str, *, predicts: bool) -> tuple[SessionEnd, Job]:
+def _train_here(
+    request: Request, configuration: Configuration, name: str, *, runs_inference: bool
+) -> tuple[SessionEnd, Job]:
     """Train in this process, or start and supervise the ranks of the plan."""
     inventory = prepare_inventory(configuration)
     needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
     job = Job(
-        request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, predicts
+        request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, runs_inference
     )
     if job.plan.world_size > 1:
         return _train_on_ranks(job)
@@ -167,7 +169,7 @@ def _train_as_rank(job: Job, member: RankInfo) -> SessionEnd:
     device = torch.device(job.plan.ranks[member.rank].device)
     timeout_s = float(job.plan.choices["parallelism"].options.get("timeout_s", 600.0))
     with joined(member, device, timeout_s=timeout_s) as world:
-        return take_part(job, world)
+        return run_rank(job, world)
 
 
 def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
@@ -211,7 +213,7 @@ def _report_exit(notice: RankNotice) -> None:
 def _rank_main(job: Job, member: RankInfo) -> tuple[int, Any]:
     """Run as a rank; return its exit code, whether a stop was requested, and the ranks to drop."""
     end = _train_as_rank(job, member)
-    return int(end.code), (end.asked_to_stop, end.dropped)
+    return int(end.code), (end.is_stop_requested, end.dropped)
 
 
 def _may_restart(result: LaunchResult) -> bool:
@@ -250,15 +252,15 @@ def _has_checkpoint_since(job: Job, start_time: float) -> bool:
 
 
 def _train_as_member(
-    request: Request, configuration: Configuration, name: str, member: RankInfo, *, predicts: bool
+    request: Request, configuration: Configuration, name: str, member: RankInfo, *, runs_inference: bool
 ) -> tuple[SessionEnd, Job]:
     """Train as a rank started by torchrun or srun; rank 0 decides which run is used."""
     with join_as_member(configuration, request.task_file, member) as (world, planned, inventory):
         plan = planned
         if world.broadcast(member.attempt > 0 and _has_earlier_checkpoint(configuration, name)):
             plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
-        job = Job(request, configuration, plan, inventory, world.broadcast(name), predicts=predicts)
-        return take_part(job, world), job
+        job = Job(request, configuration, plan, inventory, world.broadcast(name), runs_inference=runs_inference)
+        return run_rank(job, world), job
 
 
 def _has_earlier_checkpoint(configuration: Configuration, name: str) -> bool:

@@ -319,12 +319,12 @@ def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, caps
     what = "gpu1 (A card) is lost"
     with RunDirectory.create_or_open(tmp_path, "mine") as directory:
         with Screen(directory, speaks=False, machine="rank8") as screen:
-            screen.say("what only rank 0 says")
-            screen.tell([Alert("lost", what, "warning", {"device": "gpu1"})])
+            screen.info("what only rank 0 says")
+            screen.show_alerts([Alert("lost", what, "warning", {"device": "gpu1"})])
         (row,) = map(json.loads, (directory.path / "events-rank8.jsonl").read_text().splitlines())
         assert (row["kind"], row["what"], row["device"]) == ("machine", "lost", "gpu1")
         with Screen(directory, speaks=False) as screen:
-            screen.tell([Alert("lost", "gpu2 is lost", "warning")])
+            screen.show_alerts([Alert("lost", "gpu2 is lost", "warning")])
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("warning: ")

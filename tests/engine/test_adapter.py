@@ -225,7 +225,7 @@ def test_a_shared_weight_that_is_trained_in_full_is_saved_under_each_of_its_name
 
 def test_all_linear_layers_are_adapted_by_default(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, "adapter.target=[]")) as phase:
-        assert sorted(name for name in phase.work.own if "lora_A" in name) == [
+        assert sorted(name for name in phase.work.owned if "lora_A" in name) == [
             f"{layer}.lora_A.default.weight" for layer in (0, 2)
         ]
 

@@ -46,7 +46,7 @@ class Screen:
     def warn(self, text: str) -> None:
         self.warned.append(text)
 
-    def event(self, kind: str, **facts: Any) -> None:
+    def record_event(self, kind: str, **facts: Any) -> None:
         pass
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from runner.axes.dataloader import Fetcher, Loader, WorkerLoader
-from runner.engine.training_identity import changed_files, changed_samples, code_of, data_of
+from runner.engine.training_identity import changed_files, changed_samples, fingerprint_code, fingerprint_data
 
 
 class Opening:
@@ -64,9 +64,9 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
     (tmp_path / "data").write_bytes(bytes(range(9)))
     opening = Opening(tmp_path / "data")
     fetchers = {"train": fetcher_of(opening), "val": fetcher_of([1, 2, 3], "val")}
-    found = data_of(fetchers, workers(fetchers["train"], start_method))
+    found = fingerprint_data(fetchers, workers(fetchers["train"], start_method))
     assert opening.opened < 0
-    here = data_of(fetchers, Loader(fetchers["train"]))
+    here = fingerprint_data(fetchers, Loader(fetchers["train"]))
     os.close(opening.opened)
     assert found == here, "the hash does not depend on who reads"
     assert {split: sorted(each["hashes"]) for split, each in found.items()} == {
@@ -79,12 +79,12 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
 def test_samples_that_cannot_be_read_have_no_hash(is_apart: bool) -> None:
     fetcher = fetcher_of(Failing(lambda index: 1 // (index - 2)))
     loader = workers(fetcher, "fork") if is_apart else Loader(fetcher)
-    assert sorted(data_of({"train": fetcher}, loader)["train"]["hashes"]) == ["0", "4"]
+    assert sorted(fingerprint_data({"train": fetcher}, loader)["train"]["hashes"]) == ["0", "4"]
 
 
 def test_a_worker_that_dies_while_hashing_does_not_end_the_run() -> None:
     fetcher = fetcher_of(Failing(lambda index: os._exit(3)))
-    assert data_of({"train": fetcher}, workers(fetcher, "fork")) == {"train": {"samples": 5, "hashes": {}}}
+    assert fingerprint_data({"train": fetcher}, workers(fetcher, "fork")) == {"train": {"samples": 5, "hashes": {}}}
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_a_worker_that_dies_while_hashing_does_not_end_the_run() -> None:
 def test_changed_content_is_detected_and_equal_content_is_not(sample: Any, other: Any) -> None:
     fetchers, changed = {"train": fetcher_of([sample])}, {"train": fetcher_of([other])}
     loader = Loader(fetchers["train"])
-    before = data_of(fetchers, loader)
+    before = fingerprint_data(fetchers, loader)
     assert before["train"]["hashes"]
-    assert changed_samples(before, data_of(fetchers, loader), fetchers, loader) == []
-    assert changed_samples(before, data_of(changed, loader), changed, loader) == ["train sample 0"]
+    assert changed_samples(before, fingerprint_data(fetchers, loader), fetchers, loader) == []
+    assert changed_samples(before, fingerprint_data(changed, loader), changed, loader) == ["train sample 0"]
 
 
 def test_modules_imported_later_belong_to_the_code_without_being_imported(
@@ -127,7 +127,7 @@ def test_modules_imported_later_belong_to_the_code_without_being_imported(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    assert set(code_of(tmp_path / "mine.py")) == {*files} - {"parts_of_mine/unused.py"}
+    assert set(fingerprint_code(tmp_path / "mine.py")) == {*files} - {"parts_of_mine/unused.py"}
 
 
 def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monk
 
 
 def _check_by_name(folder: Path) -> None:
-    before = code_of(folder / "mine_by_name.py")
+    before = fingerprint_code(folder / "mine_by_name.py")
     assert set(before) == {"mine_by_name.py", "part_by_name.py", "deep_by_name.py"}
     (folder / "part_by_name.py").write_text("import deep_by_name  # edited")
-    assert changed_files(before, code_of(folder / "mine_by_name.py")) == ["part_by_name.py"]
+    assert changed_files(before, fingerprint_code(folder / "mine_by_name.py")) == ["part_by_name.py"]

@@ -16,16 +16,16 @@ from runner.engine.watchdog import (
     CHECKPOINT,
     DATA,
     EVALUATION,
-    LEAST_S,
-    RECENT,
-    SETTLED,
+    MAX_RECENT,
+    MIN_TIMEOUT_S,
+    NUM_SETTLED,
+    REPORT_TIMEOUT_S,
     START,
     SUMMARY,
-    TELL_S,
     UPDATE,
-    Waited,
     WatchdogLimits,
-    way_out,
+    WorkDurations,
+    format_hang,
 )
 from runner.host import stacks
 from tests.forkserver import ForkServer
@@ -237,8 +237,8 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
             "def full(*_): raise OSError(28, 'No space left on device')\n"
             "runner.host.stacks.os.memfd_create = runner.host.stacks.request_stacks = full\n"
             "tell = watchdog._ExitOnHang._report\n"
-            "def tell_in_vain(self, heartbeat): self.traces = watchdog.HangTraces(full, full); tell(self, heartbeat)\n"
-            "watchdog._ExitOnHang._report = tell_in_vain\n"
+            "def report_full(self, heartbeat): self.traces = watchdog.HangTraces(full, full); tell(self, heartbeat)\n"
+            "watchdog._ExitOnHang._report = report_full\n"
         )
     else:
         before += (
@@ -266,7 +266,7 @@ def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folde
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
 
-SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.LEAST_S = 2.0"  # else each case takes minutes
+SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # else each case takes minutes
 
 
 def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
@@ -330,50 +330,50 @@ LIMITS = WatchdogLimits(update_s=None, first_update_s=1800.0, data_s=7.0, checkp
 
 def test_the_limit_is_ten_times_the_longest_recent_update_with_a_minimum() -> None:
     done: set[str] = set()
-    waited = Waited(LIMITS, done, compiles=False)
-    assert [waited.limit_s(kind) for kind in (START, UPDATE, DATA, CHECKPOINT)] == [1800.0, 1800.0, 1800.0, 600.0]
+    durations = WorkDurations(LIMITS, done, compiles=False)
+    assert [durations.limit_s(kind) for kind in (START, UPDATE, DATA, CHECKPOINT)] == [1800.0, 1800.0, 1800.0, 600.0]
     done |= {UPDATE, DATA}
-    waited.took(UPDATE, 1, 12.0)
-    assert (waited.limit_s(UPDATE), waited.limit_s(DATA), waited.limit_s(EVALUATION)) == (120.0, 7.0, 1800.0)
-    assert waited.limit_s(UPDATE, is_first=True) == 1800.0
-    for number in range(RECENT):
-        waited.took(UPDATE, number + 2, 1.0)
-    assert waited.limit_s(UPDATE) == LEAST_S
+    durations.record(UPDATE, 1, 12.0)
+    assert (durations.limit_s(UPDATE), durations.limit_s(DATA), durations.limit_s(EVALUATION)) == (120.0, 7.0, 1800.0)
+    assert durations.limit_s(UPDATE, is_first=True) == 1800.0
+    for number in range(MAX_RECENT):
+        durations.record(UPDATE, number + 2, 1.0)
+    assert durations.limit_s(UPDATE) == MIN_TIMEOUT_S
 
 
 @pytest.mark.parametrize("kind", [UPDATE, DATA, EVALUATION, SUMMARY])
 def test_uniformly_long_steps_are_accepted_from_the_second_on(kind: str) -> None:
-    waited = Waited(WatchdogLimits(None, 1800.0, None, 600.0), {kind}, compiles=False)
+    durations = WorkDurations(WatchdogLimits(None, 1800.0, None, 600.0), {kind}, compiles=False)
     for update in range(1, 10):
-        waited.took(kind, update, 55.0)
-        assert waited.limit_s(kind) == 550.0
+        durations.record(kind, update, 55.0)
+        assert durations.limit_s(kind) == 550.0
         for _ in range(5):  # what follows an update, of the same number, is over at once
-            waited.took(kind, update, 0.0 if kind != EVALUATION else 55.0)
+            durations.record(kind, update, 0.0 if kind != EVALUATION else 55.0)
 
 
 @pytest.mark.parametrize("update_s", [0.0, 0.3])
 def test_an_atypical_first_step_counts_only_until_others_are_known(update_s: float) -> None:
-    waited = Waited(LIMITS, {UPDATE}, compiles=False)
-    waited.took(UPDATE, 1, 240.0)
-    for number in range(SETTLED):
-        assert waited.limit_s(UPDATE) == 2400.0
-        waited.took(UPDATE, number + 2, update_s)
-    assert waited.limit_s(UPDATE) == LEAST_S
+    durations = WorkDurations(LIMITS, {UPDATE}, compiles=False)
+    durations.record(UPDATE, 1, 240.0)
+    for number in range(NUM_SETTLED):
+        assert durations.limit_s(UPDATE) == 2400.0
+        durations.record(UPDATE, number + 2, update_s)
+    assert durations.limit_s(UPDATE) == MIN_TIMEOUT_S
 
 
 def test_recompilation_has_the_limit_of_compilation() -> None:
-    waited = Waited(LIMITS, {UPDATE}, compiles=True)
-    for number in range(RECENT):
-        waited.took(UPDATE, number + 1, 240.0 if number == 0 else 0.3)
-    assert waited.limit_s(UPDATE) == 360.0
+    durations = WorkDurations(LIMITS, {UPDATE}, compiles=True)
+    for number in range(MAX_RECENT):
+        durations.record(UPDATE, number + 1, 240.0 if number == 0 else 0.3)
+    assert durations.limit_s(UPDATE) == 360.0
 
 
 def test_a_hang_is_named_within_a_minute() -> None:
-    assert LEAST_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + TELL_S + 1.0 < 60.0  # alone
-    assert LEAST_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # as one of several ranks
+    assert MIN_TIMEOUT_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + REPORT_TIMEOUT_S + 1.0 < 60.0  # alone
+    assert MIN_TIMEOUT_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # as one of several ranks
 
 
 def test_what_to_do_about_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:
-    known, unknown = way_out({}, "watchdog.timeout_s=99"), way_out({})
+    known, unknown = format_hang({}, "watchdog.timeout_s=99"), format_hang({})
     assert known.startswith(unknown)
     assert known.endswith("watchdog.timeout_s=99")

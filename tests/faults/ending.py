@@ -97,21 +97,21 @@ def _forgets() -> None:
     """What the generators were is not put back."""
     import runner.engine.phase
 
-    runner.engine.phase.restore_random_state_of = lambda *_: None
+    runner.engine.phase.restore_rank_random_state = lambda *_: None
 
 
 def _loses(count: int | None) -> None:
     """The newest `count` checkpoints, None: all, are gone before the run looks where it goes on."""
     from runner.engine import opening
 
-    real = opening.resume_point
+    real = opening.find_resume_point
 
-    def resume_point(*given: Any) -> Any:
+    def find_resume_point(*given: Any) -> Any:
         for path in sorted(CHECKPOINTS.glob("update-*"), reverse=True)[:count]:
             shutil.rmtree(path)
         return real(*given)
 
-    opening.resume_point = resume_point
+    opening.find_resume_point = find_resume_point
 
 
 BROKEN = {"forgets": _forgets, "begins anew": lambda: _loses(None), "takes an older one": lambda: _loses(1)}

@@ -111,7 +111,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         except AccelRunError as raised:
             error = raised
         except Exception as raised:
-            error = phase.explained(raised)
+            error = phase.translate_error(raised)
         phase.hook(RankSync).exchange.close()
         state = {name: digest(tensor) for name, tensor in phase.run_.parts.bare.state_dict().items()}
         optimizer = phase.work.training.optimizer  # type: ignore[attr-defined]

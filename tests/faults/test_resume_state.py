@@ -17,7 +17,7 @@ import torch
 
 from runner.base.world import World
 from runner.durable.checkpoint import load, newest_valid, path_of
-from runner.engine.phase import restore_random_state_of
+from runner.engine.phase import restore_rank_random_state
 from tests.distributed.ranks import CPU
 from tests.faults.cells import Cell
 from tests.faults.tallies import Tally
@@ -78,7 +78,7 @@ def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: T
     before = drawn()
     found = []
     for rank in (0, 1, 2, 3, 2):
-        restore_random_state_of(World(CPU, rank, rank, 4, 4), start, 0)
+        restore_rank_random_state(World(CPU, rank, rank, 4, 4), start, 0)
         found.append(drawn())
     assert found[2] == found.pop()  # the same each time
     assert before not in found

@@ -16,7 +16,7 @@ from runner.axes import precision
 from runner.base import async_copy
 from runner.base.world import World
 from runner.engine import watchdog
-from runner.engine.watchdog import CHECKPOINT, LEAST_S, START, UPDATE
+from runner.engine.watchdog import CHECKPOINT, MIN_TIMEOUT_S, START, UPDATE
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.host.process_tree import process_state
 from runner.host.stacks import StackFrame, waits_for_ranks
@@ -69,12 +69,12 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
         ([OVERDUE, RankState(sign(60.0))], 1),  # longest, in the same update
         ([OVERDUE_WAITS, RankState(sign(10.0, waits=True), is_traced=True)], None),
         ([OVERDUE_WAITS, RankState(sign(0.0), is_traced=True)], None),
-        ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=LEAST_S + 1)], 1),
-        ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=LEAST_S - 1)], None),
+        ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=MIN_TIMEOUT_S + 1)], 1),
+        ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=MIN_TIMEOUT_S - 1)], None),
         ([RankState(sign(0.0, 2.0)), RankState(sign(0.0, 1800.0), stopped_s=3.0)], 1),
         ([WAITS, RankState(sign(0.0), silent_s=51.0)], 1),
         ([WAITS, RankState(sign(0.0, 1800.0), silent_s=51.0)], None),
-        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=LEAST_S + 1)], 1),  # stopped before its first look
+        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=MIN_TIMEOUT_S + 1)], 1),  # stopped before its first look
         ([OVERDUE_WAITS, RankState(Heartbeat())], None),  # nothing is known of it yet, or it is done
         ([RankState(Heartbeat(), stopped_s=1000.0), RankState(Heartbeat(), silent_s=1000.0)], None),  # watchdog=off
     ],
@@ -131,7 +131,7 @@ def test_a_rank_is_registered_as_watched_before_its_first_heartbeat(
     )
     board = HeartbeatTable(tmp_path, 1)
     world = World(torch.device("cpu"), rank=1, world_size=2, heartbeat_folder=tmp_path)
-    with watchdog.watched(plan, world, watchdog.HangTraces(lambda _: None)):
+    with watchdog.run_watchdog(plan, world, watchdog.HangTraces(lambda _: None)):
         assert board.read() == Heartbeat(ticks=1, limit_s=30.0, kind=START, is_first=True)
     assert board.read() == Heartbeat()
 
@@ -141,10 +141,10 @@ def test_a_rank_without_a_watchdog_reports_its_updates_and_its_end(tmp_path: Pat
     plan: Any = SimpleNamespace(choices={"watchdog": SimpleNamespace(function="off", options={})})
     hangs = HangDetector(tmp_path, {0: 1, 1: 2})
     world = World(torch.device("cpu"), rank=0, world_size=2, heartbeat_folder=tmp_path)
-    with watchdog.watched(plan, world, watchdog.HangTraces(lambda _: None)) as pulse:
-        pulse.made.value = 7
+    with watchdog.run_watchdog(plan, world, watchdog.HangTraces(lambda _: None)) as progress_mark:
+        progress_mark.num_updates.value = 7
         assert (hangs.num_updates(), hangs.is_ending()) == (7, False)
-        pulse.ending.value = True
+        progress_mark.is_ending.value = True
         assert hangs.is_ending()
     assert hangs.num_updates() == 7
 

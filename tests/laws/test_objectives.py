@@ -229,7 +229,9 @@ def test_an_overflow_of_one_objective_skips_only_its_step() -> None:
     run = objectives(task, ALONE, half)
     before = weights_of(task.model)
     loss = run.parts[0][1].loss
-    exploding = [(run.parts[0][0], run.parts[0][1].watched(lambda _: lambda model, batch: _times(loss(model, batch))))]
+    exploding = [
+        (run.parts[0][0], run.parts[0][1].wrap_forward(lambda _: lambda model, batch: _times(loss(model, batch))))
+    ]
     run = Objectives(run.position, run.model, run.parallel, [*exploding, run.parts[1]])
     next(train_updates(run, batches_of(Order(NUM_SAMPLES, GLOBAL, 8, seed=3), torch.float32), 1))
     after = weights_of(task.model)

@@ -17,7 +17,7 @@ from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.world import World
 from runner.engine.loop import Position, Training, train_updates
-from runner.engine.phase_kinds import updates_of
+from runner.engine.phase_kinds import count_updates
 from tests.rounding import PROMISED, allowed, distance
 
 CPU = World(torch.device("cpu"))
@@ -202,4 +202,4 @@ def test_losses_are_added_exactly_whatever_their_format() -> None:
     [(1.1, 100, 110), (0.7, 10, 7), (1.001, 1000, 1001), (2.5, 3, 8), (3, 7, 21), (0.001, 10, 1), (1e-5, 10**6, 10)],
 )
 def test_a_fractional_number_of_epochs_is_exact(epochs: float, updates_per_epoch: int, updates: int) -> None:
-    assert updates_of(epochs, updates_per_epoch) == updates
+    assert count_updates(epochs, updates_per_epoch) == updates

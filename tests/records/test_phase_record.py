@@ -25,11 +25,11 @@ VERSION_1 = {  # as checkpoints held it before a record had a name and the count
 def test_progress_of_a_run_is_restored_from_its_checkpoint() -> None:
     record = PhaseRecord("train", "first", 3, 6, samples=SampleCounts(num_samples=8, global_batch_size=4))
     progress = RunProgress(2, {"first": record}, {"val/loss": 1.5}, [1])
-    assert RunProgress.of(json.loads(to_json(progress.state())), is_own=True) == progress
+    assert RunProgress.from_state(json.loads(to_json(progress.state())), is_own=True) == progress
 
 
 def test_a_checkpoint_of_version_1_is_restored() -> None:
-    found = RunProgress.of(VERSION_1, is_own=True)
+    found = RunProgress.from_state(VERSION_1, is_own=True)
     record = found.records["train"]
     assert (found.updates_before, found.kept, found.metrics["val/loss"]) == (4, [2, 4], 1.5)
     assert (record.name, record.kind, record.updates, record.seconds) == ("train", "train", 3, 2.5)
@@ -37,14 +37,14 @@ def test_a_checkpoint_of_version_1_is_restored() -> None:
 
 
 def test_the_checkpoints_of_another_run_are_not_kept() -> None:
-    assert RunProgress.of(VERSION_1, is_own=False).kept == []
+    assert RunProgress.from_state(VERSION_1, is_own=False).kept == []
 
 
 @pytest.mark.parametrize("wrong", [{"updates": "3"}, {"metrics": 3}, {"parts_s": {"data": "long"}}])
 def test_a_damaged_record_is_refused(wrong: dict[str, object]) -> None:
     damaged = {**VERSION_1, "records": {"train": {"kind": "train", **wrong}}}
     with pytest.raises(ValueError, match="unreadable"):
-        RunProgress.of(damaged, is_own=True)
+        RunProgress.from_state(damaged, is_own=True)
 
 
 def test_epochs_follow_from_the_updates() -> None:

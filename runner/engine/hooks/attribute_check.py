@@ -58,7 +58,7 @@ class AttributeCheck(Hook):
         if isinstance(work, GradientPhase) and not (
             self.phase.position.update or parallel.in_step or parallel.places_model
         ):
-            self._work, work.loss.around_first = work, self._comparing
+            self._work, work.loss.first_call_context = work, self._comparing
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_first and self._work is not None:

@@ -75,7 +75,7 @@ class Averaging(Hook):
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach() for name, weight in self.phase.work.own.items()}
+        return {name: weight.detach() for name, weight in self.phase.work.owned.items()}
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -31,4 +31,4 @@ class BadSamples(Hook):
     def _list(self) -> None:
         of_ranks, self._bad = self.phase.parts.world.gather(self._bad), []
         for update, index, reason in sorted(row for there in of_ranks for row in there):
-            self.phase.run_.observers.screen.event("bad sample", index=index, reason=reason, update=update)
+            self.phase.run_.observers.screen.record_event("bad sample", index=index, reason=reason, update=update)

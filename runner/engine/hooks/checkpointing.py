@@ -56,7 +56,7 @@ class Checkpointing(Hook):
         start = phase.start
         self._is_ours = start is not None and start.path.parent == phase.run_.directory.checkpoints
         self.saver = self._saver(start if self._is_ours else None)
-        phase.pulse.writing = self._being_written
+        phase.progress_mark.write_progress = self._being_written
 
     def _saver(self, start: Loaded | None) -> Saver:
         run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
@@ -80,7 +80,7 @@ class Checkpointing(Hook):
 
     def begin(self) -> None:
         work = self.phase.work
-        self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.learned else []
+        self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.trained_names else []
 
     @cached_property
     def _frozen(self) -> str | None:
@@ -134,14 +134,14 @@ class Checkpointing(Hook):
         if too_late:
             self.is_unsaved = True
             self._report_newest(too_late)
-        phase.pulse.now = (CHECKPOINT, phase.position.update)
+        phase.progress_mark.now = (CHECKPOINT, phase.position.update)
         with phase.watch.during("saving"):
             observers.metrics.sync()
             if self.saver.newest_number() != phase.number and not too_late:
                 raise self.saver.writer.failures[-1]
 
     def close(self, error: BaseException | None) -> None:
-        pulse = self.phase.pulse
+        progress_mark = self.phase.progress_mark
         try:
             if not isinstance(error, StorageError) and (error is None or isinstance(error, Exception)):
                 with suppress(
@@ -149,9 +149,9 @@ class Checkpointing(Hook):
                 ):  # a failing run keeps its best checkpoint; errors here must not hide the cause
                     self._write_held()
         finally:
-            doing, pulse.now = pulse.now, (CHECKPOINT, self.phase.position.update)
+            doing, progress_mark.now = progress_mark.now, (CHECKPOINT, self.phase.position.update)
             self.saver.writer.close()
-            pulse.now = doing  # its error is reported later
+            progress_mark.now = doing  # its error is reported later
 
     @property
     def newest_number(self) -> int | None:
@@ -212,7 +212,7 @@ class Checkpointing(Hook):
         )
         phase.run_.tally.num_saves += 1
         self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
-        phase.pulse.now = (UPDATE, phase.position.update)
+        phase.progress_mark.now = (UPDATE, phase.position.update)
 
     def _hold(self, value: float) -> None:
         """Hold this update as the best checkpoint in the memory of rank 0, which writes it later."""
@@ -222,10 +222,10 @@ class Checkpointing(Hook):
         else:  # a collective: all ranks gather the state
             self.saver.buffer.clear()
             self.snapshot()
-        self.phase.pulse.now = (UPDATE, self.phase.position.update)
+        self.phase.progress_mark.now = (UPDATE, self.phase.position.update)
 
     def _begin_copy(self) -> None:
-        self.phase.pulse.now = (CHECKPOINT, self.phase.position.update)
+        self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
         self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
 
     def _write_held(self) -> None:
@@ -240,7 +240,7 @@ class Checkpointing(Hook):
             warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
             self.saver.held = None
             return
-        self.phase.pulse.now = (CHECKPOINT, self.phase.position.update)
+        self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
         self._check_place()
         with self.phase.watch.during("saving"):
             self.saver.write_held()
@@ -359,7 +359,9 @@ class Checkpointing(Hook):
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Raise NumericError if learned values are not finite: the loss does not depend on all of them."""
         model = snapshot.tensors["model"]
-        learned = [(name, model[name]) for name in self.phase.work.learned if name in model or snapshot.part is None]
+        learned = [
+            (name, model[name]) for name in self.phase.work.trained_names if name in model or snapshot.part is None
+        ]
         held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
         where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
         non_finite.must_be_finite([*learned, *held], where)

@@ -6,7 +6,13 @@ from typing import Any
 
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.training_identity import changed_samples, check_lengths, check_sampler, data_of, described
+from runner.engine.training_identity import (
+    changed_samples,
+    check_lengths,
+    check_sampler,
+    describe_changes,
+    fingerprint_data,
+)
 from runner.engine.watchdog import DATA
 
 
@@ -43,8 +49,8 @@ class DataChanges(Hook):
         check_sampler(before.get("train", {}).get("sampler", content), content)
         if not phase.parts.world.is_first:
             return
-        phase.pulse.now = (DATA, phase.position.update + 1)
-        self._data = data_of(fetchers, phase.loader)
+        phase.progress_mark.now = (DATA, phase.position.update + 1)
+        self._data = fingerprint_data(fetchers, phase.loader)
         self._data["train"]["sampler"] = content
         edited, origin.edited = origin.edited, []
         self._note(edited, changed_samples(before, self._data, fetchers, phase.loader))
@@ -57,8 +63,8 @@ class DataChanges(Hook):
         change = {"phase": phase.name, "update": update, "files": edited, "samples": samples}
         run.observers.screen.warn(
             f"changed since the checkpoint from which {phase.name} continues at update {update}:"
-            f" {described(edited, samples)}. The run uses the changed version, and run.json records it"
+            f" {describe_changes(edited, samples)}. The run uses the changed version, and run.json records it"
         )
-        run.observers.screen.event("changed", **change)
+        run.observers.screen.record_event("changed", **change)
         run.provenance.changes.append(change)
         run.provenance.on_change()

@@ -39,7 +39,7 @@ class Evaluation(Hook):
     def every(self) -> int:
         """Updates between evaluations; 0: only at the end."""
         work, wanted = self.phase.work, self.phase.planned.evaluate.every
-        every = wanted if work.is_of_use_on_the_way else 0
+        every = wanted if work.has_interim_evaluation else 0
         return max(1, work.total // 10) if every == "auto" else int(every)
 
     @property
@@ -90,7 +90,7 @@ class Evaluation(Hook):
     def _evaluate_on(self, held_out: Loader) -> None:
         phase, run, parts = self.phase, self.phase.run_, self.phase.parts
         update, oom = phase.position.update, phase.hook(OutOfMemory)
-        phase.pulse.now = (EVALUATION, update)
+        phase.progress_mark.now = (EVALUATION, update)
         phase.hook(Metrics).meter.flush()
         parts.parallel.check_buffers()
         with ExitStack() as stack:
@@ -105,8 +105,8 @@ class Evaluation(Hook):
                 all_measured=self._all_is_measured,
             )
         oom.after_batches()
-        phase.pulse.done.add(SUMMARY)
-        phase.pulse.now = (UPDATE, update)
+        phase.progress_mark.completed_kinds.add(SUMMARY)
+        phase.progress_mark.now = (UPDATE, update)
         if measured is None:  # stopped: the resumed run repeats this evaluation
             phase.stop()
             return
@@ -119,7 +119,7 @@ class Evaluation(Hook):
         run.tally.num_evaluations += 1
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **found.metrics})
         phase.record.metrics |= found.metrics
-        run.observers.screen.evaluated(update, found.metrics, found.empty)
+        run.observers.screen.show_metrics(update, found.metrics, found.empty)
         bad = [name for name, value in found.known().items() if not math.isfinite(value)]
         if bad:
             run.observers.screen.warn(f"not finite at update {update}: {', '.join(bad)}")
@@ -130,13 +130,13 @@ class Evaluation(Hook):
     def _must_stop(self) -> bool:
         """Return whether a stop was requested; called before each batch, so that each batch has its own timeout."""
         if self._num_batches:
-            self.phase.pulse.done.add(EVALUATION)
+            self.phase.progress_mark.completed_kinds.add(EVALUATION)
         self._num_batches += 1
-        self.phase.pulse.now = (EVALUATION, self.phase.position.update)
+        self.phase.progress_mark.now = (EVALUATION, self.phase.position.update)
         return self.phase.run_.stop.requested is not None
 
     def _all_is_measured(self) -> None:
-        self.phase.pulse.now = (SUMMARY, self.phase.position.update)
+        self.phase.progress_mark.now = (SUMMARY, self.phase.position.update)
 
 
 def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:

@@ -55,7 +55,7 @@ class FirstUpdate(Hook):
             why = next(filter(None, reasons), "")
             phase.watch.lap("starting")
         if why:
-            phase.run_.observers.screen.say(
+            phase.run_.observers.screen.info(
                 f"{phase.name}: loss was not checked to be a sum: {why}. It must return the sum over the items of a"
                 ' batch, such as with reduction="sum", and their number'
             )
@@ -70,7 +70,7 @@ class FirstUpdate(Hook):
         if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:
             return
         for why, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
-            phase.run_.observers.screen.say(
+            phase.run_.observers.screen.info(
                 f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {why}"
             )
         phase.watch.lap("starting")
@@ -84,7 +84,7 @@ class FirstUpdate(Hook):
 
     def _warn_of_missed(self) -> None:
         parts = self.phase.parts
-        of_ranks = parts.world.gather(self.phase.work.missed())
+        of_ranks = parts.world.gather(self.phase.work.names_without_gradient())
         missed = of_ranks[0]
         if parts.parallel.splits_batch:  # samples of other ranks may reach these parameters
             missed = [name for name in missed if all(name in there for there in of_ranks)]
@@ -97,7 +97,7 @@ class FirstUpdate(Hook):
         phase, run = self.phase, self.phase.run_
         phase.hook(Timekeeping).first = phase.watch.bookmark()
         spent = time.perf_counter() - self._since
-        run.observers.screen.first_update(step.update, spent, run.parts.attention, phase.work.attention)
+        run.observers.screen.show_first_update(step.update, spent, run.parts.attention, phase.work.attention)
         compiled = run.plan.choices["compile"]
         if compiled.function != "off" and nothing_was_compiled():
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"

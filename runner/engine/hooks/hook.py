@@ -78,7 +78,7 @@ class PhaseView:
     batches: Iterator[MicroBatch]
     record: PhaseRecord
     watch: Stopwatch
-    pulse: ProgressMark
+    progress_mark: ProgressMark
     closed = must_stop = False
     update_s: float | None = None
     hooks: tuple[Hook, ...] = ()

@@ -45,7 +45,7 @@ class LoadBalance(Hook):
         found = self._slow.observe(seconds, status.samples)
         if found:
             screen.warn(str(found))
-            screen.event("slow rank", update=step.update, **asdict(found))
+            screen.record_event("slow rank", update=step.update, **asdict(found))
         change = phase.shares.observe(step.update, seconds, status.samples)
         if change.decision:
             self._follow(step.update, change.decision)
@@ -68,11 +68,11 @@ class LoadBalance(Hook):
 
     def _follow(self, update: int, decision: Decision) -> None:
         phase, screen = self.phase, self.phase.run_.observers.screen
-        screen.say(decision.reason)
+        screen.info(decision.reason)
         row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
         columns = {f"balance/{key}": value for key, value in row.items()}
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **columns})
-        screen.event("shares", update=update, reason=decision.reason, **row)
+        screen.record_event("shares", update=update, reason=decision.reason, **row)
         if decision.drop and phase.parts.world.is_supervised and not phase.is_over:
             phase.run_.dropped = decision.drop
             phase.stop()

@@ -20,7 +20,7 @@ class NanSearch(Hook):
         assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
         phase.loader.close()  # its thread must not read concurrently
         number = phase.position.update + (0 if error.late else 1)
-        phase.pulse.now = (SEARCH, number)  # all samples are read again by this process
+        phase.progress_mark.now = (SEARCH, number)  # all samples are read again by this process
         micros = list(phase.order.micros(number - 1, phase.shares.of(number - 1)))
         training = phase.work.training
         is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)

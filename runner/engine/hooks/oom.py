@@ -42,7 +42,7 @@ class OutOfMemory(Hook):
 
     def begin(self) -> None:
         for text in () if self.phase.is_over else self._start_messages():
-            self.run.observers.screen.say(f"{self.phase.name}: {text}")
+            self.run.observers.screen.info(f"{self.phase.name}: {text}")
 
     def _start_messages(self) -> list[str]:
         """Return messages about micro-batches that are smaller than requested."""
@@ -119,7 +119,7 @@ class OutOfMemory(Hook):
             f" {size} instead of {-(-share // before)} of {before}; this update is retried with the same samples."
             f" {file} lists the memory in use"
         )
-        self.run.observers.screen.event(
+        self.run.observers.screen.record_event(
             "out of memory", update=update + 1, phase=phase.name, rank=rank, place=place, before=before, size=size,
             text=numbers,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class OutOfMemory(Hook):
 
     @property
     def _is_evaluating(self) -> bool:
-        return self.phase.pulse.now[0] in (EVALUATION, SUMMARY)
+        return self.phase.progress_mark.now[0] in (EVALUATION, SUMMARY)
 
     def _is_retried(self) -> bool:
         """Return whether this rank has run out of memory in the current update."""

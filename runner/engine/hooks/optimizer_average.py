@@ -40,7 +40,7 @@ class OptimizerAverage(Hook):
         if not self._optimizers():
             return {}
         with self._averaged():
-            return {name: weight.detach().clone() for name, weight in self.phase.work.own.items()}
+            return {name: weight.detach().clone() for name, weight in self.phase.work.owned.items()}
 
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:

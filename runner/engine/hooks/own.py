@@ -18,7 +18,7 @@ from runner.engine.contract_checks import describe_value
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
-from runner.engine.task_loading import explained
+from runner.engine.task_loading import task_errors
 from runner.engine.task_members import check_methods
 
 _EXPLAINED = (
@@ -61,7 +61,7 @@ def _explaining(method: Callable[..., Any], source: Path, name: str) -> Callable
 
     @functools.wraps(method)
     def call(*given: Any) -> Any:
-        with explained(source, f"{method.__name__} of the hook {name}"):
+        with task_errors(source, f"{method.__name__} of the hook {name}"):
             found = method(*given)
         if method.__name__ == "state_dict":
             _check_state(found, source, name)

@@ -23,10 +23,10 @@ class ShowProgress(Hook):
 
     def after_update(self, step: StepInfo) -> None:
         observers = self.phase.run_.observers
-        if observers.screen.due(step.update):
+        if observers.screen.is_due(step.update):
             with self.phase.watch.during("drawing"):
                 observers.screen.draw(step.update, self._values(step), observers.monitor.line())
-        observers.screen.tell(observers.monitor.news())
+        observers.screen.show_alerts(observers.monitor.news())
 
     def close(self, error: BaseException | None) -> None:
         if error is None:

@@ -41,7 +41,7 @@ class StreamPosition(Hook):
         fetcher = self._fetcher
         if fetcher is None or self.phase.is_over:
             return
-        say = self.phase.run_.observers.screen.say
+        say = self.phase.run_.observers.screen.info
         for text in reading_of(self.phase.order, fetcher.dataset, self.phase.parts.plan):
             say(text)
         if self._marks:
@@ -80,7 +80,7 @@ class StreamPosition(Hook):
         phase, world = self.phase, self.phase.parts.world
         found: list[Any] | None = None
         if world.is_first:
-            phase.pulse.now = (DATA, phase.position.update + 1)
+            phase.progress_mark.now = (DATA, phase.position.update + 1)
             found = [*check_stream(fetcher, phase.loader)]
         verdict = StreamVerdict(*world.broadcast(found))
         raise_fault(verdict, fetcher.dataset.source.num_shards)
@@ -97,7 +97,7 @@ class StreamPosition(Hook):
         if samples:
             seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
             why = "its state cannot be used" if self._is_replayed else "it has no state_dict"
-            self.phase.run_.observers.screen.say(
+            self.phase.run_.observers.screen.info(
                 f"the stream is read from its beginning to where it was, because {why}:"
                 f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
             )

@@ -263,7 +263,7 @@ class TrainingVariant:
         try:
             return orders[order["do"]](**given)
         except BaseException as error:  # a task may raise anything, and torch may be out of memory
-            raise (self.phase.explained(error) if self.is_open else error) from error
+            raise (self.phase.translate_error(error) if self.is_open else error) from error
 
     def begin(
         self,
@@ -319,7 +319,7 @@ class TrainingVariant:
             "parameters": sum(weight.numel() for weight in weights),
             "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
             "has_batch_norm": any(isinstance(module, _BatchNorm) for module in parts.bare.modules()),
-            "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.learned}),
+            "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.trained_names}),
             "free_gib": None if memory is None else memory.free / 2**30,
         }
 

@@ -20,7 +20,7 @@ from runner.engine.hooks.averaging import expand_shared_names
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
-from runner.engine.resumption import ADDED
+from runner.engine.resumption import ADDED_KEYS
 from runner.engine.trained_run import open_trained
 from runner.engine.training import check_resume
 from runner.records.events import Console
@@ -150,7 +150,7 @@ def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> No
 def test_an_older_checkpoint_has_no_average(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path)) as phase:
         plan = phase.run_.plan
-    values = {key: value for key, value in plan.values().items() if key not in ADDED}
+    values = {key: value for key, value in plan.values().items() if key not in ADDED_KEYS}
     start: Any = SimpleNamespace(state={"phase": "train", "phase_update": 1, "values": values})
     told: list[str] = []
     check_resume(plan, start, told.append)
