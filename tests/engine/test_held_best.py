@@ -65,7 +65,7 @@ class Training:
 
     def take(self) -> Snapshot:
         self.clock.now += self.copy_s
-        weights = self.saver.room.copy(self.weights)
+        weights = self.saver.buffer.copy(self.weights)
         return Snapshot(self.update, {"model": {"weights": weights}}, self.state(), {})
 
     def state(self) -> dict[str, Any]:
