@@ -33,7 +33,7 @@ Place = tuple[nn.Module, str]  # place of a buffer: its module, and its name in 
 class RetryPolicy(Protocol):
     """Callbacks of the retry: report the error and reduce the micro-batch size."""
 
-    def note(self, shortage: OomCause, error: Exception) -> None:
+    def record_usage(self, shortage: OomCause, error: Exception) -> None:
         """Record memory usage before anything is freed, and the error to report."""
 
     def reduce(self, shortage: OomCause | None, obstacle: str) -> None:
@@ -87,7 +87,7 @@ class OomRetry(UpdateWrapper):
             shortage = find_oom_cause(error)
             if shortage is None or shortage.place == COMMUNICATION:
                 raise error
-            self.guide.note(shortage, error)
+            self.guide.record_usage(shortage, error)
             self._shortage = shortage
         clear(self.parameters)
 

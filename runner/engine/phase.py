@@ -27,10 +27,10 @@ from runner.engine.feed import Feed
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, hook_state
+from runner.engine.hooks.custom import build_hooks
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.hooks.own import build_hooks
 from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.loop import Position, StepInfo
 from runner.engine.objective_phase import phase_kind
@@ -218,7 +218,7 @@ class Phase(PhaseView):
         self.feed.batches, self.feed.last = self._read_batches(), None
 
     def _read_batches(self) -> Iterator[MicroBatch]:
-        self.hook(StreamPosition).place()
+        self.hook(StreamPosition).seek()
         keys = self.order.from_update(self.position.update, self.shares.of)
         batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.watch.lap)
         if self.run_.plan.choices["backend"].name == "fast":

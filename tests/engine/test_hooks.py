@@ -9,7 +9,7 @@ import torch
 
 from runner.durable import checkpoint
 from runner.engine.hooks import HOOKS
-from runner.engine.hooks.checkpointing import Checkpointing, state_of
+from runner.engine.hooks.checkpointing import Checkpointing, hook_state
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.loop import StepInfo
 from runner.engine.phase import Phase
@@ -98,7 +98,7 @@ def test_a_hook_is_called_between_updates_and_restored_from_a_checkpoint(tmp_pat
     assert stopped_by == "as asked"
     assert mine.seen == ["begin", *(f"update {number}" for number in range(1, 6)), "end"]
     assert mine.counts.tolist() == [15.0, 15.0]
-    saved = {number: state_of("counting", checkpoint.load(checkpoint.path_of(folder, number))) for number in (3, 5)}
+    saved = {number: hook_state("counting", checkpoint.load(checkpoint.path_of(folder, number))) for number in (3, 5)}
     assert saved[3]["counts"].tolist() == [6.0, 6.0]
     assert saved[5]["counts"].tolist() == [15.0, 15.0]
     with opened(tmp_path) as phase:

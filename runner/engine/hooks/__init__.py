@@ -38,7 +38,7 @@ HOOKS: Sequence[type[Hook]] = [
     LoadBalance,  # compares the times that the ranks reported
     FirstUpdate,  # starts the tracker before anything is drawn or evaluated
     ShowProgress,  # draws an update before its evaluation is printed
-    # The hooks of the task file and of packages are here (own.py): what they change counts as part of the update.
+    # The hooks of the task file and of packages are here (custom.py): what they change counts as part of the update.
     ForwardState,  # notes what an update has changed before evaluations and checkpoints rely on it
     AttributeCheck,  # after ForwardState: its forward passes change what is a buffer by now
     Averaging,  # averages the weights before an evaluation uses the average

@@ -1,4 +1,4 @@
-"""Refuse plain attributes of modules that a forward pass changes and later passes use: no checkpoint has them."""
+"""Reject plain module attributes that forward passes change and later ones use: checkpoints do not contain them."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ class _Value(NamedTuple):
     """A recorded attribute: the object itself, a copy of its content, and the version of a tensor."""
 
     value: Any
-    kept: Any
+    copied: Any
     version: int
 
 
 class AttributeCheck(Hook):
-    """Compares attributes before and after the first training pass and the first evaluation of a process.
+    """Compares module attributes before and after the first training pass and the first evaluation of a process.
 
-    Most models change none, and are not checked again. Some store a result that no other pass reads, such as an
-    attention map or an auxiliary loss, or a cache. So changed values are restored for one more forward pass of the
-    next batch: the attribute is a state only if the loss depends on it. Such a state is lost when a run resumes, and
-    makes training depend on when it is evaluated. Containers are compared by their elements, one level deep.
+    Most models change no attributes, and are not checked further. Some store a result that no other pass reads, such
+    as an attention map, an auxiliary loss or a cache. So the loss of the next batch is computed with the old and the
+    new values: an attribute is state only if the loss depends on it. Such state is lost when a run resumes, and makes
+    training depend on when it is evaluated. Containers are compared by the identity of their elements.
     """
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._work: GradientPhase | None = None  # None: not comparing
+        self._work: GradientPhase | None = None  # None: the check is off
         self._is_first = True
         self._is_evaluated = False
         self._before: Mapping[Place, _Value] = {}
@@ -54,15 +54,16 @@ class AttributeCheck(Hook):
 
     def begin(self) -> None:
         work, parallel = self.phase.work, self.phase.parts.parallel
-        # A resumed run is not stopped after hours. In step, a forward pass of only some ranks would block forever.
+        # Do not end a resumed run after hours of training. With collectives inside the model, the extra forward
+        # passes of some ranks would deadlock.
         if isinstance(work, GradientPhase) and not (
             self.phase.position.update or parallel.in_step or parallel.places_model
         ):
-            self._work, work.loss.first_call_context = work, self._comparing
+            self._work, work.loss.first_call_context = work, self._record_changes
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_first and self._work is not None:
-            self._judge(self._work, "a forward pass")
+            self._check_changed(self._work, "a forward pass")
         self._is_first = False
 
     @contextmanager
@@ -71,25 +72,25 @@ class AttributeCheck(Hook):
             yield
             return
         self._is_evaluated = True
-        with self._comparing():
+        with self._record_changes():
             yield
-        self._judge(self._work, "an evaluation")
+        self._check_changed(self._work, "an evaluation")
 
     @contextmanager
-    def _comparing(self) -> Iterator[None]:
-        self._before = _attributes(self.phase.parts.bare)
+    def _record_changes(self) -> Iterator[None]:
+        self._before = _record_attributes(self.phase.parts.bare)
         yield
-        now = _attributes(self.phase.parts.bare)
+        now = _record_attributes(self.phase.parts.bare)
         self._changed = [
             place for place in {**self._before, **now} if _is_changed(self._before.get(place), now.get(place))
         ]
 
-    def _judge(self, work: GradientPhase, what: str) -> None:
+    def _check_changed(self, work: GradientPhase, what: str) -> None:
         """Raise TaskFault, on every rank, if the loss depends on a changed attribute."""
         parts, changed = self.phase.parts, self._changed
-        found = self._used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
+        used = self._find_used(work, self.phase.feed.peek(), changed) if any(parts.world.gather(bool(changed))) else []
         self._before, self._changed = {}, []
-        states = sorted({(str(module), str(key)) for there in parts.world.gather(found) for module, key in there})
+        states = sorted({(str(module), str(key)) for places in parts.world.gather(used) for module, key in places})
         if states:
             names = [f"{module}.{key}" if module else key for module, key in states]
             key = states[0][1]
@@ -101,16 +102,16 @@ class AttributeCheck(Hook):
                 f" change it in place, as self.{key}.copy_(new)",
             )
 
-    def _used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
+    def _find_used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
         """Return the changed attributes on which the loss of a batch depends; a collective."""
         parts, modules = self.phase.parts, dict(self.phase.parts.bare.named_modules())
         now = {place: vars(modules[place[0]]).get(place[1], _ABSENT) for place in changed}
-        before = {place: self._before[place].kept if place in self._before else _ABSENT for place in changed}
-        current = {place: _copied(value) for place, value in now.items()}
+        before = {place: self._before[place].copied if place in self._before else _ABSENT for place in changed}
+        current = {place: _copy(value) for place, value in now.items()}
         tensors, rest = random_state(parts.world.device)
 
         def loss(values: Mapping[Place, Any]) -> float:
-            _put(modules, {place: _copied(value) for place, value in values.items()})
+            _set_attributes(modules, {place: _copy(value) for place, value in values.items()})
             seed_everything(0)
             noise.start_pass(batch.samples)
             with parts.precision.forward(), restore_buffers(modules.values()):
@@ -119,35 +120,36 @@ class AttributeCheck(Hook):
 
         with ExitStack() as stack:
             stack.callback(restore_random_state, tensors, rest, parts.world.device)
-            stack.callback(_put, modules, now)
+            stack.callback(_set_attributes, modules, now)
             stack.enter_context(restore_attributes([parts.task]))
             stack.enter_context(parts.parallel.gathered(parts.bare))
             stack.enter_context(torch.no_grad())
             stack.enter_context(noise.without_samples())
             if parts.plan.choices["compile"].name != "off":
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            with suppress(Exception):  # the model may depend on the changed value: no conclusion
+            with suppress(Exception):  # the model may fail with old values: no conclusion
                 if not batch.counts or not changed:
                     return []
-                one, other = loss(current), loss(current)
-                noise_of_kernels = 4 * abs(one - other)
+                reference = loss(current)
+                kernel_noise = 4 * abs(reference - loss(current))
 
                 def differs(values: Mapping[Place, Any]) -> bool:
-                    found = loss(values)
-                    return math.isfinite(found) and abs(found - one) > noise_of_kernels
+                    value = loss(values)
+                    return math.isfinite(value) and abs(value - reference) > kernel_noise
 
                 if differs(before):
-                    alone = [place for place in changed[:_MOST] if differs({**current, place: before[place]})]
+                    tried = changed[:_MAX_CHECKED_ALONE]
+                    alone = [place for place in tried if differs({**current, place: before[place]})]
                     return alone or changed
         return []
 
 
-def _attributes(model: nn.Module) -> dict[Place, _Value]:
+def _record_attributes(model: nn.Module) -> dict[Place, _Value]:
     return {
-        (name, key): _Value(value, _copied(value), _version(value))
+        (name, key): _Value(value, _copy(value), _version(value))
         for name, module in model.named_modules()
         for key, value in vars(module).items()
-        if key not in _OF_TORCH and isinstance(value, _KINDS)
+        if key not in _MODULE_ATTRIBUTES and isinstance(value, _CHECKED_TYPES)
     }
 
 
@@ -158,31 +160,31 @@ def _version(value: Any) -> int:
 def _is_changed(before: _Value | None, now: _Value | None) -> bool:
     if before is None or now is None:
         return before is not now
-    one: Any = before.kept
-    other: Any = now.value
-    if type(one) is not type(other) or (before.value is not now.value and isinstance(other, Tensor | np.ndarray)):
+    old: Any = before.copied
+    new: Any = now.value
+    if type(old) is not type(new) or (before.value is not now.value and isinstance(new, Tensor | np.ndarray)):
         return True
-    if isinstance(other, Tensor):
+    if isinstance(new, Tensor):
         return before.version != now.version
-    if isinstance(other, np.ndarray):
-        return not np.array_equal(one, other)
-    if isinstance(other, Mapping):
-        return one.keys() != other.keys() or any(one[key] is not other[key] for key in other)
-    if isinstance(other, set):
-        return bool(one != other)
-    if isinstance(other, list | tuple | collections.deque):
-        return len(one) != len(other) or any(a is not b for a, b in zip(one, other, strict=True))
-    return bool(one != other)
+    if isinstance(new, np.ndarray):
+        return not np.array_equal(old, new)
+    if isinstance(new, Mapping):
+        return old.keys() != new.keys() or any(old[key] is not new[key] for key in new)
+    if isinstance(new, set):
+        return bool(old != new)
+    if isinstance(new, list | tuple | collections.deque):
+        return len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True))
+    return bool(old != new)
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of a value; elements of containers are not copied, nor tensors that take much memory."""
+def _copy(value: Any) -> Any:
+    """Return a shallow copy of a value; large tensors are not copied."""
     if isinstance(value, Tensor):
-        return value.detach().clone() if value.nbytes <= _MOST_BYTES else value
-    return copy.copy(value) if isinstance(value, _KINDS) else value
+        return value.detach().clone() if value.nbytes <= _MAX_COPIED_BYTES else value
+    return copy.copy(value) if isinstance(value, _CHECKED_TYPES) else value
 
 
-def _put(modules: Mapping[str, nn.Module], values: Mapping[Place, Any]) -> None:
+def _set_attributes(modules: Mapping[str, nn.Module], values: Mapping[Place, Any]) -> None:
     for (name, key), value in values.items():
         if value is _ABSENT:
             vars(modules[name]).pop(key, None)
@@ -191,9 +193,9 @@ def _put(modules: Mapping[str, nn.Module], values: Mapping[Place, Any]) -> None:
 
 
 _ABSENT = object()
-_KINDS = (
+_CHECKED_TYPES = (
     bool, int, float, complex, str, type(None), Tensor, np.ndarray, list, tuple, dict, set, collections.deque,
 )  # fmt: skip
-_OF_TORCH = frozenset(vars(nn.Module()))
-_MOST = 8  # maximum number of attributes that are checked one by one
-_MOST_BYTES = 1 << 26
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_MAX_CHECKED_ALONE = 8  # number of changed attributes that are checked separately
+_MAX_COPIED_BYTES = 1 << 26

@@ -35,22 +35,22 @@ class Averaging(Hook):
         super().__init__(phase)
         self._choice = phase.run_.plan.choices[self.name]
         self._rule: Rule | None = make(AVERAGINGS, self._choice.function, **self._choice.options)
-        self._num = 0
+        self._num_averaged = 0
         self._averages: dict[str, Tensor] = {}
 
     def after_update(self, step: StepInfo) -> None:
         if self._rule is None:
             return
         weights = self._weights()
-        if not self._num:
+        if not self._num_averaged:
             self._averages = {name: weight.clone() for name, weight in weights.items()}
         elif weights:
-            self._rule([*self._averages.values()], [*weights.values()], self._num)
-        self._num += 1
+            self._rule([*self._averages.values()], [*weights.values()], self._num_averaged)
+        self._num_averaged += 1
 
     @contextmanager
     def during_evaluation(self) -> Iterator[None]:
-        """Exchange weights and averages, in place: compiled models and optimizers keep their tensors."""
+        """Swap weights and averages in place: compiled models and optimizers keep references to the tensors."""
         self._swap()
         try:
             yield
@@ -58,19 +58,19 @@ class Averaging(Hook):
             self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_averaged": self._num, **self._averages}
+        return {"num_averaged": self._num_averaged, **self._averages}
 
     def load_state_dict(self, state: Any) -> None:
         if self._rule is None or state is None or not state["num_averaged"]:
             return
-        self._num = state["num_averaged"]
+        self._num_averaged = state["num_averaged"]
         self._averages = {name: weight.clone() for name, weight in self._weights().items()}
         for name, average in self._averages.items():
             copy_values(average, state[name])
 
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
-        if _is_evaluated(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
+        if _evaluates_average(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
             averaged = expand_shared_names(parts.bare, checkpoint.tensors(Averaging.name))
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
 
@@ -79,7 +79,7 @@ class Averaging(Hook):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        if _is_evaluated(self._choice.options):
+        if _evaluates_average(self._choice.options):
             weights = self._weights()
             for name, average in self._averages.items():
                 before = weights[name].clone()
@@ -88,15 +88,15 @@ class Averaging(Hook):
 
 
 def expand_shared_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of parameters under each name of a shared one: the last that is loaded counts."""
-    names = defaultdict(list)
+    """Add each tensor under all names of a shared parameter: of several names, the last one that is loaded counts."""
+    names_by_parameter = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    aliases = {name: shared for shared in names.values() for name in shared}
-    return {name: tensor for known, tensor in tensors.items() for name in aliases.get(known, [known])}
+        names_by_parameter[parameter].append(name)
+    aliases = {name: names for names in names_by_parameter.values() for name in names}
+    return {alias: tensor for name, tensor in tensors.items() for alias in aliases.get(name, [name])}
 
 
-def _is_evaluated(options: Mapping[str, Any]) -> bool:
+def _evaluates_average(options: Mapping[str, Any]) -> bool:
     return bool(options.get("evaluate"))
 
 

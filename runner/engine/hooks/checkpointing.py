@@ -54,11 +54,11 @@ class Checkpointing(Hook):
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
         start = phase.start
-        self._is_ours = start is not None and start.path.parent == phase.run_.directory.checkpoints
-        self.saver = self._saver(start if self._is_ours else None)
-        phase.progress_mark.write_progress = self._being_written
+        self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run_.directory.checkpoints
+        self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
+        phase.progress_mark.write_progress = self._writing
 
-    def _saver(self, start: Loaded | None) -> Saver:
+    def _make_saver(self, start: Loaded | None) -> Saver:
         run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
         policy, screen = make(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
         writer: Writer | NoWriter = NoWriter()
@@ -83,16 +83,16 @@ class Checkpointing(Hook):
         self._finite_buffers = non_finite.finite_buffers(self.phase.parts.bare) if work.trained_names else []
 
     @cached_property
-    def _frozen(self) -> str | None:
+    def _frozen_digest(self) -> str | None:
         """Hash of the weights that checkpoints leave out; they do not change."""
         return frozen_digest(self.phase.parts)
 
     def prepare(self) -> None:
         """Reserve host memory for a copy of the state."""
         parts = self.phase.parts
-        of_model = parts.parallel.saved_bytes(select_saved_state(parts).values())
+        model_bytes = parts.parallel.saved_bytes(select_saved_state(parts).values())
         # Each tensor is padded to a cache line: less than 1 % in total.
-        nbytes = int(1.01 * (of_model + self.phase.work.state_bytes()[0]))
+        nbytes = int(1.01 * (model_bytes + self.phase.work.state_bytes()[0]))
         self.saver.prepare(nbytes, parts.world.device)
 
     def wants(self) -> Wants:
@@ -102,10 +102,9 @@ class Checkpointing(Hook):
 
     def after_update(self, step: StepInfo) -> None:
         phase, sync = self.phase, self.phase.hook(RankSync)
-        is_late = (
-            sync.agreed.save and sync.agreed_at > self.saved_at
-        )  # the request is one update old: a save may have happened since
-        if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._is_followed():
+        # The request may be one update old, and a checkpoint may have been saved since.
+        is_late = sync.agreed.save and sync.agreed_at > self.saved_at
+        if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._has_next_update():
             self.save()  # `end` saves the last update
 
     def after_evaluation(self, found: EvaluationResult) -> None:
@@ -118,18 +117,18 @@ class Checkpointing(Hook):
     def load_state_dict(self, state: Any) -> None:
         self.phase.run_.save_cost.load(state or [])
         self.saver.adapt()
-        if self._is_ours and self.phase.start is not None:  # otherwise this run has no checkpoint yet
+        if self._resumes_own_checkpoint and self.phase.start is not None:  # otherwise this run has no checkpoint yet
             self.saved_at = self.phase.position.update
             self._is_saved_finished = bool(self.phase.start.state["records"][self.phase.name]["finished"])
 
     def end(self) -> None:
         """Save the last update if it is not saved yet, and wait until it is on disk."""
         phase, observers = self.phase, self.phase.run_.observers
-        phase.hook(Timekeeping).note()
+        phase.hook(Timekeeping).update_record()
         if observers.profiler.only:
             observers.metrics.sync()
             return
-        self._write_held()
+        self._write_held_best()
         too_late = self.save()
         if too_late:
             self.is_unsaved = True
@@ -144,14 +143,13 @@ class Checkpointing(Hook):
         progress_mark = self.phase.progress_mark
         try:
             if not isinstance(error, StorageError) and (error is None or isinstance(error, Exception)):
-                with suppress(
-                    Exception
-                ):  # a failing run keeps its best checkpoint; errors here must not hide the cause
-                    self._write_held()
+                # A failing run keeps its best checkpoint; errors here must not hide the cause.
+                with suppress(Exception):
+                    self._write_held_best()
         finally:
-            doing, progress_mark.now = progress_mark.now, (CHECKPOINT, self.phase.position.update)
+            operation, progress_mark.now = progress_mark.now, (CHECKPOINT, self.phase.position.update)
             self.saver.writer.close()
-            progress_mark.now = doing  # its error is reported later
+            progress_mark.now = operation  # for the report of the error, which follows
 
     @property
     def newest_number(self) -> int | None:
@@ -163,7 +161,7 @@ class Checkpointing(Hook):
 
     def save_if_best(self, metrics: Mapping[str, float]) -> None:
         """Save or hold the state of this update if `checkpoint.best` is among `metrics` and one of the best."""
-        name, first = self.saver.policy.best, self.phase.parts.world.broadcast
+        name, broadcast = self.saver.policy.best, self.phase.parts.world.broadcast
         if name is None:
             return
         if name not in metrics:
@@ -171,15 +169,19 @@ class Checkpointing(Hook):
             warn_unknown_metric(self.phase, "checkpoint.best", name, metrics)
             return
         value = metrics[name]
-        if not first(self.saver.is_best(value)):  # only the rank that writes knows which saves failed
+        if not broadcast(self.saver.is_best(value)):  # only rank 0 knows which saves failed
             return
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
             self.saver.join(value, self.phase.number)
-        elif not self.phase.parts.parallel.saves_parts and self._is_followed() and first(self.saver.has_no_budget()):
+        elif self._can_hold() and broadcast(self.saver.has_no_budget()):
             with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
                 self._hold(value)
         else:
             self.save(value)
+
+    def _can_hold(self) -> bool:
+        """Return whether rank 0 can hold a checkpoint in memory: it has all of the state, and updates follow."""
+        return not self.phase.parts.parallel.saves_parts and self._has_next_update()
 
     def save(self, value: float | None = None) -> str | None:
         """Start writing the state of this update; return None, or why it is not written.
@@ -191,7 +193,7 @@ class Checkpointing(Hook):
         overwrite = is_saved and self.phase.record.finished and not self._is_saved_finished
         if is_saved and not overwrite:
             return None
-        too_late = self._too_late()
+        too_late = self._deadline_problem()
         if too_late:
             return too_late
         with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
@@ -200,14 +202,14 @@ class Checkpointing(Hook):
 
     def _save_now(self, value: float | None, *, overwrite: bool) -> None:
         phase = self.phase
-        self._begin_copy()
-        self._check_place()
+        self._prepare_copy()
+        self._check_directory()
         self.saver.save(
             phase.number,
             self.snapshot,
             value=value,
-            kept=self._kept,
-            is_waited_for=self._is_followed(),
+            kept=self._kept_checkpoints,
+            is_waited_for=self._has_next_update(),
             overwrite=overwrite,
         )
         phase.run_.tally.num_saves += 1
@@ -216,20 +218,20 @@ class Checkpointing(Hook):
 
     def _hold(self, value: float) -> None:
         """Hold this update as the best checkpoint in the memory of rank 0, which writes it later."""
-        self._begin_copy()
+        self._prepare_copy()
         if self.phase.parts.world.is_first:
-            self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept)
+            self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept_checkpoints)
         else:  # a collective: all ranks gather the state
             self.saver.buffer.clear()
             self.snapshot()
         self.phase.progress_mark.now = (UPDATE, self.phase.position.update)
 
-    def _begin_copy(self) -> None:
+    def _prepare_copy(self) -> None:
         self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
         self.phase.hook(BadSamples).flush()  # a run that resumes here does not read these samples again
 
-    def _write_held(self) -> None:
-        """Write the best checkpoint that is held in memory, unless there is only time for the last save."""
+    def _write_held_best(self) -> None:
+        """Write the best checkpoint that is held in memory, unless the time left suffices for the last save only."""
         held = self.saver.held
         if held is None:
             return
@@ -241,11 +243,11 @@ class Checkpointing(Hook):
             self.saver.held = None
             return
         self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
-        self._check_place()
+        self._check_directory()
         with self.phase.watch.during("saving"):
             self.saver.write_held()
 
-    def _is_followed(self) -> bool:
+    def _has_next_update(self) -> bool:
         """Return whether another update follows; the last one is always saved."""
         return not self.phase.is_over and not self.phase.must_stop
 
@@ -254,28 +256,28 @@ class Checkpointing(Hook):
         """Time of the stop request."""
         return self.phase.run_.stop.requested_at or self.phase.hook(RankSync).stop_seen_at
 
-    def _too_late(self) -> str | None:
+    def _deadline_problem(self) -> str | None:
         """Return why a save cannot finish before the kill deadline, None if it can; the same on all ranks."""
         if self.saver.policy.grace_s is None:
             return None
         self.saver.count_written()
-        found: str | None = self.phase.parts.world.broadcast(self.saver.deadline_problem(self._stop_requested_at))
-        return found
+        problem: str | None = self.phase.parts.world.broadcast(self.saver.deadline_problem(self._stop_requested_at))
+        return problem
 
-    def _check_place(self) -> None:
+    def _check_directory(self) -> None:
         """Check that the run directory exists and is locked by this run; raises as `RunDirectory.check_place` does."""
         if self.phase.parts.world.is_first:
             self.phase.run_.directory.check_place(self.phase.run_.observers.screen.warn_once)
 
-    def _kept(self) -> tuple[Path, ...]:
+    def _kept_checkpoints(self) -> tuple[Path, ...]:
         """Return the checkpoints that are kept regardless of age: the best ones, and those of earlier phases."""
         numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.progress.kept]
         return tuple(checkpoints.path_of(self.phase.run_.directory.checkpoints, number) for number in numbers)
 
-    def _being_written(self) -> tuple[int, object] | None:
+    def _writing(self) -> tuple[int, object] | None:
         """Return the update whose checkpoint is being written, and a counter of disk progress."""
-        under_way = self.saver.writer.under_way
-        return (under_way[0] - self.phase.run_.progress.updates_before, under_way) if under_way else None
+        writing = self.saver.writer.under_way
+        return (writing[0] - self.phase.run_.progress.updates_before, writing) if writing else None
 
     def _report_newest(self, reason: str) -> None:
         newest_number, warn = self.newest_number, self.phase.run_.observers.screen.warn
@@ -292,11 +294,11 @@ class Checkpointing(Hook):
         phase, run, parts = self.phase, self.phase.run_, self.phase.parts
         copy = self.saver.buffer.copy
         parts.precision.num_skipped()  # raises if an update was not finite: such weights are never saved
-        of_hooks, tensors_of_hooks = self._state_of_hooks()
-        work, numbers = phase.work.state(copy)
-        phase.hook(Timekeeping).note()
-        random, rest = random_state(parts.world.device)
-        of_ranks = parts.world.gather([{name: tensor.tolist() for name, tensor in random.items()}, rest])
+        hook_states, hook_tensors = self._collect_hook_states()
+        work_tensors, numbers = phase.work.state(copy)
+        phase.hook(Timekeeping).update_record()
+        random, host_random = random_state(parts.world.device)
+        rank_states = parts.world.gather([{name: tensor.tolist() for name, tensor in random.items()}, host_random])
         parts.parallel.check_buffers()
         update, values = phase.position.update, run.plan.values()
         state = {
@@ -305,20 +307,20 @@ class Checkpointing(Hook):
             "epoch": update / phase.order.updates_per_epoch,
             "total": phase.total,
             **numbers,
-            **of_hooks,
+            **hook_states,
             **run.progress.state(),
             "closed": phase.closed,
             "precision": parts.precision.state(),
-            "random": rest,
-            "random_of_ranks": [there for _, there in of_ranks[1:]],
+            "random": host_random,
+            "random_of_ranks": [values for _, values in rank_states[1:]],
             "bests": self.saver.bests,
             "skipped_before": phase.position.skipped_before,
             "values": values,
             "code": run.provenance.code,
             "changes": run.provenance.changes,
-            DIGEST: self._frozen,
+            DIGEST: self._frozen_digest,
         }
-        facts = {
+        manifest = {
             "epoch": update // phase.order.updates_per_epoch,
             "samples": phase.order.samples_before(update),
             "phase": phase.name,
@@ -331,20 +333,20 @@ class Checkpointing(Hook):
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.saved(select_saved_state(parts), copy), **work}
-        tensors |= {name: parts.parallel.saved(there, copy) for name, there in tensors_of_hooks.items()}
+        tensors = {"model": parts.parallel.saved(select_saved_state(parts), copy), **work_tensors}
+        tensors |= {name: parts.parallel.saved(values, copy) for name, values in hook_tensors.items()}
         part = None
         if parts.parallel.saves_parts:
             token = parts.world.broadcast(secrets.token_hex(4))
             part = PartOf(parts.world.rank, parts.world.world_size, token)
             if not parts.world.is_first:
-                return Snapshot(phase.number, tensors, state, facts, part)
-        for rank, (generators, _) in enumerate(of_ranks):
+                return Snapshot(phase.number, tensors, state, manifest, part)
+        for rank, (generators, _) in enumerate(rank_states):
             stem = checkpoints.rank_stem("random", rank) if rank else "random"
             tensors[stem] = {name: torch.tensor(state, dtype=torch.uint8) for name, state in generators.items()}
-        return Snapshot(phase.number, tensors, state, facts, part)
+        return Snapshot(phase.number, tensors, state, manifest, part)
 
-    def _state_of_hooks(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    def _collect_hook_states(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
         """Return the JSON-serializable states of the hooks by name, and their tensors, for separate files."""
         states = {hook.name: hook.state_dict() for hook in self.phase.hooks if hook.name}
         tensors: dict[str, dict[str, Tensor]] = {}
@@ -353,20 +355,20 @@ class Checkpointing(Hook):
                 tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
                 states[name] = {key: value for key, value in state.items() if key not in tensors[name]}
         # A stage of a pipeline may have no tensors while others do; all ranks gather them together.
-        found = self.phase.parts.world.gather([name for name, there in tensors.items() if there])
-        return states, {name: tensors[name] for name in dict.fromkeys(name for names in found for name in names)}
+        gathered = self.phase.parts.world.gather([name for name, there in tensors.items() if there])
+        return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:
         """Raise NumericError if learned values are not finite: the loss does not depend on all of them."""
         model = snapshot.tensors["model"]
-        learned = [
+        weights = [
             (name, model[name]) for name in self.phase.work.trained_names if name in model or snapshot.part is None
         ]
-        held = snapshot.tensors.get("optimizer", {}).items() if learned else ()
+        optimizer = snapshot.tensors.get("optimizer", {}).items() if weights else ()
         where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
-        non_finite.must_be_finite([*learned, *held], where)
-        gathered = [(name, model[name]) for name in self._finite_buffers if name in model]
-        non_finite.must_be_finite(gathered, where, non_finite.GATHERED)
+        non_finite.must_be_finite([*weights, *optimizer], where)
+        buffers = [(name, model[name]) for name in self._finite_buffers if name in model]
+        non_finite.must_be_finite(buffers, where, non_finite.GATHERED)
 
 
 def hook_state(name: str, start: Loaded) -> Any:

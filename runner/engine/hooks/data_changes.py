@@ -19,8 +19,8 @@ from runner.engine.watchdog import DATA
 class DataChanges(Hook):
     """Compares data sets by length and by hashes of samples.
 
-    A data set of another length is refused on all ranks. Changed code and samples may be intended, such as a corrected
-    line: rank 0 warns and records them.
+    A data set of another length is refused on all ranks. Changed code and samples may be intended, such as a bug fix:
+    rank 0 warns about them and records them.
     """
 
     name = "data"
@@ -36,26 +36,26 @@ class DataChanges(Hook):
         self._data = dict(state or {})
 
     def begin(self) -> None:
-        phase, origin, before = self.phase, self.phase.run_.provenance, self._data
-        if not origin.is_compared or (
-            phase.start is not None and phase.is_over
-        ):  # no update is left: the data may no longer exist
+        phase, provenance, old = self.phase, self.phase.run_.provenance, self._data
+        if not provenance.is_compared:
+            return
+        if phase.start is not None and phase.is_over:  # no update is left, and the data may no longer exist
             return
         held_out = phase.hook(Evaluation).held_out
         fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})
         self._data = {}
-        check_lengths(before, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
+        check_lengths(old, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
         content = phase.order.draws.content
-        check_sampler(before.get("train", {}).get("sampler", content), content)
+        check_sampler(old.get("train", {}).get("sampler", content), content)
         if not phase.parts.world.is_first:
             return
         phase.progress_mark.now = (DATA, phase.position.update + 1)
         self._data = fingerprint_data(fetchers, phase.loader)
         self._data["train"]["sampler"] = content
-        edited, origin.edited = origin.edited, []
-        self._note(edited, changed_samples(before, self._data, fetchers, phase.loader))
+        edited, provenance.edited = provenance.edited, []
+        self._report(edited, changed_samples(old, self._data, fetchers, phase.loader))
 
-    def _note(self, edited: list[str], samples: list[str]) -> None:
+    def _report(self, edited: list[str], samples: list[str]) -> None:
         if not edited and not samples:
             return
         phase, run = self.phase, self.phase.run_

@@ -20,14 +20,14 @@ class EarlyStopping(Hook):
         self.settings = phase.planned.early_stopping
         self.best: float | None = None
         self.num_bad = 0
-        self._was_due = False  # as of the start of this process
+        self._was_over = False  # at the start of this process
 
     @property
     def ends_phase(self) -> bool:  # type: ignore[override]
         return self.settings.patience is not None and self.num_bad >= self.settings.patience
 
     def begin(self) -> None:
-        phase, self._was_due = self.phase, self.ends_phase
+        phase, self._was_over = self.phase, self.ends_phase
         screen, evaluation = phase.run_.observers.screen, phase.hook(Evaluation)
         if self.ends_phase and phase.position.update < phase.total:
             screen.info(f"{phase.name} is finished: it stopped early at update {phase.position.update}")
@@ -36,11 +36,11 @@ class EarlyStopping(Hook):
                 f"early_stopping has no effect in {phase.name}: there are no evaluations before the end of the phase"
             )
 
-    def after_evaluation(self, found: EvaluationResult) -> None:
+    def after_evaluation(self, result: EvaluationResult) -> None:
         name = self.settings.metric
-        if self.settings.patience is not None and name not in found.metrics:
-            warn_unknown_metric(self.phase, "early_stopping.metric", name, found.metrics)
-        value = found.known().get(name)
+        if self.settings.patience is not None and name not in result.metrics:
+            warn_unknown_metric(self.phase, "early_stopping.metric", name, result.metrics)
+        value = result.known().get(name)
         if value is None:
             return
         sign = 1.0 if self.settings.best_is == "min" else -1.0
@@ -56,7 +56,7 @@ class EarlyStopping(Hook):
         self.best, self.num_bad = state["best"], int(state["num_bad"])
 
     def end(self) -> None:
-        if self.ends_phase and not self._was_due:
+        if self.ends_phase and not self._was_over:
             best = "none" if self.best is None else f"{self.best:.4g}"
             self.phase.run_.observers.screen.info(
                 f"{self.phase.name} stops early at update {self.phase.position.update}: {self.settings.patience}"

@@ -22,18 +22,18 @@ from runner.engine.watchdog import EVALUATION, SUMMARY, UPDATE
 class Evaluation(Hook):
     """Evaluates the task's metrics; the other hooks receive them in `after_evaluation`.
 
-    held_out  reader of the validation data; None for a task without validation data
-    samples   indices of the samples that are evaluated
-    at        update of the last evaluation; -1: none yet
+    held_out      reader of the validation data; None for a task without validation data
+    samples       indices of the samples that are evaluated
+    evaluated_at  update of the last evaluation; -1: none yet
     """
 
     name = "evaluated_at"
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self.held_out, self.samples = self._held_out()
-        self.at = -1
-        self._num_batches = 0  # number of evaluations by this process
+        self.held_out, self.samples = self._open_held_out()
+        self.evaluated_at = -1
+        self._num_batches = 0  # of all evaluations of this process
 
     @cached_property
     def every(self) -> int:
@@ -45,7 +45,7 @@ class Evaluation(Hook):
     @property
     def is_done(self) -> bool:
         """True if the evaluation of this update is complete, or not required."""
-        return self.held_out is None or self.at == self.phase.position.update
+        return self.held_out is None or self.evaluated_at == self.phase.position.update
 
     def begin(self) -> None:
         if self._is_due():  # the run was stopped during this evaluation
@@ -61,12 +61,12 @@ class Evaluation(Hook):
             self._evaluate()
 
     def state_dict(self) -> int:
-        return self.at
+        return self.evaluated_at
 
     def load_state_dict(self, state: Any) -> None:
-        self.at = int(state)
+        self.evaluated_at = int(state)
 
-    def _held_out(self) -> tuple[Loader | None, Indices]:
+    def _open_held_out(self) -> tuple[Loader | None, Indices]:
         run = self.phase.run_
         if run.observers.profiler.only:
             return None, spread_evenly(0, None)
@@ -80,14 +80,14 @@ class Evaluation(Hook):
         """Return whether to evaluate after this update; `end` evaluates the last one."""
         update = self.phase.position.update
         is_on_time = self.every > 0 and update > 0 and update % self.every == 0
-        return is_on_time and update < self.phase.total and self.at != update
+        return is_on_time and update < self.phase.total and self.evaluated_at != update
 
     def _evaluate(self) -> None:
         if self.held_out is not None and not self.is_done:
             with self.phase.watch.during("evaluation"), self.phase.run_.observers.profiler.aside():
-                self._evaluate_on(self.held_out)
+                self._run_evaluation(self.held_out)
 
-    def _evaluate_on(self, held_out: Loader) -> None:
+    def _run_evaluation(self, held_out: Loader) -> None:
         phase, run, parts = self.phase, self.phase.run_, self.phase.parts
         update, oom = phase.position.update, phase.hook(OutOfMemory)
         phase.progress_mark.now = (EVALUATION, update)
@@ -102,30 +102,30 @@ class Evaluation(Hook):
                 self.samples,
                 oom.sizes,
                 stopped=self._must_stop,
-                all_measured=self._all_is_measured,
+                all_measured=self._mark_summary,
             )
-        oom.after_batches()
+        oom.report_evaluation_reductions()
         phase.progress_mark.completed_kinds.add(SUMMARY)
         phase.progress_mark.now = (UPDATE, update)
         if measured is None:  # stopped: the resumed run repeats this evaluation
             phase.stop()
             return
-        self.at = update
-        found = EvaluationResult(
+        self.evaluated_at = update
+        result = EvaluationResult(
             {f"val/{name}": value for name, value in measured.metrics.items()},
             tuple(f"val/{name}" for name in measured.empty),
         )
-        run.progress.metrics = found.metrics
+        run.progress.metrics = result.metrics
         run.tally.num_evaluations += 1
-        phase.hook(Metrics).write({"update": update, "phase": phase.name, **found.metrics})
-        phase.record.metrics |= found.metrics
-        run.observers.screen.show_metrics(update, found.metrics, found.empty)
-        bad = [name for name, value in found.known().items() if not math.isfinite(value)]
-        if bad:
-            run.observers.screen.warn(f"not finite at update {update}: {', '.join(bad)}")
-        phase.work.observe(found.known())
+        phase.hook(Metrics).write({"update": update, "phase": phase.name, **result.metrics})
+        phase.record.metrics |= result.metrics
+        run.observers.screen.show_metrics(update, result.metrics, result.empty)
+        non_finite = [name for name, value in result.known().items() if not math.isfinite(value)]
+        if non_finite:
+            run.observers.screen.warn(f"not finite at update {update}: {', '.join(non_finite)}")
+        phase.work.observe(result.known())
         for hook in phase.hooks:
-            hook.after_evaluation(found)
+            hook.after_evaluation(result)
 
     def _must_stop(self) -> bool:
         """Return whether a stop was requested; called before each batch, so that each batch has its own timeout."""
@@ -135,13 +135,12 @@ class Evaluation(Hook):
         self.phase.progress_mark.now = (EVALUATION, self.phase.position.update)
         return self.phase.run_.stop.requested is not None
 
-    def _all_is_measured(self) -> None:
+    def _mark_summary(self) -> None:
         self.phase.progress_mark.now = (SUMMARY, self.phase.position.update)
 
 
 def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Mapping[str, float]) -> None:
     """Warn if a setting names a metric that the evaluation does not have."""
-    near = did_you_mean(name, metrics)
-    phase.run_.observers.screen.warn(
-        f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}" + (f"; {near}" if near else "")
-    )
+    text = f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}"
+    suggestion = did_you_mean(name, metrics)
+    phase.run_.observers.screen.warn(f"{text}; {suggestion}" if suggestion else text)

@@ -1,4 +1,4 @@
-"""Check loss and metrics before the first update, and start components that must not delay it afterwards."""
+"""Check loss and metrics before the first update, and start components after it that must not delay it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
 
-MAX_METRIC_SAMPLES = 32  # number of samples for comparing metrics: an evaluation may be slow
+MAX_METRIC_SAMPLES = 32  # an evaluation may be slow
 
 
 class FirstUpdate(Hook):
-    """Checks around the first update of a phase, or of the process."""
+    """Runs checks and start-up work around the first update of a phase or of the process."""
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._is_first = True
-        self._since = 0.0
+        self._start = 0.0
 
     def begin(self) -> None:
         self._check_loss()
         self._check_metrics()
-        self._since = time.perf_counter()
+        self._start = time.perf_counter()
 
     def _check_loss(self) -> None:
         """Raise TaskFault if the loss is not a sum.
@@ -46,17 +46,17 @@ class FirstUpdate(Hook):
         if not isinstance(phase.work, GradientPhase) or not phase.work.is_additive:
             return
         if is_sharded and phase.hook(Evaluation).held_out is None:
-            why = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
+            reason = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
             read = Reader(phase.loader, parts.prefetch)
             reasons = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
             ]
-            why = next(filter(None, reasons), "")
+            reason = next(filter(None, reasons), "")
             phase.watch.lap("starting")
-        if why:
+        if reason:
             phase.run_.observers.screen.info(
-                f"{phase.name}: loss was not checked to be a sum: {why}. It must return the sum over the items of a"
+                f"{phase.name}: loss was not checked to be a sum: {reason}. It must return the sum over the items of a"
                 ' batch, such as with reduction="sum", and their number'
             )
 
@@ -69,35 +69,35 @@ class FirstUpdate(Hook):
             return
         if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:
             return
-        for why, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
+        for reason, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
             phase.run_.observers.screen.info(
-                f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {why}"
+                f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {reason}"
             )
         phase.watch.lap("starting")
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_first:
             self._is_first = False
-            self._warn_of_missed()
+            self._warn_missing_gradients()
         if self.phase.run_.observers.screen.first_update_is_due:
-            self._after_the_first_of_the_process(step)
+            self._finish_startup(step)
 
-    def _warn_of_missed(self) -> None:
+    def _warn_missing_gradients(self) -> None:
         parts = self.phase.parts
-        of_ranks = parts.world.gather(self.phase.work.names_without_gradient())
-        missed = of_ranks[0]
+        missed_by_rank = parts.world.gather(self.phase.work.names_without_gradient())
+        missed = missed_by_rank[0]
         if parts.parallel.splits_batch:  # samples of other ranks may reach these parameters
-            missed = [name for name in missed if all(name in there for there in of_ranks)]
+            missed = [name for name in missed if all(name in names for names in missed_by_rank)]
         if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples
             self.phase.run_.observers.screen.warn(
                 f"no gradient reached {abbreviate(missed)} in the first update of {self.phase.name}"
             )
 
-    def _after_the_first_of_the_process(self, step: StepInfo) -> None:
+    def _finish_startup(self, step: StepInfo) -> None:
         phase, run = self.phase, self.phase.run_
-        phase.hook(Timekeeping).first = phase.watch.bookmark()
-        spent = time.perf_counter() - self._since
-        run.observers.screen.show_first_update(step.update, spent, run.parts.attention, phase.work.attention)
+        phase.hook(Timekeeping).until_first_update = phase.watch.bookmark()
+        seconds = time.perf_counter() - self._start
+        run.observers.screen.show_first_update(step.update, seconds, run.parts.attention, phase.work.attention)
         compiled = run.plan.choices["compile"]
         if compiled.function != "off" and nothing_was_compiled():
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"

@@ -1,4 +1,4 @@
-"""Track state that forward passes change besides weights and buffers: frozen parameters, non-persistent buffers."""
+"""Track frozen parameters and non-persistent buffers, which checkpoints lack, for changes by forward passes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 
 FROZEN = "frozen"
-_BUFFER = "buffer."  # prefix of tensor names in a checkpoint, so that no buffer has the name of another entry
+_BUFFER_PREFIX = "buffer."  # prefix of tensor names in a checkpoint, so that no buffer has the name of another entry
 
 
-class _Seen(NamedTuple):
-    """A tensor of a module, and its version: torch counts in-place changes."""
+class _TrackedTensor(NamedTuple):
+    """A tensor of a module and its version, which torch increments for in-place changes."""
 
     module: nn.Module
     key: str
@@ -39,7 +39,7 @@ class _Seen(NamedTuple):
 
 
 class ForwardState(Hook):
-    """Detects after the first update what forward passes change, and again at each evaluation and checkpoint.
+    """Detects what forward passes change: after the first update, and at each evaluation and checkpoint.
 
     A frozen parameter that a forward pass changes in place becomes a buffer of its module: it is then synchronized
     over ranks and restored after evaluations. Non-persistent buffers that training changes are saved; a cache whose
@@ -52,46 +52,48 @@ class ForwardState(Hook):
         super().__init__(phase)
         self._names = phase.run_.forward_state
         self._is_first = True
-        self._copies: dict[str, Tensor] = {}  # copies of non-persistent buffers, during the first update
-        # Before the phase freezes the parameters that it does not train: other phases train them.
-        self._frozen = {name: seen for name, seen in _parameters(phase.parts.bare) if not seen.tensor.requires_grad}
-        self._buffers: dict[str, _Seen] = {}
+        self._buffer_copies: dict[str, Tensor] = {}  # copies of non-persistent buffers, during the first update
+        # Read requires_grad before the phase freezes the parameters that it does not train: other phases train them.
+        self._frozen = {
+            name: seen for name, seen in _track_parameters(phase.parts.bare) if not seen.tensor.requires_grad
+        }
+        self._buffers: dict[str, _TrackedTensor] = {}
 
     def begin(self) -> None:
-        self._look()
-        self._copies = {name: seen.tensor.detach().to("cpu", copy=True) for name, seen in self._buffers.items()}
+        self._record_versions()
+        self._buffer_copies = {name: seen.tensor.detach().to("cpu", copy=True) for name, seen in self._buffers.items()}
 
     def after_update(self, step: StepInfo) -> None:
         if not self._is_first:
             return
         self._is_first = False
-        # torch does not count a write through .data, so the bits are compared.
-        hidden = [name for name, before in self._copies.items() if not self._is_same(name, before)]
-        self._names.buffers.update(hidden)
-        self._copies = {}
-        if self._adopt_changed():
-            with self.phase.parts.parallel.update_of_buffers():  # this update changed them on every rank
+        # Writes through .data do not increment versions, so the bits are compared.
+        uncounted = [name for name, before in self._buffer_copies.items() if not self._has_same_bits(name, before)]
+        self._names.buffers.update(uncounted)
+        self._buffer_copies = {}
+        if self._convert_changed():
+            with self.phase.parts.parallel.update_of_buffers():  # each rank has changed them
                 pass
-        self._note()
+        self._record_changes()
 
     @contextmanager
     def during_evaluation(self) -> Iterator[None]:
-        self._note()
+        self._record_changes()
         yield
-        changed = self._changed()
+        changed = self._find_changed_frozen()
         if changed:
             raise TaskFault(
                 f"an evaluation changes frozen parameters, which training does not: {abbreviate(changed)}",
                 where=str(self.phase.parts.source),
-                fix=_as_buffer(self._frozen[changed[0]].key),
+                fix=_buffer_fix(self._frozen[changed[0]].key),
             )
-        self._look()  # buffers were changed and restored, which also increments versions
+        self._record_versions()  # changing and restoring buffers increments their versions
 
     def state_dict(self) -> dict[str, Any]:
-        self._note()
+        self._record_changes()
         tensors = {
-            _BUFFER + name: buffer
-            for name, buffer in _non_persistent(self.phase.parts.bare)
+            _BUFFER_PREFIX + name: buffer
+            for name, _, _, buffer in _non_persistent_buffers(self.phase.parts.bare)
             if name in self._names.buffers
         }
         return {FROZEN: sorted(self._names.frozen), **tensors}
@@ -99,8 +101,8 @@ class ForwardState(Hook):
     def load_state_dict(self, state: Any) -> None:
         if state is None:
             return
-        self._adopt(state[FROZEN])
-        self._names.buffers |= {name.removeprefix(_BUFFER) for name in state if name.startswith(_BUFFER)}
+        self._convert_to_buffers(state[FROZEN])
+        self._names.buffers |= {name.removeprefix(_BUFFER_PREFIX) for name in state if name.startswith(_BUFFER_PREFIX)}
         for name in _load(self.phase.parts.bare, state):
             self.phase.run_.observers.screen.warn(
                 f"buffer {name} of the checkpoint has another shape, and is not restored"
@@ -113,50 +115,51 @@ class ForwardState(Hook):
 
     # ------------------------------------------------------------ detecting changes
 
-    def _look(self) -> None:
-        self._frozen = {name: _seen(*seen[:3]) for name, seen in self._frozen.items()}
+    def _record_versions(self) -> None:
+        self._frozen = {name: _track(*seen[:3]) for name, seen in self._frozen.items()}
         self._buffers = {
-            name: _seen(module, key, buffer) for name, module, key, buffer in _places(self.phase.parts.bare)
+            name: _track(module, key, buffer)
+            for name, module, key, buffer in _non_persistent_buffers(self.phase.parts.bare)
         }
 
-    def _is_same(self, name: str, before: Tensor) -> bool:
+    def _has_same_bits(self, name: str, before: Tensor) -> bool:
         seen = self._buffers[name]
         now = seen.module._buffers.get(seen.key)
         return now is None or now.shape != before.shape or bitwise_equal(now, before)
 
-    def _changed(self) -> list[str]:
+    def _find_changed_frozen(self) -> list[str]:
         """Return the frozen parameters that changed since the last check, on any rank."""
-        mine = [name for name, seen in self._frozen.items() if seen.is_changed]
-        return sorted({name for there in self.phase.parts.world.gather(mine) for name in there})
+        changed = [name for name, seen in self._frozen.items() if seen.is_changed]
+        return sorted({name for names in self.phase.parts.world.gather(changed) for name in names})
 
-    def _note(self) -> None:
+    def _record_changes(self) -> None:
         """Record what has changed since the last check."""
         for name, seen in self._buffers.items():
             now = seen.module._buffers.get(seen.key)
             if seen.is_changed and now is not None and now.shape == seen.tensor.shape:
                 self._names.buffers.add(name)
-        changed = self._adopt_changed()
+        changed = self._convert_changed()
         if changed and not self.phase.has_one_rank:  # ranks did not synchronize them in earlier updates
-            self._must_be_equal(changed)
-        self._look()
+            self._check_equal(changed)
+        self._record_versions()
 
-    def _adopt_changed(self) -> list[str]:
-        changed = self._changed()
+    def _convert_changed(self) -> list[str]:
+        changed = self._find_changed_frozen()
         replaced = [name for name in changed if name in self._frozen and self._is_replaced(self._frozen[name])]
         if replaced:
             raise TaskFault(
                 f"a forward pass replaces frozen parameters: {abbreviate(replaced)}",
                 where=str(self.phase.parts.source),
-                fix=_as_buffer(self._frozen[replaced[0]].key),
+                fix=_buffer_fix(self._frozen[replaced[0]].key),
             )
-        self._adopt(changed)
+        self._convert_to_buffers(changed)
         return changed
 
     @staticmethod
-    def _is_replaced(seen: _Seen) -> bool:
+    def _is_replaced(seen: _TrackedTensor) -> bool:
         return getattr(seen.module, seen.key, None) is not seen.tensor
 
-    def _adopt(self, names: Collection[str]) -> None:
+    def _convert_to_buffers(self, names: Collection[str]) -> None:
         """Convert these parameters to buffers, so that evaluations and ranks treat them as such."""
         for name in names:
             seen = self._frozen.pop(name, None)
@@ -166,43 +169,43 @@ class ForwardState(Hook):
                         module._buffers[key] = module._parameters.pop(key)
         self._names.frozen.update(names)
 
-    def _must_be_equal(self, names: Collection[str]) -> None:
+    def _check_equal(self, names: Collection[str]) -> None:
         tensors = {name: tensor for name, tensor in self.phase.parts.bare.named_buffers() if name in names}
-        bits = {
+        digests = {
             name: hashlib.sha256(view_bytes(tensor).cpu().numpy().data).hexdigest()
             for name, tensor in tensors.items()
             if is_dense(tensor)
         }
-        found: dict[str, set[str]] = {}
-        for of_rank in self.phase.parts.world.gather(bits):
-            for name, digest in of_rank.items():
-                found.setdefault(name, set()).add(digest)
-        different = [name for name, digests in found.items() if len(digests) > 1]
+        digests_by_name: dict[str, set[str]] = {}
+        for rank_digests in self.phase.parts.world.gather(digests):
+            for name, digest in rank_digests.items():
+                digests_by_name.setdefault(name, set()).add(digest)
+        different = [name for name, found in digests_by_name.items() if len(found) > 1]
         if different:
             raise TaskFault(
                 f"frozen parameters differ between ranks; forward passes changed them: {abbreviate(different)}",
                 where=str(self.phase.parts.source),
-                fix=_as_buffer(different[0].rpartition(".")[2]),
+                fix=_buffer_fix(different[0].rpartition(".")[2]),
             )
 
 
-def _as_buffer(key: str) -> str:
+def _buffer_fix(key: str) -> str:
     return f'register it as a buffer and change it in place: self.register_buffer("{key}", ...)'
 
 
-def _seen(module: nn.Module, key: str, tensor: Tensor) -> _Seen:
-    return _Seen(module, key, tensor, tensor._version)
+def _track(module: nn.Module, key: str, tensor: Tensor) -> _TrackedTensor:
+    return _TrackedTensor(module, key, tensor, tensor._version)
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, _Seen]]:
+def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
     """Yield the plain parameters by name; a strategy may have sharded others or moved them to another rank."""
     for name, weight in model.named_parameters():
         prefix, _, key = name.rpartition(".")
         if type(weight) is nn.Parameter and is_dense(weight) and not weight.is_inference():
-            yield name, _seen(model.get_submodule(prefix), key, weight)
+            yield name, _track(model.get_submodule(prefix), key, weight)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield name, module, key and tensor of the non-persistent buffers."""
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
@@ -211,20 +214,18 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
                 yield f"{prefix}.{key}" if prefix else key, module, key, buffer
 
 
-def _non_persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, buffer) for name, _, _, buffer in _places(model))
-
-
 def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
-    """Load the saved buffers into the model; return the names that the model lacks."""
-    left = {name.removeprefix(_BUFFER): value for name, value in saved.items() if name.startswith(_BUFFER)}
+    """Load the saved buffers into the model; return the names of those whose shape differs."""
+    remaining = {
+        name.removeprefix(_BUFFER_PREFIX): value for name, value in saved.items() if name.startswith(_BUFFER_PREFIX)
+    }
     with torch.no_grad():
-        for name, module, key, buffer in [*_places(model)]:
-            if name in left and left[name].shape == buffer.shape:
-                value = left.pop(name).to(buffer.device, buffer.dtype, copy=True)
+        for name, module, key, buffer in [*_non_persistent_buffers(model)]:
+            if name in remaining and remaining[name].shape == buffer.shape:
+                value = remaining.pop(name).to(buffer.device, buffer.dtype, copy=True)
                 if is_writable(buffer):
                     buffer.copy_(value)
                 else:
                     module._buffers[key] = value
-    here = {name for name, *_ in _places(model)}
-    return [name for name in left if name in here]
+    existing = {name for name, *_ in _non_persistent_buffers(model)}
+    return [name for name in remaining if name in existing]

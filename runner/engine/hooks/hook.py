@@ -58,7 +58,7 @@ class PhaseView:
         work: gradients or statistics. Hooks are constructed before it, so `__init__` of a hook must not read it.
         feed: micro-batches as they are read; `batches`: the iterator of the updates, which a hook may wrap in `begin`.
         record: the record of the phase in run.json.
-        closed: the result of the phase is stored in the model.
+        closed: the result of the phase has been stored in the model.
         must_stop: the phase ends after the current update, on all ranks.
         update_s: seconds of the last update; None for the first one of the process.
     """
@@ -96,8 +96,9 @@ class PhaseView:
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Write numbers to metrics.jsonl and the tracker, with the number of the update.
 
-        A tensor with one element is read, which waits for the device. Of several ranks, the first one writes.
-        Raises TypeError for what is no number, ValueError for the names update and phase.
+        Reading a tensor waits for the device. Only rank 0 writes.
+        Raises TypeError for a value that is not a number or a tensor with one element, ValueError for the names
+        update and phase.
         """
         row = {name: number_of(name, value) for name, value in values.items()}
         self.run_.observers.write({"update": self.position.update, "phase": self.name, **row})
@@ -110,24 +111,24 @@ class PhaseView:
         self._log_media(name, lambda: images_of(images))
 
     def log_text(self, name: str, text: str) -> None:
-        """Send a text to the tracker."""
+        """Send text to the tracker."""
         self._log_media(name, lambda: {"kind": "text", "text": text})
 
     def log_histogram(self, name: str, values: Tensor, *, bins: int = 64) -> None:
         """Send a histogram of the finite elements to the tracker. Waits for the device."""
         self._log_media(name, lambda: histogram_of(values, bins))
 
-    def _log_media(self, name: str, encoded: Callable[[], Mapping[str, Any]]) -> None:
+    def _log_media(self, name: str, encode: Callable[[], Mapping[str, Any]]) -> None:
         if self.parts.world.is_first:
-            row = {"update": self.position.update, "phase": self.name, name: encoded()}
+            row = {"update": self.position.update, "phase": self.name, name: encode()}
             self.run_.observers.tracker.log(row)
 
-    def hook(self, kind: type[AnyHook]) -> AnyHook:
+    def hook(self, hook_class: type[AnyHook]) -> AnyHook:
         """Return the hook of this class."""
-        return self._by_kind[kind]  # type: ignore[return-value]
+        return self._hooks_by_class[hook_class]  # type: ignore[return-value]
 
     @cached_property
-    def _by_kind(self) -> dict[type[Hook], Hook]:
+    def _hooks_by_class(self) -> dict[type[Hook], Hook]:
         return {type(hook): hook for hook in self.hooks}
 
     def hooks_with(self, name: str) -> list[Hook]:
@@ -135,7 +136,7 @@ class PhaseView:
         return [hook for hook in self.hooks if getattr(type(hook), name) is not getattr(Hook, name)]
 
     @cached_property
-    def _may_end(self) -> list[Hook]:
+    def _ending_hooks(self) -> list[Hook]:
         return self.hooks_with("ends_phase")
 
     @property
@@ -151,7 +152,7 @@ class PhaseView:
     @property
     def is_over(self) -> bool:
         """Whether no update is left: all are complete, or a hook ends the phase early."""
-        return self.position.update >= self.total or any(hook.ends_phase for hook in self._may_end)
+        return self.position.update >= self.total or any(hook.ends_phase for hook in self._ending_hooks)
 
     @property
     def number(self) -> int:
@@ -167,7 +168,7 @@ class PhaseView:
         raise NotImplementedError
 
     def restart_update(self, smaller: tuple[tuple[int, int], ...]) -> None:
-        """Restart the current update with the same samples; `smaller` gives the micro-batch sizes, see `Order`."""
+        """Restart the current update with the same samples; `smaller` limits the micro-batches, see `Order.smaller`."""
         raise NotImplementedError
 
     def finish_work(self) -> None:

@@ -18,13 +18,13 @@ from runner.engine.meter import added
 
 
 class LoadBalance(Hook):
-    """Compares the times of all ranks, and adds them to the rows of metrics."""
+    """Compares the times of all ranks and writes them to the metrics."""
 
     name = "shares"
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._slow = StragglerDetector()
+        self._straggler_detector = StragglerDetector()
         self._num_compared = 0  # number of updates whose times all ranks have reported
         self._seconds: list[tuple[Mapping[str, float], ...]] = []  # seconds by part and rank, since the last row
         self._idle: Mapping[str, float] = {}
@@ -34,28 +34,29 @@ class LoadBalance(Hook):
         if status is None or not all(status.seconds):
             return
         phase, screen = self.phase, self.phase.run_.observers.screen
-        seconds = tuple(there for there in status.seconds if there)
+        seconds = tuple(rank_seconds for rank_seconds in status.seconds if rank_seconds)
         self._num_compared += 1
-        if self._num_compared > 1 or phase.hook(Timekeeping).first is None:  # the first update counts as start-up
+        is_startup = self._num_compared == 1 and phase.hook(Timekeeping).until_first_update is not None
+        if not is_startup:
             self._seconds.append(seconds)
         if step.update % phase.run_.plan.settings.log_every == 0:
             self._idle = phase.parts.parallel.idle()
         if not phase.order.shares:  # stages of a pipeline have different work
             return
-        found = self._slow.observe(seconds, status.samples)
-        if found:
-            screen.warn(str(found))
-            screen.record_event("slow rank", update=step.update, **asdict(found))
+        straggler = self._straggler_detector.observe(seconds, status.samples)
+        if straggler:
+            screen.warn(str(straggler))
+            screen.record_event("slow rank", update=step.update, **asdict(straggler))
         change = phase.shares.observe(step.update, seconds, status.samples)
         if change.decision:
-            self._follow(step.update, change.decision)
+            self._apply(step.update, change.decision)
         if change.reread:
             phase.reread()
 
     def readings(self) -> dict[str, Any]:
-        found = {**_mean_ms(self._seconds), **self._idle}
-        self._add_up()
-        return found
+        columns = {**_mean_ms(self._seconds), **self._idle}
+        self._add_to_tally()
+        return columns
 
     def state_dict(self) -> dict[str, Any]:
         return self.phase.shares.state()
@@ -64,9 +65,9 @@ class LoadBalance(Hook):
         self.phase.shares.load(state or {}, self.phase.position.update)
 
     def close(self, error: BaseException | None) -> None:
-        self._add_up()
+        self._add_to_tally()
 
-    def _follow(self, update: int, decision: Decision) -> None:
+    def _apply(self, update: int, decision: Decision) -> None:
         phase, screen = self.phase, self.phase.run_.observers.screen
         screen.info(decision.reason)
         row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
@@ -77,7 +78,7 @@ class LoadBalance(Hook):
             phase.run_.dropped = decision.drop
             phase.stop()
 
-    def _add_up(self) -> None:
+    def _add_to_tally(self) -> None:
         ranks_s = self.phase.run_.tally.ranks_s
         for seconds in self._seconds:
             ranks_s[:] = [added(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
@@ -92,5 +93,5 @@ def _mean_ms(updates: list[tuple[Mapping[str, float], ...]]) -> dict[str, float]
         f"rank{rank}/{part}_ms": 1e3 * sum(update[rank][part] for update in updates) / len(updates)
         for rank in range(len(updates[0]))
         for part in PARTS
-        if any(there.get(part) for update in updates for there in update)
+        if any(seconds.get(part) for update in updates for seconds in update)
     }

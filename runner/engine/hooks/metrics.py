@@ -40,9 +40,9 @@ class Metrics(Hook):
 
     def readings(self) -> dict[str, Any]:
         parts = self.phase.parts
-        found = {**parts.precision.values(), **self.phase.run_.observers.monitor.row()}
+        columns = {**parts.precision.values(), **self.phase.run_.observers.monitor.row()}
         statistics = get_accelerator(parts.world.device).memory_stats()
-        return found | (allocator_metrics(statistics) if statistics else {})
+        return columns | (allocator_metrics(statistics) if statistics else {})
 
     def state_dict(self) -> dict[str, Any]:
         return self.meter.state()

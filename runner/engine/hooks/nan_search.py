@@ -1,4 +1,4 @@
-"""Find the module in which the numbers of an update became non-finite."""
+"""Find the module in which the values of an update became non-finite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NanSearch(Hook):
             return None
         phase = self.phase
         assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
-        phase.loader.close()  # its thread must not read concurrently
+        phase.loader.close()  # its worker threads must not read concurrently
         number = phase.position.update + (0 if error.late else 1)
         phase.progress_mark.now = (SEARCH, number)  # all samples are read again by this process
         micros = list(phase.order.micros(number - 1, phase.shares.of(number - 1)))

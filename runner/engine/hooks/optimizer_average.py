@@ -1,4 +1,4 @@
-"""Evaluate and save the average that an optimizer itself keeps, as schedule-free optimizers do."""
+"""Evaluate and save the weight average of optimizers that keep one, such as schedule-free optimizers."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from runner.engine.phase_kinds import GradientPhase
 
 
 class OptimizerAverage(Hook):
-    """Uses the weights of the optimizer's eval mode in evaluations and inference, if it has one: `eval` and `train`.
+    """Uses the averaged weights in evaluations and inference if the optimizer has `eval` and `train` methods.
 
-    Training continues with the bits that it had: switching to eval mode and back would round.
+    The training weights are restored from copies: switching to eval mode and back would round them.
     """
 
     name = "optimizer_average"
 
     def begin(self) -> None:
         averaging = self.phase.run_.plan.choices[Averaging.name]
-        if self._optimizers() and averaging.function != "none":
-            what = "the optimizer keeps an average already, which evaluations use"
+        if self._averaging_optimizers() and averaging.function != "none":
+            what = "the optimizer already keeps an average, which evaluations use"
             raise ConfigError(Problem(what, f"averaging={averaging.name}", "use averaging=none"))
 
     @contextmanager
     def during_evaluation(self) -> Iterator[None]:
-        with self._averaged():
+        with self._average_loaded():
             yield
 
     def state_dict(self) -> dict[str, Tensor]:
-        if not self._optimizers():
+        if not self._averaging_optimizers():
             return {}
-        with self._averaged():
+        with self._average_loaded():
             return {name: weight.detach().clone() for name, weight in self.phase.work.owned.items()}
 
     @staticmethod
@@ -48,16 +48,16 @@ class OptimizerAverage(Hook):
             averaged = expand_shared_names(parts.bare, checkpoint.tensors(OptimizerAverage.name))
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
 
-    def _optimizers(self) -> list[Any]:
+    def _averaging_optimizers(self) -> list[Any]:
         work = self.phase.work
-        found = work.inputs.optimizers if isinstance(work, GradientPhase) else []
-        return [optimizer for optimizer in found if hasattr(optimizer, "eval") and hasattr(optimizer, "train")]
+        optimizers = work.inputs.optimizers if isinstance(work, GradientPhase) else []
+        return [optimizer for optimizer in optimizers if hasattr(optimizer, "eval") and hasattr(optimizer, "train")]
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        optimizers = self._optimizers()
-        weights = [weight for each in optimizers for group in each.param_groups for weight in group["params"]]
-        kept = [weight.detach().clone() for weight in weights]
+    def _average_loaded(self) -> Iterator[None]:
+        optimizers = self._averaging_optimizers()
+        weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+        training_weights = [weight.detach().clone() for weight in weights]
         for optimizer in optimizers:
             optimizer.eval()
         try:
@@ -66,5 +66,5 @@ class OptimizerAverage(Hook):
             for optimizer in optimizers:
                 optimizer.train()
             with torch.no_grad():
-                for weight, before in zip(weights, kept, strict=True):
+                for weight, before in zip(weights, training_weights, strict=True):
                     weight.copy_(before)

@@ -1,4 +1,4 @@
-"""Draw the progress of a phase, and print warnings of the monitor."""
+"""Display the progress of a phase and the warnings of the monitor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.loop import StepInfo
 
-FIRST_LOOK_S = 0.5  # the monitor opens NVML in parallel: a short first update does not wait for it
+FIRST_SAMPLE_S = 0.5  # NVML is opened in parallel with the first update, which does not wait for it
 
 
 class ShowProgress(Hook):
@@ -19,20 +19,20 @@ class ShowProgress(Hook):
         phase, observers = self.phase, self.phase.run_.observers
         observers.screen.begin(phase.name, phase.position.update, phase.total, phase.order)
         observers.monitor.enter_phase(phase.name)
-        observers.monitor.start(after_s=FIRST_LOOK_S)
+        observers.monitor.start(after_s=FIRST_SAMPLE_S)
 
     def after_update(self, step: StepInfo) -> None:
         observers = self.phase.run_.observers
         if observers.screen.is_due(step.update):
             with self.phase.watch.during("drawing"):
-                observers.screen.draw(step.update, self._values(step), observers.monitor.line())
+                observers.screen.draw(step.update, self._displayed_values(step), observers.monitor.line())
         observers.screen.show_alerts(observers.monitor.news())
 
     def close(self, error: BaseException | None) -> None:
         if error is None:
             self.phase.run_.observers.screen.end()
 
-    def _values(self, step: StepInfo) -> dict[str, float]:
+    def _displayed_values(self, step: StepInfo) -> dict[str, float]:
         """Return the displayed values; waits for the device."""
         meter = self.phase.hook(Metrics).meter
         values: dict[str, float] = {}
@@ -43,7 +43,7 @@ class ShowProgress(Hook):
         if step.grad_norm is not None:
             values["grad_norm"] = float(step.grad_norm)
         if (pace := meter.timed.pace) is not None:
-            values["it_per_s"] = pace  # covers the same time as the displayed items per second
+            values["it_per_s"] = pace  # over the same interval as items_per_s
         values["items_per_s"] = meter.timed.throughput or math.nan
         data_wait = meter.data_wait()
         values["data_wait"] = math.nan if data_wait is None else data_wait

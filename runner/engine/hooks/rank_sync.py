@@ -22,7 +22,7 @@ class StepStatus:
 
     wants    merged requests of all ranks
     num_bad  number of skipped samples
-    seconds  part -> seconds, for each rank, of its last known update; None if it knows none yet
+    seconds  part -> seconds, for each rank, of the last update that it has timed; None before the first one
     samples  samples that each rank had in that update
     """
 
@@ -35,47 +35,47 @@ class StepStatus:
 class Exchange:
     """All-reduces one small vector after each update and reads the previous one, so that no rank waits.
 
-    The vector travels with the gradients of the next update where the strategy can carry it, else in its own message.
+    The strategy sends the vector together with the gradients of the next update if it can, else separately.
     """
 
     def __init__(self, world: World, parallel: Parallel) -> None:
         self.world, self.parallel = world, parallel
-        self._sent: tuple[torch.Tensor, Any] | None = None
+        self._pending: tuple[torch.Tensor, Any] | None = None
 
     def __call__(
         self, wants: Wants, *, num_bad: int, seconds: Mapping[str, float] | None, samples: int
     ) -> StepStatus | None:
-        """Send the status of this rank after an update; return the merged status of the previous one, None at first."""
-        mine = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
-        others = [0.0] * _WIDTH
-        rows = [mine if rank == self.world.rank else others for rank in range(self.world.world_size)]
+        """Send the status of this rank; return that of all ranks after the previous update, None if there was none."""
+        row = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
+        zeros = [0.0] * _ROW_WIDTH
+        rows = [row if rank == self.world.rank else zeros for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)
         carried = self.parallel.sent_along()
         if self.parallel.send_along(vector):
-            return None if carried is None else self._read(carried)
-        before, self._sent = self._sent, (vector, self.world.sum_async(vector))
+            return None if carried is None else self._decode(carried)
+        before, self._pending = self._pending, (vector, self.world.sum_async(vector))
         if before is None:
             return None
         before[1].wait()
-        return self._read(before[0])
+        return self._decode(before[0])
 
     def settle(self) -> None:
         """Wait until the last all-reduce is complete; its result is read later."""
-        if self._sent is not None:
-            self._sent[1].wait()
+        if self._pending is not None:
+            self._pending[1].wait()
 
     def close(self) -> None:
         """Wait for the last all-reduce, and discard its result."""
         self.settle()
-        self._sent = None
+        self._pending = None
         self.parallel.send_along(None)
 
-    def _read(self, vector: torch.Tensor) -> StepStatus:
+    def _decode(self, vector: torch.Tensor) -> StepStatus:
         num = len(Wants._fields)
         numbers = vector.tolist()
         wants, num_bad, rest = numbers[:num], numbers[num], numbers[num + 1 :]
-        rows = [rest[start : start + _WIDTH] for start in range(0, len(rest), _WIDTH)]
+        rows = [rest[start : start + _ROW_WIDTH] for start in range(0, len(rest), _ROW_WIDTH)]
         return StepStatus(
             Wants(*(number > 0 for number in wants)),
             int(num_bad),
@@ -96,19 +96,19 @@ class RankSync(Hook):
         super().__init__(phase)
         self.exchange = Exchange(phase.parts.world, phase.parts.parallel)
         self.agreed, self.agreed_at = Wants(), 0
-        self._wanting: list[Hook] = []
+        self._requesting_hooks: list[Hook] = []
         self.status: StepStatus | None = None
         self.stop_seen_at: float | None = None
 
     def begin(self) -> None:
-        self._wanting = self.phase.hooks_with("wants")
+        self._requesting_hooks = self.phase.hooks_with("wants")
 
     def wants(self) -> Wants:
         return Wants(stop=self.phase.run_.stop.requested is not None)
 
     def after_update(self, step: StepInfo) -> None:
         phase = self.phase
-        wants = Wants(*map(any, zip(*(hook.wants() for hook in self._wanting), strict=True)))
+        wants = Wants(*map(any, zip(*(hook.wants() for hook in self._requesting_hooks), strict=True)))
         if phase.has_one_rank:
             self.agreed, self.agreed_at = wants, step.update
         else:
@@ -129,4 +129,4 @@ class RankSync(Hook):
         self.exchange.close()
 
 
-_WIDTH = 2 + len(PARTS)
+_ROW_WIDTH = 2 + len(PARTS)

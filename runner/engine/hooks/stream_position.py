@@ -1,7 +1,8 @@
-"""Check a stream, and save and restore the position in its shards."""
+"""Check a stream, and save and restore the position in each shard."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from runner.base.batch import ShardMark
@@ -14,9 +15,10 @@ from runner.engine.watchdog import DATA
 
 
 class StreamPosition(Hook):
-    """Notes how far the shards of a stream were read for the updates done; nothing for other data sets.
+    """Tracks how far the completed updates have read the shards of a stream; inactive for other data sets.
 
-    A checkpoint has the position in each shard, of whichever rank is ahead: any rank may read the shard after a resume.
+    A checkpoint has the position of the rank that is furthest in each shard, because any rank may read it after a
+    resume.
     """
 
     name = "stream"
@@ -24,16 +26,16 @@ class StreamPosition(Hook):
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._marks: dict[int, ShardMark] = {}
-        self._notes: set[str] = set()
-        self._is_replayed = False  # the stream has no state, or one that does not return to its samples
+        self._printed_notes: set[str] = set()
+        self._is_replayed = False  # the stream has no state, or its state does not restore the position
 
     @property
     def _fetcher(self) -> StreamFetcher | None:
         fetcher = self.phase.loader.fetcher
         return fetcher if isinstance(fetcher, StreamFetcher) else None
 
-    def place(self) -> None:
-        """Let the loader start from where the updates done have read to."""
+    def seek(self) -> None:
+        """Make the loader start after the samples of the completed updates."""
         if self._fetcher is not None:
             self._fetcher.dataset.start_from(self._marks)
 
@@ -41,32 +43,31 @@ class StreamPosition(Hook):
         fetcher = self._fetcher
         if fetcher is None or self.phase.is_over:
             return
-        say = self.phase.run_.observers.screen.info
         for text in reading_of(self.phase.order, fetcher.dataset, self.phase.parts.plan):
-            say(text)
+            self.phase.run_.observers.screen.info(text)
         if self._marks:
-            self._announce()
+            self._report_replay()
         elif self.phase.run_.provenance.is_compared and self.phase.start is None:
-            self._check(fetcher)
+            self._check_stream(fetcher)
 
     def after_update(self, step: Any) -> None:
         feed = self.phase.feed
         if not feed.marks:
             return
         self._marks.update(feed.marks)
-        for note in {mark.note for mark in feed.marks.values()} - self._notes - {""}:
-            self._notes.add(note)
+        for note in {mark.note for mark in feed.marks.values()} - self._printed_notes - {""}:
+            self._printed_notes.add(note)
             self.phase.run_.observers.screen.warn(note)
         feed.marks = {}
 
     def state_dict(self) -> dict[str, Any] | None:
         if self._fetcher is None:
             return None
-        found: dict[int, list[Any]] = {}
+        furthest: dict[int, list[Any]] = {}
         mine = [[shard, *mark._replace(note="")] for shard, mark in self._marks.items()]
-        for shard, *mark in (each for rank in self.phase.parts.world.gather(mine) for each in rank):
-            found[shard] = max(found.get(shard, mark), mark, key=_progress)
-        return {"shards": [[shard, *mark] for shard, mark in found.items()], "replays": self._is_replayed}
+        for shard, *mark in itertools.chain.from_iterable(self.phase.parts.world.gather(mine)):
+            furthest[shard] = max(furthest.get(shard, mark), mark, key=_mark_order)
+        return {"shards": [[shard, *mark] for shard, mark in furthest.items()], "replays": self._is_replayed}
 
     def load_state_dict(self, state: Any) -> None:
         if not state:
@@ -76,13 +77,13 @@ class StreamPosition(Hook):
             mark = ShardMark(*values)
             self._marks[int(shard)] = mark._replace(state=None) if self._is_replayed else mark
 
-    def _check(self, fetcher: StreamFetcher) -> None:
+    def _check_stream(self, fetcher: StreamFetcher) -> None:
         phase, world = self.phase, self.phase.parts.world
-        found: list[Any] | None = None
+        verdict_fields: list[Any] | None = None
         if world.is_first:
             phase.progress_mark.now = (DATA, phase.position.update + 1)
-            found = [*check_stream(fetcher, phase.loader)]
-        verdict = StreamVerdict(*world.broadcast(found))
+            verdict_fields = [*check_stream(fetcher, phase.loader)]
+        verdict = StreamVerdict(*world.broadcast(verdict_fields))
         raise_fault(verdict, fetcher.dataset.source.num_shards)
         self._is_replayed = bool(verdict.why_lost)
         if verdict.why_lost:
@@ -90,19 +91,19 @@ class StreamPosition(Hook):
                 f"{verdict.why_lost}: a resumed run reads the stream from its beginning to where it was"
             )
 
-    def _announce(self) -> None:
-        """Print how much is read again."""
+    def _report_replay(self) -> None:
+        """Print how many samples are read again."""
         replayed = [mark for mark in self._marks.values() if mark.state is None]
         samples = sum(mark.item - mark.passed for mark in replayed)
         if samples:
             seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
-            why = "its state cannot be used" if self._is_replayed else "it has no state_dict"
+            reason = "its state cannot be used" if self._is_replayed else "it has no state_dict"
             self.phase.run_.observers.screen.info(
-                f"the stream is read from its beginning to where it was, because {why}:"
+                f"the stream is read from its beginning to where it was, because {reason}:"
                 f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
             )
 
 
-def _progress(mark: list[Any]) -> tuple[int, int]:
-    """Return the sort key of a mark in a list: its epoch and its item."""
+def _mark_order(mark: list[Any]) -> tuple[int, int]:
+    """Return the sort key of the fields of a mark: epoch and item."""
     return int(mark[1]), int(mark[0])

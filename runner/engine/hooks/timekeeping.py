@@ -1,4 +1,4 @@
-"""Keep the record of a phase: updates, seconds by part, and peak memory."""
+"""Record the updates, the seconds by part and the peak memory of a phase."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 
 
 class Timekeeping(Hook):
-    """Accounts for the time of the phase, the first update of the process apart from the others.
+    """Records the time of the phase; the first update of the process is a separate part, as it includes start-up.
 
-    first  seconds by part until the end of the first update of this process; None before
+    until_first_update  seconds by part until the end of the first update of this process; None before
     """
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self.first: Bookmark | None = None
-        self._done_before = 0  # updates of earlier processes
+        self.until_first_update: Bookmark | None = None
+        self._updates_before = 0  # updates of earlier processes
         self._seconds_before, self._parts_before = phase.record.seconds, phase.record.parts_s
-        self._is_settled = False
+        self._has_ended = False
         restart_host_peak()
         get_accelerator(phase.parts.world.device).reset_peak_memory()
 
     def begin(self) -> None:
-        self._done_before = self.phase.position.update
+        self._updates_before = self.phase.position.update
 
-    def note(self) -> None:
-        """Bring the record up to date."""
+    def update_record(self) -> None:
+        """Update the record of the phase."""
         phase, record = self.phase, self.phase.record
         record.reached(phase.position.update)
         record.finished = phase.is_over and phase.closed and phase.hook(Evaluation).is_done
@@ -44,36 +44,36 @@ class Timekeeping(Hook):
             record.peak_reserved_gib = max(record.peak_reserved_gib or 0.0, peak.reserved / 2**30)
 
     def end(self) -> None:
-        self._settle(self.phase.watch.finish)
+        self._end_clock(self.phase.watch.finish)
 
     def close(self, error: BaseException | None) -> None:
         if error is not None:
             with suppress(Exception):  # the device may be lost; the first error is the one to report
                 self.phase.record.reached(self.phase.position.update)
-                self._settle(self.phase.watch.spent)
+                self._end_clock(self.phase.watch.spent)
 
-    def _settle(self, seconds_of: Callable[[], Seconds]) -> None:
+    def _end_clock(self, read_seconds: Callable[[], Seconds]) -> None:
         """Add the seconds of this phase to those of the process, once."""
-        if not self._is_settled:
-            self._is_settled = True
-            parts_s = self._note_time(seconds_of)
-            self.phase.run_.tally.clock.end(parts_s, self._num_done)
+        if not self._has_ended:
+            self._has_ended = True
+            parts_s = self._note_time(read_seconds)
+            self.phase.run_.tally.clock.end(parts_s, self._num_updates)
 
-    def _note_time(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
-        parts_s = self._parts_s(seconds_of)
+    def _note_time(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:
+        parts_s = self._parts_s(read_seconds)
         self.phase.record.seconds = self._seconds_before + time.perf_counter() - self.phase.began
         self.phase.record.parts_s = added(self._parts_before, parts_s)
         return parts_s
 
-    def _parts_s(self, seconds_of: Callable[[], Seconds]) -> dict[str, float]:
-        if self.first is None or self._num_done < 2:
-            return dict(seconds_of())
-        until_first = self.first()  # before the rest, which then includes it
-        first = {part: spent for part, spent in until_first.items() if part in PARTS}
-        rest = {part: spent - first.get(part, 0.0) for part, spent in seconds_of().items()}
-        return {**rest, "first_update": sum(first.values())}
+    def _parts_s(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:
+        if self.until_first_update is None or self._num_updates < 2:
+            return dict(read_seconds())
+        until_first = self.until_first_update()  # before the rest, which then includes it
+        first_update = {part: seconds for part, seconds in until_first.items() if part in PARTS}
+        rest = {part: seconds - first_update.get(part, 0.0) for part, seconds in read_seconds().items()}
+        return {**rest, "first_update": sum(first_update.values())}
 
     @property
-    def _num_done(self) -> int:
-        """Updates of this process in this phase."""
-        return self.phase.position.update - self._done_before
+    def _num_updates(self) -> int:
+        """Number of updates that this process has run in this phase."""
+        return self.phase.position.update - self._updates_before

@@ -1,0 +1,90 @@
+"""Build the hooks of the task file and of packages, and report their errors as faults of the file that defines them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from runner.base.errors import TaskFault
+from runner.config.configuration import Choice
+from runner.config.option_table import file_of_reference, make
+from runner.config.own_tables import ENABLED, HOOK
+from runner.engine.contract_checks import describe_value
+from runner.engine.error_diagnosis import locate_definition
+from runner.engine.hooks.forward_state import ForwardState
+from runner.engine.hooks.hook import Hook, PhaseView, Wants
+from runner.engine.task_loading import task_errors
+from runner.engine.task_members import check_methods
+
+_WRAPPED_METHODS = (
+    "begin", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict", "end",
+)  # fmt: skip
+
+_RETURN_TYPES: Mapping[str, tuple[type, str]] = {
+    "wants": (Wants, "return runner.Wants(stop=False)"),
+    "readings": (Mapping, 'return {"name": value}'),
+}
+
+
+def build_hooks(phase: PhaseView, classes: Sequence[type[Hook]]) -> tuple[Hook, ...]:
+    """Create the built-in hooks, and those of the plan before ForwardState, which records what an update changed."""
+    built_in = [hook_class(phase) for hook_class in classes]
+    index = [type(hook) for hook in built_in].index(ForwardState)
+    custom = [_build_hook(phase, choice) for choice in phase.run_.plan.hooks]
+    return (*built_in[:index], *custom, *built_in[index:])
+
+
+def _build_hook(phase: PhaseView, choice: Choice) -> Hook:
+    source = file_of_reference(choice.function)
+    options = {name: value for name, value in choice.options.items() if name != ENABLED}
+    built_in: dict[str, Callable[..., Hook]] = {}  # none: the function is in the task file or a package
+    hook = make(built_in, choice.function, phase, **options)
+    if not isinstance(hook, Hook):
+        raise TaskFault(f"the hook {choice.name} must be a subclass of runner.Hook", where=str(source))
+    if getattr(hook, "phase", None) is not phase:
+        fix = "call super().__init__(phase) in its __init__"
+        raise TaskFault(f"the hook {choice.name} does not initialize runner.Hook", where=str(source), fix=fix)
+    check_methods(hook, Hook, source)
+    hook.name = f"{HOOK}.{choice.name}"
+    for name in _WRAPPED_METHODS:
+        if getattr(type(hook), name) is not getattr(Hook, name):
+            setattr(hook, name, _wrap_method(getattr(hook, name), source, choice.name))
+    return hook
+
+
+def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callable[..., Any]:
+    """Wrap a method: report its exceptions and invalid results as faults of the file that defines the hook."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        with task_errors(source, f"{method.__name__} of the hook {name}"):
+            result = method(*args)
+        if method.__name__ == "state_dict":
+            _check_state(result, source, name)
+        expected, fix = _RETURN_TYPES.get(method.__name__, (object, ""))
+        if not isinstance(result, expected):
+            what = f"{method.__name__} of the hook {name} must return a {expected.__name__}, but returned"
+            raise TaskFault(f"{what} {describe_value(result)}", where=locate_definition(method, source), fix=fix)
+        return result
+
+    return call
+
+
+def _check_state(state: Any, source: Path, name: str) -> None:
+    """Raise TaskFault for a state that a checkpoint cannot store."""
+    tensors = state.values() if isinstance(state, dict) else ()
+    json_state = {key: value for key, value in state.items() if not isinstance(value, Tensor)} if tensors else state
+    try:
+        json.dumps(json_state)
+        is_serializable = not isinstance(state, dict) or all(isinstance(key, str) for key in state)
+    except (TypeError, ValueError, RecursionError):
+        is_serializable = False
+    if not is_serializable:
+        what = f"state_dict of the hook {name} returned a state that a checkpoint cannot hold"
+        fix = "return a dict with string keys whose values are tensors, numbers, strings, lists or dicts"
+        raise TaskFault(what, where=str(source), fix=fix)
