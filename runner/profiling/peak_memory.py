@@ -52,7 +52,7 @@ def allocator_notes(retries: int | None, fragmentation: float | None, reserved_g
             f"the GPU was nearly full: torch had to give memory back {retries} times, which is slow;"
             " a smaller micro_batch_size, or memory.allocator=expandable_segments:True"
         )
-    if fragmentation is not None and reserved_gib and fragmentation > FRAGMENTED:
+    if fragmentation is not None and (reserved_gib or 0) >= WORTH_GIB and fragmentation > FRAGMENTED:
         found.append(
             f"{fragmentation:.0%} of the {reserved_gib:.2f} GiB that torch has reserved is fragmented;"
             " memory.allocator=expandable_segments:True"
@@ -60,4 +60,5 @@ def allocator_notes(retries: int | None, fragmentation: float | None, reserved_g
     return found
 
 
+WORTH_GIB = 0.5  # of reserved memory: the fragments of less are not worth a setting
 FRAGMENTED = 0.2  # of the reserved memory: below it there is little to gain

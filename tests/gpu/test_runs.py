@@ -112,6 +112,14 @@ def test_a_compiled_model_learns_the_same_or_is_refused_before_it_starts(option:
     assert runs.curve("compiled", f"{words} compile={option}") == pytest.approx(plain, rel=1e-3)
 
 
+@pytest.mark.parametrize("option", ["default", "regional"])
+def test_a_traced_model_learns_the_same(option: str, runs: Runs) -> None:
+    """With accumulation and evaluation, and without Triton: graphs of Dynamo and AOTAutograd, eager kernels."""
+    plain = losses(runs.straight(f"{PLAIN} evaluate.every=2"))
+    words = f"{PLAIN} evaluate.every=2 compile={option} compile.backend=aot_eager"
+    assert runs.curve("traced", words) == pytest.approx(plain, rel=1e-5)
+
+
 def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
     words = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
     if find_spec("bitsandbytes") is None and find_spec("torchao") is None:

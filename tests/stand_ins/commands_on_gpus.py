@@ -59,7 +59,7 @@ class Scenario:
     usable   names of the GPUs that torch can use, in its order, with their free memory in GiB
     driver   doctor's verdict on each of the driver's GPUs
     watched  UUIDs of the GPUs that the monitor reads
-    device   where the plan trains, and the GPU's name
+    device   where the plan trains, the GPU's name, and the format that its capability computes natively
     """
 
     machine: str
@@ -67,29 +67,29 @@ class Scenario:
     usable: Mapping[str, float]
     driver: Sequence[str]
     watched: Sequence[str]
-    device: tuple[str, str]
+    device: tuple[str, str, str]
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def one_of_pair(wanted: str, watched: str, state: State = PAIR, driver: Sequence[str] = ("ok", "ok")) -> Scenario:
     """CUDA_VISIBLE_DEVICES names the second GPU of the pair, which the driver numbers first."""
     variables = {"CUDA_VISIBLE_DEVICES": wanted}
-    return Scenario("pair", state, {SECOND: 5.79}, driver, [watched], ("cuda:0", SECOND), variables)
+    return Scenario("pair", state, {SECOND: 5.79}, driver, [watched], ("cuda:0", SECOND, "bf16"), variables)
 
 
 SCENARIOS = {
-    "t4": Scenario("t4", T4_STATE, {T4: 13.56}, ["ok"], UUIDS[:1], ("cuda:0", T4)),
-    "sick": Scenario("t4", T4_STATE | SICK, {T4: 13.56}, ["FAIL"], UUIDS[:1], ("cuda:0", T4)),
-    "denied": Scenario("t4", T4_STATE | DENIED, {T4: 13.56}, ["ok"], UUIDS[:1], ("cuda:0", T4)),
-    "pair": Scenario("pair", PAIR, {FIRST: 9.57, SECOND: 5.79}, ["ok", "ok"], UUIDS[::-1], ("cuda:0", FIRST)),
+    "t4": Scenario("t4", T4_STATE, {T4: 13.56}, ["ok"], UUIDS[:1], ("cuda:0", T4, "fp16")),
+    "sick": Scenario("t4", T4_STATE | SICK, {T4: 13.56}, ["FAIL"], UUIDS[:1], ("cuda:0", T4, "fp16")),
+    "denied": Scenario("t4", T4_STATE | DENIED, {T4: 13.56}, ["ok"], UUIDS[:1], ("cuda:0", T4, "fp16")),
+    "pair": Scenario("pair", PAIR, {FIRST: 9.57, SECOND: 5.79}, ["ok", "ok"], UUIDS[::-1], ("cuda:0", FIRST, "fp16")),
     "by uuid": one_of_pair(UUIDS[1], UUIDS[1]),
     # The monitor does not import torch: it takes a number for the driver's, and notes that CUDA's may differ.
     "by number": one_of_pair("1", UUIDS[0]),
     "lost": one_of_pair("1", UUIDS[0], PAIR | LOST, ("ok", "FAIL")),
-    "hidden": Scenario("pair", PAIR, {}, ["ok", "ok"], [], ("cpu", ""), {"CUDA_VISIBLE_DEVICES": ""}),
+    "hidden": Scenario("pair", PAIR, {}, ["ok", "ok"], [], ("cpu", "", "fp32"), {"CUDA_VISIBLE_DEVICES": ""}),
     "instance": Scenario(
         "a100mig", SLICED | {f"0.mig.{at}.memory_used": (at + 1) * GIB for at in range(2)},
-        {INSTANCE.name: 37.25}, ["ok"], [INSTANCE.mig_uuid], ("cuda:0", INSTANCE.name),
+        {INSTANCE.name: 37.25}, ["ok"], [INSTANCE.mig_uuid], ("cuda:0", INSTANCE.name, "bf16"),
         {"CUDA_VISIBLE_DEVICES": INSTANCE.mig_uuid},
     ),
 }  # fmt: skip

@@ -38,11 +38,10 @@ def test_every_command_reports_the_same_gpus(name: str, reported: Mapping[str, R
     by_driver = {f"GPU {number}": state for number, state in enumerate(scenario.driver)}
     assert {subject: state for subject, state in seen.findings("driver").items() if subject} == by_driver
     assert [each["uuid"] for each in seen.monitor["gpus"]] == list(scenario.watched)
-    chosen, name_of_device = scenario.device
-    row = re.search(r"^device +(\S+) +(.*)$", seen.plan, re.MULTILINE)
-    assert row is not None
-    assert row[1] == chosen
-    assert name_of_device in row[2]
+    device, name_of_device, precision = scenario.device
+    rows = {key: (value, why) for key, value, why in re.findall(r"^(\w+) +(\S+) +(.*)$", seen.plan, re.MULTILINE)}
+    assert (rows["device"][0], rows["precision"][0]) == (device, precision)
+    assert name_of_device in rows["device"][1]
     if scenario.usable:
         free = re.search(r"^available +([\d.]+) GiB", seen.plan, re.MULTILINE)
         assert free is not None
