@@ -34,16 +34,16 @@ def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> 
     """Yield the batches; warn once if their shapes vary: backend=fast searches for kernels for each new shape."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     warned = False
-    for item in batches:
-        if not warned and item.counts:
+    for batch in batches:
+        if not warned and batch.counts:
             shapes: list[tuple[int, ...]] = []
 
-            def note(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
+            def add_shape(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
                 shapes.append(tuple(tensor.shape))
 
-            map_tensors(note, item.batch)
+            map_tensors(add_shape, batch.batch)
             seen.add(tuple(shapes))
             if len(seen) > 3:  # the usual shape, a smaller last micro-batch, and the last batch of an epoch
                 warned = True
                 warn("the shapes of the batches vary; backend=fast searches kernels for each: use backend=default")
-        yield item
+        yield batch

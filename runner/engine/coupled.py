@@ -79,7 +79,7 @@ def check_strategy(parallel: Parallel, choice: Choice) -> None:
         )
 
 
-def validate_embedding(answer: Any, embed: Callable[..., Any], source: Path, *, look: bool = False) -> Embedding:
+def validate_embedding(answer: Any, embed: Callable[..., Any], source: Path, *, sync: bool = False) -> Embedding:
     """Return what `embed` returned. Raises TaskFault for anything but rows, or without gradient while enabled."""
     where = locate_definition(embed, source)
     if isinstance(answer, Tensor):

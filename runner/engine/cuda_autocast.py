@@ -18,30 +18,31 @@ from torch.utils._pytree import tree_map
 class CudaAutocastMode(TorchFunctionMode):
     """Mode in which CPU autocast runs these functions in float32, as CUDA autocast does.
 
-    Functions that torch calls internally, as in cross entropy, are not intercepted; a CPU saves no less for those.
+    Functions that torch calls internally, as in cross entropy, are not intercepted; for those, a CPU saves at least
+    as many bytes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_widened, (args, kwargs))
+        if func in _FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map(_to_float32, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def _widened(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_half else value
 
 
-def _named(names: str) -> Iterator[Any]:
+def _find_functions(names: str) -> Iterator[Any]:
     for name in names.split():
         for place in (torch, F, Tensor):
             if hasattr(place, name):
                 yield getattr(place, name)
 
 
-_IN_FLOAT32 = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, AT_FORALL_FP32 and _SET_OPT_DTYPE
-    _named(
+_FLOAT32_FUNCTIONS = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, AT_FORALL_FP32 and _SET_OPT_DTYPE
+    _find_functions(
         "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus"
         " layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss"
         " kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"

@@ -36,49 +36,49 @@ def explain(error: BaseException, source: Path, what: str, micro_batch_size: int
 
     Exception messages are matched only if torch or the system wrote them; the text of a task's own exceptions is not.
     """
-    shortage = find_oom_cause(error)
-    if isinstance(error, AccelRunError) and not (shortage is not None and isinstance(error, DataError)):
+    cause = find_oom_cause(error)
+    if isinstance(error, AccelRunError) and not (cause is not None and isinstance(error, DataError)):
         return error
     info = describe_exception(error)
     if not isinstance(error, Exception) or _is_raised_by_task(error, info, source):
         return make_task_fault(error, source, what)
-    found = _of_memory(shortage, what, micro_batch_size) or _of_the_machine(error, info, what)
-    if found is None:
-        return make_task_fault(error, source, what) or _of_autograd(info, source, what) or _of_the_disk(error, what)
-    own = _own(info, source)
-    if own:  # the line that allocated
-        (problem,) = found.problems
-        found.problems = (replace(problem, fix=f"{problem.fix}\n{_line(own[-1])}"),)
-    return found
+    translated = _memory_error(cause, what, micro_batch_size) or _hardware_error(error, info, what)
+    if translated is None:
+        return make_task_fault(error, source, what) or _autograd_fault(info, source, what) or _disk_error(error, what)
+    task_frames = _task_frames(info, source)
+    if task_frames:  # add the task line that allocated
+        (problem,) = translated.problems
+        translated.problems = (replace(problem, fix=f"{problem.fix}\n{_format_frame(task_frames[-1])}"),)
+    return translated
 
 
 def _is_raised_by_task(error: Exception, info: ExceptionInfo, source: Path) -> bool:
-    """Return True if a line of the task itself raised the exception, not a function that it called."""
-    is_known = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(info.bases)
-    if is_known or not info.frames:
+    """Return True if a raise or assert statement of the task raised the exception."""
+    is_system_error = isinstance(error, torch.OutOfMemoryError) or not {"OSError", "MemoryError"}.isdisjoint(info.bases)
+    if is_system_error or not info.frames:
         return False
     return is_task_file(info.frames[-1].file, source) and info.frames[-1].text.startswith(("raise", "assert"))
 
 
-def _of_memory(shortage: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
+def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
     """Return the error for out of memory, or None for other exceptions."""
-    if shortage is None:
+    if cause is None:
         return None
     smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
-    if shortage.side == "device":
+    if cause.side == "device":
         return DeviceMemoryError(
-            f"the GPU is out of memory: {shortage.text}",
+            f"the GPU is out of memory: {cause.text}",
             where=what,
             fix=f"use {smaller} (the update stays the same), or memory=checkpoint, or precision=auto",
         )
     return HostMemoryError(
-        f"the machine is out of memory: {shortage.text}",
+        f"the machine is out of memory: {cause.text}",
         where=what,
         fix=f"use {smaller}, or fewer dataloader.num_workers",
     )
 
 
-def _of_the_machine(error: Exception, info: ExceptionInfo, what: str) -> AccelRunError | None:
+def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRunError | None:
     """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
     text, lower = info.message, info.message.lower()
     if is_of_a_lost_rank(error):
@@ -99,19 +99,19 @@ def _of_the_machine(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
             where=what,
             fix="raise the limit with ulimit -n, or use fewer dataloader.num_workers",
         )
-    if _is_of_shared_memory(info, lower):
+    if _is_shared_memory_full(info, lower):
         return SystemLimit(
             "the shared memory for batches of data workers is full",
             where=what,
             fix="make /dev/shm larger (docker: --shm-size=8g), or use dataloader.num_workers=0",
         )
-    if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_of_processes(info)):
+    if "can't start new thread" in lower or ("temporarily unavailable" in lower and _is_from_multiprocessing(info)):
         return SystemLimit(
             f"no more threads or processes can be started: {first_line(text)}",
             where=what,
             fix="raise the limit with ulimit -u (in a container: pids), or use fewer dataloader.num_workers",
         )
-    if "DataLoader worker (pid" in text or _lost_a_process(info):  # torch's message
+    if "DataLoader worker (pid" in text or _is_broken_worker_pipe(info):  # torch's message
         return DataWorkerLost(
             f"a data worker died: {first_line(text) or info.kind}",
             where=what,
@@ -120,37 +120,39 @@ def _of_the_machine(error: Exception, info: ExceptionInfo, what: str) -> AccelRu
     return None
 
 
-def _is_of_shared_memory(info: ExceptionInfo, lower: str) -> bool:
-    """Return True if /dev/shm is full, for a batch or already for the locks of the queues."""
-    if "no space left on device" in lower and "OSError" in info.bases and _is_of_processes(info):
+def _is_shared_memory_full(info: ExceptionInfo, lower: str) -> bool:
+    """Return True if /dev/shm is full, while writing a batch or creating the locks of a queue."""
+    if "no space left on device" in lower and "OSError" in info.bases and _is_from_multiprocessing(info):
         return True
-    return any(words in lower for words in _SHARED) or ("dataloader worker" in lower and "shared memory" in lower)
+    return any(message in lower for message in _SHM_FULL_MESSAGES) or (
+        "dataloader worker" in lower and "shared memory" in lower
+    )
 
 
-def _lost_a_process(info: ExceptionInfo) -> bool:
-    """Return True if a worker died while transferring a batch, as shown by the socket between the processes."""
+def _is_broken_worker_pipe(info: ExceptionInfo) -> bool:
+    """Return True if a worker died while sending a batch: the socket to it is broken."""
     is_broken = not {"ConnectionError", "EOFError", "FileNotFoundError"}.isdisjoint(info.bases)
-    return is_broken and _is_of_processes(info)
+    return is_broken and _is_from_multiprocessing(info)
 
 
-def _is_of_processes(info: ExceptionInfo) -> bool:
+def _is_from_multiprocessing(info: ExceptionInfo) -> bool:
     return any("multiprocessing" in Path(frame.file).parts for frame in info.frames)
 
 
-def _of_autograd(info: ExceptionInfo, source: Path, what: str) -> TaskFault | None:
-    """Return the error for an autograd graph that the task already freed, detected in the runner's backward pass."""
-    for words, found, fix in _OF_AUTOGRAD:
-        if info.kind == "RuntimeError" and words in info.message:
-            return TaskFault(found, where=f"{what}: {source}", fix=fix)
+def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault | None:
+    """Return the fault for autograd errors in the runner's backward pass that the task causes."""
+    for message, cause, fix in _AUTOGRAD_MESSAGES:
+        if info.kind == "RuntimeError" and message in info.message:
+            return TaskFault(cause, where=f"{what}: {source}", fix=fix)
     return None
 
 
-def _of_the_disk(error: Exception, what: str) -> AccelRunError | None:
+def _disk_error(error: Exception, what: str) -> AccelRunError | None:
     """Return the error for a failed system call if no line of the task is in the traceback."""
-    if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
+    if not isinstance(error, OSError) or error.errno not in _DISK_FIXES:
         return None
     where = f"{what}: {error.filename}" if error.filename else what
-    return StorageError(f"the system refuses: {error.strerror}", where=where, fix=_OF_THE_DISK[error.errno])
+    return StorageError(f"the system refuses: {error.strerror}", where=where, fix=_DISK_FIXES[error.errno])
 
 
 def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault | None:
@@ -161,67 +163,70 @@ def make_task_fault(error: BaseException, source: Path, what: str) -> TaskFault 
     info = describe_exception(error)
     if isinstance(error, NotImplementedError) and info.frames[-1].file == inspect.getfile(Task):
         return TaskFault(info.message, where=str(source), fix="an example: accel-run new my_task.py")
-    found = _first_of_task(info, source)
-    if found is None:
+    task_exception = _first_task_exception(info, source)
+    if task_exception is None:
         return None
-    own = _own(found, source)
+    task_frames = _task_frames(task_exception, source)
     return TaskFault(
-        f"{what} raised {found}",
-        where=f"{own[-1].file}:{own[-1].line}",
-        fix="\n".join([*_lines(found, source), *_of_our_name(error, source)]),
+        f"{what} raised {task_exception}",
+        where=f"{task_frames[-1].file}:{task_frames[-1].line}",
+        fix="\n".join([*_format_traceback(task_exception, source), *_suggest_package_rename(error, source)]),
     )
 
 
-def _of_our_name(error: BaseException, source: Path) -> Iterator[str]:
+def _suggest_package_rename(error: BaseException, source: Path) -> Iterator[str]:
     """Yield the fix for a task that imports its own package called runner, which conflicts with this package."""
     top = __name__.partition(".")[0]
     if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] != top:
         return
-    for own in (folder / top for folder in source.parents):
-        if own.is_dir() and own != PACKAGE:
-            yield f"{own} has the name of accel-run's own package, which is found first: rename it, e.g. my_{top}"
+    for parent in source.parents:
+        folder = parent / top
+        if folder.is_dir() and folder != PACKAGE:
+            yield f"{folder} has the name of accel-run's own package, which is found first: rename it, e.g. my_{top}"
             return
 
 
-def _first_of_task(info: ExceptionInfo, source: Path) -> ExceptionInfo | None:
+def _first_task_exception(info: ExceptionInfo, source: Path) -> ExceptionInfo | None:
     """Return the exception, or the first of its causes, that passed through the task's files."""
-    while not _own(info, source):
+    while not _task_frames(info, source):
         if info.cause is None or not info.is_from:  # raised while handling another exception, which may be internal
             return None
         info = info.cause
     while info.kind == "RuntimeError" and info.cause is not None and info.cause.kind == "StopIteration":
         info = info.cause  # Python wraps StopIteration when it leaves a generator
-    return info if _own(info, source) else None
+    return info if _task_frames(info, source) else None
 
 
-def _lines(info: ExceptionInfo, source: Path) -> Iterator[str]:
+def _format_traceback(info: ExceptionInfo, source: Path) -> Iterator[str]:
     """Yield the task lines that an exception passed through, then those of its parts and causes."""
-    shown: list[str] = []
-    for frame in _own(info, source):
-        text = _line(frame)
-        shown += [text] if text not in shown[-1:] else []
-    left_out = len(shown) - _LINES_SHOWN
-    yield from shown if left_out <= 0 else [*shown[:2], f"... ({left_out} more lines)", *shown[2 - _LINES_SHOWN :]]
+    lines: list[str] = []
+    for frame in _task_frames(info, source):
+        text = _format_frame(frame)
+        lines += [text] if text not in lines[-1:] else []
+    omitted = len(lines) - _MAX_TRACEBACK_LINES
+    yield from (
+        lines if omitted <= 0 else [*lines[:2], f"... ({omitted} more lines)", *lines[2 - _MAX_TRACEBACK_LINES :]]
+    )
     for number, part in enumerate(info.parts, 1):
         yield f"{number}. {part}"
-        yield from (f"   {line}" for line in _lines(part, source))
+        yield from (f"   {line}" for line in _format_traceback(part, source))
     if info.cause is not None:
         yield f"{'from' if info.is_from else 'while handling'} {info.cause}"
-        yield from (f"   {line}" for line in _lines(info.cause, source))
+        yield from (f"   {line}" for line in _format_traceback(info.cause, source))
 
 
-def _line(frame: SourceLine) -> str:
+def _format_frame(frame: SourceLine) -> str:
     return f"{Path(frame.file).name}:{frame.line} in {frame.function}: {frame.text}"
 
 
-def _own(info: ExceptionInfo, source: Path) -> list[SourceLine]:
+def _task_frames(info: ExceptionInfo, source: Path) -> list[SourceLine]:
     return [frame for frame in info.frames if is_task_file(frame.file, source)]
 
 
 def locate_definition(function: object, source: Path) -> str:
     """Return file:line of a function or class of the task, or the task's file if it is defined elsewhere.
 
-    A method that the task inherits, or one of a metric of torchmetrics, is no place that the user can change.
+    Inherited methods and those of torchmetrics are excluded, because the user cannot change them.
     """
     with suppress(TypeError, OSError):
         inner: Any = inspect.unwrap(function)  # type: ignore[arg-type]
@@ -237,19 +242,19 @@ def is_task_file(file: str, source: Path) -> bool:
 
 
 def is_library_file(file: str, source: Path) -> bool:
-    """Return True if a file is part of accel-run or of an installed package, and not in the folder of a task there."""
-    ours = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
-    return file != str(source) and (ours or "site-packages/" in file.removeprefix(f"{source.parent}/"))
+    """Return True if a file is part of accel-run or of an installed package that the task is not part of."""
+    is_own_file = file.startswith(f"{PACKAGE}/") and not str(source).startswith(f"{PACKAGE}/")
+    return file != str(source) and (is_own_file or "site-packages/" in file.removeprefix(f"{source.parent}/"))
 
 
-_LINES_SHOWN = 12
-_SHARED = (  # torch's messages for a full /dev/shm
+_MAX_TRACEBACK_LINES = 12
+_SHM_FULL_MESSAGES = (  # torch's messages for a full /dev/shm
     "unable to write to file </",
     "unable to open shared memory object",
     "unable to allocate shared memory",
     "bus error",
 )
-_OF_AUTOGRAD = (  # torch's message, its meaning here, the fix
+_AUTOGRAD_MESSAGES = (  # (text of torch's message, cause, fix)
     (
         "backward through the graph a second time",
         "the graph of this loss was already used by a backward pass",
@@ -267,10 +272,10 @@ _OF_AUTOGRAD = (  # torch's message, its meaning here, the fix
         ),
     ),
 )
-_OF_THE_DISK = {
+_DISK_FIXES = {
     errno.ENOSPC: "free some space there, then run the same command again: it resumes",
     errno.EDQUOT: "free some space there, then run the same command again: it resumes",
-    errno.EROFS: "mount it so that it can be written, then run the same command again: it resumes",
+    errno.EROFS: "remount it writable, then run the same command again: it resumes",
     errno.EACCES: "check its permissions; run the same command again",
     errno.EPERM: "check its permissions; run the same command again",
     errno.EIO: "see dmesg; run the same command again",

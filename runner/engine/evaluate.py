@@ -28,8 +28,8 @@ from runner.engine.oom_retry import release
 class EvaluationResult(NamedTuple):
     """Result of an evaluation.
 
-    metrics  NaN if nothing was measured
-    empty    names of metrics without any items
+    metrics  name -> value, NaN for a metric without items
+    empty    names of the metrics without items
     """
 
     metrics: dict[str, float]
@@ -48,7 +48,7 @@ class Sizes:
     failed    (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
     now       current size on this rank; smaller than `asked` after an out-of-memory error
     of_ranks  (size before the last evaluation, size after it) of each rank
-    coupled   samples of which a coupled loss is computed together; 0: all of the evaluation
+    coupled   number of samples whose coupled loss is computed together; 0: all samples
     """
 
     asked: int
@@ -74,25 +74,25 @@ def evaluate(
     """Return the metrics over `samples`, each counted once, or None if `stopped` returned True on any rank.
 
     stopped       called before each batch
-    all_measured  called after the last batch; the time of the task's summary follows
+    all_measured  called after the last batch, before `summarize`
     split         of the samples, for `Task.metrics`
 
-    On out of memory, this rank repeats all of its batches in smaller ones; no other rank waits for that.
+    After an out-of-memory error, this rank repeats all of its batches in smaller ones, without a collective.
 
     The generators are seeded with the seed of the run, so that metrics based on sampling are comparable. Afterwards the
     model is in train mode again and the generators have their previous state.
     """
     task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
     world, before = parallel.world, sizes.now
-    in_one = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
+    batch_size = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
     states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
         MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
-        for part in positions(len(samples), in_one, sizes.coupled if states.is_coupled else 0)
+        for part in positions(len(samples), batch_size, sizes.coupled if states.is_coupled else 0)
     ]
     mine = parallel.evaluation_batches(keys)
 
-    def measured() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
+    def run_batches() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
         states.begin()
         with (
@@ -102,19 +102,19 @@ def evaluate(
             noise.without_samples(),
         ):
             seed_everything(rank_seed(seed, world.rank))
-            for micro in parts.prefetch(iter(loader.batches(_cut(mine, sizes.now)))):
-                if stopped() and not parallel.in_step:  # otherwise the other ranks would block
+            for micro in parts.prefetch(iter(loader.batches(_split_batches(mine, sizes.now)))):
+                if stopped() and not parallel.in_step:  # in lockstep, the other ranks would block
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
                     found = validate_metrics(states.sums_of(parts.model, micro), task.evaluate, source)
                 for name, pair in found.items() if micro.counts else ():
-                    pairs.setdefault(name, []).append((_kept(pair[0]), _kept(pair[1])))
+                    pairs.setdefault(name, []).append((_copy_number(pair[0]), _copy_number(pair[1])))
         return False, pairs
 
     while True:
         try:
-            is_stopped, pairs = measured()
+            is_stopped, pairs = run_batches()
             break
         except Exception as error:
             if parallel.in_step or sizes.failed is None:
@@ -122,53 +122,53 @@ def evaluate(
             sizes.now = sizes.failed(error, sizes.now)
         release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive
     all_measured()
-    found = {name: _added(of_batches, world) for name, of_batches in pairs.items()}
+    found = {name: _sum_pairs(batch_pairs, world) for name, batch_pairs in pairs.items()}
     gathered = world.gather([is_stopped, found, [before, sizes.now]])
     sizes.of_ranks = [(old, new) for _, _, (old, new) in gathered]
     if any(stopped_there for stopped_there, _, _ in gathered):
         return None
     of_ranks = [there for _, there, _ in gathered]
-    divided: dict[str, float] = {}
-    lost: set[str] = set()  # metrics whose sum is not finite: their summary counts as measured
+    metrics_by_name: dict[str, float] = {}
+    non_finite: set[str] = set()  # metrics whose sum is not finite: their NaN is a result, not a lack of items
     for name in dict.fromkeys(name for there in of_ranks for name in there):
         rows = [there[name] for there in of_ranks if name in there]
-        for _, _, least in rows:
-            check_count(least, f"evaluate ({name})", task.evaluate, source)
+        for _, _, min_count in rows:
+            check_count(min_count, f"evaluate ({name})", task.evaluate, source)
         total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])
         if not math.isfinite(total):
-            lost.add(name)
-        divided[name] = total / count if count else math.nan
-    figures = states.results()
-    if twice := [name for name in figures if name in divided]:
-        what = f"metrics and evaluate have the same name {twice[0]}"
+            non_finite.add(name)
+        metrics_by_name[name] = total / count if count else math.nan
+    state_metrics = states.results()
+    if duplicates := [name for name in state_metrics if name in metrics_by_name]:
+        what = f"metrics and evaluate have the same name {duplicates[0]}"
         raise TaskFault(what, where=locate_definition(task.metrics, source), fix="rename one of them")
-    divided |= figures
-    lost |= states.lost
-    metrics = validate_numbers(task.summarize(divided), task.summarize, source)
-    uncounted = {name for name, value in divided.items() if math.isnan(value) and name not in lost}
-    empty = [name for name, value in metrics.items() if math.isnan(value) and (not lost or name in uncounted)]
+    metrics_by_name |= state_metrics
+    non_finite |= states.lost
+    metrics = validate_numbers(task.summarize(metrics_by_name), task.summarize, source)
+    uncounted = {name for name, value in metrics_by_name.items() if math.isnan(value) and name not in non_finite}
+    empty = [name for name, value in metrics.items() if math.isnan(value) and (not non_finite or name in uncounted)]
     return EvaluationResult(metrics, tuple(empty))
 
 
-def _kept(number: Number) -> Number:
-    """Copy a number out of memory that the next batch may overwrite, as a model in CUDA graphs does."""
+def _copy_number(number: Number) -> Number:
+    """Copy a number, because the next batch may overwrite its memory, as CUDA graphs do."""
     return number.clone() if isinstance(number, Tensor) else number
 
 
-def _added(pairs: Sequence[tuple[Number, Number]], world: World) -> list[float]:
-    """Return the sum and count over batches, and the smallest count; a sum over no items adds nothing."""
-    totals, counts = (_floats(column, world) for column in zip(*pairs, strict=True))
+def _sum_pairs(pairs: Sequence[tuple[Number, Number]], world: World) -> list[float]:
+    """Return the sum and count over batches, and the smallest count; sums of batches without items are ignored."""
+    totals, counts = (_to_floats(column, world) for column in zip(*pairs, strict=True))
     return [sum(total for total, count in zip(totals, counts, strict=True) if count), sum(counts), min(counts)]
 
 
-def _floats(numbers: Sequence[Number], world: World) -> list[float]:
-    """Return the numbers on the host, with one transfer for those of a device."""
-    there = [number.to(world.device, world.widest) for number in numbers if isinstance(number, Tensor)]
-    read = iter(torch.stack(there).tolist() if there else ())
-    return [next(read) if isinstance(number, Tensor) else float(number) for number in numbers]
+def _to_floats(numbers: Sequence[Number], world: World) -> list[float]:
+    """Copy numbers to the host in one transfer."""
+    device_numbers = [number.to(world.device, world.widest) for number in numbers if isinstance(number, Tensor)]
+    values = iter(torch.stack(device_numbers).tolist() if device_numbers else ())
+    return [next(values) if isinstance(number, Tensor) else float(number) for number in numbers]
 
 
-def _cut(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
+def _split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
     """Split the batches into parts of at most `size` samples."""
     for key in keys:
         for first in range(0, len(key.indices), size):

@@ -1,4 +1,4 @@
-"""Further training metrics that a loss returns, added over the micro-batches and ranks of an update."""
+"""Sum the additional metrics that a loss returns over the micro-batches and ranks of an update."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ Sums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 
 
 class ExtraMetrics:
-    """Sums and counts of the current update.
+    """Sums and counts of the additional metrics of the current update.
 
     Ranks agree on the names after the first update, so that later ones need a single all-reduce of known size.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {}
-        self._names: list[str] | None = None  # on any rank; None: not agreed on yet
+        self._names: list[str] | None = None  # of all ranks; None before the first update
         self._counts = True
 
-    def counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Start an update; yield its micro-batches, and ignore what the loss returns for dummy ones."""
+    def track(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Start an update and yield its micro-batches; metrics of dummy micro-batches are ignored."""
         self._sums, self._counts = {}, True
         for micro in batches:
             self._counts = micro.counts
             yield micro
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore what the loss returns inside: passes that repeat those of the update."""
+    def pause(self) -> Iterator[None]:
+        """Ignore metrics in this context, in which forward passes of the update are repeated."""
         kept, self._sums = self._sums, {}
         try:
             yield
         finally:
             self._sums = kept
 
-    def add(self, found: Sums) -> None:
-        """Add what the loss of a micro-batch returned."""
-        for name, pair in found.items() if self._counts else ():
-            total, count = (_wide(number) for number in pair)
+    def add(self, metrics: Sums) -> None:
+        """Add the metrics of a micro-batch."""
+        for name, pair in metrics.items() if self._counts else ():
+            total, count = (_widen(number) for number in pair)
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = before[0] + total, before[1] + count
 
-    def reduced(self, parallel: Parallel) -> Sums:
-        """Return the sums and counts over all ranks; collective. Does not synchronize with the device."""
+    def reduce(self, parallel: Parallel) -> Sums:
+        """Return the sums and counts over all ranks. A collective; does not synchronize with the device."""
         world = parallel.world
         if world.world_size == 1:
             return self._sums
@@ -69,14 +69,14 @@ class ExtraMetrics:
             return {}
         pairs = [self._sums.get(name, (0.0, 0.0)) for name in self._names]
         numbers = world.zeros(2 * len(pairs))
-        for place, number in enumerate(number for pair in pairs for number in pair):
-            numbers[place] = number
+        for index, number in enumerate(number for pair in pairs for number in pair):
+            numbers[index] = number
         totals = world.sum(numbers)
-        return {name: (totals[2 * place], totals[2 * place + 1]) for place, name in enumerate(self._names)}
+        return {name: (totals[2 * index], totals[2 * index + 1]) for index, name in enumerate(self._names)}
 
 
-def _wide(number: Tensor | float) -> Tensor | float:
-    """Return a number in the widest dtype of its device: sums of many micro-batches must not stop growing."""
+def _widen(number: Tensor | float) -> Tensor | float:
+    """Convert a number to the widest dtype of its device, so that long sums do not lose small terms."""
     if not isinstance(number, Tensor):
         return float(number)
     return number.detach().to(widest_dtype(number.device))

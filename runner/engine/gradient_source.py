@@ -1,4 +1,4 @@
-"""How an update computes the gradients of its samples; this one adds the losses of its micro-batches."""
+"""Compute the gradients of an update by adding the losses of its micro-batches; subclasses do it differently."""
 
 from __future__ import annotations
 

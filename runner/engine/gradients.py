@@ -16,15 +16,14 @@ def correct_and_clip(
 ) -> Tensor | None:
     """Multiply the gradients by `correction`, then scale them down to `max_norm`; return their norm before clipping.
 
-    over_ranks  computes the global norm from the local norm if ranks hold different gradients
-
     max_norm    None: no clipping; the norm still shows whether the gradients are finite
+    over_ranks  computes the global norm from the local norm if ranks hold different gradients
 
     Both factors are applied in one pass. Returns None if there are no gradients.
     """
     if not gradients:
         return None
-    # A product of two tensors is in one dtype only if both are; the factors are computed in float64 until here.
+    # The correction is computed in float64; a product of two scalar tensors would take the wider dtype.
     dtype = gradients[0].dtype
     if isinstance(correction, Tensor):
         correction = correction.to(dtype)

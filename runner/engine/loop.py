@@ -115,9 +115,9 @@ class Training:
         )
 
         def update() -> StepInfo:
-            sums = self.gradients.accumulate(parallel, passes, self.extra.counted(batches))
+            sums = self.gradients.accumulate(parallel, passes, self.extra.track(batches))
             total = parallel.reduce(sums)
-            extra = self.extra.reduced(parallel)
+            extra = self.extra.reduce(parallel)
             precision.unscale(self.optimizer, parallel.overflow)
             correction = 1.0 / (self.per_item * _widen(total.items))
             gradients = parallel.gradients(self.parameters)

@@ -180,8 +180,10 @@ class Phase(PhaseView):
             )
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")
-        keeps = parts.world.device.type == "cpu"
-        self.feed = Feed(self._read_batches(), self.progress_mark, self.position, run.tally.batch_shapes, keeps=keeps)
+        keep_last = parts.world.device.type == "cpu"
+        self.feed = Feed(
+            self._read_batches(), self.progress_mark, self.position, run.tally.batch_shapes, keep_last=keep_last
+        )
         self.batches = self.feed
         parts.bare.train()
         self.watch.lap("starting")

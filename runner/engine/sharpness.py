@@ -89,7 +89,7 @@ class SharpnessSource(GradientSource):
         parallel.reduce(first)  # the direction is that of all ranks; raises Discarded where one of them failed
         for generator, mark in zip(global_generators(), marks, strict=True):
             generator.restore(mark)
-        with self._at_the_top(parallel), restore_buffers(passes.model.modules()), self.extra.paused():
+        with self._at_the_top(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
             second = self.inner.accumulate(parallel, passes, _again(seen))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)
 

@@ -95,7 +95,7 @@ class CheckedLoss:
     """The task's loss or embedding; checks its return values, and records the attention kernels of its first call.
 
     watch               record the attention kernels
-    check               (answer, method, source, look=) -> checked answer
+    check               (answer, method, source, sync=) -> checked answer
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
     first_call_context  context for the first call
     observe             receives the further metrics that a loss returns
@@ -120,11 +120,11 @@ class CheckedLoss:
                 self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
             else:
                 answers.append(self.loss(model, batch))
-        answer = self._check(answers[0], look=True)
+        answer = self._check(answers[0], sync=True)
         self.checked = True  # only after success: a first call that runs out of memory is repeated
         return answer
 
-    def _check(self, answer: Any, *, look: bool = False) -> Any:
+    def _check(self, answer: Any, *, sync: bool = False) -> Any:
         if self.check is validate_loss and isinstance(answer, tuple) and len(answer) == 3:
             verb = "the third value of loss must be"
             metrics = validate_metrics(answer[2], self.loss, self.source, verb=verb)
@@ -132,7 +132,7 @@ class CheckedLoss:
                 what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
                 raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")
             self.observe(metrics)
-        return self.check(answer, self.loss, self.source, look=look)
+        return self.check(answer, self.loss, self.source, sync=sync)
 
 
 _RESERVED_METRICS = {"loss", "grad_norm", "lr"}  # names that are reserved for the update, or for an objective

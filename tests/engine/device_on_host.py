@@ -35,4 +35,4 @@ class LateEvent:
 
 
 torch.Event = LateEvent  # type: ignore[misc,assignment]
-parallel.stopwatch = stopwatch.DeviceStopwatch  # type: ignore[assignment]
+parallel.new_stopwatch = stopwatch.DeviceStopwatch  # type: ignore[assignment]
