@@ -36,7 +36,7 @@ def train(*words: str, **settings: Any) -> Run:
     from runner.durable.directory import default_name
     from runner.host.command_process import run_command
 
-    given = words_of(words, settings)
+    given = build_argv(words, settings)
     if {"-m", "--multirun"} & set(given):
         fix = "call train in a loop, or in the objective of a search"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
@@ -58,7 +58,7 @@ def evaluate(*words: str, **settings: Any) -> dict[str, float]:
     """
     from runner.host.command_process import run_command
 
-    ended = run_command(["evaluate", *words_of(words, settings), "--json"], relay_output=False)
+    ended = run_command(["evaluate", *build_argv(words, settings), "--json"], relay_output=False)
     _check(ended.code, "evaluate", allowed=(Exit.DONE,))
     return none_to_nan(json.loads(ended.out)["metrics"])
 
@@ -74,7 +74,7 @@ def open_run(*words: str, **settings: Any) -> Run:
     Raises:
         InputMissing: if there is no such run.
     """
-    return Run(words_of(words, settings))
+    return Run(build_argv(words, settings))
 
 
 class Run:
@@ -160,7 +160,7 @@ class Run:
         return f"Run({str(self.path)!r}, {self.state})"
 
 
-def words_of(words: tuple[str, ...], settings: Mapping[str, Any]) -> list[str]:
+def build_argv(words: tuple[str, ...], settings: Mapping[str, Any]) -> list[str]:
     """Return the arguments of a call as those of the command line."""
     return [*words, *(f"{key.replace('__', '.')}={_text(value)}" for key, value in settings.items())]
 

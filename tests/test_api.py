@@ -206,7 +206,7 @@ def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
 
 
 def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> None:
-    from runner.api import words_of
+    from runner.api import build_argv
     from runner.config.configuration import compose
     from runner.config.request import Request
 
@@ -214,7 +214,7 @@ def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> No
         "updates": 7, "optimizer__lr": 3e-4, "epochs": None, "weights__strict": False, "weights__only": ["a.b", "c"],
         "weights__rename": {"enc.0": "backbone"}, "output_root": tmp_path / "a b", "scheduler": "constant",
     }  # fmt: skip
-    settings = compose(Request(tuple(words_of((), given)))).settings
+    settings = compose(Request(tuple(build_argv((), given)))).settings
     assert (settings.updates, settings.epochs, settings.output_root) == (7, None, str(tmp_path / "a b"))
     assert (settings.weights.strict, settings.weights.only, settings.weights.rename) == (
         False, ["a.b", "c"], {"enc.0": "backbone"},

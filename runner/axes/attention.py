@@ -43,13 +43,13 @@ class Attention:
 class AttentionCall:
     """One call of scaled dot product attention.
 
-    kind      as in observed_calls: "bfloat16, 128 queries, 128 keys"
+    kind      as in count_calls: "bfloat16, 128 queries, 128 keys"
     shape     of the queries: (batch, heads, length, head size)
     num_keys  length of the keys
     dtype     of the kernel's inputs, after autocast
     masked    whether an explicit mask was given; causal: whether is_causal=True was
     training  whether gradients were required
-    kernel    that ran, as in observed_backends; "unseen" if torch hides it
+    kernel    that ran, as in count_kernels; "unseen" if torch hides it
     refusals  each other kernel -> why it did not run
     """
 
@@ -105,19 +105,19 @@ def cudnn(device: torch.device, *, strict: bool = False) -> Attention:
     return _prefer("cudnn", SDPBackend.CUDNN_ATTENTION, device, strict)
 
 
-def observed_backends(model_call: Callable[[], object]) -> dict[str, int]:
+def count_kernels(model_call: Callable[[], object]) -> dict[str, int]:
     """Run `model_call` once and return the number of attention calls per kernel.
 
     Names are flash, efficient, cudnn, math, overrideable and, on the CPU, flash_for_cpu. Compiled code runs eagerly
     in this call, because a compiled graph hides its operations. Only calls of the forward pass are counted.
     """
     counts: Counter[str] = Counter()
-    for (_, kernel), number in observed_calls(model_call).items():
+    for (_, kernel), number in count_calls(model_call).items():
         counts[kernel] += number
     return dict(counts)
 
 
-def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
+def count_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
     """Run `model_call` once and return the number of calls per (kind of call, kernel).
 
     A kind is formatted as "bfloat16, 128 queries, 128 keys", which distinguishes prefill, decoding and cross attention.
@@ -128,7 +128,7 @@ def observed_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], in
     return dict(counting.calls)
 
 
-def attention_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
+def record_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
     """Run `model_call` once and return its attention calls in order, with inputs and kernels.
 
     Only calls of F.scaled_dot_product_attention are recorded, including those in nn.MultiheadAttention; but in eval
@@ -141,7 +141,7 @@ def attention_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ..
     return tuple(watching.calls)
 
 
-def why_not(
+def refusal_reason(
     backend: str,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -181,7 +181,7 @@ def why_not(
 def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -> Attention:
     """Return a preference, with device limitations that are known before any call."""
     # a call that every device with the kernel supports
-    reason = why_not(name, (1, 1, 128, 64), torch.float16, device)
+    reason = refusal_reason(name, (1, 1, 128, 64), torch.float16, device)
     if reason and strict:
         raise ConfigError(
             Problem(
@@ -375,7 +375,7 @@ def _noted(
     for name, enabled in _ENABLED.items():
         if kernel in (name, f"{name}_for_cpu"):
             continue
-        reason = why_not(name, query.shape, dtype, device, masked=masked, dropout=dropout_p, training=training)
+        reason = refusal_reason(name, query.shape, dtype, device, masked=masked, dropout=dropout_p, training=training)
         off = "" if enabled() else "switched off by the choice of attention"
         refusals[name] = reason or off or f"could run, but torch took {kernel} first"
     kind = _kind(dtype, query.shape[-2], key.shape[-2])

@@ -163,7 +163,7 @@ class Loader:
     """Load synchronously in this process."""
 
     num_workers = 0
-    ahead = 0  # maximum number of prefetched batches
+    max_prefetched = 0  # maximum number of prefetched batches
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -172,7 +172,7 @@ class Loader:
         """Yield the batch of each key, in order."""
         return map(self.fetcher.__getitem__, keys)
 
-    def alike(self, fetcher: Fetcher) -> Loader:
+    def new_like(self, fetcher: Fetcher) -> Loader:
         """Return a loader for a few batches that reads where this one does: in this process, or in one worker."""
         return Loader(fetcher)
 
@@ -195,10 +195,10 @@ class WorkerLoader(Loader):
         self.pin_memory = pin_memory
         self.prefetch_factor = prefetch_factor
         self.start_method = start_method
-        self.ahead = num_workers * prefetch_factor
+        self.max_prefetched = num_workers * prefetch_factor
         self._open: list[Any] = []
 
-    def alike(self, fetcher: Fetcher) -> Loader:
+    def new_like(self, fetcher: Fetcher) -> Loader:
         return WorkerLoader(fetcher, num_workers=1, pin_memory=False, prefetch_factor=1, start_method=self.start_method)
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
@@ -261,7 +261,7 @@ class ThreadLoader(Loader):
     def __init__(self, fetcher: Fetcher, *, depth: int, pin_memory: bool) -> None:
         super().__init__(fetcher)
         self.depth = depth
-        self.ahead = depth + 1  # one is held until the queue has room
+        self.max_prefetched = depth + 1  # one is held until the queue has room
         self.pin_memory = pin_memory
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
 
@@ -332,7 +332,7 @@ def default(
     """
     assert num_workers != "auto", "the plan resolves it"
     assert pin_memory != "auto", "the plan resolves it"
-    fetcher = cached(fetcher, cache, device)
+    fetcher = cache_samples(fetcher, cache, device)
     if num_workers == 0:
         return PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
     return WorkerLoader(
@@ -367,7 +367,7 @@ def thread(
         # Random generators belong to a process: a data set in a thread would draw from those of the model trained
         # in parallel, and neither would be reproducible. See docs/decisions/0019.
         return WorkerLoader(fetcher, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
-    return ThreadLoader(cached(fetcher, cache, device), depth=depth, pin_memory=pin_memory and cache != "device")
+    return ThreadLoader(cache_samples(fetcher, cache, device), depth=depth, pin_memory=pin_memory and cache != "device")
 
 
 class PinnedLoader(Loader):
@@ -378,7 +378,7 @@ class PinnedLoader(Loader):
             yield item._replace(batch=map_tensors(Tensor.pin_memory, item.batch))
 
 
-def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
+def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
     """Read all samples once and return a fetcher that keeps them as one tensor per field."""
     if where == "none":
         return fetcher
@@ -389,7 +389,7 @@ def cached(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
         for first in range(0, len(fetcher), 1024)
     ]
     parts = [fetcher[key] for key in keys]
-    if fetcher.streams.draws:
+    if fetcher.streams.has_drawn:
         # A data set may seed the generators itself and draw the same each time. Samples that do not may be rare.
         for key, part in zip(keys, parts, strict=True):
             if not are_equal(part.batch, fetcher[key._replace(epoch=1)].batch):

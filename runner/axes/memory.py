@@ -155,7 +155,7 @@ def budget(
 
 
 @contextmanager
-def computing_again(blocks: Iterable[nn.Module]) -> Iterator[None]:
+def recompute_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
     """Inside the context, these blocks keep only their inputs."""
     before = {block: vars(block).get("forward") for block in blocks}
     for block in before:

@@ -392,7 +392,7 @@ class MuonWithAdamW(Optimizer):
             rule.step()
 
 
-def optimizer_of(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
+def build_optimizer(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer of an option. One of a task is any optimizer of the parameters.
 
     Its groups get what the runner needs: names for checkpoints, and the base learning rate for the schedule.
@@ -414,7 +414,7 @@ def optimizer_of(function: str, parameters: Parameters, options: Mapping[str, An
     return made
 
 
-def must_be_installed(function: str, options: Mapping[str, Any], device: torch.device) -> None:
+def check_library(function: str, options: Mapping[str, Any], device: torch.device) -> None:
     """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for the others."""
     if function in ("adamw8bit", "schedulefree"):
         weight = nn.Parameter(torch.ones(1, device=device))
@@ -479,7 +479,7 @@ def _groups(
 
 def _unmatched(listed: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
     return [
-        Problem(f"no parameter's name starts with {prefix}", key, did_you_mean(prefix, prefixes(names)))
+        Problem(f"no parameter's name starts with {prefix}", key, did_you_mean(prefix, module_prefixes(names)))
         for prefix in listed
         if not any(is_under(name, prefix) for name in names)
     ]
@@ -503,7 +503,7 @@ def is_under(name: str, prefix: str) -> bool:
     return name == prefix or name.startswith(prefix.removesuffix(".") + ".")
 
 
-def prefixes(names: Sequence[str]) -> list[str]:
+def module_prefixes(names: Sequence[str]) -> list[str]:
     """Return the names, and those of all modules that contain them."""
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 

@@ -54,7 +54,7 @@ class Precision:
             torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
         )
         # On a GPU they are checked in the next step: an immediate check would synchronize.
-        self.checks_at_once = self.device.type == "cpu"
+        self.checks_immediately = self.device.type == "cpu"
         self._sent: PendingCopy | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -63,9 +63,9 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, scaled if the format needs it."""
-        torch.autograd.backward(self.scaled(loss))
+        torch.autograd.backward(self.scale_loss(loss))
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` scaled for the backward pass."""
         return loss
 
@@ -82,7 +82,7 @@ class Precision:
 
         loss, grad_norm  of the update, over all ranks; None: unknown
         """
-        if self.checks_at_once:
+        if self.checks_immediately:
             _refuse(loss, grad_norm)
             optimizer.step()
             return
@@ -159,7 +159,7 @@ class ScaledHalf(Precision):
         self._statistics.keep()
         return self._forward
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
 

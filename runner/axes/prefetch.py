@@ -14,7 +14,7 @@ from runner.base.batch import MicroBatch, map_tensors
 Lap = Callable[[str], object]
 
 
-def unseen(part: str) -> None:
+def ignore_lap(part: str) -> None:
     """Do nothing; default for callers that do not time the parts."""
 
 
@@ -24,7 +24,7 @@ class Prefetch:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def __call__(self, batches: Iterator[MicroBatch], lap: Lap = unseen) -> Iterator[MicroBatch]:
+    def __call__(self, batches: Iterator[MicroBatch], lap: Lap = ignore_lap) -> Iterator[MicroBatch]:
         """Yield the batches on the device, in the same order.
 
         lap  called at the end of each part, "data" and "transfer"; the consumer of the batch reports the last one
@@ -84,7 +84,7 @@ class CopyAhead(Prefetch):
         super().__init__(device)
         self.streams = streams
 
-    def __call__(self, batches: Iterator[MicroBatch], lap: Lap = unseen) -> Iterator[MicroBatch]:
+    def __call__(self, batches: Iterator[MicroBatch], lap: Lap = ignore_lap) -> Iterator[MicroBatch]:
         source: MicroBatch | None = None
 
         def start() -> MicroBatch | None:

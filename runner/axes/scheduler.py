@@ -299,7 +299,7 @@ def polynomial(
     return Schedule(lambda update: _line(final_factor, 1.0, (1.0 - _progress(update, start, updates)) ** power), start)
 
 
-def schedule_of(function: str, updates: int, options: Mapping[str, Any]) -> Schedule:
+def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> Schedule:
     """Return the schedule of an option. One of a task may be a function from the number of updates to a factor.
 
     Raises TaskFault if it is neither.

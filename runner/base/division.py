@@ -31,7 +31,7 @@ class Batch:
         return len(self.shares)
 
     @property
-    def largest_pass(self) -> int:
+    def max_micro_batch_size(self) -> int:
         """Return the largest micro-batch, whatever the shares become."""
         return self.global_batch_size if self.in_one_pass else self.micro_batch_size
 

@@ -120,38 +120,38 @@ class Order:
     sampler: Sampler | None = None
 
     @cached_property
-    def draws(self) -> Sampler:
+    def update_sampler(self) -> Sampler:
         """Return what draws the samples of each update."""
         return self.sampler or shuffled_sampler(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
 
     @property
     def updates_per_epoch(self) -> int:
         """Number of updates in an epoch."""
-        return self.draws.updates_per_epoch
+        return self.update_sampler.updates_per_epoch
 
     def samples_before(self, update: int) -> int:
         """Return the number of samples consumed before update number `update`."""
         epoch, window = divmod(update, self.updates_per_epoch)
-        per_epoch = self.draws.start(self.seed, 0, self.updates_per_epoch) if epoch else 0
-        return epoch * per_epoch + self.draws.start(self.seed, epoch, window)
+        per_epoch = self.update_sampler.start(self.seed, 0, self.updates_per_epoch) if epoch else 0
+        return epoch * per_epoch + self.update_sampler.start(self.seed, epoch, window)
 
-    def size_of(self, update: int) -> int:
+    def micro_batch_size_at(self, update: int) -> int:
         """Return the maximum micro-batch size in update number `update` (from 0)."""
         return min([self.micro_batch_size, *(size for first, size in self.smaller if update >= first)])
 
-    def micros(self, update: int, shares: Shares | None = None) -> Iterator[MicroBatchKey]:
+    def micro_batches(self, update: int, shares: Shares | None = None) -> Iterator[MicroBatchKey]:
         """Yield the micro-batches of this rank in update number `update`; a dummy one if the rank has no samples.
 
         shares  shares of this update, if they differ from the usual ones
         """
         epoch, window = divmod(update, self.updates_per_epoch)
-        whole = self.draws.draw(self.seed, epoch, window)
+        whole = self.update_sampler.draw(self.seed, epoch, window)
         split_by = shares or self.shares
         bounds = rank_slices(len(whole), split_by) if split_by else [(0, len(whole))]
-        size = self.size_of(update)
-        passes_of = [self.draws.split(whole[first:stop], size) for first, stop in bounds]
+        size = self.micro_batch_size_at(update)
+        passes_of = [self.update_sampler.split(whole[first:stop], size) for first, stop in bounds]
         passes = passes_of[self.rank]
-        place = self.draws.start(self.seed, epoch, window) + bounds[self.rank][0]
+        place = self.update_sampler.start(self.seed, epoch, window) + bounds[self.rank][0]
         wanted = max(map(len, passes_of)) if self.in_step else max(1, len(passes))
         for number in range(wanted):
             counts = number < len(passes)
@@ -163,8 +163,8 @@ class Order:
     def samples_per_rank(self, update: int, shares: Shares | None = None) -> Shares:
         """Return the number of samples of each rank in update number `update`."""
         epoch, window = divmod(update, self.updates_per_epoch)
-        start = self.draws.start(self.seed, epoch, window)
-        available = self.draws.start(self.seed, epoch, window + 1) - start
+        start = self.update_sampler.start(self.seed, epoch, window)
+        available = self.update_sampler.start(self.seed, epoch, window + 1) - start
         split_by = shares or self.shares
         return window_shares(available, split_by) if split_by else (available,)
 
@@ -176,7 +176,7 @@ class Order:
         shares_of  returns the shares of an update, None for the usual ones; called when the update is read
         """
         while True:
-            yield from self.micros(update, shares_of(update))
+            yield from self.micro_batches(update, shares_of(update))
             update += 1
 
 

@@ -59,7 +59,7 @@ class SampleStreams:
         self._marks: list[Any] = []  # while learning: states of all generators after seeding
 
     @property
-    def draws(self) -> bool:
+    def has_drawn(self) -> bool:
         """True once the data set has used a global generator."""
         return bool(self._drawn)
 

@@ -70,7 +70,7 @@ class World:
         assert self.world_size > 1, "needs several ranks"
         return dist.all_reduce(tensor, async_op=True)
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def max(self, tensor: Tensor) -> Tensor:
         """All-reduce the tensor in place (maximum); return it."""
         if self.world_size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
@@ -105,7 +105,7 @@ class World:
         """Return whether the flag is set on any rank."""
         if self.world_size == 1:
             return flag
-        return bool(self.largest(torch.tensor([int(flag)])).item())
+        return bool(self.max(torch.tensor([int(flag)])).item())
 
 
 def _encoded(value: Any) -> Tensor:

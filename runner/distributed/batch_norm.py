@@ -21,7 +21,7 @@ from runner.base.world import World
 from runner.distributed.dummy_pass import CollectiveCounter
 
 
-def synchronized(model: nn.Module, world: World) -> nn.Module:
+def synchronize_batch_norms(model: nn.Module, world: World) -> nn.Module:
     """Synchronize every batch norm of the model over all ranks during training; evaluation is not affected.
 
     Replaces the class of the norms in place: names, parameters, buffers and hooks remain. On a GPU this uses

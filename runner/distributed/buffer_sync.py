@@ -129,7 +129,7 @@ class BufferSync:
         # Changes by a task's begin_update since the last update are synchronized with the next one.
         seen = {place.name for place, changed in zip(self._places, self._changed(), strict=True) if not changed}
         different *= torch.tensor([float(place.name in seen) for place in places])
-        found = self.world.largest(different).tolist()
+        found = self.world.max(different).tolist()
         names = [place.name for place, is_different in zip(places, found, strict=True) if is_different]
         if names:
             raise TaskFault(

@@ -9,7 +9,7 @@ from runner.base.errors import AccelRunError, RankLost
 from runner.base.world import World
 
 
-def catch(function: Callable[[], Any]) -> Exception | None:
+def catch_exception(function: Callable[[], Any]) -> Exception | None:
     """Return the exception that the function raised; raise it again once the other ranks know of it."""
     try:
         function()
@@ -20,7 +20,7 @@ def catch(function: Callable[[], Any]) -> Exception | None:
 
 def raise_on_all_ranks(failure: Exception | None, world: World, where: str) -> None:
     """Raise this rank's failure, or RankLost with that of another rank; collective."""
-    texts = world.gather(None if failure is None else one_line(failure))
+    texts = world.gather(None if failure is None else format_error_line(failure))
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):
@@ -28,6 +28,6 @@ def raise_on_all_ranks(failure: Exception | None, world: World, where: str) -> N
             raise RankLost(f"rank {rank} failed: {text}", where=where)
 
 
-def one_line(error: Exception) -> str:
+def format_error_line(error: Exception) -> str:
     """Format an error as one line."""
     return str(error).splitlines()[0] if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from runner.base.errors import SystemLimit
 from runner.base.rank_env import RankInfo
 from runner.base.world import World
 from runner.distributed.network_interface import choose_interface
-from runner.distributed.timeouts import within
+from runner.distributed.timeouts import call_with_timeout
 
 RENDEZVOUS_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
 ABORT_S = 10.0  # s to abort the kernels of a process group
@@ -29,7 +29,7 @@ TIMEOUT_S = 600.0  # s: timeout of collectives
 
 
 @contextmanager
-def joined(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+def join_process_group(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
     """Initialize the process group of `member` and return its world; destroy the group on exit.
 
     CPU tensors use gloo, those of a GPU NCCL. After an error the group is abandoned, not destroyed.
@@ -47,7 +47,7 @@ def joined(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT
         if member.store.startswith("file:"):
             _init_group(member, device, timeout_s)
         else:  # the port may belong to another program
-            within(_rendezvous_s(member, timeout_s) + 5.0, lambda: _init_group(member, device, timeout_s))
+            call_with_timeout(_rendezvous_s(member, timeout_s) + 5.0, lambda: _init_group(member, device, timeout_s))
     except (RuntimeError, OSError) as error:
         raise SystemLimit(
             f"rank {member.rank} of {member.world_size} cannot connect to the others: {str(error).splitlines()[0]}",
@@ -71,7 +71,7 @@ def _abandon_group(*, is_ours: bool) -> None:
     """
     if not is_ours:
         with suppress(Exception):
-            within(ABORT_S, dist.distributed_c10d._abort_process_group)
+            call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ class _SimulatedWorld(World):
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def largest(self, tensor: Tensor) -> Tensor:
+    def max(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def gather(self, value: Any) -> list[Any]:

@@ -78,8 +78,10 @@ def measure_costs(
     with restore_buffers(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            kept, value_after = saved_bytes(layer, call, fresh(value), forward)
-            seconds = [_seconds(layer, call, fresh(value), forward, synchronize) for _ in range(repeats + 1)][1:]
+            kept, value_after = measure_saved_bytes(layer, call, detach_inputs(value), forward)
+            seconds = [_seconds(layer, call, detach_inputs(value), forward, synchronize) for _ in range(repeats + 1)][
+                1:
+            ]
             costs.append(
                 LayerCost(
                     cost.name,
@@ -112,7 +114,7 @@ def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Param
 
 
 @contextmanager
-def record_saved(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
+def record_saved_storages(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
     """Record storage -> bytes saved for the backward pass inside the context, each once, without `lasting`."""
     known = {tensor.untyped_storage()._cdata for tensor in lasting}  # identifies fake tensors as well
     kept: dict[int, int] = {}
@@ -127,11 +129,11 @@ def record_saved(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
         yield kept
 
 
-def saved_bytes(
+def measure_saved_bytes(
     layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[int, Any]:
     """Return the bytes that the layer saves for its backward pass, each storage once, and its detached output."""
-    with record_saved([*layer.parameters(), *layer.buffers()]) as storages, forward():
+    with record_saved_storages([*layer.parameters(), *layer.buffers()]) as storages, forward():
         output = call(value)
     return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
 
@@ -158,7 +160,7 @@ def _seconds(
     return time.perf_counter() - began
 
 
-def fresh(value: Any) -> Any:
+def detach_inputs(value: Any) -> Any:
     """Return a copy whose tensors require gradients if possible, like those received from another device."""
     # clone: layers that work in place must not modify a leaf
     return map_tensors(

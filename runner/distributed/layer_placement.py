@@ -15,7 +15,7 @@ from runner.base import partition
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
-from runner.distributed.fault_sync import catch, raise_on_all_ranks
+from runner.distributed.fault_sync import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs, parameter_names
 from runner.host.resources import device_bytes
 
@@ -69,7 +69,9 @@ def place_layers(
     Raises ConfigError on all ranks if there is none.
     """
     costs: list[LayerCost] = []
-    raise_on_all_ranks(catch(lambda: costs.extend(_costs(world, model, layers, request, example))), world, WHERE)
+    raise_on_all_ranks(
+        catch_exception(lambda: costs.extend(_costs(world, model, layers, request, example))), world, WHERE
+    )
     mine = {
         "memory": _memory_bytes(world, request),
         "seconds": math.fsum(cost.seconds for cost in costs),
@@ -86,10 +88,10 @@ def place_layers(
         )
         for rank, of_rank in enumerate(of_ranks)
     ] * request.chunks
-    return placement(costs, devices, request, world.world_size)
+    return plan_placement(costs, devices, request, world.world_size)
 
 
-def placement(
+def plan_placement(
     costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], request: PlacementRequest, world_size: int
 ) -> Placement:
     """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
@@ -159,10 +161,10 @@ def shared_modules(
 def layers_on_all_ranks(world: World, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
     """Return the layers; raises the same error on all ranks if they are invalid on any rank."""
     found: list[nn.Module] = []
-    failure = catch(lambda: found.extend(layers()))
+    failure = catch_exception(lambda: found.extend(layers()))
     if isinstance(failure, NotImplementedError):
         failure = TaskFault(str(failure), where=WHERE, fix="use parallelism=fsdp, or define layers() in the task")
-    failure = failure or catch(lambda: check_layers(model, found))
+    failure = failure or catch_exception(lambda: check_layers(model, found))
     raise_on_all_ranks(failure, world, WHERE)
     return found
 

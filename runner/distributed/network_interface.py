@@ -17,12 +17,12 @@ def choose_interface(member: RankInfo) -> None:
     On a single machine that is the loopback, so that no port is open to others. Otherwise it is the interface towards
     rank 0. Many systems resolve the host name to 127.0.0.1: gloo would listen there, and the others would wait.
     """
-    name = interface_of(member)
+    name = find_interface(member)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def interface_of(member: RankInfo) -> str:
+def find_interface(member: RankInfo) -> str:
     """Return the name of the interface, empty if the routes do not determine it."""
     if member.num_local_ranks == member.world_size or member.store.startswith("file:"):
         return _name_of("127.0.0.1")

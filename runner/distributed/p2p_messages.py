@@ -58,12 +58,12 @@ def broadcast(value: Any, source: int, world: World) -> Any:
     return _unpacked(structure, tensors)
 
 
-def check(value: Any) -> None:
+def check_sendable(value: Any) -> None:
     """Raise TaskFault if a value cannot be sent."""
     _packed(value)
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name of a dtype, such as float32."""
     return str(dtype).removeprefix("torch.")
 
@@ -71,7 +71,7 @@ def name_of(dtype: torch.dtype) -> str:
 def _packed(value: Any) -> tuple[Tensor, list[Tensor]]:
     tensors: list[Tensor] = []
     structure = _structure(value, tensors)
-    shapes = [[list(tensor.shape), name_of(tensor.dtype)] for tensor in tensors]
+    shapes = [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in tensors]
     content = json.dumps([structure, shapes]).encode()
     return torch.frombuffer(bytearray(content), dtype=torch.uint8), tensors
 

@@ -22,7 +22,7 @@ from runner.base.world import World
 Copy = Callable[[Tensor], Tensor]
 
 
-def on_the_host(tensor: Tensor) -> Tensor:
+def copy_to_host(tensor: Tensor) -> Tensor:
     """Return a copy in new host memory."""
     return tensor.detach().to("cpu", copy=True)
 
@@ -80,8 +80,8 @@ class Parallel:
 
     in_step       every rank must run the same number of micro-batches per update, because they contain collectives
     splits_batch  each rank gets its share of an update; False: every rank reads the whole update
-    divides_parameters  `divide` is implemented
-    saves_parts   each rank writes its shards of a checkpoint, which `saved` returns
+    supports_groups     `set_groups` is implemented
+    saves_parts   each rank writes its shards of a checkpoint, which `checkpoint_tensors` returns
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
 
     If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
@@ -92,7 +92,7 @@ class Parallel:
     splits_batch = True
     places_model = False
     saves_parts = False
-    divides_parameters = True
+    supports_groups = True
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -100,7 +100,7 @@ class Parallel:
 
     # ------------------------------------------------------------ the model
 
-    def expect(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:
+    def expect_inputs(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:
         """Receive the expected inputs before `wrap`.
 
         example           returns the arguments of one call of the model; raises NotImplementedError if unknown
@@ -118,11 +118,11 @@ class Parallel:
         """
         return model
 
-    def described(self) -> list[str]:
+    def describe_placement(self) -> list[str]:
         """Return lines about the placement for the start report, once the model is wrapped."""
         return []
 
-    def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank updates."""
         return dict(named)
 
@@ -165,38 +165,38 @@ class Parallel:
         """Return the existing gradients as the plain tensors that this rank holds."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def norm(self, local: Tensor) -> Tensor:
+    def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm of all gradients, given the norm of those that `gradients` returned."""
         return local
 
-    def overflow(self, found: Tensor) -> Tensor:
+    def any_overflow(self, found: Tensor) -> Tensor:
         """Return whether a gradient overflowed on any rank, given this rank's flag; 0 or 1."""
         return found
 
-    def send_along(self, numbers: Tensor | None) -> bool:
+    def attach_numbers(self, numbers: Tensor | None) -> bool:
         """Add `numbers` up over the ranks with the gradients of the next updates, until others or None replace them.
 
         They are on the host, as many on each rank. Returns False if this strategy sends no message that can carry them.
         """
         return False
 
-    def sent_along(self) -> Tensor | None:
+    def attached_sums(self) -> Tensor | None:
         """Return the sums of what was sent along with the last update; None if nothing was."""
         return None
 
-    def idle(self) -> Mapping[str, float]:
+    def idle_fractions(self) -> Mapping[str, float]:
         """Return the idle fractions of devices in the last update, by metric name; collective."""
         return {}
 
-    def divide(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def set_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Divide the parameters of the phase into groups that are updated separately; none: undo it."""
 
-    def select(self, group: int) -> None:
+    def select_group(self, group: int) -> None:
         """Make the next update that of a group; every rank calls it."""
 
     # ------------------------------------------------------------ between updates
 
-    def update_of_buffers(self) -> AbstractContextManager[None]:
+    def buffer_update(self) -> AbstractContextManager[None]:
         """Return a context for an update without gradients, after which buffers are synchronized.
 
         `reduce` does the same at the end of an update with gradients.
@@ -206,36 +206,36 @@ class Parallel:
     def check_buffers(self) -> None:
         """Raise TaskFault, on every rank, if buffers differ between ranks; updates keep them equal."""
 
-    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         """Return copies of the full tensors in host memory, on rank 0; other ranks participate and return nothing.
 
         copy  copies a tensor to the host
         """
         return {name: copy(tensor) for name, tensor in tensors.items()}
 
-    def saved(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
-        """Return copies of what this rank writes of a checkpoint: `whole`, or its own part of each tensor."""
-        return self.whole(tensors, copy)
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
+        """Return copies of what this rank writes of a checkpoint: `gather_full`, or its own part of each tensor."""
+        return self.gather_full(tensors, copy)
 
-    def saved_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Return the size of what `saved` returns."""
+    def checkpoint_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Return the size of what `checkpoint_tensors` returns."""
         return sum(tensor.nbytes for tensor in tensors)
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         """Load full tensors into the model, all or some; names, shapes and dtypes were checked."""
         model.load_state_dict(saved, strict=False)
 
-    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+    def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         """Return the merged statistics of the data of all ranks; `merge` combines two states."""
         return state
 
-    def editable(self, model: nn.Module) -> AbstractContextManager[None]:
+    def edit_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which every rank may write, identically, to parameters and buffers."""
         return nullcontext()
 
     # ------------------------------------------------------------ evaluation
 
-    def gathered(self, model: nn.Module) -> AbstractContextManager[None]:
+    def gather_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which each rank can call any method of the model independently, without gradients."""
         return nullcontext()
 

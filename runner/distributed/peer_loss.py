@@ -9,7 +9,7 @@ from runner.base.errors import AccelRunError, Exit
 from runner.base.text import error_message
 
 
-def is_of_a_lost_rank(error: BaseException) -> bool:
+def is_peer_loss(error: BaseException) -> bool:
     """Return whether the root cause is the loss of another rank, however the error was wrapped."""
     seen: list[BaseException] = []
     while error not in seen:  # `raise error from error` is a cycle

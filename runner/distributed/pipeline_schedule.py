@@ -66,7 +66,7 @@ class PipelineSchedule:
                 stage.number,
                 self.num_stages,
                 self.world.device,
-                input_args=shapes[stage.number].received(),
+                input_args=shapes[stage.number].meta_tensors(),
                 output_args=self._output_shapes(shapes, stage.number),
             )
             for stage in stages
@@ -84,7 +84,7 @@ class PipelineSchedule:
     def _output_shapes(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
         if number == self.num_stages - 1:
             return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
-        return shapes[number + 1].received()
+        return shapes[number + 1].meta_tensors()
 
     def bubble(self, watch: Stopwatch) -> partition.Bubble | None:
         """Return the idle fractions of the devices in the last timed update; collective.

@@ -30,7 +30,7 @@ from runner.base.world import World
 from runner.distributed import p2p_messages
 from runner.distributed.agreement import broadcast_model
 from runner.distributed.buffer_sync import BufferSync, check_copies
-from runner.distributed.fault_sync import catch, one_line, raise_on_all_ranks
+from runner.distributed.fault_sync import catch_exception, format_error_line, raise_on_all_ranks
 from runner.distributed.layer_costs import ADAMW_BYTES
 from runner.distributed.layer_placement import (
     WHERE,
@@ -45,19 +45,19 @@ from runner.distributed.layer_placement import (
     shared_modules,
     shared_parameters,
 )
-from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
+from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, copy_to_host
 from runner.distributed.pipeline_schedule import PipelineSchedule
 from runner.distributed.stages import (
     Call,
-    Called,
+    ModelCalled,
     ReplayedCall,
     Shapes,
     Stage,
     StageSums,
     StageWork,
-    key_of,
-    run_through,
-    seed_of,
+    hash_shapes,
+    micro_batch_seed,
+    run_stages,
 )
 
 
@@ -66,7 +66,7 @@ class Pipelined(Parallel):
 
     schedule             1f1b: backward passes as early as possible; gpipe: all forward passes first, which
                          keeps the activations of all micro-batches; interleaved: 1f1b with several stages per rank
-    num_microbatches     per update, to estimate activation memory; None: as passed to `expect`, else many
+    num_microbatches     per update, to estimate activation memory; None: as passed to `expect_inputs`, else many
     split                number of layers of each stage; None: by `balance`
     balance              memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     chunks               stages per rank with schedule="interleaved"
@@ -75,7 +75,7 @@ class Pipelined(Parallel):
     """
 
     in_step = True
-    divides_parameters = False
+    supports_groups = False
     splits_batch = False
     places_model = True
 
@@ -117,7 +117,7 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ the model
 
-    def expect(self, example: Example, samples: int, num_microbatches: int) -> None:
+    def expect_inputs(self, example: Example, samples: int, num_microbatches: int) -> None:
         """Use this example to measure layers; without one, costs are estimated from parameters alone."""
         self._example = example
         many = self.request.num_microbatches or num_microbatches
@@ -159,12 +159,12 @@ class Pipelined(Parallel):
         self._known_shapes = shapes
         inputs = [stage.number for stage in self._stages if stage.number]
         gradients = [stage.number + 1 for stage in self._stages if not stage.is_last]
-        return sum(tensor.nbytes for number in (*inputs, *gradients) for tensor in shapes[number].received())
+        return sum(tensor.nbytes for number in (*inputs, *gradients) for tensor in shapes[number].meta_tensors())
 
-    def described(self) -> list[str]:
+    def describe_placement(self) -> list[str]:
         return str(self.placement).splitlines()
 
-    def owned(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's parameters, or a constant zero if it has none, because optimizers require at least one."""
         mine = {name: weight for name, weight in named.items() if weight in self._mine}
         self._placeholder = None
@@ -193,7 +193,7 @@ class Pipelined(Parallel):
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
         if failure is None and self._has(0):
-            failure = catch(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
+            failure = catch_exception(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
         tally = StageSums(self.world.zeros(), self.world.zeros())
         self.schedule.begin_update()
@@ -219,7 +219,7 @@ class Pipelined(Parallel):
         self.watch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
 
-    def norm(self, local: Tensor) -> Tensor:
+    def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm over all stages; a parameter shared by two stages counts once."""
         square = local.to(self.world.widest).square()
         counted_twice = [tie.weight.grad for tie in self._tied if not tie.counts_here and tie.weight.grad is not None]
@@ -229,8 +229,8 @@ class Pipelined(Parallel):
             square = torch.where(torch.isfinite(square), (square - twice).clamp(min=0), square)
         return self.world.sum(square).sqrt().to(local.dtype)
 
-    def overflow(self, found: Tensor) -> Tensor:
-        return self.world.largest(found)
+    def any_overflow(self, found: Tensor) -> Tensor:
+        return self.world.max(found)
 
     # ------------------------------------------------------------ between updates
 
@@ -238,7 +238,7 @@ class Pipelined(Parallel):
         self._buffers.check()
         check_copies(self._buffers.model, self._copied, self.world)
 
-    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         """Gather tensors by name; for a shared one, that of the first rank."""
         mine = {
             name: tensor
@@ -264,7 +264,7 @@ class Pipelined(Parallel):
                 if not tensor.is_meta and name in saved:
                     tensor.copy_(saved[name])
 
-    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+    def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         """Return rank 0's state: all ranks see all data, but only rank 0 has the state from before a resume."""
         result = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         for tensor in result.values():
@@ -283,7 +283,7 @@ class Pipelined(Parallel):
         """Return the idle fractions of the devices in the last timed update; None before it. Collective."""
         return self.schedule.bubble(self.watch)
 
-    def idle(self) -> Mapping[str, float]:
+    def idle_fractions(self) -> Mapping[str, float]:
         found = self.bubble()
         return {} if found is None else {f"pipeline/{name}": value for name, value in found._asdict().items()}
 
@@ -296,28 +296,28 @@ class Pipelined(Parallel):
         """Yield the arguments with which the loss calls the model."""
 
         def called(*inputs: Any, **named: Any) -> Any:
-            raise Called(Call(inputs, named))
+            raise ModelCalled(Call(inputs, named))
 
         for number, micro in enumerate(micros):
-            seed_everything(seed_of(seed + number))
+            seed_everything(micro_batch_seed(seed + number))
             noise.switch_pass(micro.samples)
             try:
                 with self._handle_calls(called), passes.forward():
                     passes.loss(passes.model, micro.batch)
-            except Called as found:
+            except ModelCalled as found:
                 yield map_tensors(lambda tensor: tensor.detach(), found.call)
             else:
-                raise model_not_called()
+                raise model_not_called_error()
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
         """Return rank 0's description of the micro-batches; raises on all ranks if one of them failed."""
         first = self._has(0)
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
-        failed, most, least, seed = self.world.largest(message).tolist()
+        failed, most, least, seed = self.world.max(message).tolist()
         if failed or most != -least:
             differs = f"ranks read different numbers of micro-batches, from {-least} to {most}"
             raise_on_all_ranks(failure or (None if failed else AccelRunError(differs)), self.world, WHERE)
-        keys = torch.tensor([key_of(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
+        keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
         if count:
             dist.broadcast(keys, 0)
         self.watch.lap("wait")
@@ -360,11 +360,11 @@ class Pipelined(Parallel):
 
         noise.switch_pass(work.micros[0].samples)
         with torch.no_grad(), restore_buffers(modules):
-            outcome = run_through(self._stages, self.world, call, work.passes.forward, checked)
+            outcome = run_stages(self._stages, self.world, call, work.passes.forward, checked)
         raise_on_all_ranks(outcome.failure, self.world, WHERE)
         gathered = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
         by_stage = {int(number): shapes for of_rank in gathered for number, shapes in of_rank.items()}
-        return [Shapes.of(by_stage[number]) for number in range(self.num_stages)]
+        return [Shapes.from_description(by_stage[number]) for number in range(self.num_stages)]
 
     # ------------------------------------------------------------ one pass through all stages
 
@@ -377,11 +377,13 @@ class Pipelined(Parallel):
                 fix="call it under torch.no_grad()",
             )
         outputs: list[Any] = []
-        outcome = run_through(self._stages, self.world, Call(inputs, named), nullcontext, outputs.append)
+        outcome = run_stages(self._stages, self.world, Call(inputs, named), nullcontext, outputs.append)
         last = (self.num_stages - 1) % self.world.world_size
-        text = None if outcome.failure is None else one_line(outcome.failure)
-        failure = outcome.failure or (catch(lambda: p2p_messages.check(outputs[0])) if outputs else None)
-        text = text or (None if failure is None else one_line(failure))
+        text = None if outcome.failure is None else format_error_line(outcome.failure)
+        failure = outcome.failure or (
+            catch_exception(lambda: p2p_messages.check_sendable(outputs[0])) if outputs else None
+        )
+        text = text or (None if failure is None else format_error_line(failure))
         shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
         answer = p2p_messages.broadcast(shared, last, self.world)
         if failure is not None:
@@ -430,7 +432,7 @@ def _read(
             if micro.counts:
                 micros.append(micro)
 
-    failure = catch(read)
+    failure = catch_exception(read)
     return micros, tuple(bad), failure
 
 
@@ -438,7 +440,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
 
-def model_not_called() -> TaskFault:
+def model_not_called_error() -> TaskFault:
     return TaskFault(
         "in a pipeline, a loss must call model(...), but does not",
         where=WHERE,

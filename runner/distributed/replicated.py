@@ -20,7 +20,7 @@ from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import run_dummy_pass
-from runner.distributed.parallel import Copy, Discarded, ForwardPasses, Parallel, Sums, on_the_host
+from runner.distributed.parallel import Copy, Discarded, ForwardPasses, Parallel, Sums, copy_to_host
 from runner.distributed.reducer import BUCKET_BYTES, Reducer
 
 
@@ -53,13 +53,13 @@ class Replicated(Parallel):
             self._reducer.close()
             self._reducer = None
 
-    def divide(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+    def set_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         for reducer in self._of_groups:
             reducer.close()
         self._of_groups = [Reducer(group, self.world, self.bucket_bytes) for group in groups]
         self._selected: set[int] = set()
 
-    def select(self, group: int) -> None:
+    def select_group(self, group: int) -> None:
         if self._reducer is not None and self._reducer not in self._of_groups:
             self._reducer.close()
         self._reducer = self._of_groups[group]
@@ -124,23 +124,23 @@ class Replicated(Parallel):
         loss_sum, items = total
         return Sums(loss_sum, items, sums.bad)
 
-    def send_along(self, numbers: Tensor | None) -> bool:
+    def attach_numbers(self, numbers: Tensor | None) -> bool:
         self._along, self._sent_along = numbers, None
         return self._reducer is not None
 
-    def sent_along(self) -> Tensor | None:
+    def attached_sums(self) -> Tensor | None:
         return self._sent_along
 
-    def update_of_buffers(self) -> AbstractContextManager[None]:
+    def buffer_update(self) -> AbstractContextManager[None]:
         return self._buffers.update()
 
     def check_buffers(self) -> None:
         self._buffers.check()
 
-    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
-        return super().whole(tensors, copy) if self.world.is_first else {}
+    def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
+        return super().gather_full(tensors, copy) if self.world.is_first else {}
 
-    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+    def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         return merge_states(merge, state, self.world)
 
     def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:

@@ -28,7 +28,7 @@ from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
-from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, on_the_host
+from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, copy_to_host
 
 Travel = Literal["float32", "bfloat16", "float16"]
 
@@ -45,7 +45,7 @@ class Sharded(Parallel):
     """
 
     in_step = True
-    divides_parameters = False
+    supports_groups = False
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Sharded(Parallel):
         self._whole_gradients = [_local(weight.grad) for weight in found if weight in self._whole]
         return [_local(weight.grad) for weight in found]
 
-    def norm(self, local: Tensor) -> Tensor:
+    def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm over all shards; replicated parameters count once."""
         square = local.to(self.world.widest).square()
         if not self.world.is_first:
@@ -233,18 +233,18 @@ class Sharded(Parallel):
                 square = square - gradient.to(self.world.widest).square().sum()
         return self.world.sum(square).sqrt().to(local.dtype)
 
-    def overflow(self, found: Tensor) -> Tensor:
-        return self.world.largest(found)
+    def any_overflow(self, found: Tensor) -> Tensor:
+        return self.world.max(found)
 
     # ------------------------------------------------------------ between updates
 
-    def update_of_buffers(self) -> AbstractContextManager[None]:
+    def buffer_update(self) -> AbstractContextManager[None]:
         return self._buffers.update()
 
     def check_buffers(self) -> None:
         self._buffers.check()
 
-    def whole(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         """Gather one tensor at a time: the device needs memory for the largest one only."""
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -253,20 +253,20 @@ class Sharded(Parallel):
                 kept[name] = copy(full)
         return kept
 
-    def saved(self, tensors: Mapping[str, Tensor], copy: Copy = on_the_host) -> dict[str, Tensor]:
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         if not self.saves_parts:
-            return self.whole(tensors, copy)
+            return self.gather_full(tensors, copy)
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if _is_in_rows(tensor):
                 kept[name] = copy(tensor.to_local())
             else:
-                kept |= self.whole({name: tensor}, copy)
+                kept |= self.gather_full({name: tensor}, copy)
         return kept
 
-    def saved_bytes(self, tensors: Iterable[Tensor]) -> int:
+    def checkpoint_bytes(self, tensors: Iterable[Tensor]) -> int:
         if not self.saves_parts:
-            return super().saved_bytes(tensors)
+            return super().checkpoint_bytes(tensors)
         rows = self.world.is_first  # that rank saves all others
         return sum(each.to_local().nbytes if _is_in_rows(each) else rows * each.nbytes for each in tensors)
 
@@ -282,13 +282,13 @@ class Sharded(Parallel):
                 else:
                     tensor.copy_(saved[name])
 
-    def merged(self, merge: Callable[[State, State], State], state: State) -> State:
+    def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         return merge_states(merge, state, self.world)
 
     # ------------------------------------------------------------ evaluation
 
     @contextmanager
-    def gathered(self, model: nn.Module) -> Iterator[None]:
+    def gather_parameters(self, model: nn.Module) -> Iterator[None]:
         """Gather all parameters on every rank inside the context; each may run any number of passes without gradients.
 
         Any method of the model can be called, not only `forward`. Each device needs memory for all parameters.
@@ -308,10 +308,10 @@ class Sharded(Parallel):
                 part.reshard()
 
     @contextmanager
-    def editable(self, model: nn.Module) -> Iterator[None]:
+    def edit_parameters(self, model: nn.Module) -> Iterator[None]:
         """Gather all parameters on every rank inside the context; changes are kept."""
         kept = model.state_dict().keys()
-        with self.gathered(model):
+        with self.gather_parameters(model):
             yield
             named = [*model.named_parameters(), *model.named_buffers()]
             edited = {name: tensor.detach().clone() for name, tensor in named if name in kept}

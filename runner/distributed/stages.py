@@ -19,7 +19,7 @@ from runner.base.global_rng import seed_everything
 from runner.base.stopwatch import Stopwatch
 from runner.base.world import World
 from runner.distributed import p2p_messages
-from runner.distributed.fault_sync import one_line
+from runner.distributed.fault_sync import format_error_line
 from runner.distributed.parallel import ForwardPasses
 
 
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     named: Mapping[str, Any]
 
 
-class Called(BaseException):
+class ModelCalled(BaseException):
     """Raised when the loss calls the model; no Exception, so that tasks do not catch it."""
 
     def __init__(self, call: Call) -> None:
@@ -63,21 +63,21 @@ class Shapes(NamedTuple):
     tensors: tuple[tuple[tuple[int, ...], str], ...]
 
     @classmethod
-    def described(cls, value: Any) -> list[Any]:
+    def describe(cls, value: Any) -> list[Any]:
         """Return the value's shapes and dtypes, JSON-serializable."""
         tensors = value if isinstance(value, tuple) else (value,)
         return [
             isinstance(value, tuple),
-            [[list(tensor.shape), p2p_messages.name_of(tensor.dtype)] for tensor in tensors],
+            [[list(tensor.shape), p2p_messages.dtype_name(tensor.dtype)] for tensor in tensors],
         ]
 
     @classmethod
-    def of(cls, described: list[Any]) -> Shapes:
-        """Restore the output of `described`."""
+    def from_description(cls, described: list[Any]) -> Shapes:
+        """Restore the output of `describe`."""
         is_tuple, tensors = described
         return cls(is_tuple, tuple((tuple(shape), dtype) for shape, dtype in tensors))
 
-    def received(self) -> tuple[Tensor, ...]:
+    def meta_tensors(self) -> tuple[Tensor, ...]:
         """Return meta tensors of these shapes."""
         if not self.tensors:
             return (torch.empty(1, dtype=torch.int64, device="meta"),)
@@ -130,7 +130,7 @@ class Stage(nn.Module):
         number, self._next = self._next, self._next + 1
         work = self._work
         try:
-            seed_everything(seed_of(work.seed + number, self.number + 1))
+            seed_everything(micro_batch_seed(work.seed + number, self.number + 1))
             noise.switch_pass(work.micros[number].samples)
             value: Any = received if self._shapes[self.number].is_tuple else received[0]
             if self._works_in_place and self.number:
@@ -158,7 +158,7 @@ class Stage(nn.Module):
         return value
 
     def _loss(self, output: Any, work: StageWork, number: int) -> Tensor:
-        seed_everything(seed_of(work.seed + number))  # repeat the draws from when the inputs were requested
+        seed_everything(micro_batch_seed(work.seed + number))  # repeat the draws from when the inputs were requested
         noise.switch_pass(work.micros[number].samples)
         once = ReplayedCall(output)
         with self._handle_calls(once), work.passes.forward():
@@ -209,7 +209,7 @@ class PassOutcome(NamedTuple):
     shapes: Mapping[int, Any]
 
 
-def run_through(
+def run_stages(
     stages: Sequence[Stage],
     world: World,
     call: Call,
@@ -229,9 +229,9 @@ def run_through(
             if isinstance(value, p2p_messages.SendFailed):
                 failure = failure or RankLost(value.text, where="parallelism=pipeline")
             else:
-                shapes[stage.number] = Shapes.described(value)
+                shapes[stage.number] = Shapes.describe(value)
         else:
-            shapes[0] = Shapes.described(())
+            shapes[0] = Shapes.describe(())
         if failure is None:
             try:
                 with forward():
@@ -239,21 +239,21 @@ def run_through(
                 if stage.is_last:
                     finish(value)
                 else:
-                    check_between(value, stage.number)
+                    check_stage_output(value, stage.number)
             except Exception as error:  # of any type: the other ranks must be informed
                 failure = error
         if not stage.is_last:
-            sent = value if failure is None else p2p_messages.SendFailed(one_line(failure))
+            sent = value if failure is None else p2p_messages.SendFailed(format_error_line(failure))
             p2p_messages.send(sent, (stage.number + 1) % world.world_size, world.device)
     return PassOutcome(failure, shapes)
 
 
-def seed_of(number: int, stage: int = 0) -> int:
+def micro_batch_seed(number: int, stage: int = 0) -> int:
     """Return the seed of a micro-batch, for draws in its loss (stage 0) or in a stage."""
     return (number + stage * 0x9E3779B97F4A7C15) % 2**63
 
 
-def key_of(call: Call) -> int:
+def hash_shapes(call: Call) -> int:
     """Return a hash of the shapes and dtypes of a call, the same in every process."""
     found: list[str] = []
     map_tensors(lambda tensor: found.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
@@ -266,7 +266,7 @@ def _sendable(tensor: Tensor) -> Tensor:
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-def check_between(value: Any, stage: int) -> None:
+def check_stage_output(value: Any, stage: int) -> None:
     tensors = value if type(value) is tuple else (value,)
     if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
         raise TaskFault(

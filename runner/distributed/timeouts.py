@@ -9,7 +9,7 @@ from typing import TypeVar
 Made = TypeVar("Made")
 
 
-def within(limit_s: float, call: Callable[[], Made]) -> Made:
+def call_with_timeout(limit_s: float, call: Callable[[], Made]) -> Made:
     """Call a function and return its result, or raise TimeoutError after `limit_s` seconds.
 
     The call runs in a separate thread, which is abandoned if it does not return: torch's store waits forever

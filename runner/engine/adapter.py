@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, prefixes
+from runner.axes.optimizer import is_under, module_prefixes
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import require
 from runner.base.task import Task
@@ -153,7 +153,9 @@ class LoraAdapter(Adapter):
         ]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         problems += [
-            Problem(f"no parameter's name starts with {one}", "adapter.train", did_you_mean(one, prefixes(names)))
+            Problem(
+                f"no parameter's name starts with {one}", "adapter.train", did_you_mean(one, module_prefixes(names))
+            )
             for one in self.train
             if not any(is_under(name, one) for name in names)
         ]

@@ -249,7 +249,7 @@ class Reader:
         """Return a batch of these samples in the epoch of `like`. Raises IndexError if a sample is unreadable."""
         key = MicroBatchKey(like.epoch, list(indices), last=False, first=min(like.places, default=0), seed=like.seed)
         # Do not use the training loader: its workers are prefetching.
-        loader = self._loader.alike(self._loader.fetcher)
+        loader = self._loader.new_like(self._loader.fetcher)
         try:
             (found,) = self._prefetch(iter(loader.batches([key])))
         finally:
@@ -384,7 +384,7 @@ def _left_alone(parts: Parts) -> Iterator[None]:
     with (
         restore_attributes([parts.task, *parts.bare.modules()]),
         eval_mode(parts.bare, parts.world.device),
-        parts.parallel.gathered(parts.model),
+        parts.parallel.gather_parameters(parts.model),
         torch.no_grad(),
         noise.without_samples(),
         _eager(is_compiled=parts.plan.choices["compile"].name != "off"),

@@ -29,7 +29,7 @@ from runner.base.world import World
 from runner.config.configuration import Choice
 from runner.config.option_table import make
 from runner.config.options import task_source
-from runner.distributed.batch_norm import synchronized
+from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import Parallel
 from runner.engine.advice import find_odd_sizes
 from runner.engine.contract_checks import check_length, validate_modules
@@ -167,13 +167,13 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected):
         check_strategy(parallel, choices["parallelism"])
     for phase in plan.selected:
-        if phase.kind == "train" and objectives_of(task, phase) and not parallel.divides_parameters:
+        if phase.kind == "train" and objectives_of(task, phase) and not parallel.supports_groups:
             raise refused(choices["parallelism"].name)
     with task_errors(source, f"moving the model to {world.device}"):
         stays = parallel.places_model or _is_on(world.device, task.model)
         bare = task.model if stays else task.model.to(world.device)
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
-        bare = synchronized(bare, world)
+        bare = synchronize_batch_norms(bare, world)
     with task_errors(source, "blocks"):
         blocks = validate_modules(task.blocks(), task.blocks, source)
     with warnings.catch_warnings(record=True) as said:
@@ -185,10 +185,10 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     notes += [str(warning.message) for warning in said if str(warning.message) not in notes]
     notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
-    parallel.expect(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
+    parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
-    notes += parallel.described()
+    notes += parallel.describe_placement()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(rank_seed(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))

@@ -12,7 +12,7 @@ import torch
 
 from runner.base.errors import AccelRunError, DataError
 from runner.base.json_converter import decode
-from runner.distributed.peer_loss import is_of_a_lost_rank
+from runner.distributed.peer_loss import is_peer_loss
 from runner.durable.checkpoint import Loaded
 from runner.engine.save_policy import SaveTimes
 from runner.records.phase_record import PhaseRecord
@@ -44,7 +44,7 @@ def convert_state_errors(start: Loaded) -> Iterator[None]:
     except (AccelRunError, torch.OutOfMemoryError):
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError) as error:
-        if is_of_a_lost_rank(error):
+        if is_peer_loss(error):
             raise
         first = (str(error) or "no reason given").splitlines()[0][:200]
         raise _invalid_state(start, f"{type(error).__name__}: {first}") from error

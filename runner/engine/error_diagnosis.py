@@ -28,7 +28,7 @@ from runner.base.oom_errors import OomCause, find_oom_cause
 from runner.base.paths import PACKAGE
 from runner.base.task import Task
 from runner.base.text import ExceptionInfo, SourceLine, describe_exception, first_line
-from runner.distributed.peer_loss import is_of_a_lost_rank
+from runner.distributed.peer_loss import is_peer_loss
 
 
 def explain(error: BaseException, source: Path, what: str, micro_batch_size: int) -> AccelRunError | None:
@@ -81,7 +81,7 @@ def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> A
 def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRunError | None:
     """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
     text, lower = info.message, info.message.lower()
-    if is_of_a_lost_rank(error):
+    if is_peer_loss(error):
         return RankLost(
             f"another rank has exited or does not respond: {first_line(text)}",
             where=what,

@@ -97,7 +97,7 @@ def evaluate(
         states.begin()
         with (
             eval_mode(parts.model, world.device),
-            parallel.gathered(parts.model),
+            parallel.gather_parameters(parts.model),
             torch.no_grad(),
             noise.without_samples(),
         ):

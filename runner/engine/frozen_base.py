@@ -37,7 +37,7 @@ def frozen_digest(parts: Parts) -> str | None:
     state = parts.bare.state_dict()
     digest = hashlib.sha256()
     for name in left_out:  # one at a time, because all of them may not fit in host memory
-        for tensor in parts.parallel.whole({name: state[name]}).values():
+        for tensor in parts.parallel.gather_full({name: state[name]}).values():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

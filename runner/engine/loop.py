@@ -110,7 +110,7 @@ class Training:
             self.loss,
             precision.forward,
             backward=lambda loss: precision.backward(loss * self.per_item),
-            scale=lambda loss: precision.scaled(loss * self.per_item),
+            scale=lambda loss: precision.scale_loss(loss * self.per_item),
             failed=self.update_wrapper.failed,
         )
 
@@ -118,10 +118,10 @@ class Training:
             sums = self.gradients.accumulate(parallel, passes, self.extra.track(batches))
             total = parallel.reduce(sums)
             extra = self.extra.reduce(parallel)
-            precision.unscale(self.optimizer, parallel.overflow)
+            precision.unscale(self.optimizer, parallel.any_overflow)
             correction = 1.0 / (self.per_item * _widen(total.items))
             gradients = parallel.gradients(self.parameters)
-            grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.norm)
+            grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.global_norm)
             factor = self.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
             lr = set_learning_rate(self.optimizer, factor)
             self.update_wrapper.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))

@@ -165,7 +165,7 @@ def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
     with ExitStack() as stack:
         stack.enter_context(_as_written())
         if not runs_backward:
-            stack.enter_context(parallel.gathered(parts.model))
+            stack.enter_context(parallel.gather_parameters(parts.model))
             stack.enter_context(torch.no_grad())
         calls = stack.enter_context(watched(parts.bare))
         for micro, batch in _read(update, parts):
@@ -197,7 +197,7 @@ def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
 def _join_collectives(update: ReplayedUpdate, parts: Parts, found: NonFiniteOrigin) -> NonFiniteOrigin:
     """Join the collectives of other ranks' passes, and return the finding so far."""
     if parts.parallel.in_step and parts.parallel.splits_batch:
-        with parts.parallel.gathered(parts.model), torch.no_grad():
+        with parts.parallel.gather_parameters(parts.model), torch.no_grad():
             for _, batch in _read(update, parts):
                 with parts.precision.forward():
                     update.training.loss(update.training.model, batch)

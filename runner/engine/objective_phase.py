@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import optimizer_of
+from runner.axes.optimizer import build_optimizer
 from runner.axes.precision import Precision
-from runner.axes.scheduler import schedule_of
+from runner.axes.scheduler import build_schedule
 from runner.base.errors import TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
@@ -50,7 +50,7 @@ class ObjectivesPhase(GradientPhase):
         self.prefixes = [prefix for spec in specs for prefix in spec.trains]
         self._train_only(self.trained)
         parts.parallel.begin(list(self.owned.values()))
-        parts.parallel.divide([list(weights.values()) for weights in of_specs.values()])
+        parts.parallel.set_groups([list(weights.values()) for weights in of_specs.values()])
         watch = parts.plan.choices["compile"].name == "off"
         size = min(phase.batch.global_batch_size, order.num_samples)
         per_item = 1.0 / (size * parts.task.items_per_sample)
@@ -70,7 +70,7 @@ class ObjectivesPhase(GradientPhase):
     ) -> Training:  # fmt: skip
         parts, own, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
-        optimizer = optimizer_of(spec.optimizer.function, [*weights.items()], spec.optimizer.options)
+        optimizer = build_optimizer(spec.optimizer.function, [*weights.items()], spec.optimizer.options)
         wrapper = UpdateWrapper()
         if retry_policy is not None:
             alone = parts.world.world_size == 1
@@ -82,7 +82,7 @@ class ObjectivesPhase(GradientPhase):
             loss=loss,
             parameters=own,
             optimizer=optimizer,
-            schedule=schedule_of(spec.scheduler.function, total, spec.scheduler.options),
+            schedule=build_schedule(spec.scheduler.function, total, spec.scheduler.options),
             precision=precision,
             parallel=parts.parallel,
             per_item=per_item,
@@ -119,7 +119,7 @@ class ObjectivesPhase(GradientPhase):
             # The precision of the first objective is saved by the run.
             precision = {} if training.precision is self.parts.precision else training.precision.state()
             state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
-        return {"optimizer": self.parts.parallel.saved(tensors, copy)}, {"objectives": state}
+        return {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}, {"objectives": state}
 
     def load(self, start: Loaded) -> None:
         tensors, state = start.tensors("optimizer"), start.state["objectives"]
@@ -132,7 +132,7 @@ class ObjectivesPhase(GradientPhase):
                 training.precision.load(saved["precision"])
 
     def release(self) -> None:
-        self.parts.parallel.divide([])
+        self.parts.parallel.set_groups([])
         super().release()
 
     def start_lines(self) -> list[str]:

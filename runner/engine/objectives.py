@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, prefixes
+from runner.axes.optimizer import is_under, module_prefixes
 from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
@@ -149,7 +149,7 @@ def _problems_of(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[P
         for prefix in (*spec.trains, *spec.shares):
             if not any(is_under(name, prefix) for name in names):
                 what = f"trains nothing: no parameter's name starts with {prefix}"
-                yield Problem(what, f"OBJECTIVES[{spec.name!r}]", did_you_mean(prefix, prefixes(names)))
+                yield Problem(what, f"OBJECTIVES[{spec.name!r}]", did_you_mean(prefix, module_prefixes(names)))
         for name in spec.parameters_of(model):
             owners.setdefault(name, []).append(spec)
     for name, several in owners.items():
@@ -270,7 +270,7 @@ class Objectives:
             weight.requires_grad_(False)
         for weight in training.parameters:
             weight.requires_grad_(True)
-        self.parallel.select(index)
+        self.parallel.select_group(index)
         attempts = 0
 
         def attempt() -> StepInfo:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, optimizer_of, prefixes
-from runner.axes.scheduler import schedule_of
+from runner.axes.optimizer import build_optimizer, is_under, module_prefixes
+from runner.axes.scheduler import build_schedule
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
@@ -119,7 +119,7 @@ class GradientPhase(PhaseKind):
         self._train_only(self.trained)
         parts.parallel.begin(list(self.owned.values()))
         parameters = list(self.owned.values())
-        optimizer = optimizer_of(phase.optimizer.function, [*self.owned.items()], phase.optimizer.options)
+        optimizer = build_optimizer(phase.optimizer.function, [*self.owned.items()], phase.optimizer.options)
         wrapper = UpdateWrapper()
         if retry_policy is not None:
             is_alone, device = parts.world.world_size == 1, parts.world.device
@@ -132,7 +132,7 @@ class GradientPhase(PhaseKind):
             loss=checked_loss,
             parameters=parameters,
             optimizer=optimizer,
-            schedule=schedule_of(phase.scheduler.function, self.total, phase.scheduler.options),
+            schedule=build_schedule(phase.scheduler.function, self.total, phase.scheduler.options),
             precision=parts.precision,
             parallel=parts.parallel,
             per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
@@ -147,7 +147,7 @@ class GradientPhase(PhaseKind):
         parts = self.parts
         for name, weight in parts.bare.named_parameters():
             weight.requires_grad_(name in trained)
-        self.owned = parts.parallel.owned(trained)
+        self.owned = parts.parallel.owned_parameters(trained)
         self._with_gradient: set[str] = set()
         self._grad_hooks = [
             weight.register_post_accumulate_grad_hook(self._make_grad_hook(name))  # type: ignore[no-untyped-call]
@@ -194,16 +194,16 @@ class GradientPhase(PhaseKind):
             name: value
             for rank_numbers in gathered
             for name, value in rank_numbers.items()
-            if not self.trained.keys().isdisjoint(prefixes([name]))
+            if not self.trained.keys().isdisjoint(module_prefixes([name]))
         }
-        optimizer_tensors = {"optimizer": self.parts.parallel.saved(tensors, copy)}
+        optimizer_tensors = {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}
         return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
     def load(self, start: Loaded) -> None:
         not_owned = {name for name in self.trained if name not in self.owned}
 
         def select_owned(saved: Mapping[str, Any]) -> dict[str, Any]:
-            return {key: value for key, value in saved.items() if not_owned.isdisjoint(prefixes([key]))}
+            return {key: value for key, value in saved.items() if not_owned.isdisjoint(module_prefixes([key]))}
 
         saved = start.state["optimizer"]
         saved = {**saved, "numbers": select_owned(saved["numbers"])}
@@ -280,7 +280,7 @@ class StatisticsPhase(PhaseKind):
             bad: tuple[tuple[int, str], ...] = ()
             last = False
             # Gather: ranks may run different numbers of batches, and `add` may call the model in any way.
-            with parallel.update_of_buffers(), parallel.gathered(model), torch.no_grad():
+            with parallel.buffer_update(), parallel.gather_parameters(model), torch.no_grad():
                 while not last:
                     batch, last, skipped, counts, *_ = next(batches)
                     watch.lap("data")
@@ -299,7 +299,7 @@ class StatisticsPhase(PhaseKind):
 
     def close(self) -> Mapping[str, float]:
         state = self._merge_ranks()
-        with torch.no_grad(), self.parts.parallel.editable(self.parts.bare):
+        with torch.no_grad(), self.parts.parallel.edit_parameters(self.parts.bare):
             result = self.fit.finish(self.parts.bare, state) or {}
         try:
             return {str(name): float(value) for name, value in result.items()}
@@ -311,7 +311,7 @@ class StatisticsPhase(PhaseKind):
             ) from error
 
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
-        return {"fit": self.parts.parallel.whole(self._merge_ranks(), copy)}, {}
+        return {"fit": self.parts.parallel.gather_full(self._merge_ranks(), copy)}, {}
 
     def load(self, start: Loaded) -> None:
         """Restore the gathered state on rank 0; other ranks start empty."""
@@ -319,7 +319,7 @@ class StatisticsPhase(PhaseKind):
             self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
 
     def _merge_ranks(self) -> State:
-        return self.parts.parallel.merged(self.fit.merge, self.gathered)
+        return self.parts.parallel.merge_state(self.fit.merge, self.gathered)
 
 
 def count_updates(epochs: float, updates_per_epoch: int) -> int:
@@ -361,7 +361,7 @@ def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Param
         Problem(
             f"no parameter's name starts with {prefix}",
             f"phase.{phase.name}.trains",
-            did_you_mean(prefix, prefixes([*trainable])),
+            did_you_mean(prefix, module_prefixes([*trainable])),
         )
         for prefix in phase.trains
         if not any(is_under(name, prefix) for name in trainable)

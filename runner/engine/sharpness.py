@@ -105,7 +105,7 @@ class SharpnessSource(GradientSource):
         moved = [weight for weight in self.weights if weight.grad is not None]
         values = [weight.data for weight in moved]
         kept = [value.clone() for value in values]
-        steps = self.ascent(values, parallel.gradients(moved), parallel.norm) if moved else []
+        steps = self.ascent(values, parallel.gradients(moved), parallel.global_norm) if moved else []
         clear(self.weights)
         try:
             if moved:

@@ -32,7 +32,7 @@ class StreamVerdict(NamedTuple):
 
 def check_stream(fetcher: StreamFetcher, loader: Loader) -> StreamVerdict:
     """Read the first samples of the stream in a process that training would read it in, and return what was found."""
-    reader = loader.alike(_FirstSamples(fetcher))
+    reader = loader.new_like(_FirstSamples(fetcher))
     try:
         (found,) = reader.batches([MicroBatchKey(0, [0], last=True)])
     finally:

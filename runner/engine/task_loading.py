@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from runner.axes.attention import observed_calls
+from runner.axes.attention import count_calls
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.packages import check_installed
 from runner.base.paths import cache_folder
@@ -117,7 +117,7 @@ class CheckedLoss:
         answers: list[Any] = []
         with self.first_call_context():
             if self.watch:
-                self.attention = observed_calls(lambda: answers.append(self.loss(model, batch)))
+                self.attention = count_calls(lambda: answers.append(self.loss(model, batch)))
             else:
                 answers.append(self.loss(model, batch))
         answer = self._check(answers[0], sync=True)

@@ -60,7 +60,7 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded | N
     order = Order(
         num_samples=sampler.num_samples,
         global_batch_size=batch.global_batch_size,
-        micro_batch_size=batch.largest_pass,
+        micro_batch_size=batch.max_micro_batch_size,
         seed=plan.settings.seed,
         drop_last=facts.drop_last,
         shares=batch.shares if is_dealt else (),
@@ -110,7 +110,9 @@ def reading_of(order: Order, samples: StreamSamples, plan: Plan) -> list[str]:
     copies = plan.world_size // len(ranks)  # stages of a pipeline read the same
     readers: set[tuple[int, int, int]] = set()
     for number, rank in enumerate(ranks):
-        micros = chain.from_iterable(rank.micros(update) for update in range(min(_LOOKED_AT, order.updates_per_epoch)))
+        micros = chain.from_iterable(
+            rank.micro_batches(update) for update in range(min(_LOOKED_AT, order.updates_per_epoch))
+        )
         for count, micro in enumerate(micros):
             readers |= {(number, count % workers, code % num_shards) for code in micro.indices}
     times = copies * len(readers) / max(1, len({shard for _, _, shard in readers}))

@@ -50,7 +50,7 @@ def _hash_samples(
     If training uses workers, a worker reads the samples. A data set may open a file at its first sample: workers forked
     afterwards would share its file position, and an open file cannot be sent to spawned workers.
     """
-    reader = loader.alike(_HashingFetcher(fetchers, indices))
+    reader = loader.new_like(_HashingFetcher(fetchers, indices))
     try:
         hashes: Mapping[str, Hashes] = next(iter(reader.batches([MicroBatchKey(0, [0], last=True)]))).batch
         return hashes

@@ -27,7 +27,7 @@ from runner.base.secret import sanitize
 from runner.base.values import Auto, Positive
 from runner.base.world import World
 from runner.config.option_table import make
-from runner.distributed.timeouts import within
+from runner.distributed.timeouts import call_with_timeout
 from runner.durable.checkpoint import newest
 from runner.host import scratch, stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
@@ -272,7 +272,7 @@ class _ExitOnHang:
             with suppress(Exception):
                 folder = scratch.shared_folder()
                 if folder is not None:
-                    within(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
+                    call_with_timeout(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
             os._exit(Exit.HANG)
 
     def _report(self, heartbeat: Heartbeat) -> None:
@@ -282,26 +282,26 @@ class _ExitOnHang:
         with suppress(Exception):
             thread_stacks[name] = stacks.dump()
         with suppress(Exception):  # also TimeoutError
-            thread_stacks |= within(stacks.ANSWER_S + 1.0, _request_worker_stacks)
+            thread_stacks |= call_with_timeout(stacks.ANSWER_S + 1.0, _request_worker_stacks)
         is_written = False
         with suppress(Exception):
-            within(REPORT_TIMEOUT_S, lambda: self.traces.write_stacks(stacks.join_stacks(thread_stacks)))
+            call_with_timeout(REPORT_TIMEOUT_S, lambda: self.traces.write_stacks(stacks.join_stacks(thread_stacks)))
             is_written = True
         rank_name = name if self.world.world_size > 1 else ""
         file = self.traces.file if is_written else None
         error = hang_error(heartbeat, self.world.rank, rank_name, thread_stacks, file)
         with suppress(Exception):
             checkpoints = self.traces.checkpoints
-            last = within(1.0, lambda: newest(checkpoints)) if checkpoints else None
+            last = call_with_timeout(1.0, lambda: newest(checkpoints)) if checkpoints else None
             num_updates = int(self.progress_mark.num_updates.value)
             if last or num_updates:
                 error.add_note(resume_note(last, num_updates))
         with suppress(Exception):
             lead = "\n" if os.isatty(2) else ""  # the line of a progress bar is incomplete
-            within(1.0, lambda: os.write(2, f"{lead}{sanitize(format_error(error))}\n".encode()))
+            call_with_timeout(1.0, lambda: os.write(2, f"{lead}{sanitize(format_error(error))}\n".encode()))
         if is_written:  # otherwise the disk would not accept this either
             with suppress(Exception):
-                within(REPORT_TIMEOUT_S, lambda: self.traces.record_error(error))
+                call_with_timeout(REPORT_TIMEOUT_S, lambda: self.traces.record_error(error))
 
 
 def _request_worker_stacks() -> dict[str, str]:

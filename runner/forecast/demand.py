@@ -115,7 +115,7 @@ def _of_pipeline(
         is_free = all(phase.micro_batch_size == "auto" for phase in configuration.phases)
         while True:
             try:
-                layout = str(staged.placement(size))
+                layout = str(staged.plan_placement(size))
                 break
             except ConfigError:
                 if not is_free or size == 1:
@@ -137,7 +137,7 @@ def _of_pipeline(
             raise
         except Exception:  # not traceable: the output marks the numbers as estimates
             traces.clear()
-        return found(str(staged.placement(size)))
+        return found(str(staged.plan_placement(size)))
 
 
 def _free(configuration: Configuration) -> Configuration:

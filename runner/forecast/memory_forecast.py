@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runner.axes.memory import computing_again
-from runner.axes.optimizer import is_under, optimizer_of
+from runner.axes.memory import recompute_blocks
+from runner.axes.optimizer import build_optimizer, is_under
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
@@ -151,7 +151,7 @@ class Forecast:
         batch = Batch(size * steps, size, (size * steps,))
         phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
         blocks = list(dict.fromkeys(parts.task.blocks()))
-        with computing_again([blocks[number] for number in recompute]), self.autocast():
+        with recompute_blocks([blocks[number] for number in recompute]), self.autocast():
             return Follower(parts, phase, self._fake_run, self.keeps_ahead, caveat).follow()
 
     def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
@@ -168,7 +168,7 @@ class Forecast:
             for name, weight in model.named_parameters()
             if weight.requires_grad and (phase.trains is None or any(is_under(name, one) for one in phase.trains))
         ]
-        optimizer = optimizer_of(phase.optimizer.function, trained, phase.optimizer.options)
+        optimizer = build_optimizer(phase.optimizer.function, trained, phase.optimizer.options)
         sizes = {
             "parameters": sum(weight.nbytes for weight in model.parameters()),
             "buffers": sum(buffer.nbytes for buffer in model.buffers()),

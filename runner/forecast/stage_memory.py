@@ -20,10 +20,10 @@ from runner.base.batch import map_tensors
 from runner.base.division import Batch
 from runner.config.configuration import Choice
 from runner.distributed.join import simulated_world
-from runner.distributed.layer_costs import LayerCost, estimate_costs, fresh, saved_bytes
-from runner.distributed.layer_placement import Placement, PlacementRequest, check_layers, placement
-from runner.distributed.pipelined import Pipelined, model_not_called
-from runner.distributed.stages import Call, Called, Shapes
+from runner.distributed.layer_costs import LayerCost, detach_inputs, estimate_costs, measure_saved_bytes
+from runner.distributed.layer_placement import Placement, PlacementRequest, check_layers, plan_placement
+from runner.distributed.pipelined import Pipelined, model_not_called_error
+from runner.distributed.stages import Call, ModelCalled, Shapes
 from runner.engine.assemble import assemble
 from runner.engine.contract_checks import validate_modules
 from runner.engine.cuda_autocast import CudaAutocastMode
@@ -70,7 +70,7 @@ class StagePrediction:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def placement(self, size: int) -> Placement:
+    def plan_placement(self, size: int) -> Placement:
         """Return the layers per device for micro-batches of this size. Raises ConfigError if there is no split."""
         total = self.of_run.batch.global_batch_size
         costs = [
@@ -86,12 +86,12 @@ class StagePrediction:
         wanted = PlacementRequest(
             options["schedule"], number, options["split"], options["balance"], self.chunks, samples=size
         )
-        return placement(costs, devices * self.chunks, wanted, self.count)
+        return plan_placement(costs, devices * self.chunks, wanted, self.count)
 
     def of(self, phase: PhasePlan, size: int) -> list[Traced]:
         """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
         total = phase.batch.global_batch_size
-        split = self.placement(size).split
+        split = self.plan_placement(size).split
         many = -(-total // size)
         few = min(many, self.count + 1)  # as many as are in flight, and one more
         batch = Batch(few * size, size, (few * size,), stages=self.count)
@@ -115,7 +115,7 @@ class StagePrediction:
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, self.layers), self.layers, strict=True)):
             ledger.stage = cost.name
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            kept, value = saved_bytes(layer, call, fresh(value), nullcontext)
+            kept, value = measure_saved_bytes(layer, call, detach_inputs(value), nullcontext)
             done = ledger.work.get(ledger.stage)
             costs.append(dataclasses.replace(cost, activation_bytes=kept, seconds=float(done.flops if done else 0)))
         return costs, size
@@ -135,7 +135,7 @@ class StagePrediction:
             value: Any = ()
             for number, layer in enumerate(self.layers):
                 if number in starts:
-                    shapes.append(Shapes.of(Shapes.described(value)))
+                    shapes.append(Shapes.from_description(Shapes.describe(value)))
                 value = layer(value) if number else layer(*call.inputs, **call.named)
         return shapes
 
@@ -198,19 +198,19 @@ def _called_with(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
     """Return the arguments of the model call. Raises TaskFault if the model is not called."""
 
     def called(*inputs: Any, **named: Any) -> Any:
-        raise Called(Call(inputs, named))
+        raise ModelCalled(Call(inputs, named))
 
     own = vars(model).get("forward")
     vars(model)["forward"] = called
     try:
         ask(model)
-    except Called as found:
+    except ModelCalled as found:
         return map_tensors(lambda tensor: tensor.detach(), found.call)  # type: ignore[no-any-return]
     finally:
         del vars(model)["forward"]
         if own is not None:
             vars(model)["forward"] = own
-    raise model_not_called()
+    raise model_not_called_error()
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def join_as_member(
     """
     import torch
 
-    from runner.distributed.join import joined
+    from runner.distributed.join import join_process_group
     from runner.version import __version__
 
     inventory = prepare_inventory(configuration)
@@ -83,7 +83,7 @@ def join_as_member(
     should_trace = member.rank == 0 and wants_needs(configuration, inventory)
     needs = needs_in_subprocess(configuration, inventory) if should_trace else None
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
-    with private_folder(), joined(member, torch.device(rank_device.device), timeout_s=timeout_s) as world:
+    with private_folder(), join_process_group(member, torch.device(rank_device.device), timeout_s=timeout_s) as world:
         source = task_source(configuration.choices["task"].name, task_file).read_bytes()
         check_agreement(
             world.gather(
@@ -139,8 +139,8 @@ def _rank_main(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[in
 def _run_rank(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[Exit, Any]:
     import torch
 
-    from runner.distributed.join import joined
+    from runner.distributed.join import join_process_group
 
     timeout_s = float(plan.choices["parallelism"].options.get("timeout_s", 600.0))
-    with joined(member, torch.device(plan.ranks[member.rank].device), timeout_s=timeout_s) as world:
+    with join_process_group(member, torch.device(plan.ranks[member.rank].device), timeout_s=timeout_s) as world:
         return function(plan, world)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from runner.base.errors import AccelRunError, Exit, Problem
 from runner.base.rank_env import RankInfo
-from runner.distributed.peer_loss import is_of_a_lost_rank
+from runner.distributed.peer_loss import is_peer_loss
 from runner.host import output
 from runner.host.parent_death import die_with_parent
 from runner.host.stacks import dump_on_signal
@@ -107,7 +107,7 @@ def _call_main(main: Main, member: RankInfo) -> tuple[int, RankReport]:
             _describe(error),
             problems=error.problems if isinstance(error, AccelRunError) else (),
             traceback="".join(traceback.format_exception(error)).strip(),
-            is_victim=is_of_a_lost_rank(error),
+            is_victim=is_peer_loss(error),
             time_s=time.monotonic(),
         )
 

@@ -164,11 +164,11 @@ def _enable_crash_reports() -> None:
 def _train_as_rank(job: Job, member: RankInfo) -> SessionEnd:
     import torch
 
-    from runner.distributed.join import joined
+    from runner.distributed.join import join_process_group
 
     device = torch.device(job.plan.ranks[member.rank].device)
     timeout_s = float(job.plan.choices["parallelism"].options.get("timeout_s", 600.0))
-    with joined(member, device, timeout_s=timeout_s) as world:
+    with join_process_group(member, device, timeout_s=timeout_s) as world:
         return run_rank(job, world)
 
 

@@ -203,7 +203,7 @@ def rank_table(plan: Plan) -> list[str]:
             plan.batch.shares,
             [f"{rank.device}: {rank.name}" for rank in plan.ranks],
             [rank.memory_bytes or None for rank in plan.ranks],
-            [plan.batch.largest_pass] * plan.world_size,
+            [plan.batch.max_micro_batch_size] * plan.world_size,
         )
     )
 

@@ -312,7 +312,7 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
 def _packages_must_be_installed(plan: Plan) -> None:
     import torch
 
-    from runner.axes.optimizer import must_be_installed as require_optimizer_library
+    from runner.axes.optimizer import check_library as require_optimizer_library
     from runner.trackers.tracker import require_installed
 
     require_installed(plan.choices["tracker"].function)

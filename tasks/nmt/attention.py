@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.axes.attention import AttentionCall, attention_calls, why_not
+from runner.axes.attention import AttentionCall, record_calls, refusal_reason
 from runner.base.picture import encode_png, new_figure
 from runner.base.task import Task
 
@@ -41,7 +41,7 @@ def calls_of_training(
     model.train()
     try:
         with torch.enable_grad():
-            calls = attention_calls(lambda: task.loss(model, moved))
+            calls = record_calls(lambda: task.loss(model, moved))
     finally:
         model.train(was_training)
     numbers = range(1, num_layers + 1)
@@ -118,7 +118,7 @@ def _draw_row(axes: Any, row: int, cells: Sequence[tuple[str, str]], **font: Any
 
 
 def _flash_on_gpu(call: AttentionCall) -> str:
-    return why_not(
+    return refusal_reason(
         "flash",
         call.shape,
         torch.bfloat16,

@@ -13,15 +13,15 @@ from torch.testing import assert_close
 from runner.axes.attention import (
     ATTENTIONS,
     Attention,
-    attention_calls,
     auto,
+    count_calls,
+    count_kernels,
     cudnn,
     efficient,
     flash,
     math,
-    observed_backends,
-    observed_calls,
-    why_not,
+    record_calls,
+    refusal_reason,
 )
 from runner.base.errors import ConfigError
 
@@ -87,12 +87,12 @@ def test_the_kernel_that_ran_is_counted(choice: Attention, options: dict[str, An
             with torch.no_grad():
                 attend(**options)
 
-    assert observed_backends(call) == {kernel: 2}
+    assert count_kernels(call) == {kernel: 2}
 
 
 def test_attention_inside_torchs_own_modules_is_counted() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
-    assert observed_backends(lambda: layer(torch.randn(2, 5, 16))) == {"flash_for_cpu": 1}
+    assert count_kernels(lambda: layer(torch.randn(2, 5, 16))) == {"flash_for_cpu": 1}
 
 
 def test_kinds_of_calls_are_distinguished() -> None:
@@ -103,7 +103,7 @@ def test_kinds_of_calls_are_distinguished() -> None:
         attend()
         attend()
 
-    assert observed_calls(decode) == {
+    assert count_calls(decode) == {
         ("bfloat16, 1 queries, 8 keys", "flash_for_cpu"): 1,
         ("float32, 8 queries, 8 keys", "flash_for_cpu"): 2,
     }
@@ -119,7 +119,7 @@ def test_each_call_reports_the_requested_and_the_used_kernel() -> None:
         with math(CPU).context():
             attend()
 
-    causal, masked, dropped, chosen = attention_calls(call)
+    causal, masked, dropped, chosen = record_calls(call)
     assert (causal.masked, causal.causal, causal.kernel) == (False, True, "flash_for_cpu")
     assert (causal.kind, causal.shape) == ("float32, 8 queries, 8 keys", (2, 3, 8, 16))
     assert (masked.masked, masked.causal, masked.num_keys, masked.dropout) == (True, False, 5, 0.0)
@@ -141,18 +141,18 @@ def test_reported_calls_equal_counted_calls_also_in_torchs_own_modules() -> None
     def call() -> None:
         layer(torch.randn(2, 5, 16), torch.randn(2, 7, 16), tgt_mask=mask)
 
-    calls = attention_calls(call)
+    calls = record_calls(call)
     assert [each.masked for each in calls] == [True, False]
     assert [each.kind for each in calls] == ["float32, 5 queries, 5 keys", "float32, 5 queries, 7 keys"]
-    assert {(each.kind, each.kernel): 1 for each in calls} == observed_calls(call)
+    assert {(each.kind, each.kernel): 1 for each in calls} == count_calls(call)
 
 
 def test_a_call_reports_its_dtype_after_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        (call,) = attention_calls(attend)
+        (call,) = record_calls(attend)
     assert (call.dtype, call.kind, call.training) == (torch.bfloat16, "bfloat16, 8 queries, 8 keys", False)
     inputs = query().requires_grad_()
-    (call,) = attention_calls(lambda: scaled_dot_product_attention(inputs, inputs, inputs))
+    (call,) = record_calls(lambda: scaled_dot_product_attention(inputs, inputs, inputs))
     assert call.training
 
 
@@ -164,11 +164,11 @@ def test_calls_in_compiled_code_are_reported() -> None:
     block = Block()
     block.compile(backend="eager")
     block(query())
-    assert [call.kernel for call in attention_calls(lambda: block(query()))] == ["flash_for_cpu"]
+    assert [call.kernel for call in record_calls(lambda: block(query()))] == ["flash_for_cpu"]
 
 
 def test_a_model_without_attention_has_no_kernels() -> None:
-    assert observed_backends(lambda: torch.softmax(torch.randn(4, 4), -1) @ torch.randn(4, 4)) == {}
+    assert count_kernels(lambda: torch.softmax(torch.randn(4, 4), -1) @ torch.randn(4, 4)) == {}
 
 
 def test_attention_in_compiled_code_is_counted() -> None:
@@ -179,7 +179,7 @@ def test_attention_in_compiled_code_is_counted() -> None:
     block = Block()
     block.compile(backend="eager")
     block(query())
-    assert observed_backends(lambda: block(query())) == {"flash_for_cpu": 1}
+    assert count_kernels(lambda: block(query())) == {"flash_for_cpu": 1}
 
 
 @pytest.mark.parametrize("function", [efficient, cudnn])
@@ -236,7 +236,7 @@ SHAPE = (1, 8, 128, 64)
 def test_a_refusal_has_a_reason_also_for_an_absent_gpu(
     backend: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], words: str
 ) -> None:
-    found = why_not(backend, shape, dtype, CUDA, **options)
+    found = refusal_reason(backend, shape, dtype, CUDA, **options)
     assert words in found
     assert bool(words) == bool(found)
 
@@ -244,17 +244,17 @@ def test_a_refusal_has_a_reason_also_for_an_absent_gpu(
 def test_cudnn_is_refused_where_the_run_must_be_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        assert "deterministic" in why_not("cudnn", SHAPE, torch.bfloat16, CUDA, capability=(9, 0))
+        assert "deterministic" in refusal_reason("cudnn", SHAPE, torch.bfloat16, CUDA, capability=(9, 0))
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_other_devices_have_reasons_too() -> None:
-    assert "dropout" in why_not("flash", SHAPE, torch.float32, CPU, dropout=0.1)
-    assert why_not("flash", SHAPE, torch.float32, CPU, masked=True) == ""
-    assert "mps" in why_not("flash", SHAPE, torch.float16, torch.device("mps"))
+    assert "dropout" in refusal_reason("flash", SHAPE, torch.float32, CPU, dropout=0.1)
+    assert refusal_reason("flash", SHAPE, torch.float32, CPU, masked=True) == ""
+    assert "mps" in refusal_reason("flash", SHAPE, torch.float16, torch.device("mps"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_gpu_is_a_reason() -> None:
-    assert "no CUDA device" in why_not("flash", SHAPE, torch.float16, CUDA)
+    assert "no CUDA device" in refusal_reason("flash", SHAPE, torch.float16, CUDA)

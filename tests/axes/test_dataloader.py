@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from runner.axes.dataloader import DATALOADERS, Fetcher, cached, default, thread
+from runner.axes.dataloader import DATALOADERS, Fetcher, cache_samples, default, thread
 from runner.base.errors import DataError, Exit
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
@@ -37,7 +37,7 @@ PARENT = """
 import os, signal, sys
 import torch
 from runner.axes.dataloader import Fetcher, default
-from runner.base.order import Micro
+from runner.base.order import MicroBatchKey
 from tests.axes.worker_data import Numbers
 
 method, hangs_at = sys.argv[1], int(sys.argv[2])
@@ -46,7 +46,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda number, _: heard.append(number))
 fetcher = Fetcher(Numbers(hangs_at), torch.tensor, bad_samples="stop")
 loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False, start_method=method)
-batches = loader.batches(Micro(0, [index], last=True) for index in range(100))
+batches = loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100))
 print("started", *(worker.pid for worker in loader._open[0]._workers), flush=True)
 for index, batch in enumerate(batches):
     assert batch.batch.tolist() == [index], batch
@@ -201,7 +201,7 @@ class Squares:
 def test_bad_samples_anywhere_in_the_data_cannot_be_kept(bad: tuple[int, ...]) -> None:
     fetcher = Fetcher(Squares(bad), default_collate, bad_samples="skip")
     with pytest.raises(DataError, match=str(bad[0])):
-        cached(fetcher, "memory", torch.device("cpu"))
+        cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
 def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from runner.axes.memory import (
     allocator_environment,
     budget,
     checkpoint,
-    computing_again,
     none,
+    recompute_blocks,
     selective,
 )
 from runner.base.errors import ConfigError
@@ -154,7 +154,7 @@ def test_an_already_replaced_forward_is_kept() -> None:
 
 def test_temporary_recomputation_restores_the_blocks() -> None:
     model = stack()
-    with computing_again(model.blocks[:2]):
+    with recompute_blocks(model.blocks[:2]):
         gradients(model)
     assert model.passes() == [2, 2, 1]
     assert equal(gradients(model), gradients(stack()))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runner.axes.attention import why_not
+from runner.axes.attention import refusal_reason
 from runner.base.accelerator import (
     Cuda,
     DeviceMemory,
@@ -166,13 +166,13 @@ def test_attention_kernels_of_an_amd_gpu_are_not_judged_by_nvidias_rules(
     instinct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = (1, 8, 128, 64)
-    assert not why_not("flash", shape, torch.bfloat16, GPU)
-    assert not why_not("efficient", shape, torch.float32, GPU)
-    assert why_not("flash", shape, torch.float32, GPU)
-    assert why_not("cudnn", shape, torch.bfloat16, GPU)
+    assert not refusal_reason("flash", shape, torch.bfloat16, GPU)
+    assert not refusal_reason("efficient", shape, torch.float32, GPU)
+    assert refusal_reason("flash", shape, torch.float32, GPU)
+    assert refusal_reason("cudnn", shape, torch.bfloat16, GPU)
     old = SimpleNamespace(gcnArchName="gfx1030")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: old)
-    assert "gfx1030" in why_not("flash", shape, torch.bfloat16, GPU)
+    assert "gfx1030" in refusal_reason("flash", shape, torch.bfloat16, GPU)
 
 
 def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

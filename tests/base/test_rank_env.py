@@ -163,6 +163,6 @@ def test_tasks_per_node_are_read_as_slurm_writes_them() -> None:
 
 
 def test_the_rank_is_known_without_importing_torch() -> None:
-    code = "import sys; from runner.base.rank_env import member_of; member_of({'RANK': '0'})"
+    code = "import sys; from runner.base.rank_env import detect_rank; detect_rank({'RANK': '0'})"
     code = f"import sys\ntry: {code}\nexcept Exception as error: sys.exit(10 + ('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 10

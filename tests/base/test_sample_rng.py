@@ -52,4 +52,4 @@ def test_a_generator_is_seeded_once_for_a_sample_and_not_at_all_if_it_is_not_use
     found = [each.num_seeds - num for each, num in zip(generators, before, strict=True)]
     assert found == [NUM_SAMPLES if place in drawn else 0 for place in range(3)]
     assert [each.state for each in generators] == [0, 0, 0]
-    assert streams.draws is bool(drawn)
+    assert streams.has_drawn is bool(drawn)

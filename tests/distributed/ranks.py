@@ -20,7 +20,7 @@ import torch
 
 from runner.base.rank_env import RankInfo
 from runner.base.world import World
-from runner.distributed.join import joined
+from runner.distributed.join import join_process_group
 from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
     code = 1
     try:
         member = RankInfo(rank, rank, world_size, world_size, f"file://{folder}/store")
-        with joined(member, CPU, timeout_s=60.0) as world:
+        with join_process_group(member, CPU, timeout_s=60.0) as world:
             result = function(world)
         (folder / f"result-{rank}").write_text(json.dumps(result))
         code = 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import ConfigError
 from runner.base.world import World
-from runner.distributed.batch_norm import synchronized
+from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.dummy_pass import run_dummy_pass, without_side_effects
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
@@ -46,7 +46,7 @@ def learned(
     world: World, dimensions: int, shares: Sequence[int], dtype: torch.dtype, passes: int = 2, **options: Any
 ) -> dict[str, Any]:
     """Return outputs, gradients of inputs and parameters, and buffers, after some passes of this rank's samples."""
-    model = synchronized(make_model(dimensions, dtype, **options), world)
+    model = synchronize_batch_norms(make_model(dimensions, dtype, **options), world)
     first = sum(shares[: world.rank])
     mine = samples(dimensions, dtype)[first : first + shares[world.rank]].requires_grad_()
     outputs = [model(mine * factor) for factor in range(1, 1 + passes)]
@@ -100,7 +100,7 @@ def test_every_option_has_the_same_effect_as_in_one_process(options: dict[str, A
 
 def test_a_dummy_pass_does_not_count_on_any_rank() -> None:
     def passed(world: World) -> dict[str, Any]:
-        model = synchronized(make_model(2, torch.float64), world)
+        model = synchronize_batch_norms(make_model(2, torch.float64), world)
         mine = samples(2, torch.float64)[5 * world.rank : 5 + 3 * world.rank]
         outputs = [model(mine)]
         torch.autograd.backward(loss_of(outputs[0], 5 * world.rank))
@@ -144,11 +144,11 @@ def test_buffers_are_restored_after_a_dummy_pass() -> None:
 
 def test_names_types_and_single_processes_are_unchanged() -> None:
     plain = make_model(2, torch.float32)
-    assert synchronized(plain, World(CPU)) is plain
+    assert synchronize_batch_norms(plain, World(CPU)) is plain
     assert type(plain[1]) is nn.BatchNorm2d
 
     def named(world: World) -> list[str]:
-        model = synchronized(make_model(2, torch.float32), world)
+        model = synchronize_batch_norms(make_model(2, torch.float32), world)
         assert isinstance(model[1], nn.BatchNorm2d)  # type: ignore[index]
         return list(model.state_dict())
 
@@ -179,7 +179,7 @@ def refused(model: nn.Module) -> list[list[str]]:
     def told(world: World) -> list[Any]:
         said = ""
         try:
-            synchronized(model, world)
+            synchronize_batch_norms(model, world)
         except ConfigError as error:
             said = str(error)
         modules = list(model.modules())
@@ -227,16 +227,17 @@ def test_norms_that_never_train_may_be_of_any_kind() -> None:
 def test_conversion_is_idempotent_and_one_process_accepts_any_norm() -> None:
     def named(world: World) -> list[str]:
         return [
-            type(module).__name__ for module in synchronized(synchronized(make_model(2, torch.float32), world), world)
+            type(module).__name__
+            for module in synchronize_batch_norms(synchronize_batch_norms(make_model(2, torch.float32), world), world)
         ]  # type: ignore[arg-type, union-attr, attr-defined]
 
     assert run_ranks(named, 2)[0].count("_BatchNorm2d") == 2
-    assert type(synchronized(Activated(3), World(CPU))) is Activated
+    assert type(synchronize_batch_norms(Activated(3), World(CPU))) is Activated
 
 
 def test_a_single_value_over_all_ranks_is_refused_on_all_ranks() -> None:
     def single_value(world: World) -> str:
-        model = synchronized(nn.BatchNorm1d(3), world)
+        model = synchronize_batch_norms(nn.BatchNorm1d(3), world)
         try:
             with without_side_effects(model) if world.rank else torch.enable_grad():
                 model(torch.zeros(1, 3))
@@ -251,7 +252,7 @@ def test_a_single_value_over_all_ranks_is_refused_on_all_ranks() -> None:
 
 def test_half_formats_are_normalized_in_float32() -> None:
     def output(world: World) -> list[Any]:
-        model = synchronized(nn.BatchNorm1d(3), world)
+        model = synchronize_batch_norms(nn.BatchNorm1d(3), world)
         x = (torch.randn(16, 3, generator=torch.Generator().manual_seed(2)) + 100)[8 * world.rank :][:8]
         made = model(x.to(torch.bfloat16))
         assert made.dtype == torch.bfloat16

@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from runner.base.rank_env import RankInfo
-from runner.distributed.network_interface import interface_of
+from runner.distributed.network_interface import find_interface
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],
@@ -24,12 +24,12 @@ def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch
     """It has addresses of several kinds, one of which is the one that is looked for."""
     rows = {name: [SimpleNamespace(address=address) for address in found] for name, found in ADDRESSES.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
-    assert interface_of(RankInfo(0, 0, 2, 2, store)) == "lo"
+    assert find_interface(RankInfo(0, 0, 2, 2, store)) == "lo"
 
 
 def test_no_interface_is_chosen_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
-    assert interface_of(RankInfo(0, 0, 2, 2, "tcp://127.0.0.1:29500")) == ""
+    assert find_interface(RankInfo(0, 0, 2, 2, "tcp://127.0.0.1:29500")) == ""
 
 
 class Probe:
@@ -66,4 +66,4 @@ def test_ranks_of_several_machines_use_the_interface_towards_rank_0(
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(2, 2, 17, "", (host, port))])
     monkeypatch.setattr(socket, "socket", type("Routed", (Probe,), {"routes": {"192.0.2.1": "10.0.0.5"} | routes}))
-    assert interface_of(RankInfo(1, 0, 1, 2, "tcp://node0:29500")) == expected
+    assert find_interface(RankInfo(1, 0, 1, 2, "tcp://node0:29500")) == expected

@@ -167,7 +167,7 @@ def noisy_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, i
 
 def passes_of(model: nn.Module, loss: Any) -> ForwardPasses:
     precision = fp32(ALONE, model)
-    return ForwardPasses(model, loss, precision.forward, precision.backward, precision.scaled)
+    return ForwardPasses(model, loss, precision.forward, precision.backward, precision.scale_loss)
 
 
 def one_update(
@@ -181,11 +181,11 @@ def one_update(
     model = make()
     parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, **options)
     wrapped = parallel.wrap(model, lambda: layers_of(model), [])
-    own = parallel.owned({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+    own = parallel.owned_parameters({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
     parallel.begin(list(own.values()))
     sums = parallel.reduce(parallel.accumulate(passes_of(wrapped, loss), iter(micros())))
     gradients = parallel.gradients(list(own.values()))
-    norm = parallel.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
+    norm = parallel.global_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
     found = {name: weight.grad for name, weight in own.items() if weight.grad is not None}
     return {
         "loss": float(sums.loss_sum),
@@ -395,7 +395,7 @@ def test_a_module_on_two_ranks_may_have_equal_buffers(learns: bool, split: list[
         model = nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), nn.Tanh(), shared, nn.Linear(WIDTH, CLASSES))
         parallel = Pipelined(world, split=split)
         wrapped = parallel.wrap(model, lambda: list(model), [])
-        parallel.begin(list(parallel.owned(dict(model.named_parameters())).values()))
+        parallel.begin(list(parallel.owned_parameters(dict(model.named_parameters())).values()))
         parallel.reduce(parallel.accumulate(passes_of(wrapped, token_loss), iter(batches([3, 2], torch.float32))))
         try:
             parallel.check_buffers()
@@ -422,7 +422,7 @@ def training(
     model = make()
     parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, **options)
     wrapped = parallel.wrap(model, lambda: layers_of(model), [])
-    own = parallel.owned({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
+    own = parallel.owned_parameters({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
     parallel.begin(list(own.values()))
     return Training(
         position=Position("train"),
@@ -440,8 +440,8 @@ def training(
 
 def trained(run: Training, sizes: Sequence[int], dtype: torch.dtype, updates: int = 6) -> dict[str, Any]:
     steps: list[StepInfo] = list(train_updates(run, stream(sizes, dtype), updates))
-    weights = run.parallel.whole(run.model.state_dict())
-    states = run.parallel.whole(export_state(run.optimizer)[0])
+    weights = run.parallel.gather_full(run.model.state_dict())
+    states = run.parallel.gather_full(export_state(run.optimizer)[0])
     return {
         "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
         "norms": [float(step.grad_norm) for step in steps if step.grad_norm is not None],
@@ -535,7 +535,7 @@ def test_a_checkpoint_of_several_ranks_is_loaded_by_any_number() -> None:
     def save(world: World) -> dict[str, Any]:
         made = training(world, lambda: Tied(4).double(), loss=tokens_loss)
         list(train_updates(made, token_stream(), 2))
-        return {name: tensor.tolist() for name, tensor in made.parallel.whole(made.model.state_dict()).items()}
+        return {name: tensor.tolist() for name, tensor in made.parallel.gather_full(made.model.state_dict()).items()}
 
     def reduce(world: World) -> list[float]:
         made = training(world, lambda: Tied(4).double(), loss=tokens_loss)
@@ -601,7 +601,7 @@ def test_data_statistics_come_from_rank_0() -> None:
     def merged(world: World) -> list[float]:
         parallel = Pipelined(world)
         state = {"sum": torch.tensor([3.0 - world.rank])}
-        return parallel.merged(lambda one, other: one, state)["sum"].tolist()
+        return parallel.merge_state(lambda one, other: one, state)["sum"].tolist()
 
     assert run_ranks(merged, 2) == [[3.0], [3.0]]
 
@@ -771,7 +771,7 @@ def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     def splits(world: World) -> list[Any]:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
         parallel = Pipelined(world, memory_bytes=[11 * GIB, 8 * GIB])
-        parallel.expect(lambda: (torch.zeros(2, 8),), samples=4, num_microbatches=3)
+        parallel.expect_inputs(lambda: (torch.zeros(2, 8),), samples=4, num_microbatches=3)
         parallel.wrap(model, lambda: list(model), [])
         elsewhere = [weight.is_meta for weight in model.parameters()]
         return [list(parallel.placement.split.sizes), elsewhere, str(parallel.placement)]
@@ -796,7 +796,7 @@ def test_a_slow_layer_gets_its_own_stage_if_time_is_balanced() -> None:
         time.perf_counter = clock
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Slow(8, 8))
         parallel = Pipelined(world, balance="time")
-        parallel.expect(lambda: (torch.zeros(2, 8),), samples=2, num_microbatches=3)
+        parallel.expect_inputs(lambda: (torch.zeros(2, 8),), samples=2, num_microbatches=3)
         parallel.wrap(model, lambda: list(model), [])
         return list(parallel.placement.split.sizes)
 
@@ -809,7 +809,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         parallel = Pipelined(world)
         parallel.wrap(model, lambda: list(model), [])
-        return {name: tensor.tolist() for name, tensor in parallel.whole(model.state_dict()).items()}
+        return {name: tensor.tolist() for name, tensor in parallel.gather_full(model.state_dict()).items()}
 
     found = run_ranks(weights, 2)[0]
     torch.manual_seed(0)
@@ -910,7 +910,7 @@ def test_gpt_in_a_pipeline_is_trained_as_in_one_process(schedule: str) -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(world, gpt, loss=loss, schedule=schedule)
         steps = list(train_updates(made, stream_of_text(), 5))
-        weights = made.parallel.whole(made.model.state_dict())
+        weights = made.parallel.gather_full(made.model.state_dict())
         return {
             "losses": [float(step.loss_sum) for step in steps],  # type: ignore[arg-type]
             "norms": [float(step.grad_norm) for step in steps],  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from runner.base.errors import ConfigError, TaskFault
 from runner.base.optimizer_state import export_state, import_state
 from runner.base.order import MicroBatchKey, Order
 from runner.base.world import World
-from runner.distributed.batch_norm import synchronized
+from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.sharded import Sharded
 from runner.engine.loop import Position, StepInfo, Training, train_updates
@@ -146,8 +146,8 @@ class Run:
         """Return everything that a checkpoint holds, as JSON; empty on ranks other than the first."""
         tensors, numbers = export_state(self.training.optimizer)
         files = {
-            "model": self.parallel.whole(self.model.state_dict()),
-            "optimizer": self.parallel.whole(tensors),
+            "model": self.parallel.gather_full(self.model.state_dict()),
+            "optimizer": self.parallel.gather_full(tensors),
         }
         update = self.training.position.update
         return {name: listed(file) for name, file in files.items()} | {"numbers": numbers, "update": update}
@@ -216,9 +216,9 @@ def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dty
     sums = run.parallel.reduce(run.parallel.accumulate(passes, batches_of(run.order, dtype, update)))
     parameters = [weight for _, weight in run.named]
     local = run.parallel.gradients(parameters)
-    norm = run.parallel.norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local))))
+    norm = run.parallel.global_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local))))
     found = {name: weight.grad for name, weight in run.named if weight.grad is not None}
-    return {"grads": listed(run.parallel.whole(found)), "norm": float(norm), "items": int(sums.items)}
+    return {"grads": listed(run.parallel.gather_full(found)), "norm": float(norm), "items": int(sums.items)}
 
 
 @pytest.mark.sampled(1)
@@ -277,9 +277,9 @@ def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> None:
     def told(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
-        before = run.parallel.whole(run.model.state_dict())
+        before = run.parallel.gather_full(run.model.state_dict())
         run.advance(3)
-        after = run.parallel.whole(run.model.state_dict())
+        after = run.parallel.gather_full(run.model.state_dict())
         states = export_state(run.training.optimizer)[0]
         same = [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
         return [same, [name for name in states if "unused" in name]]
@@ -317,7 +317,7 @@ def test_ranks_may_use_different_parameters() -> None:
         ways = [0, 1] if world.world_size == 1 else [world.rank]
         keys = [MicroBatch(way, number == len(ways) - 1) for number, way in enumerate(ways)]
         parallel.reduce(parallel.accumulate(passes, iter(keys)))
-        return [listed(parallel.whole({n: w.grad for n, w in named.items() if w.grad is not None}))]
+        return [listed(parallel.gather_full({n: w.grad for n, w in named.items() if w.grad is not None}))]
 
     alone, first = learn(ALONE), run_ranks(learn, 2)[0]
     assert sorted(alone[0]) == ["gains.0", "gains.1", "ways.0", "ways.1"]
@@ -329,9 +329,9 @@ def test_ranks_may_use_different_parameters() -> None:
 def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(strategy: Any) -> None:
     def walk(world: World) -> dict[str, Any]:
         run = Run(world, shares=(19, 13), micro=8, strategy=strategy, trains="blocks.1", dtype=torch.float32)
-        initial = run.parallel.whole(run.model.state_dict())
+        initial = run.parallel.gather_full(run.model.state_dict())
         run.advance(2)
-        first = run.parallel.whole(run.model.state_dict())
+        first = run.parallel.gather_full(run.model.state_dict())
         run.parallel.end()
         for name, weight in run.model.named_parameters():
             weight.requires_grad_("head" in name or "gain" in name or "blocks.0" in name)
@@ -342,7 +342,7 @@ def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(str
         object.__setattr__(run.training, "parameters", parameters)
         object.__setattr__(run.training, "optimizer", adamw(named, lr=0.01))
         run.advance(4)
-        second = run.parallel.whole(run.model.state_dict())
+        second = run.parallel.gather_full(run.model.state_dict())
         changed = [
             [name for name in before if not torch.equal(before[name], after[name])]
             for before, after in ((initial, first), (first, second))
@@ -361,7 +361,7 @@ def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(str
 
 def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
     y = samples(torch.float32)[1]
-    first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micros(0))).indices
+    first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micro_batches(0))).indices
     trigger = int(y[first[19:]].sum())  # what rank 1 has in the first update
 
     def explosive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -389,7 +389,7 @@ def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
             return result
 
     def learn(world: World) -> list[Any]:
-        flags = [float(Sharded(world).overflow(torch.tensor(float(world.rank == rank)))) for rank in range(3)]
+        flags = [float(Sharded(world).any_overflow(torch.tensor(float(world.rank == rank)))) for rank in range(3)]
         result = trained(world, dtype=torch.float32, precision=fp16, strategy=Struck, shares=(16, 16), updates=3)
         return [flags, result["skipped"], result["scale"]]
 
@@ -476,7 +476,7 @@ def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
         model = Model()
         run = Run(world, model=model, dtype=torch.float32)
         local = sum(weight.to_local().numel() for weight in run.model.parameters() if isinstance(weight, DTensor))
-        return [local, listed(run.parallel.whole(run.model.state_dict()))]
+        return [local, listed(run.parallel.gather_full(run.model.state_dict()))]
 
     torch.manual_seed(0)
     model = Model()
@@ -526,7 +526,7 @@ def test_ranks_with_gathered_weights_run_independently() -> None:
         run.advance(2)
         outputs: list[Any] = []
         with (
-            run.parallel.gathered(run.model) if isinstance(run.parallel, Sharded) else torch.no_grad(),
+            run.parallel.gather_parameters(run.model) if isinstance(run.parallel, Sharded) else torch.no_grad(),
             torch.no_grad(),
         ):
             for _ in range(1 + world.rank):  # no collective inside: ranks do as they like
@@ -578,10 +578,10 @@ def test_statistics_and_buffers_are_those_of_all_ranks() -> None:
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         parallel = Sharded(world)
         model = parallel.wrap(model, list, [])  # type: ignore[assignment]
-        with parallel.update_of_buffers():
+        with parallel.buffer_update():
             model.get_buffer("1.running_mean").fill_(float(world.rank))
         state = {"text": torch.tensor([1.0 + world.rank])}
-        merged = parallel.merged(lambda one, other: {"text": torch.cat([one["text"], other["text"]])}, state)
+        merged = parallel.merge_state(lambda one, other: {"text": torch.cat([one["text"], other["text"]])}, state)
         return [model.get_buffer("1.running_mean").tolist(), merged["text"].tolist()]
 
     assert run_ranks(gathered, 3) == [[[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]]] * 3
@@ -604,7 +604,7 @@ def test_synchronized_norms_learn_as_one_process_with_the_whole_batch() -> None:
 
     def learn(world: World, shares: Sequence[int], micro: int) -> dict[str, Any]:
         torch.manual_seed(0)
-        model = synchronized(Normed().double(), world)
+        model = synchronize_batch_norms(Normed().double(), world)
         result = trained(world, shares=tuple(shares), micro=micro, model=model)
         return {"losses": result["losses"], "model": result["model"]}
 

@@ -35,7 +35,10 @@ def trained(world: World) -> Run:
 
 def snapshot_of(run: Run, world: World, copy: Any) -> Snapshot:
     tensors, _ = export_state(run.training.optimizer)
-    files = {"model": run.parallel.saved(run.model.state_dict(), copy), "optimizer": run.parallel.saved(tensors, copy)}
+    files = {
+        "model": run.parallel.checkpoint_tensors(run.model.state_dict(), copy),
+        "optimizer": run.parallel.checkpoint_tensors(tensors, copy),
+    }
     part = PartOf(world.rank, world.world_size, "0") if world.world_size > 1 else None
     return Snapshot(3, files, {}, {"world_size": world.world_size}, part)
 
@@ -49,10 +52,10 @@ def write(folder: str, world: World) -> list[Any]:
         save(Path(folder), given)
     else:
         save_part(Path(folder), given)
-    expected = run.parallel.saved_bytes(run.model.state_dict().values())
+    expected = run.parallel.checkpoint_bytes(run.model.state_dict().values())
     assert expected == sum(tensor.nbytes for tensor in given.tensors["model"].values())
     tensors, _ = export_state(run.training.optimizer)
-    whole = {"model": run.parallel.whole(run.model.state_dict()), "optimizer": run.parallel.whole(tensors)}
+    whole = {"model": run.parallel.gather_full(run.model.state_dict()), "optimizer": run.parallel.gather_full(tensors)}
     listed = {stem: {name: each.tolist() for name, each in tensors.items()} for stem, tensors in whole.items()}
     return [listed, buffer.nbytes, nbytes]
 
@@ -83,7 +86,7 @@ def read(folder: str, world: World) -> list[Any]:
         for tensor in run.model.state_dict().values():
             tensor.zero_()
     run.parallel.load(run.model, saved)
-    again: dict[str, Tensor] = run.parallel.whole(run.model.state_dict())
+    again: dict[str, Tensor] = run.parallel.gather_full(run.model.state_dict())
     assert all(torch.equal(again[name], saved[name]) for name in again)
     return [len(again)]
 

@@ -6,20 +6,20 @@ import threading
 
 import pytest
 
-from runner.distributed.timeouts import within
+from runner.distributed.timeouts import call_with_timeout
 
 
 def test_the_result_or_the_error_of_the_call_is_returned() -> None:
-    assert within(60.0, lambda: 7) == 7
-    assert within(60.0, lambda: None) is None
+    assert call_with_timeout(60.0, lambda: 7) == 7
+    assert call_with_timeout(60.0, lambda: None) is None
     with pytest.raises(KeyError, match="mine"):
-        within(60.0, lambda: {}["mine"])
+        call_with_timeout(60.0, lambda: {}["mine"])
 
 
 def test_a_call_that_does_not_return_is_abandoned() -> None:
     released = threading.Event()
     try:
         with pytest.raises(TimeoutError):
-            within(0.0, released.wait)
+            call_with_timeout(0.0, released.wait)
     finally:
         released.set()

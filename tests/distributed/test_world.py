@@ -18,7 +18,7 @@ def collectives(world: World) -> list[object]:
         world.gather({"rank": world.rank, "text": "x" * (5 * world.rank)}),
         world.broadcast(["first", world.rank]),
         world.sum(mine.clone()).tolist(),
-        world.largest(mine.clone()).tolist(),
+        world.max(mine.clone()).tolist(),
         world.any(world.rank == 1),
         world.any(False),
     ]
@@ -54,11 +54,11 @@ def test_the_time_to_meet_grows_with_the_number_of_ranks(monkeypatch: pytest.Mon
         limits_s.append(limit_s)
         raise RuntimeError("nobody comes")
 
-    monkeypatch.setattr(join, "within", nobody_comes)
+    monkeypatch.setattr(join, "call_with_timeout", nobody_comes)
     monkeypatch.setattr(join, "choose_interface", lambda member: None)
     for size in (2, 200):
         member = RankInfo(0, 0, size, 1, "tcp://127.0.0.1:29500")
-        with pytest.raises(SystemLimit), join.joined(member, CPU):
+        with pytest.raises(SystemLimit), join.join_process_group(member, CPU):
             pass
     few, many = limits_s
     assert many - few == pytest.approx(0.5 * 198)

@@ -164,7 +164,7 @@ def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
 def test_earlier_non_finite_values_are_found_after_a_discarded_update() -> None:
     """On a GPU the numbers of an update are looked at in the one after it."""
     precision = Precision(World(CPU))
-    precision.checks_at_once = False
+    precision.checks_immediately = False
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones(1)
@@ -176,7 +176,7 @@ def test_earlier_non_finite_values_are_found_after_a_discarded_update() -> None:
 
 def test_a_failed_step_leaves_no_value() -> None:
     precision = Precision(World(CPU))
-    precision.checks_at_once = False
+    precision.checks_immediately = False
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     optimizer.step = lambda: 1 / 0  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):

@@ -146,7 +146,7 @@ from runner.axes.precision import Precision
 made = Precision.__init__
 def late(self, *given, **named):
     made(self, *given, **named)
-    self.checks_at_once = False
+    self.checks_immediately = False
 Precision.__init__ = late
 """
 LATE_KERNELS = {
@@ -252,7 +252,7 @@ class Late(Precision):
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.checks_at_once = False
+        self.checks_immediately = False
 
 
 def updated(precision: Precision, losses: list[float], fused: bool = True) -> list[Tensor]:

@@ -405,7 +405,7 @@ def most_of_rank(plan, world) -> int:
             handed = batches()
             for update in (1, 2):
                 next(train_updates(work.training, handed, update))
-            with parts.parallel.gathered(parts.bare):
+            with parts.parallel.gather_parameters(parts.bare):
                 pass
         work.release()
         return count.most

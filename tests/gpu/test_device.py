@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from runner.axes.attention import why_not
+from runner.axes.attention import refusal_reason
 from runner.axes.prefetch import none, stream
 from runner.base.accelerator import cuda_is_initialized, get_accelerator, is_stand_in, torch_devices, torch_uuids
 from runner.base.async_copy import start_copy
@@ -209,7 +209,7 @@ def test_a_forked_worker_that_uses_the_gpu_gets_a_message(device: torch.device) 
 def test_an_attention_kernel_runs_if_it_has_no_objection(kernel: str, dtype: torch.dtype) -> None:
     where, shape = torch.device("cuda", 0), (1, 2, 64, 64)
     if is_stand_in() and kernel != "math":
-        assert isinstance(why_not(kernel, shape, dtype, where), str)
+        assert isinstance(refusal_reason(kernel, shape, dtype, where), str)
         pytest.skip("the stand-in has no such kernel")
     inputs = [torch.randn(shape, device=where).to(dtype) for _ in range(3)]
     refuses = ""
@@ -217,4 +217,4 @@ def test_an_attention_kernel_runs_if_it_has_no_objection(kernel: str, dtype: tor
         output_and_gradients(kernel, inputs)
     except RuntimeError as error:
         refuses = str(error)
-    assert bool(refuses) == bool(why_not(kernel, shape, dtype, where)), refuses
+    assert bool(refuses) == bool(refusal_reason(kernel, shape, dtype, where)), refuses

@@ -32,8 +32,8 @@ import torch.utils.data
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem, RankLost, SystemLimit
 from runner.base.rank_env import RankInfo
 from runner.base.world import World
-from runner.distributed.join import joined
-from runner.distributed.peer_loss import is_of_a_lost_rank
+from runner.distributed.join import join_process_group
+from runner.distributed.peer_loss import is_peer_loss
 from runner.durable.signals import StopRequest
 from runner.launch import local
 from runner.launch.local import LaunchResult, RankNotice, to_error
@@ -114,7 +114,7 @@ def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callabl
 
     def main(member: RankInfo) -> tuple[int, Any]:
         device = torch.device("cuda", member.rank) if IS_OVER_NCCL else torch.device("cpu")
-        with joined(member, device, timeout_s=600.0 if IS_OVER_NCCL else timeout_s) as world:
+        with join_process_group(member, device, timeout_s=600.0 if IS_OVER_NCCL else timeout_s) as world:
             return 0, act(world)
 
     return main
@@ -153,7 +153,7 @@ def test_ranks_rendezvous_in_the_private_folder() -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
         folder = Path(member.store.removeprefix("file://")).parent
         mode = folder.stat().st_mode & 0o777
-        with joined(member, torch.device("cpu"), timeout_s=30.0) as world:
+        with join_process_group(member, torch.device("cpu"), timeout_s=30.0) as world:
             return 0, [mode, world.sum(torch.ones(1)).item()]
 
     assert run_ranks(main).results == ([0o700, 2.0], [0o700, 2.0])
@@ -433,13 +433,13 @@ LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Time
     ids=lambda value: str(value)[-50:],
 )
 def test_a_victim_is_a_rank_that_only_lost_a_peer(error: BaseException, expected: bool) -> None:
-    assert is_of_a_lost_rank(error) is expected
+    assert is_peer_loss(error) is expected
 
 
 def test_an_error_that_is_its_own_cause_can_be_reported() -> None:
     error = ValueError("round")
     error.__cause__ = error
-    assert not is_of_a_lost_rank(error)
+    assert not is_peer_loss(error)
 
 
 def test_a_rank_that_cannot_join_is_a_victim() -> None:

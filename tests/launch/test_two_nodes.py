@@ -17,8 +17,8 @@ import torch
 
 from runner.base.errors import Exit
 from runner.base.rank_env import RankInfo
-from runner.distributed.join import joined
-from runner.distributed.network_interface import choose_interface, interface_of
+from runner.distributed.join import join_process_group
+from runner.distributed.network_interface import choose_interface, find_interface
 from tests.forkserver import ForkServer
 from tests.launch.forked import Ended, forked, started_elsewhere
 
@@ -62,13 +62,13 @@ def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path
 
 def join_as(member: RankInfo) -> None:
     """Join, and give up soon."""
-    with joined(member, CPU, timeout_s=GIVES_UP_S):
+    with join_process_group(member, CPU, timeout_s=GIVES_UP_S):
         pass
 
 
 def summed(rank: int) -> list[float]:
     member = RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}")
-    with joined(member, CPU, timeout_s=120.0) as world:
+    with join_process_group(member, CPU, timeout_s=120.0) as world:
         mine = torch.arange(5, dtype=torch.float64) * (rank + 1)
         found: list[float] = world.sum(mine).tolist()
         assert world.gather(rank) == [0, 1]
@@ -100,14 +100,14 @@ def test_rank_0_that_resolves_itself_to_loopback_uses_the_outgoing_interface(
 ) -> None:
     def chosen(rank: int) -> str:
         subprocess.run(["ip", "route", "add", "default", "dev", CABLE], check=True, capture_output=True)
-        return interface_of(RankInfo(0, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
+        return find_interface(RankInfo(0, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
 
     assert run_in(namespaces[:1], chosen, tmp_path)[0].value == CABLE
 
 
 def test_ranks_of_one_machine_listen_on_loopback_only() -> None:
-    assert interface_of(RankInfo(1, 1, 2, 2, f"tcp://{ADDRESSES[0]}:{PORT}")) == "lo"
-    assert interface_of(RankInfo(1, 1, 2, 2, "file:///tmp/store")) == "lo"
+    assert find_interface(RankInfo(1, 1, 2, 2, f"tcp://{ADDRESSES[0]}:{PORT}")) == "lo"
+    assert find_interface(RankInfo(1, 1, 2, 2, "file:///tmp/store")) == "lo"
 
 
 def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:

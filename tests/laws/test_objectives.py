@@ -136,7 +136,7 @@ def objectives(task: Task, world: World, precision: Any = fp32) -> Objectives:
     specs = specs_of(task)
     weights = [spec.parameters_of(model) for spec in specs]
     parallel.begin([weight for each in weights for weight in each.values()])
-    parallel.divide([list(each.values()) for each in weights])
+    parallel.set_groups([list(each.values()) for each in weights])
     position, first = Position("train"), precision(world, model)
     parts = [
         (

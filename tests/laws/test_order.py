@@ -45,7 +45,7 @@ def test_every_sample_is_seen_once_per_epoch_and_each_update_closes_once(order: 
         updates = range(epoch * order.updates_per_epoch, (epoch + 1) * order.updates_per_epoch)
         seen: list[int] = []
         for update in updates:
-            micros = list(order.micros(update))
+            micros = list(order.micro_batches(update))
             assert [micro.last for micro in micros] == [False] * (len(micros) - 1) + [True]
             assert all(micro.epoch == epoch and len(micro.indices) <= order.micro_batch_size for micro in micros)
             seen += [index for micro in micros for index in micro.indices]
@@ -74,9 +74,9 @@ def test_resuming_at_any_update_continues_the_order(order: Order, update: int) -
 
 
 def test_epochs_differ_and_seeds_differ() -> None:
-    first = [micro.indices for micro in Order(20, 20, 20, seed=0).micros(0)]
-    second = [micro.indices for micro in Order(20, 20, 20, seed=0).micros(1)]
-    other = [micro.indices for micro in Order(20, 20, 20, seed=1).micros(0)]
+    first = [micro.indices for micro in Order(20, 20, 20, seed=0).micro_batches(0)]
+    second = [micro.indices for micro in Order(20, 20, 20, seed=0).micro_batches(1)]
+    other = [micro.indices for micro in Order(20, 20, 20, seed=1).micro_batches(0)]
     assert first != second
     assert first != other
 
@@ -251,7 +251,9 @@ def test_the_order_of_ten_thousand_million_samples_takes_no_memory() -> None:
     order = Order(10**10, 64, 16, seed=3)
     tracemalloc.start()
     try:
-        micros = list(order.micros(order.updates_per_epoch - 1)) + list(order.micros(order.updates_per_epoch))
+        micros = list(order.micro_batches(order.updates_per_epoch - 1)) + list(
+            order.micro_batches(order.updates_per_epoch)
+        )
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -261,9 +263,9 @@ def test_the_order_of_ten_thousand_million_samples_takes_no_memory() -> None:
 
 def test_orders_of_up_to_16_million_samples_are_those_of_earlier_versions() -> None:
     """Their runs can be resumed, and their figures stay as they are."""
-    assert Order(KEYED_ABOVE, 8, 8, seed=3).draws.content == ""
-    assert Order(KEYED_ABOVE + 1, 8, 8, seed=3).draws.content == KEYED
-    assert [micro.indices for micro in Order(20, 8, 8, seed=3).micros(0)] == [[8, 0, 18, 5, 9, 3, 12, 16]]
+    assert Order(KEYED_ABOVE, 8, 8, seed=3).update_sampler.content == ""
+    assert Order(KEYED_ABOVE + 1, 8, 8, seed=3).update_sampler.content == KEYED
+    assert [micro.indices for micro in Order(20, 8, 8, seed=3).micro_batches(0)] == [[8, 0, 18, 5, 9, 3, 12, 16]]
 
 
 def begun(folder: Path) -> list[Any]:
@@ -274,7 +276,7 @@ def begun(folder: Path) -> list[Any]:
         for _ in range(2):
             next(updates)
         phase.hook(Checkpointing).save()
-        return list(phase.order.micros(2))
+        return list(phase.order.micro_batches(2))
 
 
 def test_a_run_keeps_the_kind_of_order_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,4 +288,4 @@ def test_a_run_keeps_the_kind_of_order_it_began_with(tmp_path: Path, monkeypatch
     for name, wanted in (("array", as_array), ("keyed", keyed)):
         with opened(tmp_path / name) as phase:
             assert phase.position.update == 2
-            assert list(phase.order.micros(2)) == wanted
+            assert list(phase.order.micro_batches(2)) == wanted

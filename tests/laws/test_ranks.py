@@ -97,7 +97,7 @@ def trained(
     )  # fmt: skip
     run = training(make_model(dtype), parallel, loss, precision)
     steps: list[StepInfo] = list(train_updates(run, batches_of(order, dtype), updates))
-    weights = parallel.whole(run.model.state_dict()) or run.model.state_dict()  # of a rank that does not save
+    weights = parallel.gather_full(run.model.state_dict()) or run.model.state_dict()  # of a rank that does not save
     return {
         "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
         "items": [float(step.items) for step in steps],
@@ -150,7 +150,7 @@ def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
         return total * (1e9 if int(batch[1].sum()) == trigger else 1.0), count
 
     y = samples(torch.float32)[1]
-    first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micros(0))).indices
+    first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micro_batches(0))).indices
     trigger = int(y[first[19:]].sum())  # what rank 1 has in the first update
 
     results = run_ranks(

@@ -68,7 +68,7 @@ def reader(kind: str, dataset: Any, collate: Any = torch.utils.data.default_coll
 
 
 def read(loader: Loader, order: Order, *, start: int = 0, updates: int = 7) -> list[MicroBatch]:
-    keys = [key for update in range(start, start + updates) for key in order.micros(update)]
+    keys = [key for update in range(start, start + updates) for key in order.micro_batches(update)]
     try:
         return list(islice(loader.batches(keys), len(keys)))
     finally:
@@ -244,7 +244,7 @@ def test_draws_of_collate_depend_on_the_samples_of_its_batch(kind: str) -> None:
     assert draws_of(read(reader("0", Drawing(), mixed), Order(SIZE, 8, 3, seed=4), start=5, updates=1)).items() <= (
         expected.items()
     )
-    assert len({tuple(numbers[4:]) for numbers in expected.values()}) == len(list(order.micros(0))) * 5 + 3 * 2
+    assert len({tuple(numbers[4:]) for numbers in expected.values()}) == len(list(order.micro_batches(0))) * 5 + 3 * 2
 
 
 def test_batches_of_other_samples_are_collated_with_other_draws() -> None:

@@ -68,7 +68,7 @@ def order_of(kind: str, *, micro: int = 3, **ranks: Any) -> Order:
 
 
 def indices_of(order: Order, update: int) -> list[int]:
-    return [index for micro in order.micros(update) for index in micro.indices]
+    return [index for micro in order.micro_batches(update) for index in micro.indices]
 
 
 def test_every_option_has_a_test() -> None:
@@ -89,7 +89,11 @@ def test_epochs_and_seeds_differ(kind: str) -> None:
         return
     order = order_of(kind)
     drawn = [
-        tuple(index for window in range(order.updates_per_epoch) for index in order.draws.draw(seed, epoch, window))
+        tuple(
+            index
+            for window in range(order.updates_per_epoch)
+            for index in order.update_sampler.draw(seed, epoch, window)
+        )
         for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
     ]
     assert len(set(drawn)) == 4
@@ -104,7 +108,7 @@ def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tup
         parts = [indices_of(rank, update) for rank in ranks]
         assert [index for part in parts for index in part] == indices_of(alone, update)
         assert tuple(map(len, parts)) == ranks[0].samples_per_rank(update)
-        places = [micro.first for rank in ranks for micro in rank.micros(update) if micro.indices]
+        places = [micro.first for rank in ranks for micro in rank.micro_batches(update) if micro.indices]
         assert places == sorted(places)
         assert places[0] == alone.samples_before(update) - alone.samples_before(
             update // alone.updates_per_epoch * alone.updates_per_epoch
@@ -115,7 +119,7 @@ def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tup
 def test_ranks_in_lockstep_get_as_many_micro_batches(kind: str) -> None:
     ranks = [order_of(kind, shares=(5, 3), rank=rank, in_step=True) for rank in range(2)]
     for update in range(ranks[0].updates_per_epoch):
-        assert len({len(list(rank.micros(update))) for rank in ranks}) == 1
+        assert len({len(list(rank.micro_batches(update))) for rank in ranks}) == 1
 
 
 @kinds
@@ -123,7 +127,7 @@ def test_a_resumed_order_continues(kind: str) -> None:
     order = order_of(kind)
     whole = list(islice(order.from_update(0), 200))
     for update in range(0, 2 * order.updates_per_epoch, 3):
-        before = sum(len(list(order.micros(earlier))) for earlier in range(update))
+        before = sum(len(list(order.micro_batches(earlier))) for earlier in range(update))
         if before < 150:
             assert list(islice(order.from_update(update), 20)) == whole[before : before + 20]
 
@@ -299,10 +303,10 @@ def test_no_update_is_over_the_token_budget(lengths: list[int], tokens: int, bat
 def test_no_micro_batch_is_over_its_token_budget_and_the_update_stays_the_same() -> None:
     whole, order = order_of("token_budget in micro-batches", micro=8), order_of("token_budget in micro-batches")
     for update in range(order.updates_per_epoch):
-        micros = [micro.indices for micro in whole.micros(update)]
+        micros = [micro.indices for micro in whole.micro_batches(update)]
         assert all(int(LENGTHS[each].max()) * len(each) <= 64 for each in micros)
         assert [index for each in micros for index in each] == indices_of(order, update)
-    assert any(len(list(whole.micros(update))) > 1 for update in range(order.updates_per_epoch))
+    assert any(len(list(whole.micro_batches(update))) > 1 for update in range(order.updates_per_epoch))
 
 
 WRONG: list[tuple[str, Callable[[], object], type[AccelRunError]]] = [

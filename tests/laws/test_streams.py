@@ -211,7 +211,7 @@ def test_a_state_avoids_rereading() -> None:
 
 def test_rewinding_reads_the_same_samples_again() -> None:
     fetcher, order = fetcher_of(source_of(Stateful, 2)), order_of(source_of(Stateful, 2))
-    keys = [next(order.micros(update)) for update in range(4)]
+    keys = [next(order.micro_batches(update)) for update in range(4)]
     first = [fetcher[key].batch for key in keys]
     again = [fetcher[key].batch for key in (keys[2], keys[0], keys[3])]
     assert all(torch.equal(one, first[number]) for one, number in zip(again, (2, 0, 3), strict=True))

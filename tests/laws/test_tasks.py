@@ -299,10 +299,10 @@ def updated(
         len(fetcher), SAMPLES, SAMPLES if sizes else 5, SEED, shares=shares,
         rank=world.rank if shares else 0, in_step=parallel.in_step,
     )  # fmt: skip
-    keys = [part for key in order.micros(0) for part in (cut(key, sizes) if sizes else [key])]
+    keys = [part for key in order.micro_batches(0) for part in (cut(key, sizes) if sizes else [key])]
     before = {name: weight.detach().clone() for name, weight in task.model.named_parameters()}
     model = parallel.wrap(task.model, task.layers, list(task.blocks()))
-    named = parallel.owned(dict(model.named_parameters()))
+    named = parallel.owned_parameters(dict(model.named_parameters()))
     parallel.begin(list(named.values()))
     run = Training(
         position=Position(task.phase), model=model, loss=in_float64(task.losses.get(task.phase, task.loss)),
@@ -312,7 +312,7 @@ def updated(
     )  # fmt: skip
     (step,) = train_updates(run, read(fetcher, keys), 1)
     assert step.loss_sum is not None
-    weights = parallel.whole(named)  # on rank 0
+    weights = parallel.gather_full(named)  # on rank 0
     moved = torch.cat([(weights[name] - before[name]).flatten() for name in before]) if weights else None
     return Updated(float(step.loss_sum), float(step.items), moved)
 

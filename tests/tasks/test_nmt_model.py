@@ -17,7 +17,7 @@ from runner.tasks.nmt.vocabulary import BEGIN, END, PAD
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from runner.axes.attention import AttentionCall, attention_calls
+from runner.axes.attention import AttentionCall, record_calls
 from runner.axes.compile import default, regional
 from runner.base import noise
 from runner.base.batch import BatchSamples
@@ -65,7 +65,7 @@ def change(rows: Rows, where: Tensor) -> Rows:
 
 def calls_of(task: Translation, count: int = 12) -> tuple[AttentionCall, ...]:
     batch = batch_of(task, count)
-    return attention_calls(lambda: task.loss(task.model, batch))
+    return record_calls(lambda: task.loss(task.model, batch))
 
 
 @pytest.fixture(params=[False, True], ids=["padded", "packed"])

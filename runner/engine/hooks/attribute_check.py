@@ -122,7 +122,7 @@ class AttributeCheck(Hook):
             stack.callback(restore_random_state, tensors, rest, parts.world.device)
             stack.callback(_set_attributes, modules, now)
             stack.enter_context(restore_attributes([parts.task]))
-            stack.enter_context(parts.parallel.gathered(parts.bare))
+            stack.enter_context(parts.parallel.gather_parameters(parts.bare))
             stack.enter_context(torch.no_grad())
             stack.enter_context(noise.without_samples())
             if parts.plan.choices["compile"].name != "off":

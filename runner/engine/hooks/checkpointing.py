@@ -90,7 +90,7 @@ class Checkpointing(Hook):
     def prepare(self) -> None:
         """Reserve host memory for a copy of the state."""
         parts = self.phase.parts
-        model_bytes = parts.parallel.saved_bytes(select_saved_state(parts).values())
+        model_bytes = parts.parallel.checkpoint_bytes(select_saved_state(parts).values())
         # Each tensor is padded to a cache line: less than 1 % in total.
         nbytes = int(1.01 * (model_bytes + self.phase.work.state_bytes()[0]))
         self.saver.prepare(nbytes, parts.world.device)
@@ -333,8 +333,8 @@ class Checkpointing(Hook):
             "wandb_id": run.observers.tracker.id,
             "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
         }
-        tensors = {"model": parts.parallel.saved(select_saved_state(parts), copy), **work_tensors}
-        tensors |= {name: parts.parallel.saved(values, copy) for name, values in hook_tensors.items()}
+        tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), copy), **work_tensors}
+        tensors |= {name: parts.parallel.checkpoint_tensors(values, copy) for name, values in hook_tensors.items()}
         part = None
         if parts.parallel.saves_parts:
             token = parts.world.broadcast(secrets.token_hex(4))

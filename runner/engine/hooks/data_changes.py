@@ -45,7 +45,7 @@ class DataChanges(Hook):
         fetchers = {"train": phase.loader.fetcher} | ({"val": held_out.fetcher} if held_out else {})
         self._data = {}
         check_lengths(old, {split: {"samples": len(fetcher)} for split, fetcher in fetchers.items()})
-        content = phase.order.draws.content
+        content = phase.order.update_sampler.content
         check_sampler(old.get("train", {}).get("sampler", content), content)
         if not phase.parts.world.is_first:
             return

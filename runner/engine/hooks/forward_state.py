@@ -72,7 +72,7 @@ class ForwardState(Hook):
         self._names.buffers.update(uncounted)
         self._buffer_copies = {}
         if self._convert_changed():
-            with self.phase.parts.parallel.update_of_buffers():  # each rank has changed them
+            with self.phase.parts.parallel.buffer_update():  # each rank has changed them
                 pass
         self._record_changes()
 

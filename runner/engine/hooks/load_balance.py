@@ -40,7 +40,7 @@ class LoadBalance(Hook):
         if not is_startup:
             self._seconds.append(seconds)
         if step.update % phase.run_.plan.settings.log_every == 0:
-            self._idle = phase.parts.parallel.idle()
+            self._idle = phase.parts.parallel.idle_fractions()
         if not phase.order.shares:  # stages of a pipeline have different work
             return
         straggler = self._straggler_detector.observe(seconds, status.samples)

@@ -21,7 +21,7 @@ class NanSearch(Hook):
         phase.loader.close()  # its worker threads must not read concurrently
         number = phase.position.update + (0 if error.late else 1)
         phase.progress_mark.now = (SEARCH, number)  # all samples are read again by this process
-        micros = list(phase.order.micros(number - 1, phase.shares.of(number - 1)))
+        micros = list(phase.order.micro_batches(number - 1, phase.shares.of(number - 1)))
         training = phase.work.training
         is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)
         passed = None if error.late else phase.feed.last

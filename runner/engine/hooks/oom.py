@@ -131,7 +131,7 @@ class OutOfMemory(Hook):
         """Return the largest micro-batch of this rank in the current update."""
         phase = self.phase
         update = phase.position.update
-        micros = phase.order.micros(update, phase.shares.of(update))
+        micros = phase.order.micro_batches(update, phase.shares.of(update))
         return max((len(micro.indices) for micro in micros), default=1) or 1
 
     # ------------------------------------------------------------ in an evaluation
@@ -260,7 +260,7 @@ class OutOfMemory(Hook):
 
     def _requested_size(self, use: oom_history.Use) -> int:
         batch = self.phase.planned.batch
-        return batch.largest_pass if use == "training" else batch.micro_batch_size
+        return batch.max_micro_batch_size if use == "training" else batch.micro_batch_size
 
     def _describe_location(self, cause: OomCause | None) -> str:
         place = f", {cause.place}" if cause is not None else ""

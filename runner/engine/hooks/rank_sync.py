@@ -51,8 +51,8 @@ class Exchange:
         rows = [row if rank == self.world.rank else zeros for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)
-        carried = self.parallel.sent_along()
-        if self.parallel.send_along(vector):
+        carried = self.parallel.attached_sums()
+        if self.parallel.attach_numbers(vector):
             return None if carried is None else self._decode(carried)
         before, self._pending = self._pending, (vector, self.world.sum_async(vector))
         if before is None:
@@ -69,7 +69,7 @@ class Exchange:
         """Wait for the last all-reduce, and discard its result."""
         self.settle()
         self._pending = None
-        self.parallel.send_along(None)
+        self.parallel.attach_numbers(None)
 
     def _decode(self, vector: torch.Tensor) -> StepStatus:
         num = len(Wants._fields)

@@ -115,7 +115,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
     """Whether each attention kernel runs or refuses as the rules say, by kernel and format."""
     import torch
 
-    from runner.axes.attention import why_not
+    from runner.axes.attention import refusal_reason
 
     dtypes = (torch.float16, torch.bfloat16, torch.float32)
     wanted = [
@@ -129,7 +129,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
             yield skip(subject, "the stand-in has no such kernel")
             continue
         where = torch.device(device.torch_name)
-        yield of_kernel(subject, why_not(kernel, kernels.SHAPE, dtype, where), _refusal(kernel, dtype, where))
+        yield of_kernel(subject, refusal_reason(kernel, kernels.SHAPE, dtype, where), _refusal(kernel, dtype, where))
 
 
 def _refusal(kernel: str, dtype: Any, where: Any) -> str:

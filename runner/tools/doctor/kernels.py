@@ -52,7 +52,7 @@ def try_kernel(device: Device, kernel: str) -> CheckResult:
     """Try one kernel with nothing to fall back on."""
     import torch
 
-    from runner.axes.attention import observed_backends, why_not
+    from runner.axes.attention import count_kernels, refusal_reason
 
     name, where = f"{device.torch_name} {kernel}", torch.device(device.torch_name)
     half = torch.bfloat16 if device.native_bf16 else torch.float16
@@ -61,12 +61,14 @@ def try_kernel(device: Device, kernel: str) -> CheckResult:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            ran = observed_backends(lambda: _forward(kernel, inputs))
+            ran = count_kernels(lambda: _forward(kernel, inputs))
         except RuntimeError as error:
-            reason = reason_of(kernel, [str(each.message) for each in said]) or why_not(kernel, SHAPE, dtype, where)
+            reason = reason_of(kernel, [str(each.message) for each in said]) or refusal_reason(
+                kernel, SHAPE, dtype, where
+            )
             return skip(name, reason or first_line(str(error)))
     if kernel not in {each.removesuffix("_for_cpu") for each in ran}:
-        reason = why_not(kernel, SHAPE, dtype, where) or f"torch ran {', '.join(ran) or 'another one'} instead"
+        reason = refusal_reason(kernel, SHAPE, dtype, where) or f"torch ran {', '.join(ran) or 'another one'} instead"
         return skip(name, reason)
     wrong, allowed = error_of(kernel, inputs), allowed_error(dtype)
     if not wrong <= allowed:  # also of NaN

@@ -20,7 +20,7 @@ from runner.base.rank_env import RankInfo
 from runner.base.text import error_line
 from runner.base.world import World
 from runner.config.request import Request
-from runner.distributed.join import joined
+from runner.distributed.join import join_process_group
 from runner.engine.opening import open_phase
 from runner.launch.local import run_ranks, to_error
 
@@ -86,7 +86,7 @@ def on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | None
     def main(member: RankInfo) -> tuple[int, Any]:
         if threads is not None:
             torch.set_num_threads(threads)
-        with joined(member, torch.device("cpu"), timeout_s=TIMEOUT_S) as world:
+        with join_process_group(member, torch.device("cpu"), timeout_s=TIMEOUT_S) as world:
             return 0, function(world)
 
     ending = run_ranks(main, num_ranks, on_notice=lambda _: None)

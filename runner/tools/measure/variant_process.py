@@ -478,7 +478,7 @@ class TrainingVariant:
 
     def _ahead(self) -> int:
         """Return for how many updates data can be prefetched."""
-        batches = self.phase.loader.ahead + (self.run.plan.choices["prefetch"].name != "none")
+        batches = self.phase.loader.max_prefetched + (self.run.plan.choices["prefetch"].name != "none")
         return -(-batches // self.phase.planned.batch.accumulation_steps)
 
     def _periods(self) -> dict[str, int | None]:

@@ -119,7 +119,7 @@ def prediction(words: str) -> Iterator[Result]:
 
 
 def attention() -> Iterator[Result]:
-    """Which attention kernels torch accepts for a call, against `why_not` in runner/axes/attention.py."""
+    """Which attention kernels torch accepts for a call, against `refusal_reason` in runner/axes/attention.py."""
     import torch
     from torch.backends.cuda import (
         SDPAParams,
@@ -128,7 +128,7 @@ def attention() -> Iterator[Result]:
         can_use_flash_attention,
     )
 
-    from runner.axes.attention import why_not
+    from runner.axes.attention import refusal_reason
 
     accepts = {
         "flash": can_use_flash_attention,
@@ -148,7 +148,7 @@ def attention() -> Iterator[Result]:
         given = SDPAParams(q, q, q, mask, dropout, not masked, False)
         for name, accepted in accepts.items():
             total += 1
-            reason = why_not(name, shape, dtype, device, masked=masked, dropout=dropout, training=training)
+            reason = refusal_reason(name, shape, dtype, device, masked=masked, dropout=dropout, training=training)
             if accepted(given, False) == bool(reason):
                 kind = f"{str(dtype)[6:]} head {head_size}{' mask' * masked} dropout {dropout}{' training' * training}"
                 wrong.append(f"{name} {kind}: {reason or 'no reason, but refused'}")
