@@ -1,4 +1,4 @@
-"""Adapters: train few added weights of a model, and keep its own weights as they are."""
+"""Adapters: add a few trainable weights to a model and freeze its own."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from runner.config.configuration import Choice
 from runner.config.option_table import make
 from runner.config.schema import did_you_mean
 
-_BASE = ".base_layer."  # peft: the name of a layer of the model inside of its adapter
-TIED = "leave it out of adapter.target; adapter.train=[NAME] trains a shared weight in full"
-_KINDS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+_BASE_LAYER = ".base_layer."  # peft's name for the adapted layer inside its adapter
+TIED_FIX = "leave it out of adapter.target; adapter.train=[NAME] trains a shared weight in full"
+_TORCH_TYPES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Weights added to a model; this one adds none.
+    """Weights added to a model; the base class adds none.
 
-    is_apart  checkpoints leave out the model's own weights, which do not change
+    saves_adapter_only  checkpoints leave out the model's own weights, which do not change
     """
 
-    is_apart: bool = False
+    saves_adapter_only: bool = False
 
     def add_to(self, task: Task) -> None:
         """Add the weights to the task's model, in place, and freeze the model's own."""
 
-    def plain(self, name: str) -> str | None:
+    def base_name(self, name: str) -> str | None:
         """Return the name of a tensor in the model without adapter; None for a tensor of the adapter."""
         return name
 
-    def saved(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint holds.
+    def select_saved(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """Return the tensors for a checkpoint.
 
         state       state_dict of the model
-        parameters  of the model, a tied one under each of its names; buffers are always saved
+        parameters  of the model; tied ones are listed under each of their names. Buffers are always saved
         """
         return dict(state)
 
@@ -75,7 +75,7 @@ def lora(
     dropout     dropout of the inputs of the product
     train       further modules or parameters that are trained in full, such as [head]
     checkpoint  adapter: checkpoints leave out the frozen weights, which come from `weights` or from the seed again;
-                all: they hold the whole model
+                all: they contain the entire model
     Raises ConfigError for names that the model lacks, MissingPackage without peft.
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
     """
@@ -95,7 +95,7 @@ def make_adapter(choice: Choice) -> Adapter:
 class LoraAdapter(Adapter):
     """LoRA through peft.
 
-    target   ends of names of layers; none: all linear layers
+    target   names of layers or their last parts; (): all linear layers
     train    modules or parameters that are trained in full
     options  of peft.LoraConfig
     """
@@ -106,104 +106,111 @@ class LoraAdapter(Adapter):
 
     def add_to(self, task: Task) -> None:
         model = task.model
-        layers = self._layers_of(model)
-        own = {id(model.get_submodule(name)): name for name in layers}
+        layers = self._select_layers(model)
+        names_by_id = {id(model.get_submodule(name)): name for name in layers}
         config = require("peft", "lora").LoraConfig(
             target_modules="|".join(re.escape(name) for name in layers), **(self.options or {})
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about models of transformers, which this may be
+            warnings.simplefilter("ignore")  # peft warns about models of transformers
             require("peft", "lora").inject_adapter_in_model(config, model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            if any(is_under(self.plain(name) or "", one) for one in self.train):
+            if any(is_under(self.base_name(name) or "", prefix) for prefix in self.train):
                 parameter.requires_grad_(True)
-        for name, value in vars(task).items():  # it would bypass the adapter
-            if isinstance(value, nn.Module) and id(value) in own:
-                what = f"{type(task).__name__}.{name} is the layer {own[id(value)]}, which now is inside of an adapter"
-                raise TaskFault(what, fix=f"reach it through the model: self.model.{own[id(value)]}")
+        for name, value in vars(task).items():
+            if isinstance(value, nn.Module) and id(value) in names_by_id:  # its calls would bypass the adapter
+                layer = names_by_id[id(value)]
+                what = f"{type(task).__name__}.{name} is the layer {layer}, which an adapter now wraps"
+                raise TaskFault(what, fix=f"access it through the model: self.model.{layer}")
 
-    def plain(self, name: str) -> str | None:
-        return None if _is_added(name) else f".{name}".replace(_BASE, ".").removeprefix(".")
+    def base_name(self, name: str) -> str | None:
+        return None if _is_adapter_weight(name) else f".{name}".replace(_BASE_LAYER, ".").removeprefix(".")
 
-    def saved(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        if not self.is_apart:
+    def select_saved(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        if not self.saves_adapter_only:
             return dict(state)
         trained = {id(weight) for name, weight in parameters.items() if self._is_trained(name)}
         frozen = {name for name, weight in parameters.items() if id(weight) not in trained}
         return {name: tensor for name, tensor in state.items() if name not in frozen}
 
     def _is_trained(self, name: str) -> bool:
-        return _is_added(name) or any(is_under(self.plain(name) or "", one) for one in self.train)
+        return _is_adapter_weight(name) or any(is_under(self.base_name(name) or "", prefix) for prefix in self.train)
 
-    def _layers_of(self, model: nn.Module) -> list[str]:
+    def _select_layers(self, model: nn.Module) -> list[str]:
         """Return the names of the layers to adapt. Raises ConfigError for a name that fits none, or a tied layer."""
-        known = {name: module for name, module in model.named_modules() if name and isinstance(module, _kinds())}
-        tied = _tied_layers(model, known)
-        found = [
+        layers = {
+            name: module for name, module in model.named_modules() if name and isinstance(module, _adaptable_types())
+        }
+        tied = _find_tied_layers(model, layers)
+        selected = [
             name
-            for name, module in known.items()
+            for name, module in layers.items()
             if (not self.target and isinstance(module, nn.Linear) and name not in tied)
-            or any(_ends(name, one) for one in self.target)
+            or any(_has_suffix(name, target) for target in self.target)
         ]
-        there = f"the model has {abbreviate(sorted({name.rpartition('.')[2] for name in known}), 8) or 'none'}"
+        available = f"the model has {abbreviate(sorted({name.rpartition('.')[2] for name in layers}), 8) or 'none'}"
         problems = [
-            Problem(f"no layer is called {one}; {there}", "adapter.target", did_you_mean(one, known))
-            for one in self.target
-            if not any(_ends(name, one) for name in known)
+            Problem(f"no layer is called {target}; {available}", "adapter.target", did_you_mean(target, layers))
+            for target in self.target
+            if not any(_has_suffix(name, target) for name in layers)
         ]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         problems += [
             Problem(
-                f"no parameter's name starts with {one}", "adapter.train", did_you_mean(one, module_prefixes(names))
+                f"no parameter's name starts with {prefix}",
+                "adapter.train",
+                did_you_mean(prefix, module_prefixes(names)),
             )
-            for one in self.train
-            if not any(is_under(name, one) for name in names)
+            for prefix in self.train
+            if not any(is_under(name, prefix) for name in names)
         ]
         problems += [
-            Problem(f"the weight of {name} is shared with {tied[name]}, which has no adapter", "adapter.target", TIED)
-            for name in found
+            Problem(
+                f"the weight of {name} is shared with {tied[name]}, which has no adapter", "adapter.target", TIED_FIX
+            )
+            for name in selected
             if name in tied
         ]
-        if not found and not problems:
-            problems = [Problem("the model has no linear layer inside of it", "adapter.target", "name its layers")]
+        if not selected and not problems:
+            problems = [Problem("the model contains no linear layer", "adapter.target", "name its layers")]
         if problems:
             raise ConfigError(problems)
-        return found
+        return selected
 
 
-def _tied_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return each layer that shares a parameter with another module -> the name of that parameter there.
+def _find_tied_layers(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Map each layer that shares a parameter with another module to the name of the parameter in that module.
 
-    Merging the product into a shared weight would change the other module as well.
+    Merging an adapter into a shared weight would change the other module as well.
     """
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
-    found = {}
+    tied = {}
     for layer, module in layers.items():
         for weight in module.parameters():
             others = [name for name in names[id(weight)] if not is_under(name, layer)]
             if others:
-                found[layer] = others[0]
-    return found
+                tied[layer] = others[0]
+    return tied
 
 
 def merge(model: nn.Module) -> None:
-    """Add the products to the weights of their layers, in place, and take the adapters out."""
-    layer_of_adapter = require("peft.tuners.tuners_utils", "lora").BaseTunerLayer
+    """Merge the adapters into the weights of their layers in place, and remove them."""
+    adapter_layer_class = require("peft.tuners.tuners_utils", "lora").BaseTunerLayer
     for name, module in list(model.named_modules()):
-        if isinstance(module, layer_of_adapter):
+        if isinstance(module, adapter_layer_class):
             module.merge()
             model.set_submodule(name, module.get_base_layer())
 
 
-def _kinds() -> tuple[type[nn.Module], ...]:
-    return (*_KINDS, require("peft.tuners.lora.layer", "lora").Conv1D)  # of transformers
+def _adaptable_types() -> tuple[type[nn.Module], ...]:
+    return (*_TORCH_TYPES, require("peft.tuners.lora.layer", "lora").Conv1D)  # the class of transformers
 
 
-def _ends(name: str, end: str) -> bool:
+def _has_suffix(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def _is_added(name: str) -> bool:
+def _is_adapter_weight(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 class RunAttempt:
     """One attempt to run, recorded by rank 0.
 
-    record   content of run.json, written once nothing prevents the run from starting: a refused attempt must not
-             change the record
+    record   content of run.json, written only once the run can start: a refused attempt must not change it
     began    start in seconds since 1970
     reached  completed updates of all phases, saved or not; 0: unknown
     """
@@ -52,10 +51,10 @@ class RunAttempt:
         self.reached = 0
 
     @classmethod
-    def of(cls, job: Job, directory: RunDirectory) -> RunAttempt:
-        """Return an attempt at a job; persistent values are taken from the previous record of the run."""
+    def for_job(cls, job: Job, directory: RunDirectory) -> RunAttempt:
+        """Create an attempt at a job; values that persist are copied from the previous record of the run."""
         previous, plan, request = read_record(directory.path), job.plan, job.request
-        # Not the arguments of `resume run=first`, but the settings that it resumes with.
+        # For `resume run=NAME`, record the settings of the run instead of the arguments.
         arguments = repro_script.arguments_of(request) if sys.argv[1:2] == ["resume"] else sys.argv[1:]
         record = RunRecord(
             name=job.name,
@@ -86,23 +85,24 @@ class RunAttempt:
     def identify(self, run: RunIdentity, start: Loaded | None, *, is_new: bool) -> None:
         """Record the uid of the run: its own, that of its checkpoint if run.json has lost it, or a new one.
 
-        start   checkpoint that it resumes from; one of another run, which the user has accepted, is recorded as adopted
+        start   checkpoint that it resumes from; if it is of another run, as accepted by the user, it is recorded as
+                adopted
         is_new  the run restarts from scratch
         """
-        known = uid_of(start.manifest) if start else None
+        checkpoint_uid = uid_of(start.manifest) if start else None
         adopted = () if is_new else self.record.adopted
-        if not is_new and start is not None and known is not None and run.has_other_uid(start.manifest):
-            adopted += (AdoptedCheckpoint(uid=known, checkpoint=start.path.name, time=now()),)
-        uid = new_uid() if is_new else run.uid or known or new_uid()
+        if not is_new and start is not None and checkpoint_uid is not None and run.has_other_uid(start.manifest):
+            adopted += (AdoptedCheckpoint(uid=checkpoint_uid, checkpoint=start.path.name, time=now()),)
+        uid = new_uid() if is_new else run.uid or checkpoint_uid or new_uid()
         self.record = replace(self.record, uid=uid, adopted=adopted)
 
     def begin(self, job: Job) -> None:
         """Write the files needed to understand and reproduce the run, then its record."""
         request, write = job.configuration.request, self.directory.write
         write("config.yaml", to_yaml(job.configuration))
-        words = "".join(f"- {json.dumps(word)}\n" for word in request.overrides)
-        write("overrides.yaml", words or "[]\n")
-        write("command.sh", _script(request, self.directory.name))
+        lines = "".join(f"- {json.dumps(override)}\n" for override in request.overrides)
+        write("overrides.yaml", lines or "[]\n")
+        write("command.sh", _format_command(request, self.directory.name))
         write("plan.json", job.plan.to_json())
         write("environment.json", to_json(environment(job.inventory)))
         self.save()
@@ -120,39 +120,41 @@ class RunAttempt:
             files.remove(self.directory.error)
 
     def fail(self, error: BaseException) -> bool:
-        """Write error.json and the run state if possible; return whether it worked. Never masks the original error."""
-        expected = error if isinstance(error, AccelRunError) else None
+        """Write error.json and the run state; return whether that succeeded. Never masks the original error."""
+        known_error = error if isinstance(error, AccelRunError) else None
         interrupted = Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.SOFTWARE
-        code = int(expected.exit_code if expected else interrupted)
-        problems = expected.problems if expected else ()
+        code = int(known_error.exit_code if known_error else interrupted)
+        problems = known_error.problems if known_error else ()
         started = self.record.process.started
         try:
-            last = _last_checkpoint(error, self.directory)
-            known, before = read_record(self.directory.path), read_error(self.directory.path)
-            if before is None or before.attempt != started:  # otherwise a rank has already recorded this failure
-                before = ErrorRecord()
-            has_begun = known.process.started == started
-            reached = self.reached or before.reached or checkpoint_update(last)
+            last_checkpoint = _last_checkpoint(error, self.directory)
+            recorded, previous = read_record(self.directory.path), read_error(self.directory.path)
+            if previous is None or previous.attempt != started:  # otherwise a rank has already recorded this failure
+                previous = ErrorRecord()
+            has_started = recorded.process.started == started
+            reached = self.reached or previous.reached or checkpoint_update(last_checkpoint)
             self.reached = 0
-            if has_begun and (last or reached) and not getattr(error, "__notes__", ()):  # already written for a hang
-                error.add_note(resume_note(last, reached))
+            if (
+                has_started and (last_checkpoint or reached) and not getattr(error, "__notes__", ())
+            ):  # a hang has its note already
+                error.add_note(resume_note(last_checkpoint, reached))
             content = ErrorRecord(
                 cause=problems[0].what if problems else error_line(error),
                 where=problems[0].where if problems else "",
                 fix=problems[0].fix if problems else "",
                 problems=tuple(problems),
                 exit_code=code,
-                place={**before.place, **(expected.place if expected else {})},
-                last_checkpoint=last,
+                place={**previous.place, **(known_error.place if known_error else {})},
+                last_checkpoint=last_checkpoint,
                 reached=reached,
-                updates_repeated=max(0, reached - checkpoint_update(last)),
+                updates_repeated=max(0, reached - checkpoint_update(last_checkpoint)),
                 traceback="".join(traceback.format_exception(error)),
                 attempt=started,
                 time=now(),
                 seconds=time.time() - self.began,
             )
             self.directory.write(ERROR, sanitize(to_json(content.to_json())))
-            if has_begun or not known.is_known:  # a refused attempt does not change the run
+            if has_started or not recorded.is_known:  # a refused attempt does not change the run
                 process = replace(self.record.process, state="failed", exit_code=code, ended=now())
                 self.directory.write(RUN, to_json(replace(self.record, process=process).to_json()))
             return True
@@ -170,12 +172,12 @@ class UnrecordedAttempt(RunAttempt):
         """Do nothing."""
 
 
-def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "", made: int = 0) -> None:
+def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "", completed: int = 0) -> None:
     """Write error.json and the state of the run for ranks that could not do it themselves, if they had started.
 
-    began   seconds since 1970 when the ranks were started
-    stacks  of all ranks if they hung, for stacks.txt
-    made    completed updates of all phases, saved or not; 0: unknown
+    began      start of the ranks in seconds since 1970
+    stacks     stack traces of all ranks if they hung, for stacks.txt
+    completed  completed updates of all phases, saved or not; 0: unknown
     """
     if not job.folder.is_dir():
         return
@@ -183,14 +185,14 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
         attempt = RunAttempt(directory, read_record(directory.path), began)
         if attempt.record.process.is_since(began):
             if stacks:
-                with suppress(AccelRunError):  # a full disk
+                with suppress(AccelRunError):  # the disk may be full
                     directory.write("stacks.txt", stacks)
-            attempt.reached = made
+            attempt.reached = completed
             attempt.fail(error)
 
 
 @contextmanager
-def only_writer(directory: RunDirectory) -> Iterator[None]:
+def require_single_writer(directory: RunDirectory) -> Iterator[None]:
     """Raise RunInUse if the recorded process still writes the run and only its lock file was removed."""
     process = read_record(directory.path).process if directory.lacked_lock else ProcessRecord()
     is_here = process.host == socket.gethostname() and process.pid != os.getpid()
@@ -205,11 +207,11 @@ def only_writer(directory: RunDirectory) -> Iterator[None]:
 
 def read_start_files(directory: RunDirectory) -> dict[str, bytes]:
     """Return the files that `RunAttempt.begin` replaces, with their content; empty for a new run."""
-    found = {}
+    files_by_name = {}
     for name in ("config.yaml", "overrides.yaml", "command.sh", "plan.json", "environment.json", RUN):
         with suppress(AccelRunError):
-            found[name] = files.read(directory.path / name, at_most=1 << 26)
-    return found if RUN in found else {}
+            files_by_name[name] = files.read(directory.path / name, at_most=1 << 26)
+    return files_by_name if RUN in files_by_name else {}
 
 
 def now() -> str:
@@ -217,21 +219,25 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _script(request: Request, name: str) -> bytes:
+def _format_command(request: Request, name: str) -> bytes:
     member = detect_rank(os.environ)
-    elsewhere = member is not None and member.world_size > 1
-    return repro_script.script(request, name, Path.cwd(), sys.executable, started_elsewhere=elsewhere)
+    has_launcher = member is not None and member.world_size > 1
+    return repro_script.script(request, name, Path.cwd(), sys.executable, started_elsewhere=has_launcher)
 
 
 def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
     """Return the name of the newest valid checkpoint; of the newest one if it cannot be checked now."""
     from runner.durable.checkpoint import newest, newest_valid
 
-    if isinstance(error, Hang):  # not verified: a checkpoint gets its name only once it is complete
+    if isinstance(error, Hang):  # skip verification: a checkpoint gets its name only once it is complete
         return newest(directory.checkpoints)
     try:
         valid = newest_valid(directory.checkpoints, directory.owner)
     except Exception:  # no memory or no thread available
         return newest(directory.checkpoints)
-    is_out = isinstance(error.__cause__, OSError) or getattr(error, "exit_code", 0) in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
-    return valid.name if valid else newest(directory.checkpoints) if is_out else None
+    if valid is not None:
+        return valid.name
+    # With a failing disk, a checkpoint that cannot be read now may be valid.
+    exit_code = getattr(error, "exit_code", 0)
+    is_system_error = isinstance(error.__cause__, OSError) or exit_code in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
+    return newest(directory.checkpoints) if is_system_error else None

@@ -1,4 +1,4 @@
-"""Decide the share of each rank in an update: fixed, or balanced by measured speed."""
+"""Divide updates among ranks: in fixed shares, or in shares balanced by measured speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShareChange:
     """Result of observing an update.
 
     decision  the new shares, with the reason
-    reread    prefetched batches no longer belong to this rank
+    reread    prefetched batches have other samples than this rank's new share
     """
 
     decision: Decision | None = None
@@ -35,7 +35,7 @@ class FixedShares:
         """Return the shares of update number `update` (from 0), or None for the default; called when it is read."""
         return None
 
-    def made(self, update: int) -> Shares:
+    def samples_per_rank(self, update: int) -> Shares:
         """Return the number of samples of each rank in update number `update` (from 1)."""
         return self.order.samples_per_rank(update - 1)
 
@@ -54,56 +54,56 @@ class FixedShares:
 class MeasuredShares(FixedShares):
     """Shares balanced by measured speed; identical on all ranks, because all ranks receive the same timings.
 
-    Timings arrive one update late and batches are prefetched: an update is divided when it is read, and
-    read again if the shares changed in between.
+    Timings arrive one update late and batches are prefetched: an update is divided when it is read, and read again if
+    the shares have changed since.
     """
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
         self.balance = ShareSolver(order.global_batch_size, len(order.shares), start=order.shares)
-        self._heard = 0  # number of updates whose timings have arrived
-        self._dealt: dict[int, Shares] = {}  # update -> shares, for updates not run or not observed yet
-        self._guard = threading.Lock()  # a prefetch thread may call this
+        self._num_received = 0  # number of updates whose timings have arrived
+        self._assigned: dict[int, Shares] = {}  # update -> shares, for updates not run or not observed yet
+        self._lock = threading.Lock()  # a prefetch thread may call this
 
     def of(self, update: int) -> Shares | None:
-        with self._guard:
-            shares = self._now(update)
-            self._dealt[update] = shares
+        with self._lock:
+            shares = self._current_shares(update)
+            self._assigned[update] = shares
             return shares
 
-    def made(self, update: int) -> Shares:
-        return self.order.samples_per_rank(update - 1, self._dealt.get(update - 1))
+    def samples_per_rank(self, update: int) -> Shares:
+        return self.order.samples_per_rank(update - 1, self._assigned.get(update - 1))
 
     def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
-        with self._guard:
-            busy = [sum(there[part] for part in PARTS if part != "wait") for there in seconds]
-            exchange_s = min(there["wait"] for there in seconds)
-            decision = self.balance.observe(busy, samples, exchange_s)
-            self._heard = max(0, update - 1)
-            for number in [number for number in self._dealt if number < update - _KEPT]:
-                del self._dealt[number]
-            ahead = [number for number in self._dealt if number >= update]
-            reread = any(self._dealt[number] != self._now(number) for number in ahead)
+        with self._lock:
+            busy_s = [sum(rank_seconds[part] for part in PARTS if part != "wait") for rank_seconds in seconds]
+            exchange_s = min(rank_seconds["wait"] for rank_seconds in seconds)
+            decision = self.balance.observe(busy_s, samples, exchange_s)
+            self._num_received = max(0, update - 1)
+            for number in [number for number in self._assigned if number < update - _MAX_LAG]:
+                del self._assigned[number]
+            ahead = [number for number in self._assigned if number >= update]
+            reread = any(self._assigned[number] != self._current_shares(number) for number in ahead)
             if reread:
                 for number in ahead:
-                    del self._dealt[number]
+                    del self._assigned[number]
         return ShareChange(decision, reread)
 
     def state(self) -> dict[str, Any]:
         return self.balance.state()
 
     def load(self, state: Mapping[str, Any], update: int) -> None:
-        self._heard = update
+        self._num_received = update
         if state:
             self.balance.load(state)
 
-    def _now(self, update: int) -> Shares:
-        return self.balance.ahead(max(0, update - self._heard))
+    def _current_shares(self, update: int) -> Shares:
+        return self.balance.ahead(max(0, update - self._num_received))
 
 
-_KEPT = 64  # number of updates by which a device may lag behind
+_MAX_LAG = 64  # shares are kept for this number of updates, by which a device may lag behind the host
 
 
-def make_shares(wanted: Any, order: Order) -> FixedShares:
-    """Return measured shares for `speed`, else fixed ones."""
-    return MeasuredShares(order) if wanted == "speed" and len(order.shares) > 1 else FixedShares(order)
+def make_shares(option: Any, order: Order) -> FixedShares:
+    """Create the shares for the setting `parallelism.shares`."""
+    return MeasuredShares(order) if option == "speed" and len(order.shares) > 1 else FixedShares(order)

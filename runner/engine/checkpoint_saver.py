@@ -22,9 +22,10 @@ from runner.engine.save_policy import AT_RISK_S, SaveCost, SavePolicy
 class HeldBest:
     """The best checkpoint so far, in host memory, because writing it now would exceed the cost limit.
 
-    number  number of the checkpoint; value: its metric
-    copy_s  seconds for which the copy blocked training
-    since   time of the copy, by `time.monotonic`
+    number      number of the checkpoint; value: its metric
+    kept        returns the checkpoints to keep regardless of age
+    copy_s      seconds for which the copy blocked training
+    held_since  time of the copy, by `time.monotonic`
     """
 
     number: int
@@ -33,7 +34,7 @@ class HeldBest:
     buffer: HostBuffer
     kept: Callable[[], Collection[Path]]
     copy_s: float
-    since: float
+    held_since: float
 
 
 class Saver:
@@ -75,7 +76,7 @@ class Saver:
         self._bests_before = self.bests  # without the checkpoint being written
         self._number: int | None = None  # number of that checkpoint
         self._is_writing = False  # a checkpoint was being written at the end of the last update
-        self._told: set[str] = set()  # messages that were printed; each is printed once
+        self._warned: set[str] = set()  # topics of printed warnings
         self.adapt()
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
@@ -85,7 +86,7 @@ class Saver:
 
     def is_best(self, value: float) -> bool:
         """Return True if a checkpoint with this metric value would be among the best ones."""
-        bests = self._ranked(self.held.value, self.held.number) if self.held else self.bests
+        bests = self._rank(self.held.value, self.held.number) if self.held else self.bests
         is_full = len(bests) >= self.policy.keep_best
         return math.isfinite(value) and self.policy.is_better(value, bests[-1][0] if is_full else None)
 
@@ -93,30 +94,31 @@ class Saver:
         """Return True if writing a best checkpoint now would exceed the cost limit, so it must be held in memory."""
         return self.policy.is_auto and isinstance(self.writer, Writer) and not self.save_cost.has_budget()
 
-    def join(self, value: float, number: int) -> None:
-        """Add the checkpoint to the best ones, replacing the worst of them if the list is full."""
-        self.bests = self._ranked(value, number)
+    def add_best(self, value: float, number: int) -> None:
+        """Add a checkpoint to the best ones, replacing the worst of them if the list is full."""
+        self.bests = self._rank(value, number)
 
-    def _ranked(self, value: float, number: int) -> list[tuple[float, int]]:
+    def _rank(self, value: float, number: int) -> list[tuple[float, int]]:
         ranked = sorted([*self.bests, (value, number)], reverse=self.policy.better == "max")
         return ranked[: self.policy.keep_best]
 
     def hold(
-        self, number: int, take: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]
+        self, number: int, take_snapshot: Callable[[], Snapshot], *, value: float, kept: Callable[[], Collection[Path]]
     ) -> None:
-        """Keep the snapshot returned by `take`, of one of the best checkpoints, in memory until it is written."""
-        if self.policy.keep_best > 1:  # otherwise the new one replaces it
+        """Keep the snapshot of one of the best checkpoints in memory until it is written."""
+        if self.policy.keep_best > 1:  # with one best checkpoint, the new one replaces it
             self.write_held()
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._choose_buffer()
-        before = self.bests
-        self.join(value, number)  # the snapshot must include itself among the best; others must not until it is written
+        bests = self.bests
+        # This snapshot must list itself among the best; others must not until it is written.
+        self.add_best(value, number)
         try:
-            snapshot = take()
+            snapshot = take_snapshot()
         finally:
-            self.bests = before
+            self.bests = bests
         snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training continues to change the originals
-        copy_s = time.perf_counter() - began
+        copy_s = time.perf_counter() - start
         self.held = HeldBest(number, value, snapshot, self.buffer, kept, copy_s, time.monotonic())
         self.save_cost.copied(copy_s)
 
@@ -128,20 +130,20 @@ class Saver:
         held, self.held = self.held, None
         if held is None:
             return
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.writer.wait()
-        self.count_written()
+        self.poll_writer()
         self._number, self._bests_before = held.number, self.bests
-        self.join(held.value, held.number)
+        self.add_best(held.value, held.number)
         self._writer_buffer = held.buffer
         self.writer.submit(held.snapshot, best=held.kept())
         self._is_writing = True
-        self.save_cost.held(held.copy_s + time.perf_counter() - began, known=held.copy_s)
+        self.save_cost.held(held.copy_s + time.perf_counter() - start, known=held.copy_s)
 
     def _drop_displaced(self) -> None:
         """Discard the held checkpoint if it is no longer among the best."""
         held = self.held
-        if held is not None and (held.value, held.number) not in self._ranked(held.value, held.number):
+        if held is not None and (held.value, held.number) not in self._rank(held.value, held.number):
             self.held = None
 
     def _choose_buffer(self) -> None:
@@ -162,33 +164,33 @@ class Saver:
     def save(
         self,
         number: int,
-        take: Callable[[], Snapshot],
+        take_snapshot: Callable[[], Snapshot],
         *,
         value: float | None = None,
         kept: Callable[[], Collection[Path]],
-        is_waited_for: bool,
+        counts_as_cost: bool,
         overwrite: bool = False,
     ) -> float:
-        """Start writing the snapshot returned by `take`; return the seconds that training was blocked.
+        """Take a snapshot and start writing it; return the seconds that training was blocked.
 
-        value          metric, if it is saved as one of the best; a failed save is not among them
-        kept           returns the checkpoints to keep regardless of age; called once the best ones are known
-        is_waited_for  another update follows, so the time counts as a cost of saving
-        overwrite      replace an existing checkpoint of the same update
-        Raises StorageError if the last three saves failed, and what `take` raises.
+        value           metric, if it is saved as one of the best; a failed save is not among them
+        kept            returns the checkpoints to keep regardless of age; called once the best ones are known
+        counts_as_cost  another update follows, so the time is a cost of saving
+        overwrite       replace an existing checkpoint of the same update
+        Raises StorageError if the last three saves failed, and exceptions of `take_snapshot`.
         """
-        began = time.perf_counter()
+        start = time.perf_counter()
         self.writer.wait()  # the buffer is in use until then
-        self.count_written()
-        waited = time.perf_counter() - began
+        self.poll_writer()
+        waited_s = time.perf_counter() - start
         if self.held is not None and self.held.number == number:  # this save writes the held checkpoint
             value, self.held = self.held.value, None
         self._choose_buffer()
         self._number, self._bests_before = number, self.bests
         if value is not None:
-            self.join(value, number)
+            self.add_best(value, number)
         try:
-            snapshot = take()
+            snapshot = take_snapshot()
         except BaseException:  # the held one is still the best
             self.bests = self._bests_before
             raise
@@ -198,28 +200,28 @@ class Saver:
         self.writer.submit(snapshot, best=kept(), overwrite=overwrite)
         self._is_writing = True
         self.policy.saved()
-        held = time.perf_counter() - began
-        if is_waited_for:
-            self.save_cost.held(held)
-            if waited > max(_WAIT_S, 0.5 * held):
+        blocked_s = time.perf_counter() - start
+        if counts_as_cost:
+            self.save_cost.held(blocked_s)
+            if waited_s > max(_MAX_WAIT_S, 0.5 * blocked_s):
                 self._warn_once(
                     "disk",
                     "checkpoints are requested faster than the disk can write them: training waited"
-                    f" {waited:.1f} s at checkpoint {snapshot.update}; {self.policy.advice}",
+                    f" {waited_s:.1f} s at checkpoint {snapshot.update}; {self.policy.advice}",
                 )
-        return held
+        return blocked_s
 
     def is_late(self) -> bool:
         """Return True if a save is due and the disk is ready; waiting for the disk would block training.
 
-        A message reports a write that has lasted longer than the interval between saves.
+        Warns once if a write takes longer than the interval between saves.
         """
         if not self.policy.is_late():
             return False
         busy_s = self.writer.busy_s
         if busy_s is None:
             return True
-        interval_s = self.policy.seconds or _WAIT_S
+        interval_s = self.policy.seconds or _MAX_WAIT_S
         if busy_s > interval_s:
             self._warn_once(
                 "disk",
@@ -228,16 +230,16 @@ class Saver:
             )
         return False
 
-    def updated(self, seconds: float) -> None:
+    def record_update(self, seconds: float) -> None:
         """Record the time of an update and, once a checkpoint is written, its cost."""
         self.save_cost.updated(seconds, writing=self._is_writing)
-        self.count_written()
+        self.poll_writer()
         if self.held is not None and self.writer.busy_s is None:
-            is_at_risk = time.monotonic() - self.held.since >= AT_RISK_S
+            is_at_risk = time.monotonic() - self.held.held_since >= AT_RISK_S
             if is_at_risk or self.save_cost.has_budget():
                 self.write_held()
 
-    def count_written(self) -> None:
+    def poll_writer(self) -> None:
         """After a write completes or fails, update the save schedule and the list of best checkpoints."""
         if not self._is_writing or self.writer.busy_s is not None:
             return
@@ -248,37 +250,37 @@ class Saver:
         else:
             self.bests = self._bests_before
         self.policy.ended(well=is_saved)
-        known = self.save_cost.last
+        previous = self.save_cost.last
         self.save_cost.written(self.writer.last)
-        last, before = self.save_cost.last, self.policy.seconds
-        if last is None or last is known or self.writer.last is None:
+        current, old_interval_s = self.save_cost.last, self.policy.seconds
+        if current is None or current is previous or self.writer.last is None:
             return
         self.adapt()
-        every = self.policy.seconds
-        if known is None or (before and every and not 0.9 < every / before < 1.1):
-            self.screen.record_event("saving", update=self.writer.last.update, every_s=every, **asdict(last))
+        interval_s = self.policy.seconds
+        if previous is None or (old_interval_s and interval_s and not 0.9 < interval_s / old_interval_s < 1.1):
+            self.screen.record_event("saving", update=self.writer.last.update, every_s=interval_s, **asdict(current))
 
     def newest_number(self) -> int | None:
         """Wait for the writer; return the number of the newest checkpoint of the phase, or None."""
-        known = (self.writer.wait(), self._on_disk)
-        return max((number for number in known if number is not None), default=None)
+        numbers = (self.writer.wait(), self._on_disk)
+        return max((number for number in numbers if number is not None), default=None)
 
-    def deadline_problem(self, asked_at: float | None, num_saves: int = 1) -> str | None:
+    def deadline_problem(self, stop_requested_at: float | None, num_saves: int = 1) -> str | None:
         """Return why `num_saves` saves cannot finish before the kill deadline, or None if they can.
 
-        asked_at  time of the stop request, by `time.monotonic`; None if unknown
+        stop_requested_at  time of the stop request, by `time.monotonic`; None if unknown
         """
-        grace_s, one_s = self.policy.grace_s, self.save_cost.expected_s()
-        if grace_s is None or asked_at is None or one_s is None:
+        grace_s, expected_s = self.policy.grace_s, self.save_cost.expected_s()
+        if grace_s is None or stop_requested_at is None or expected_s is None:
             return None
-        save_s = num_saves * one_s
+        save_s = num_saves * expected_s
         busy_s = self.writer.busy_s
-        before_s = 0.0 if busy_s is None else max(0.0, one_s - busy_s)
-        left_s = asked_at + grace_s - time.monotonic()
-        if before_s + save_s <= left_s:
+        pending_s = 0.0 if busy_s is None else max(0.0, expected_s - busy_s)
+        left_s = stop_requested_at + grace_s - time.monotonic()
+        if pending_s + save_s <= left_s:
             return None
         return (
-            f"not saved: a save takes {before_s + save_s:.1f} s, but of checkpoint.grace_s={grace_s:g}"
+            f"not saved: a save takes {pending_s + save_s:.1f} s, but of checkpoint.grace_s={grace_s:g}"
             f" only {max(0.0, left_s):.1f} s are left"
         )
 
@@ -290,10 +292,10 @@ class Saver:
             if problem:
                 self._warn_once("cost", problem)
 
-    def _warn_once(self, about: str, text: str) -> None:
-        if about not in self._told:
-            self._told.add(about)
+    def _warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
             self.screen.warn(text)
 
 
-_WAIT_S = 0.1  # time that training may wait for the disk before a message is printed
+_MAX_WAIT_S = 0.1  # time that training may wait for the disk before a message is printed

@@ -25,7 +25,7 @@ def select_saved_state(parts: Parts) -> dict[str, Tensor]:
 
 def _select_saved(parts: Parts, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     parameters = dict(parts.bare.named_parameters(remove_duplicate=False))
-    return make_adapter(parts.plan.choices["adapter"]).saved(tensors, parameters)
+    return make_adapter(parts.plan.choices["adapter"]).select_saved(tensors, parameters)
 
 
 def frozen_digest(parts: Parts) -> str | None:

@@ -14,7 +14,7 @@ from runner.base.text import error_line
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
 from runner.durable.directory import RunDirectory
-from runner.engine.attempt import RunAttempt, only_writer, read_start_files
+from runner.engine.attempt import RunAttempt, read_start_files, require_single_writer
 from runner.engine.job import Job, SessionEnd
 from runner.plan.run_plan import Plan
 from runner.records.run_record import RunResult
@@ -41,12 +41,12 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     with (
         directory,
-        only_writer(directory),
+        require_single_writer(directory),
         Screen(directory) as screen,
         warnings_on(screen),
         _reserve_descriptors() as reserved,
     ):
-        attempt = RunAttempt.of(job, directory)
+        attempt = RunAttempt.for_job(job, directory)
         before = read_start_files(directory)
         try:
             with _expected_errors(job.plan):

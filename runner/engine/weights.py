@@ -49,9 +49,11 @@ def begin_with(settings: Settings, model: nn.Module, parallel: Parallel, adapter
     SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape,
     ConfigError for names in `weights.only` and `weights.rename` that do not exist.
     """
-    options, names = settings.weights, {adapter.plain(name): name for name in model.state_dict()}
+    options, names = settings.weights, {adapter.base_name(name): name for name in model.state_dict()}
     wanted = {
-        plain: tensor for name, tensor in model.state_dict().items() if (plain := adapter.plain(name)) is not None
+        base_name: tensor
+        for name, tensor in model.state_dict().items()
+        if (base_name := adapter.base_name(name)) is not None
     }
     source = find_weights(str(options.source), settings.root)
     tensors = _renamed(read_tensors(source, f"weights={options.source}"), options.rename)
@@ -113,7 +115,7 @@ def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
     """Fill a missing tensor from a parameter that it is tied to: files store a shared tensor once."""
     shared: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        shared.setdefault(id(weight), []).append(adapter.plain(name) or name)
+        shared.setdefault(id(weight), []).append(adapter.base_name(name) or name)
     for names in shared.values():
         there = next((name for name in names if name in result.taken), None)
         for name in names if there else ():

@@ -218,7 +218,7 @@ def test_a_shared_weight_that_is_trained_in_full_is_saved_under_each_of_its_name
     task, adapter = Tied(), lora(train=[name])
     adapter.add_to(task)
     parameters = dict(task.model.named_parameters(remove_duplicate=False))
-    saved = adapter.saved(task.model.state_dict(), parameters)
+    saved = adapter.select_saved(task.model.state_dict(), parameters)
     assert {each for each in saved if "lora_" not in each} == {"head.weight", "embedding.weight"}
     assert all(parameters[each].requires_grad for each in saved)
 

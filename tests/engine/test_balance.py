@@ -32,7 +32,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
                 read[number] = shares.of(number)
         dealt.append(read.pop(update))
         if update > first:  # of the update before: all ranks hear of it one late
-            samples = shares.made(update)
+            samples = shares.samples_per_rank(update)
             assert samples == dealt[-2]
             change = shares.observe(update + 1, seconds_of(samples), samples)
             stale = any(read[number] != shares.of(number) for number in read)
@@ -72,6 +72,6 @@ def test_a_run_stopped_before_the_first_solution_repeats_its_probes() -> None:
 def test_fixed_shares_are_not_changed(wanted: Any, order: Order) -> None:
     shares = make_shares(wanted, order)
     assert shares.of(0) is None
-    assert sum(shares.made(1)) == TOTAL
+    assert sum(shares.samples_per_rank(1)) == TOTAL
     assert shares.observe(2, seconds_of((16, 16)), (16, 16)).decision is None
     assert shares.state() == {}

@@ -38,7 +38,7 @@ def test_best_checkpoints_of_a_resumed_phase_are_restored(best_is: Any, sign: in
     assert not found.is_best(math.nan)
     assert not found.is_best(sign * -math.inf)
     assert found.is_best(sign * 2.0)
-    found.join(sign * 2.0, 6)
+    found.add_best(sign * 2.0, 6)
     assert found.bests == [(sign * 1.0, 4), (sign * 2.0, 6)]
     assert not found.is_best(sign * 2.5)
 
@@ -49,7 +49,7 @@ def test_the_number_of_best_checkpoints_is_the_number_kept() -> None:
         is_best = found.is_best(value)
         assert is_best == (number != 4)
         if is_best:
-            found.join(value, number)
+            found.add_best(value, number)
     assert found.bests == [(1.0, 5), (5.0, 1), (7.0, 3)]
 
 

@@ -81,7 +81,7 @@ class Training:
         self.clock.now += seconds
         self.update += 1
         self.weights.fill_(self.update)
-        self.saver.updated(seconds)
+        self.saver.record_update(seconds)
 
     def is_written(self) -> bool:
         """Whether something was written beside this update: its thread has ended since, but is not counted yet."""
@@ -98,14 +98,14 @@ class Training:
         else:
             self.save(value)
 
-    def save(self, value: float | None = None, *, is_waited_for: bool = True) -> None:
-        self.saver.save(self.update, self.take, value=value, kept=self.kept, is_waited_for=is_waited_for)
+    def save(self, value: float | None = None, *, counts_as_cost: bool = True) -> None:
+        self.saver.save(self.update, self.take, value=value, kept=self.kept, counts_as_cost=counts_as_cost)
 
     def ended(self) -> None:
         self.saver.write_held()
-        self.save(is_waited_for=False)
+        self.save(counts_as_cost=False)
         self.saver.writer.wait()
-        self.saver.count_written()
+        self.saver.poll_writer()
 
     @property
     def cost_s(self) -> float:
@@ -205,7 +205,7 @@ def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -
         raise ArithmeticError
 
     with pytest.raises(ArithmeticError):
-        training.saver.save(training.update, failing, value=0.5, kept=training.kept, is_waited_for=True)
+        training.saver.save(training.update, failing, value=0.5, kept=training.kept, counts_as_cost=True)
     training.saver.write_held()
     training.saver.writer.wait()
     assert sorted(training.on_disk()) == [1]

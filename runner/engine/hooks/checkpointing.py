@@ -97,7 +97,7 @@ class Checkpointing(Hook):
 
     def wants(self) -> Wants:
         if self.phase.update_s is not None:
-            self.saver.updated(self.phase.update_s)
+            self.saver.record_update(self.phase.update_s)
         return Wants(save=self.phase.parts.world.is_first and self.saver.is_late())
 
     def after_update(self, step: StepInfo) -> None:
@@ -172,7 +172,7 @@ class Checkpointing(Hook):
         if not broadcast(self.saver.is_best(value)):  # only rank 0 knows which saves failed
             return
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
-            self.saver.join(value, self.phase.number)
+            self.saver.add_best(value, self.phase.number)
         elif self._can_hold() and broadcast(self.saver.has_no_budget()):
             with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
                 self._hold(value)
@@ -209,7 +209,7 @@ class Checkpointing(Hook):
             self.snapshot,
             value=value,
             kept=self._kept_checkpoints,
-            is_waited_for=self._has_next_update(),
+            counts_as_cost=self._has_next_update(),
             overwrite=overwrite,
         )
         phase.run_.tally.num_saves += 1
@@ -235,7 +235,7 @@ class Checkpointing(Hook):
         held = self.saver.held
         if held is None:
             return
-        self.saver.count_written()
+        self.saver.poll_writer()
         too_late = self.saver.deadline_problem(self._stop_requested_at, num_saves=2)
         if too_late:
             warn = self.phase.run_.observers.screen.warn
@@ -260,7 +260,7 @@ class Checkpointing(Hook):
         """Return why a save cannot finish before the kill deadline, None if it can; the same on all ranks."""
         if self.saver.policy.grace_s is None:
             return None
-        self.saver.count_written()
+        self.saver.poll_writer()
         problem: str | None = self.phase.parts.world.broadcast(self.saver.deadline_problem(self._stop_requested_at))
         return problem
 
