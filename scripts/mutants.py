@@ -70,8 +70,8 @@ RESTORING = {
     "forward_state.ForwardState._convert_to_buffers",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
     "oom_retry.OomRetry._restore_and_reduce", "resume_point.find_resume_point", "rewind._undo",
-    "trained_evaluation._sizes", "trained_run.open_source", "trained_run._open_weights",
-    "trained_run.load_trained_model", "weights._add_tied", "weights.begin_with",
+    "trained_evaluation._make_sizes", "trained_run.open_source", "trained_run._open_weights",
+    "trained_run.load_trained_model", "weights._add_tied", "weights.load_initial_weights",
 }  # fmt: skip
 # Fields that are restored inside an expression, which leaving out a statement does not reach: path, old, new.
 BY_HAND = (
@@ -97,7 +97,7 @@ BY_HAND = (
     ("runner/engine/run.py", '(state["metrics"]), kept)', '(state["metrics"]), [])'),
     ("runner/durable/weight_source.py", "index)", "None)"),
     ("runner/durable/weight_source.py", "average=average", "average=None"),
-    ("runner/engine/objective_phase.py", 'mine, saved["optimizer"])', '{}, saved["optimizer"])'),
+    ("runner/engine/objective_phase.py", 'selected, saved["optimizer"])', '{}, saved["optimizer"])'),
 )  # fmt: skip
 # What a new run has for the fields of a checkpoint, in the dicts of SAVING.
 SAVING = "Checkpointing.snapshot"

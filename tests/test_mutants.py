@@ -116,8 +116,8 @@ def test_the_map_of_a_test_file_follows_it(tmp_path: Path) -> None:
 
 def test_restoring_functions_are_found_by_name_and_by_module() -> None:
     assert is_restoring("runner/engine/meter.py", "Meter.load")
-    assert is_restoring("runner/engine/weights.py", "begin_with")
-    assert not is_restoring("runner/engine/training.py", "begin_with")
+    assert is_restoring("runner/engine/weights.py", "load_initial_weights")
+    assert not is_restoring("runner/engine/training.py", "load_initial_weights")
 
 
 MODULE = """

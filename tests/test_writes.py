@@ -78,7 +78,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/watchdog.py", "_report", "os.write"): "standard error, where another thread may hold its lock",
     ("runner/profiling/peak_memory.py", "restart_host_peak", ".write_text"): "a switch of the kernel in /proc",
     ("runner/host/command_process.py", "send_error", "os.fdopen"): "a pipe to the process that started this one",
-    ("runner/engine/weights.py", "begin_with", ".rename"): "the setting weights.rename, which is no call",
+    ("runner/engine/weights.py", "load_initial_weights", ".rename"): "the setting weights.rename, which is no call",
     ("runner/engine/weights.py", "check_names", ".rename"): "the setting weights.rename, which is no call",
     ("runner/engine/pickle_import.py", "settle", "os.link"): "the file that the user named gets its name only where nothing has it",
     ("runner/commands/new.py", "run", ".open"): "the task that the user asked for, where it was asked for, over no file that is there",

@@ -46,15 +46,15 @@ def run(argv: list[str]) -> int:
 
     from runner.base.errors import DataError
     from runner.durable import files
-    from runner.engine.pickle_import import convert, refuse_taken, settle
+    from runner.engine.pickle_import import convert, publish, refuse_existing
     from runner.host.subprocesses import run_in_subprocess
 
-    refuse_taken(target)
+    refuse_existing(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     try:
         made = run_in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
-        settle(temporary, target.absolute())
+        publish(temporary, target.absolute())
     except BrokenProcessPool as error:
         raise DataError("crashed the reader process", where=str(source), fix="it is damaged or malicious") from error
     finally:
@@ -62,8 +62,8 @@ def run(argv: list[str]) -> int:
             files.remove(temporary)
         signal.signal(signal.SIGTERM, before)
     entry = f" of {made.entry}" if made.entry else ""
-    left_out = f"; {made.left_out} entries that are not tensors were skipped" if made.left_out else ""
-    print(f"wrote {target}: {made.num_tensors} tensors{entry}, {made.num_bytes / 2**20:.1f} MiB{left_out}")
+    skipped = f"; {made.num_skipped} entries that are not tensors were skipped" if made.num_skipped else ""
+    print(f"wrote {target}: {made.num_tensors} tensors{entry}, {made.num_bytes / 2**20:.1f} MiB{skipped}")
     if made.had_network:
         print("warning: this system does not allow network isolation; the file was read with network access")
     print(f"start from it: accel-run train weights={target}")

@@ -50,7 +50,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError(Problem("a run is resumed from its own checkpoints", begins[-1], fix))
     from runner.durable.rewind import rewound
     from runner.durable.run_request import find_run, origin_of
-    from runner.engine.repro_script import arguments_of
+    from runner.engine.repro_script import build_argv
     from runner.launch.start import train
 
     say = teller("resume")
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
         say(f"{origin.folder}, where this run was started, no longer exists: relative paths now start at this folder")
     named = (f"run={directory.name}", *_root_of(directory.path.parent, origin.overrides))
     request = origin.request(replace(given, overrides=(*own, *named)), without=_not_kept(origin.overrides, own))
-    say(f"{shlex.join(['accel-run', *arguments_of(request)])}   (in {Path.cwd()})")
+    say(f"{shlex.join(['accel-run', *build_argv(request)])}   (in {Path.cwd()})")
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
     with rewound(directory, checkpoint, say) if checkpoint and is_first else nullcontext():

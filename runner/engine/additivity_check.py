@@ -35,7 +35,7 @@ from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
-from runner.engine.mean_rewrite import line_to_change
+from runner.engine.mean_rewrite import find_mean_call
 from runner.engine.metric_states import MetricStates
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
@@ -165,7 +165,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
             if declared and isinstance(found, Mapping):
                 missing.extend(name for name in declared if name not in found)
                 if next(calls) == 0:  # the whole batch: a metric may not accept half of one
-                    wrong.extend(states.faults_of(found))
+                    wrong.extend(states.find_faults(found))
                 found = {name: value for name, value in found.items() if name not in declared}
             return validate_metrics(found, task.evaluate, parts.source)
 
@@ -570,7 +570,7 @@ def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[s
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, locate_definition(loss, parts.source), _COUNT
     if kind == "mean":
-        where, fix = line_to_change(loss, parts.source)
+        where, fix = find_mean_call(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
         return what, where, fix
     name = type(parts.task).__name__
@@ -586,7 +586,7 @@ def _fault_of_metric(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, s
     if verdict.kind == "count":
         what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, locate_definition(evaluate, parts.source), _COUNT
-    where, fix = line_to_change(evaluate, parts.source, name)
+    where, fix = find_mean_call(evaluate, parts.source, name)
     what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
     return what, where, fix
 

@@ -35,8 +35,8 @@ from runner.engine.advice import find_odd_sizes
 from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
 from runner.engine.error_diagnosis import locate_definition
-from runner.engine.objectives import objectives_of, refused
-from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
+from runner.engine.objectives import parse_objectives, unsupported_error
+from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
 from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
 from runner.engine.task_loading import load_task, task_errors
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
@@ -121,7 +121,7 @@ class Parts:
         """Return the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
         settings = self.plan.settings
         with task_errors(self.source, f'stream("{stream.split}")', allow=NotImplementedError):
-            return all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
+            return read_all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
 
     def _check_options(self) -> None:
         """Raise ConfigError for options of the data loader that a stream excludes."""
@@ -167,8 +167,8 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     if any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected):
         check_strategy(parallel, choices["parallelism"])
     for phase in plan.selected:
-        if phase.kind == "train" and objectives_of(task, phase) and not parallel.supports_groups:
-            raise refused(choices["parallelism"].name)
+        if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
+            raise unsupported_error(choices["parallelism"].name)
     with task_errors(source, f"moving the model to {world.device}"):
         stays = parallel.places_model or _is_on(world.device, task.model)
         bare = task.model if stays else task.model.to(world.device)

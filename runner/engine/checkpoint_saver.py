@@ -15,7 +15,7 @@ from runner.durable.checkpoint import Snapshot
 from runner.durable.checkpoint_writer import NoWriter, Writer
 from runner.durable.tensors import HostBuffer
 from runner.engine.run_screen import Screen
-from runner.engine.save_policy import AT_RISK_S, SaveCost, SavePolicy
+from runner.engine.save_policy import MAX_AT_RISK_S, SaveCost, SavePolicy
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Saver:
     bests         (metric, number) of the best saved checkpoints of the phase, best first
 
     With `checkpoint.every=auto` a best checkpoint is written at once only if that does not exceed the cost limit of
-    saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows it, AT_RISK_S have
+    saves. Otherwise it is held in memory, where a better one replaces it, until the limit allows it, MAX_AT_RISK_S have
     passed, or the phase ends.
     """
 
@@ -81,7 +81,7 @@ class Saver:
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
         """Allocate memory for a copy of `nbytes` bytes before the first save is due."""
-        if self.policy.saves_on_the_way and isinstance(self.writer, Writer):
+        if self.policy.saves_during_phase and isinstance(self.writer, Writer):
             self.buffer.prepare(nbytes, device)
 
     def is_best(self, value: float) -> bool:
@@ -120,7 +120,7 @@ class Saver:
         snapshot = replace(snapshot, state=copy.deepcopy(snapshot.state))  # training continues to change the originals
         copy_s = time.perf_counter() - start
         self.held = HeldBest(number, value, snapshot, self.buffer, kept, copy_s, time.monotonic())
-        self.save_cost.copied(copy_s)
+        self.save_cost.record_copy(copy_s)
 
     def write_held(self) -> None:
         """Start writing the best checkpoint held in memory, if any.
@@ -138,7 +138,7 @@ class Saver:
         self._writer_buffer = held.buffer
         self.writer.submit(held.snapshot, best=held.kept())
         self._is_writing = True
-        self.save_cost.held(held.copy_s + time.perf_counter() - start, known=held.copy_s)
+        self.save_cost.record_pause(held.copy_s + time.perf_counter() - start, counted_s=held.copy_s)
 
     def _drop_displaced(self) -> None:
         """Discard the held checkpoint if it is no longer among the best."""
@@ -199,10 +199,10 @@ class Saver:
         self._writer_buffer = self.buffer
         self.writer.submit(snapshot, best=kept(), overwrite=overwrite)
         self._is_writing = True
-        self.policy.saved()
+        self.policy.restart_interval()
         blocked_s = time.perf_counter() - start
         if counts_as_cost:
-            self.save_cost.held(blocked_s)
+            self.save_cost.record_pause(blocked_s)
             if waited_s > max(_MAX_WAIT_S, 0.5 * blocked_s):
                 self._warn_once(
                     "disk",
@@ -232,10 +232,10 @@ class Saver:
 
     def record_update(self, seconds: float) -> None:
         """Record the time of an update and, once a checkpoint is written, its cost."""
-        self.save_cost.updated(seconds, writing=self._is_writing)
+        self.save_cost.record_update(seconds, writing=self._is_writing)
         self.poll_writer()
         if self.held is not None and self.writer.busy_s is None:
-            is_at_risk = time.monotonic() - self.held.held_since >= AT_RISK_S
+            is_at_risk = time.monotonic() - self.held.held_since >= MAX_AT_RISK_S
             if is_at_risk or self.save_cost.has_budget():
                 self.write_held()
 
@@ -249,9 +249,9 @@ class Saver:
             self._on_disk = max(self._number, self._on_disk or 0)
         else:
             self.bests = self._bests_before
-        self.policy.ended(well=is_saved)
+        self.policy.record_result(has_succeeded=is_saved)
         previous = self.save_cost.last
-        self.save_cost.written(self.writer.last)
+        self.save_cost.record_write(self.writer.last)
         current, old_interval_s = self.save_cost.last, self.policy.seconds
         if current is None or current is previous or self.writer.last is None:
             return

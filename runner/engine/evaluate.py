@@ -21,7 +21,7 @@ from runner.base.world import World
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, check_count, validate_metrics, validate_numbers
 from runner.engine.error_diagnosis import locate_definition
-from runner.engine.metric_states import MetricStates, positions
+from runner.engine.metric_states import MetricStates, split_positions
 from runner.engine.oom_retry import release
 
 
@@ -88,7 +88,7 @@ def evaluate(
     states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
         MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
-        for part in positions(len(samples), batch_size, sizes.coupled if states.is_coupled else 0)
+        for part in split_positions(len(samples), batch_size, sizes.coupled if states.is_coupled else 0)
     ]
     mine = parallel.evaluation_batches(keys)
 
@@ -107,7 +107,7 @@ def evaluate(
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
-                    found = validate_metrics(states.sums_of(parts.model, micro), task.evaluate, source)
+                    found = validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, source)
                 for name, pair in found.items() if micro.counts else ():
                     pairs.setdefault(name, []).append((_copy_number(pair[0]), _copy_number(pair[1])))
         return False, pairs
@@ -143,7 +143,7 @@ def evaluate(
         what = f"metrics and evaluate have the same name {duplicates[0]}"
         raise TaskFault(what, where=locate_definition(task.metrics, source), fix="rename one of them")
     metrics_by_name |= state_metrics
-    non_finite |= states.lost
+    non_finite |= states.nonfinite
     metrics = validate_numbers(task.summarize(metrics_by_name), task.summarize, source)
     uncounted = {name for name, value in metrics_by_name.items() if math.isnan(value) and name not in non_finite}
     empty = [name for name, value in metrics.items() if math.isnan(value) and (not non_finite or name in uncounted)]

@@ -13,7 +13,7 @@ from runner.durable.checkpoint import Loaded
 from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts
 from runner.engine.resumption import load_model
-from runner.engine.weights import begin_with
+from runner.engine.weights import load_initial_weights
 
 DIGEST = "frozen_weights"  # key in the state of a checkpoint
 
@@ -54,7 +54,7 @@ def load_weights(parts: Parts, start: Loaded) -> None:
     left_out = state.keys() - _select_saved(parts, state).keys()
     if left_out:
         if settings.weights.source:
-            begin_with(settings, parts.bare, parts.parallel, adapter)
+            load_initial_weights(settings, parts.bare, parts.parallel, adapter)
         _check_frozen(parts, start.state)
     load_model(parts.bare, start, parts.parallel, omitted=left_out)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 _COLORS = {1: 0, 3: 2}  # channels -> color type of PNG
 
 
-def number_of(name: str, value: Tensor | float) -> float:
-    """Return a number to log. Raises TypeError for anything else, ValueError for a name that every row has."""
+def parse_number(name: str, value: Tensor | float) -> float:
+    """Convert a value to a number. Raises TypeError if it is none, ValueError for the name of a key column."""
     if name in ("update", "phase"):
         raise ValueError(f"{name} is a column of every row: choose another name")
     try:
@@ -23,18 +23,18 @@ def number_of(name: str, value: Tensor | float) -> float:
         raise TypeError(f"{name} must be a number or a tensor with one element, not {type(value).__name__}") from error
 
 
-def images_of(images: Tensor) -> dict[str, Any]:
-    """Return the value of a tracker's row for images."""
-    return {"kind": "images", "png": [base64.b64encode(image).decode() for image in png(images)]}
+def encode_images(images: Tensor) -> dict[str, Any]:
+    """Return images as a value in a row of a tracker."""
+    return {"kind": "images", "png": [base64.b64encode(image).decode() for image in encode_png(images)]}
 
 
-def histogram_of(values: Tensor, bins: int) -> dict[str, Any]:
-    """Return the value of a tracker's row for a histogram."""
+def encode_histogram(values: Tensor, bins: int) -> dict[str, Any]:
+    """Return a histogram as a value in a row of a tracker."""
     edges, counts = histogram(values, bins)
     return {"kind": "histogram", "edges": edges, "counts": counts}
 
 
-def png(images: Tensor) -> list[bytes]:
+def encode_png(images: Tensor) -> list[bytes]:
     """Encode (B, C, H, W), (C, H, W) or (H, W) as PNG with 8 bits; floats are clamped to [0, 1].
 
     Raises ValueError for other shapes.
@@ -46,20 +46,20 @@ def png(images: Tensor) -> list[bytes]:
         raise ValueError(f"images must be (B, C, H, W) with C of 1 or 3, (C, H, W) or (H, W), not {(*images.shape,)}")
     if stack.dtype != torch.uint8:
         stack = stack.float().clamp(0, 1).mul(255).round().to(torch.uint8)
-    return [_encoded(image) for image in stack.permute(0, 2, 3, 1).cpu()]
+    return [_encode_image(image) for image in stack.permute(0, 2, 3, 1).cpu()]
 
 
 def histogram(values: Tensor, bins: int) -> tuple[list[float], list[int]]:
     """Return the edges of equal bins from the smallest to the largest finite value, and the counts."""
-    known = values.detach().double().flatten().cpu()
-    known = known[known.isfinite()]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    finite = values.detach().double().flatten().cpu()
+    finite = finite[finite.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     edges = torch.linspace(low, high, bins + 1, dtype=torch.double)
-    at = torch.bucketize(known, edges[1:-1], right=True)
-    return edges.tolist(), torch.bincount(at, minlength=bins).tolist()
+    indices = torch.bucketize(finite, edges[1:-1], right=True)
+    return edges.tolist(), torch.bincount(indices, minlength=bins).tolist()
 
 
-def _encoded(pixels: Tensor) -> bytes:
+def _encode_image(pixels: Tensor) -> bytes:
     """Encode (H, W, C) bytes. W3C, Portable Network Graphics, third edition, sections 5 and 11."""
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 class UpdateClock:
     """Breakdown of this process's time by part.
 
-    All time is attributed: time before a phase is `starting`, time after the last phase `closing`.
+    All time is counted: time before a phase is `starting`, time after the last phase is `closing`.
 
     started      start of the run, by `time.perf_counter`
     parts_s      part -> seconds, of the finished phases
@@ -45,28 +45,28 @@ class UpdateClock:
 
     def begin(self) -> None:
         """Start a phase."""
-        self.parts_s = added(self.parts_s, {"starting": time.perf_counter() - self._since})
+        self.parts_s = add_times(self.parts_s, {"starting": time.perf_counter() - self._since})
 
     def end(self, parts_s: Seconds, updates: int) -> None:
         """End a phase: add its times and the number of its updates, timed or not."""
-        self.parts_s = added(self.parts_s, parts_s)
+        self.parts_s = add_times(self.parts_s, parts_s)
         self.updates += updates - ("first_update" in parts_s)
         self.num_updates += updates
         self._since = time.perf_counter()
 
     def all(self) -> dict[str, float]:
         """Return the seconds of this process so far, by part."""
-        return added(self.parts_s, {"closing": time.perf_counter() - self._since})
+        return add_times(self.parts_s, {"closing": time.perf_counter() - self._since})
 
 
-def added(one: Seconds, other: Seconds) -> dict[str, float]:
+def add_times(left: Seconds, right: Seconds) -> dict[str, float]:
     """Return the sum of two dictionaries, part by part."""
-    return {part: one.get(part, 0.0) + other.get(part, 0.0) for part in {**one, **other}}
+    return {part: left.get(part, 0.0) + right.get(part, 0.0) for part in {**left, **right}}
 
 
 @dataclass(frozen=True)
 class TimedUpdate:
-    """Items of the updates after the first one of a process, and the seconds from its end to the end of the last.
+    """Items of the updates after the first one of a process, and the seconds from its end to the end of the last one.
 
     The seconds include work between updates: evaluations, checkpoints, logging.
     """
@@ -75,8 +75,8 @@ class TimedUpdate:
     seconds: float = 0.0
     updates: int = 0
 
-    def __add__(self, other: TimedUpdate) -> TimedUpdate:
-        return TimedUpdate(self.items + other.items, self.seconds + other.seconds, self.updates + other.updates)
+    def __add__(self, right: TimedUpdate) -> TimedUpdate:
+        return TimedUpdate(self.items + right.items, self.seconds + right.seconds, self.updates + right.updates)
 
     @property
     def throughput(self) -> float | None:
@@ -104,17 +104,17 @@ class _Window:
 class _Pending:
     """Row whose numbers are being copied from the device.
 
-    numbers   loss sums, items, grad norm; None: being copied
+    numbers  loss sums, items, grad norm; None: being copied
     """
 
     row: Row
     window: _Window
     numbers: Sequence[float | None]
-    arriving: PendingCopy
+    copy: PendingCopy
 
     def read(self) -> list[float]:
         """Return all numbers; blocks until they have arrived."""
-        arrived = iter(self.arriving.read().tolist())
+        arrived = iter(self.copy.read().tolist())
         return [next(arrived) if number is None else number for number in self.numbers]
 
 
@@ -122,9 +122,9 @@ class Meter:
     """Collect the results of updates and write a row every `every` updates.
 
     write        receives each finished row
-    readings     returns further values of a row (loss scale, GPU)
+    readings     returns further values of a row, such as the loss scale or GPU utilization
     watch        time breakdown of the phase
-    is_starting  the first update is the first of its process, and not timed: `restart_clock` follows it
+    is_starting  the first update of the phase is the first of its process and is not timed; `restart_clock` follows it
     send         copies device numbers to the host
     """
 
@@ -143,7 +143,7 @@ class Meter:
         self.world, self.phase, self.every, self.send = world, phase, every, send
         self.write, self.readings, self.watch = write, readings, watch
         self.last_row: Row = {}
-        self.step_times_ms: deque[float] = deque(maxlen=_KEPT)  # of the latest rows
+        self.step_times_ms: deque[float] = deque(maxlen=_MAX_STEP_TIMES)  # of the latest rows
         self.timed = TimedUpdate()
         self._losses: list[Tensor | float] = []
         self._items: list[Tensor | int | float] = []
@@ -220,10 +220,10 @@ class Meter:
 
         None if not known yet. On an accelerator, only updates that the device has completed count.
         """
-        found = (
+        share = (
             _data_wait(seconds_between(self._since(), self.watch.spent())) if len(self._items) > self._untimed else None
         )
-        return self.last_row.get("perf/data_wait") if found is None else found
+        return self.last_row.get("perf/data_wait") if share is None else share
 
     def _close_row(self) -> None:
         with self.watch.during("logging"):
@@ -235,18 +235,18 @@ class Meter:
             window = _Window(self._since, self.watch.bookmark(), len(self._losses), untimed, tuple(self._extra))
             norm = math.nan if step.grad_norm is None else step.grad_norm
             extra = [number for pair in self._extra.values() for number in pair]
-            numbers, arriving = self._sent([*self._losses, *self._items, norm, *extra])
+            numbers, copy = self._copy_to_host([*self._losses, *self._items, norm, *extra])
             self._losses, self._items, self._extra = [], [], {}
             self._begin_window()
-            self._pending.append(_Pending(row, window, numbers, arriving))
-            while self._pending and self._pending[0].arriving.is_complete():
+            self._pending.append(_Pending(row, window, numbers, copy))
+            while self._pending and self._pending[0].copy.is_complete():
                 self._finish(self._pending.pop(0))
 
-    def _sent(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], PendingCopy]:
-        """Copy the device values to the host in one transfer; host values are kept."""
+    def _copy_to_host(self, values: Sequence[Tensor | float]) -> tuple[list[float | None], PendingCopy]:
+        """Copy the device values in one transfer; return the host values, with None for device values, and the copy."""
         numbers = [None if isinstance(value, Tensor) else float(value) for value in values]
-        there = [value.to(self.world.device, self.world.widest) for value in values if isinstance(value, Tensor)]
-        return numbers, self.send(torch.stack(there) if there else torch.empty(0))
+        on_device = [value.to(self.world.device, self.world.widest) for value in values if isinstance(value, Tensor)]
+        return numbers, self.send(torch.stack(on_device) if on_device else torch.empty(0))
 
     def _finish(self, pending: _Pending) -> None:
         row, window = pending.row, pending.window
@@ -256,11 +256,11 @@ class Meter:
         losses, items, norm = numbers[: window.num_losses], numbers[window.num_losses : until - 1], numbers[until - 1]
         if losses:
             self._check_items(items, row["update"])
-        fine = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
+        finite = [index for index, loss in enumerate(losses) if math.isfinite(loss)]
         self.items_seen += sum(items)
         if losses:
-            counted = max(sum(items[index] for index in fine), 1e-30)
-            row["train/loss"] = sum(losses[index] for index in fine) / counted if fine else None
+            num_items = max(sum(items[index] for index in finite), 1e-30)
+            row["train/loss"] = sum(losses[index] for index in finite) / num_items if finite else None
             row["train/grad_norm"] = norm if math.isfinite(norm) else None
         for name, total, count in zip(window.extra, extra, extra, strict=True):
             row[f"train/{name}"] = total / count if count and math.isfinite(total) else None
@@ -270,7 +270,10 @@ class Meter:
         self.write(row)
 
     def _timing(self, window: _Window, items: list[float]) -> Row:
-        """Return speed and time breakdown of a window; `items` of each timed update."""
+        """Return the speed and time breakdown of a window.
+
+        items  of each timed update
+        """
         parts_s = seconds_between(window.since(), window.until())
         seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
         if not items or not seconds:
@@ -309,9 +312,9 @@ def _data_wait(parts_s: Seconds) -> float | None:
     return parts_s.get("data", 0.0) / seconds if seconds else None
 
 
-def as_line(row: Row) -> str:
+def format_row(row: Row) -> str:
     """Return a row as one line of JSON; non-finite numbers become null."""
     return json.dumps(replace_nonfinite(row))
 
 
-_KEPT = 1000  # number of rows whose step times are stored
+_MAX_STEP_TIMES = 1000  # rows whose step times are stored

@@ -40,7 +40,7 @@ class MetricState(Protocol):
 class MetricStates:
     """The metrics of one evaluation that `Task.metrics` declares, and the loss of a task with `embed` and `couple`.
 
-    samples_per_loss  samples of which a coupled loss is computed together; 0: all
+    samples_per_loss  number of samples over which a coupled loss is computed; 0: all
     """
 
     def __init__(self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0) -> None:
@@ -48,7 +48,7 @@ class MetricStates:
         self.samples_per_loss = samples_per_loss
         self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
         self.states: dict[str, MetricState] = {}
-        self.lost: set[str] = set()  # names of metrics in the last results whose sum is not finite
+        self.nonfinite: set[str] = set()  # metrics of the last results whose sum is not finite
 
     def begin(self) -> None:
         """Start from empty states."""
@@ -59,58 +59,58 @@ class MetricStates:
                 where=locate_definition(self.task.metrics, self.source),
                 fix='return {"auroc": runner.Gather(auroc)}',
             )
-        self.states = {name: self._state_of(name, metric) for name, metric in declared.items()}
+        self.states = {name: self._make_state(name, metric) for name, metric in declared.items()}
         if self.is_coupled:
             self.states["loss"] = _CoupledState(self.task, self.source, self.samples_per_loss)
 
-    def sums_of(self, model: nn.Module, micro: MicroBatch) -> Mapping[str, Any]:
-        """Return what `evaluate` returns for a batch, without the metrics that are not sums: those are recorded."""
+    def evaluate_batch(self, model: nn.Module, micro: MicroBatch) -> Mapping[str, Any]:
+        """Evaluate a batch; return the sums, and add the other metrics to their states."""
         if self.is_coupled:
             embedding = validate_embedding(self.task.embed(model, micro.batch), self.task.embed, self.source)
             check_rows(embedding, micro.samples, self.task.embed, self.source)
-            found: Any = {"loss": embedding.structure}
+            returned: Any = {"loss": embedding.structure}
         else:
-            found = self.task.evaluate(model, micro.batch)
-        if not self.states or not isinstance(found, Mapping):
-            return found  # type: ignore[no-any-return]
-        missing = [name for name in self.states if name not in found]
+            returned = self.task.evaluate(model, micro.batch)
+        if not self.states or not isinstance(returned, Mapping):
+            return returned  # type: ignore[no-any-return]
+        missing = [name for name in self.states if name not in returned]
         if missing:
             raise TaskFault(
-                f"metrics declares {', '.join(missing)}, but evaluate returns only {', '.join(map(str, found))}",
+                f"metrics declares {', '.join(missing)}, but evaluate returns only {', '.join(map(str, returned))}",
                 where=locate_definition(self.task.evaluate, self.source),
                 fix=f'return {{"{missing[0]}": (scores, labels)}}: the arguments of its update',
             )
         for name, state in self.states.items() if micro.counts else ():
             assert micro.samples is not None, "an evaluation reads known samples"
-            state.add(found[name], min(micro.samples.places))
-        return {name: value for name, value in found.items() if name not in self.states}
+            state.add(returned[name], min(micro.samples.places))
+        return {name: value for name, value in returned.items() if name not in self.states}
 
-    def faults_of(self, found: Mapping[str, Any]) -> Iterator[TaskFault]:
-        """Yield what is wrong with what `evaluate` returned for the metrics, before training."""
-        for name in self.states.keys() & found.keys():
+    def find_faults(self, returned: Mapping[str, Any]) -> Iterator[TaskFault]:
+        """Yield an error for each metric that does not accept its value in `returned`, the result of `evaluate`."""
+        for name in self.states.keys() & returned.keys():
             try:
-                self.states[name].add(found[name], 0)
+                self.states[name].add(returned[name], 0)
             except TaskFault as fault:
                 yield fault
 
     def results(self) -> dict[str, float]:
         """Return name -> value over all ranks, NaN without samples; collective. Empties the states."""
         with torch.no_grad():
-            found: dict[str, float] = {}
+            results: dict[str, float] = {}
             for state in self.states.values():
-                figures = state.result(self.world)
-                if twice := sorted(figures.keys() & found.keys()):
-                    what = f"two metrics have the name {twice[0]}"
+                values = state.result(self.world)
+                if duplicates := sorted(values.keys() & results.keys()):
+                    what = f"two metrics have the name {duplicates[0]}"
                     raise TaskFault(
                         what, where=locate_definition(self.task.metrics, self.source), fix="rename one of them"
                     )
-                found |= figures
+                results |= values
         coupled = self.states.get("loss") if self.is_coupled else None
-        self.lost = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_lost else set()
+        self.nonfinite = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_nonfinite else set()
         self.states = {}
-        return {name: float(value) for name, value in self.world.broadcast(found).items()}
+        return {name: float(value) for name, value in self.world.broadcast(results).items()}
 
-    def _state_of(self, name: str, metric: Any) -> MetricState:
+    def _make_state(self, name: str, metric: Any) -> MetricState:
         if isinstance(metric, Gather):
             return _GatherState(name, metric.compute, self.source)
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
@@ -130,25 +130,25 @@ class _Rows:
         self.blocks: list[tuple[int, Embedding]] = []
 
     def add(self, answer: Any, first: int, method: Callable[..., Any]) -> None:
-        found = validate_embedding(answer, method, self.source)
-        self.blocks.append((first, found._replace(tensors=tuple(each.detach().clone() for each in found.tensors))))
+        rows = validate_embedding(answer, method, self.source)
+        self.blocks.append((first, rows._replace(tensors=tuple(tensor.detach().clone() for tensor in rows.tensors))))
 
-    def gathered(self, world: World) -> list[tuple[int, Embedding]]:
+    def gather(self, world: World) -> list[tuple[int, Embedding]]:
         """Return (first, rows) of the batches of all ranks, in the order of the samples."""
         columns = list(zip(*(block.tensors for _, block in self.blocks), strict=True))
-        mine = [torch.cat(column) for column in columns]
+        local = [torch.cat(column) for column in columns]
         kind = self.blocks[0][1].kind if self.blocks else None
-        sizes = [[first, [len(each) for each in block.tensors]] for first, block in self.blocks]
-        of_all = world.gather([kind, [RowSpec.of(rows) for rows in mine], sizes])
-        specs = [[RowSpec(*each) for each in there] if kind else None for kind, there, _ in of_all]
-        known = next((each for each in specs if each), [])
+        sizes = [[first, [len(tensor) for tensor in block.tensors]] for first, block in self.blocks]
+        gathered = world.gather([kind, [RowSpec.of(rows) for rows in local], sizes])
+        specs = [[RowSpec(*fields) for fields in columns] if kind else None for kind, columns, _ in gathered]
+        num_columns = len(next((rank_specs for rank_specs in specs if rank_specs), []))
         parts: list[Iterator[Tensor]] = []
-        for k in range(len(known)):
-            of_ranks = [None if each is None else each[k] for each in specs]
-            rows = gather_rows(mine[k] if mine else None, of_ranks, world)
-            parts.append(iter(torch.split(rows, [counts[k] for _, _, there in of_all for _, counts in there])))
-        kinds = [kind for kind, _, there in of_all for _ in there]
-        firsts = [first for _, _, there in of_all for first, _ in there]
+        for k in range(num_columns):
+            column_specs = [None if rank_specs is None else rank_specs[k] for rank_specs in specs]
+            rows = gather_rows(local[k] if local else None, column_specs, world)
+            parts.append(iter(torch.split(rows, [counts[k] for _, _, sizes in gathered for _, counts in sizes])))
+        kinds = [kind for kind, _, sizes in gathered for _ in sizes]
+        firsts = [first for _, _, sizes in gathered for first, _ in sizes]
         blocks = [
             (first, Embedding(tuple(next(part) for part in parts), kind if isinstance(kind, str) else tuple(kind)))
             for first, kind in zip(firsts, kinds, strict=True)
@@ -156,14 +156,14 @@ class _Rows:
         return sorted(blocks, key=lambda block: block[0])
 
 
-def _joined(blocks: Iterable[tuple[int, Embedding]]) -> Embedding:
+def _concatenate(blocks: Iterable[tuple[int, Embedding]]) -> Embedding:
     embeddings = [block for _, block in blocks]
-    columns = zip(*(each.tensors for each in embeddings), strict=True)
+    columns = zip(*(embedding.tensors for embedding in embeddings), strict=True)
     return Embedding(tuple(torch.cat(column) for column in columns), embeddings[0].kind)
 
 
 class _GatherState:
-    """Rows of all samples, for a function of all of them."""
+    """Rows of all samples, from which a function computes the metric."""
 
     def __init__(self, name: str, compute: Callable[..., Any], source: Path) -> None:
         self.name, self.compute, self.source = name, compute, source
@@ -173,33 +173,35 @@ class _GatherState:
         self.rows.add(contribution, first, self.compute)
 
     def result(self, world: World) -> Mapping[str, float]:
-        blocks = self.rows.gathered(world)
+        blocks = self.rows.gather(world)
         if not blocks:
             return {self.name: math.nan}
-        return _figures(self.name, _called(self.compute, _joined(blocks).structure), self.compute, self.source)
+        return _name_values(
+            self.name, _call_compute(self.compute, _concatenate(blocks).structure), self.compute, self.source
+        )
 
 
 class _CoupledState:
-    """The loss of a task with `embed` and `couple`, over groups of as many samples as an update has."""
+    """The loss of a task with `embed` and `couple`, over groups of `size` samples; 0: one group."""
 
     def __init__(self, task: Task, source: Path, size: int) -> None:
         self.task, self.source, self.size = task, source, size
         self.rows = _Rows(source)
-        self.is_lost = False
+        self.is_nonfinite = False
 
     def add(self, contribution: Any, first: int) -> None:
         self.rows.add(contribution, first, self.task.embed)
 
     def result(self, world: World) -> Mapping[str, float]:
         groups: dict[int, list[tuple[int, Embedding]]] = {}
-        for first, block in self.rows.gathered(world):
+        for first, block in self.rows.gather(world):
             groups.setdefault(first // self.size if self.size else 0, []).append((first, block))
         total = items = 0.0
         for blocks in groups.values():
-            answer = self.task.couple(_joined(blocks).structure)
+            answer = self.task.couple(_concatenate(blocks).structure)
             loss, count = validate_loss(answer, self.task.couple, self.source, name="couple")
             total, items = total + float(loss), items + float(count)
-        self.is_lost = items > 0 and not math.isfinite(total)
+        self.is_nonfinite = items > 0 and not math.isfinite(total)
         return {"loss": total / items if items else math.nan}
 
 
@@ -210,18 +212,16 @@ class _TorchMetricState:
         self.name, self.metric, self.source, self.world = name, metric, source, world
         metric.reset()  # the task may return the same object for every evaluation
         # Wrappers and collections keep their states in submodules.
-        self.parts = [each for each in metric.modules() if hasattr(each, "_reductions")]
-        for part in self.parts:
-            part.distributed_available_fn = (
-                _never  # otherwise it would synchronize itself, including ranks without samples
-            )
+        self.parts = [module for module in metric.modules() if hasattr(module, "_reductions")]
+        for part in self.parts:  # otherwise it would synchronize itself, including ranks without samples
+            part.distributed_available_fn = lambda: False
         self.is_updated = False
 
     def add(self, contribution: Any, first: int) -> None:
-        named = contribution if isinstance(contribution, Mapping) else {}
-        given = () if named else contribution if isinstance(contribution, (tuple, list)) else (contribution,)
+        kwargs = contribution if isinstance(contribution, Mapping) else {}
+        args = () if kwargs else contribution if isinstance(contribution, (tuple, list)) else (contribution,)
         try:
-            self.metric.update(*given, **named)
+            self.metric.update(*args, **kwargs)
         except Exception as error:
             if find_oom_cause(error) is not None:
                 raise
@@ -242,44 +242,43 @@ class _TorchMetricState:
             self._merge(world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns if a merged metric was never updated
-            found = self.metric.compute()
-        numbers = dict(itertools.islice(_by_place(self.name, found), MAX_NUMBERS + 1))
+            result = self.metric.compute()
+        numbers = dict(itertools.islice(_flatten(self.name, result), MAX_NUMBERS + 1))
         if len(numbers) > MAX_NUMBERS:
             raise TaskFault(
                 f"metric {self.name} computes more than {MAX_NUMBERS:,} numbers",
                 where=str(self.source),
-                fix="reduce them in a subclass of the metric, or log a picture of them in a hook",
+                fix="reduce them in a subclass of the metric, or log an image of them in a hook",
             )
         return validate_numbers(numbers, self.metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
         """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
 
-        Neither its `merge_state` nor its synchronization is used: the first one supports few metrics, and the second
-        one blocks where ranks have lists of different lengths.
+        Its `merge_state` supports few metrics, and its synchronization blocks if ranks have lists of different lengths.
         """
         if isinstance(self.metric, nn.ModuleDict):
-            list(self.metric.items())  # gives the members of a collection, which share states, separate copies
+            list(self.metric.items())  # copies the states that the members of a collection share
         places = [(part, name, state) for part in self.parts for name, state in part.metric_state.items()]
         tensors: list[Tensor] = []
         for *_, state in places:
             tensors += state if isinstance(state, list) else [state]
-        of_all = world.gather(
+        gathered = world.gather(
             [self.is_updated, [len(state) if isinstance(state, list) else -1 for *_, state in places]]
         )
-        of_ranks = [
-            [_taken(parts, length) for length in lengths]
-            for (is_updated, lengths), parts in zip(of_all, map(iter, gather_tensors(tensors, world)), strict=True)
+        rank_states = [
+            [_take_tensors(parts, length) for length in lengths]
+            for (is_updated, lengths), parts in zip(gathered, map(iter, gather_tensors(tensors, world)), strict=True)
             if is_updated
         ]
-        for (part, name, _), states in zip(places, zip(*of_ranks, strict=True), strict=True):
-            setattr(part, name, _reduced(states, part._reductions[name]))  # private: torchmetrics 1.5 to 1.9
+        for (part, name, _), states in zip(places, zip(*rank_states, strict=True), strict=True):
+            setattr(part, name, _reduce_states(states, part._reductions[name]))  # private: torchmetrics 1.5 to 1.9
 
     def _check_states(self) -> None:
         """Raise TaskFault for states that cannot be merged over ranks."""
         for part in self.parts:
             for name, state in part.metric_state.items():
-                if not all(isinstance(each, Tensor) for each in (state if isinstance(state, list) else [state])):
+                if not all(isinstance(item, Tensor) for item in (state if isinstance(state, list) else [state])):
                     raise TaskFault(
                         f"the states of metric {self.name} cannot be merged over ranks: {name} contains other objects"
                         " than tensors",
@@ -288,13 +287,13 @@ class _TorchMetricState:
                     )
 
 
-def _taken(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:
+def _take_tensors(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:
     """Return the next tensors as a list of this length; -1: the next tensor."""
     return next(tensors) if length < 0 else [next(tensors) for _ in range(length)]
 
 
-def _reduced(states: Sequence[Any], reduction: Callable[[Tensor], Any] | None) -> Any:
-    """Return the states of several ranks as one; a list continues those of the earlier ranks."""
+def _reduce_states(states: Sequence[Any], reduction: Callable[[Tensor], Any] | None) -> Any:
+    """Merge the states of several ranks; lists are concatenated."""
     if isinstance(states[0], list):
         return [element for state in states for element in state]
     if len(states) == 1:
@@ -303,36 +302,32 @@ def _reduced(states: Sequence[Any], reduction: Callable[[Tensor], Any] | None) -
     return stacked if reduction is None else reduction(stacked)
 
 
-def _never() -> bool:
-    return False
+def _call_compute(compute: Callable[..., Any], rows: Any) -> Any:
+    if isinstance(rows, Mapping):
+        return compute(**rows)
+    return compute(*rows) if isinstance(rows, tuple) else compute(rows)
 
 
-def _called(compute: Callable[..., Any], packed: Any) -> Any:
-    if isinstance(packed, Mapping):
-        return compute(**packed)
-    return compute(*packed) if isinstance(packed, tuple) else compute(packed)
-
-
-def _by_place(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the numbers of mappings, vectors and matrices with their names: `name.key`, `name.0`, `name.0.1`."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _by_place(f"{name}.{key}", each)
+        for key, item in value.items():
+            yield from _flatten(f"{name}.{key}", item)
     elif isinstance(value, Tensor) and value.dim():
-        for place in itertools.product(*map(range, value.shape)):
-            yield ".".join(map(str, (name, *place))), value[place]
+        for index in itertools.product(*map(range, value.shape)):
+            yield ".".join(map(str, (name, *index))), value[index]
     else:
         yield name, value
 
 
-def _figures(name: str, value: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
+def _name_values(name: str, value: Any, method: Callable[..., Any], source: Path) -> dict[str, float]:
     """Return name -> number; a mapping gives several names."""
-    named = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+    named = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, Mapping) else {name: value}
     fix = 'return one number, or a mapping of names to numbers, such as {"cat": ap[0], "dog": ap[1]}'
     return validate_numbers(named, method, source, fix=fix)
 
 
-def positions(num_samples: int, batch: int, group: int) -> Sequence[range]:
+def split_positions(num_samples: int, batch: int, group: int) -> Sequence[range]:
     """Divide positions into batches, none of which crosses a multiple of `group`; 0: one group."""
     group = group or max(1, num_samples)
     return [

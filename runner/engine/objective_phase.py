@@ -1,4 +1,4 @@
-"""The phase kind of several objectives in one update, and the choice of the kind of a phase."""
+"""The phase kind with several objectives in one update, and the choice of the kind of a phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.engine.assemble import Parts
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
 from runner.engine.loop import Position, Training, UpdateWrapper
-from runner.engine.objectives import Objectives, ObjectiveSpec, OwnPosition, objectives_of
+from runner.engine.objectives import ObjectivePosition, Objectives, ObjectiveSpec, parse_objectives
 from runner.engine.oom_retry import OomRetry, RetryPolicy
 from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, count_updates
 from runner.engine.sharpness import with_sharpness
@@ -40,54 +40,56 @@ class ObjectivesPhase(GradientPhase):
     ) -> None:
         self.parts, self.position = parts, position
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
-        specs = objectives_of(parts.task, phase)
+        specs = parse_objectives(parts.task, phase)
         self.is_additive = parts.task.loss_is_additive
-        self.losses = {spec.name: loss_of(parts.task, spec.name) for spec in specs}
+        self.losses = {spec.name: bind_objective(parts.task, spec.name) for spec in specs}
         self.task_loss = self.losses[specs[0].name]
-        of_specs = {spec.name: spec.parameters_of(parts.bare) for spec in specs}
+        parameters = {spec.name: spec.select_parameters(parts.bare) for spec in specs}
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
-        self.trained = {name: weight for each in of_specs.values() for name, weight in each.items()}
+        self.trained = {name: weight for weights in parameters.values() for name, weight in weights.items()}
         self.prefixes = [prefix for spec in specs for prefix in spec.trains]
         self._train_only(self.trained)
         parts.parallel.begin(list(self.owned.values()))
-        parts.parallel.set_groups([list(weights.values()) for weights in of_specs.values()])
+        parts.parallel.set_groups([list(weights.values()) for weights in parameters.values()])
         watch = parts.plan.choices["compile"].name == "off"
         size = min(phase.batch.global_batch_size, order.num_samples)
         per_item = 1.0 / (size * parts.task.items_per_sample)
-        found = []
+        trainings = []
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(self.losses[spec.name], parts.source, watch=watch)
-            training = self._training_of(spec, loss, of_specs[spec.name], per_item, precision, retry_policy)
-            found.append((spec, training))
+            training = self._make_training(spec, loss, parameters[spec.name], per_item, precision, retry_policy)
+            trainings.append((spec, training))
             if index == 0:
                 self.loss = loss
-        self.objectives = Objectives(position, parts.model, parts.parallel, found)
+        self.objectives = Objectives(position, parts.model, parts.parallel, trainings)
 
-    def _training_of(
+    def _make_training(
         self, spec: ObjectiveSpec, loss: CheckedLoss, weights: Mapping[str, nn.Parameter], per_item: float,
         precision: Precision, retry_policy: RetryPolicy | None,
     ) -> Training:  # fmt: skip
-        parts, own, extra = self.parts, list(weights.values()), ExtraMetrics()
+        parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
         loss.observe = extra.add
         optimizer = build_optimizer(spec.optimizer.function, [*weights.items()], spec.optimizer.options)
         wrapper = UpdateWrapper()
         if retry_policy is not None:
-            alone = parts.world.world_size == 1
-            wrapper = OomRetry(parts.bare, own, optimizer, precision, parts.world.device, retry_policy, is_alone=alone)
+            has_one_rank, device = parts.world.world_size == 1, parts.world.device
+            wrapper = OomRetry(
+                parts.bare, parameters, optimizer, precision, device, retry_policy, has_one_rank=has_one_rank
+            )
         total = -(-self.total // spec.every)
         return Training(
-            position=OwnPosition(self.position, spec.every, keeps_precision=precision is parts.precision),
+            position=ObjectivePosition(self.position, spec.every, keeps_precision=precision is parts.precision),
             model=parts.model,
             loss=loss,
-            parameters=own,
+            parameters=parameters,
             optimizer=optimizer,
             schedule=build_schedule(spec.scheduler.function, total, spec.scheduler.options),
             precision=precision,
             parallel=parts.parallel,
             per_item=per_item,
             max_grad_norm=spec.max_grad_norm,
-            gradients=with_sharpness(parts.plan.choices["sharpness"], GradientSource(), own, extra),
+            gradients=with_sharpness(parts.plan.choices["sharpness"], GradientSource(), parameters, extra),
             extra=extra,
             update_wrapper=wrapper,
         )
@@ -95,7 +97,7 @@ class ObjectivesPhase(GradientPhase):
     @property
     def training(self) -> Training:  # type: ignore[override]
         """The current objective, for error reports."""
-        return self.objectives.under_way
+        return self.objectives.current_training
 
     @property
     def inputs(self) -> Objectives:
@@ -114,8 +116,8 @@ class ObjectivesPhase(GradientPhase):
         tensors: dict[str, Tensor] = {}
         state: dict[str, Any] = {}
         for spec, training in self.objectives.parts:
-            found, numbers = export_state(training.optimizer)
-            tensors |= {f"{spec.name}/{name}": tensor for name, tensor in found.items()}
+            optimizer_tensors, numbers = export_state(training.optimizer)
+            tensors |= {f"{spec.name}/{name}": tensor for name, tensor in optimizer_tensors.items()}
             # The precision of the first objective is saved by the run.
             precision = {} if training.precision is self.parts.precision else training.precision.state()
             state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
@@ -124,9 +126,9 @@ class ObjectivesPhase(GradientPhase):
     def load(self, start: Loaded) -> None:
         tensors, state = start.tensors("optimizer"), start.state["objectives"]
         for spec, training in self.objectives.parts:
-            lead, saved = f"{spec.name}/", state[spec.name]
-            mine = {name.removeprefix(lead): each for name, each in tensors.items() if name.startswith(lead)}
-            import_state(training.optimizer, mine, saved["optimizer"])
+            prefix, saved = f"{spec.name}/", state[spec.name]
+            selected = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            import_state(training.optimizer, selected, saved["optimizer"])
             training.schedule.load(saved["schedule"])
             if training.precision is not self.parts.precision:
                 training.precision.load(saved["precision"])
@@ -139,13 +141,16 @@ class ObjectivesPhase(GradientPhase):
         lines = []
         for spec, training in self.objectives.parts:
             count = sum(weight.numel() for weight in training.parameters)
-            often = "every update" if spec.every == 1 else f"one update in {spec.every}"
-            lines.append(f"objective {spec.name}: {', '.join(spec.trains)} ({count:,} parameters), {often}")
-        wanted = {name for name, wanted in self._required_grad.items() if wanted and name not in self.trained}
-        left = {name: weight.numel() for name, weight in self.parts.bare.named_parameters() if name in wanted}
-        if left:
+            frequency = "every update" if spec.every == 1 else f"one update in {spec.every}"
+            lines.append(f"objective {spec.name}: {', '.join(spec.trains)} ({count:,} parameters), {frequency}")
+        sizes = {
+            name: weight.numel()
+            for name, weight in self.parts.bare.named_parameters()
+            if self._required_grad[name] and name not in self.trained
+        }
+        if sizes:
             lines.append(
-                f"no objective trains {abbreviate([*left])}: {sum(left.values()):,} parameters stay as they are"
+                f"no objective trains {abbreviate([*sizes])}: {sum(sizes.values()):,} parameters stay as they are"
             )
         return lines
 
@@ -154,7 +159,7 @@ class ObjectivesPhase(GradientPhase):
         return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
 
 
-def loss_of(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
+def bind_objective(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
     """Return the loss of an objective as a function of model and batch."""
 
     @wraps(task.loss)  # so that errors name the line of the task
@@ -164,28 +169,28 @@ def loss_of(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
     return loss
 
 
-def phase_kind(
+def make_phase_kind(
     phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
 ) -> PhaseKind:
-    """Return the kind of work of a phase."""
+    """Return the kind of a phase, ready to run updates."""
     if phase.kind == "fit":
         return StatisticsPhase(phase, parts, order, position, retry_policy)
-    several = bool(objectives_of(parts.task, phase))
+    has_objectives = bool(parse_objectives(parts.task, phase))
     if phase.name not in parts.task.losses:
-        check_signature(parts.task, parts.source, several=several)
-    kind = ObjectivesPhase if several else GradientPhase
+        check_loss_signature(parts.task, parts.source, has_objectives=has_objectives)
+    kind = ObjectivesPhase if has_objectives else GradientPhase
     return kind(phase, parts, order, position, retry_policy)
 
 
-def check_signature(task: Task, source: Path, *, several: bool) -> None:
-    """Raise TaskFault if `loss` does not take the arguments that it is called with.
+def check_loss_signature(task: Task, source: Path, *, has_objectives: bool) -> None:
+    """Raise TaskFault if `loss` does not accept the arguments that it is called with.
 
-    several  the task declares objectives
+    has_objectives  the task declares objectives
     """
     kind = type(task)
-    if several and kind.embed is not Task.embed:
+    if has_objectives and kind.embed is not Task.embed:
         what = f"{kind.__name__} defines embed and couple, and OBJECTIVES"
         raise TaskFault(what, where=str(source), fix="remove OBJECTIVES, or define loss(model, batch, objective)")
-    given = ("model", "batch", "objective")[: 3 if several else 2]
-    fix = f"def loss(self, {', '.join(given)}):" + ("" if several else " or declare OBJECTIVES in the file")
-    check_arguments(task.loss, "loss", given, source, fix=fix)
+    arguments = ("model", "batch", "objective")[: 3 if has_objectives else 2]
+    fix = f"def loss(self, {', '.join(arguments)}):" + ("" if has_objectives else " or declare OBJECTIVES in the file")
+    check_arguments(task.loss, "loss", arguments, source, fix=fix)

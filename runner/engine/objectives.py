@@ -39,7 +39,7 @@ class ObjectiveSpec:
 
     trains  names or prefixes of its parameters
     shares  those of them that other objectives train, too
-    every   it is part of one update in `every`
+    every   interval in updates: the objective is part of one update in `every`
     """
 
     name: str
@@ -50,7 +50,7 @@ class ObjectiveSpec:
     scheduler: Choice
     max_grad_norm: float | None
 
-    def parameters_of(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def select_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return its parameters by name."""
         return {
             name: weight
@@ -59,7 +59,7 @@ class ObjectiveSpec:
         }
 
 
-def objectives_of(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
+def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
     """Return the objectives that the task declares for a phase; none if the phase has a single loss.
 
     Raises ConfigError with all problems: unknown keys, no parameters, parameters shared without `shares`.
@@ -67,82 +67,86 @@ def objectives_of(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
     if phase.name in task.losses:
         return []
     problems: list[Problem] = []
-    found = []
-    declared = {name: _changed(content, phase.objectives.get(name, {})) for name, content in task.objectives.items()}
-    file = _file_of(task)
+    specs = []
+    declared = {
+        name: _override_keys(content, phase.objectives.get(name, {})) for name, content in task.objectives.items()
+    }
+    file = _task_file(task)
     for name, content in declared.items():
         where = f"OBJECTIVES[{name!r}]"
         if not isinstance(content, Mapping):
             problems.append(Problem("must be a mapping of keys to values", where))
             continue
-        own: list[Problem] = []
+        new: list[Problem] = []
         for key in content:
             if key not in KEYS and key.partition(".")[0] not in GROUPS:
-                own.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
+                new.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
         every, norm = content.get("every", 1), content.get("max_grad_norm", phase.max_grad_norm)
         if fault(int, every) or every < 1:
-            own.append(Problem(f"every must be an integer of at least 1, but is {every!r}", where))
+            new.append(Problem(f"every must be an integer of at least 1, but is {every!r}", where))
         if norm is not None and (fault(float, norm) or norm <= 0):
-            own.append(Problem(f"max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
-        lists = [content.get(key, []) for key in ("trains", "shares")]
-        if any(fault(list[str], each) for each in lists) or not lists[0]:
-            own.append(Problem('trains must list names of parameters or modules, such as ["generator"]', where))
-        choices = [_choice(group, content, getattr(phase, group), file, own) for group in GROUPS]
-        problems += [replace(problem, where=where) for problem in own]
-        if not own:
-            found.append(ObjectiveSpec(name, tuple(lists[0]), tuple(lists[1]), every, choices[0], choices[1], norm))
-    if not problems and found:
-        problems = list(_problems_of(found, task.model))
+            new.append(Problem(f"max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
+        trains, shares = content.get("trains", []), content.get("shares", [])
+        if fault(list[str], trains) or fault(list[str], shares) or not trains:
+            new.append(Problem('trains must list names of parameters or modules, such as ["generator"]', where))
+        optimizer, scheduler = (_choose(group, content, getattr(phase, group), file, new) for group in GROUPS)
+        problems += [replace(problem, where=where) for problem in new]
+        if not new:
+            specs.append(ObjectiveSpec(name, tuple(trains), tuple(shares), every, optimizer, scheduler, norm))
+    if not problems and specs:
+        problems = list(_check_parameters(specs, task.model))
     if problems:
         raise ConfigError(problems)
-    return found
+    return specs
 
 
-def refused(parallelism: str) -> ConfigError:
+def unsupported_error(parallelism: str) -> ConfigError:
     """Return the error for a strategy that cannot train several objectives."""
     what = "cannot train several objectives in one update"
     return ConfigError(Problem(what, f"parallelism={parallelism}", "use parallelism=ddp or parallelism=single"))
 
 
-def _choice(
-    group: str, content: Mapping[str, Any], of_phase: Choice, file: Path | None, problems: list[Problem]
+def _choose(
+    group: str, content: Mapping[str, Any], default: Choice, file: Path | None, problems: list[Problem]
 ) -> Choice:
-    """Return the option of a group: what the objective names, else that of the phase, with its keys.
+    """Return the option of a group that the objective names, or else that of the phase, with the objective's keys.
 
-    file  of the task, which may define options
+    default   option of the phase
+    file      of the task, which may define options
+    problems  receives invalid names and keys
     """
-    name = content.get(group, of_phase.name)
-    function = of_phase.function if name == of_phase.name else reference_of(group, str(name), file)
+    name = content.get(group, default.name)
+    function = default.function if name == default.name else reference_of(group, str(name), file)
     signature = function_of(group, function, file)
     if signature is None:
         hint = did_you_mean(str(name), options_with_function(group, file))
         problems.append(Problem(f"unknown {group} {name}", "", hint))
-        return of_phase
-    given = {key.partition(".")[2]: value for key, value in content.items() if key.startswith(f"{group}.")}
-    for key, value in given.items():
-        wrong = fault(signature.keys[key].type, value) if key in signature.keys else "unknown key"
-        if wrong:
+        return default
+    keys = {key.partition(".")[2]: value for key, value in content.items() if key.startswith(f"{group}.")}
+    for key, value in keys.items():
+        reason = fault(signature.keys[key].type, value) if key in signature.keys else "unknown key"
+        if reason:
             hint = "" if key in signature.keys else did_you_mean(key, signature.keys)
-            problems.append(Problem(f"{group}.{key}: {wrong}", "", hint))
-    options = of_phase.options if name == of_phase.name else defaults(signature.keys)
-    return Choice(name, function, {**options, **given})
+            problems.append(Problem(f"{group}.{key}: {reason}", "", hint))
+    options = default.options if name == default.name else defaults(signature.keys)
+    return Choice(name, function, {**options, **keys})
 
 
-def _changed(content: Any, given: Mapping[str, Any]) -> Any:
-    """Return a declared objective with the keys of the command line; keys of another option do not apply."""
-    if not isinstance(content, Mapping) or not given:
+def _override_keys(content: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return a declared objective with the keys of the command line; the keys of a replaced option are dropped."""
+    if not isinstance(content, Mapping) or not overrides:
         return content
-    replaced = {group for group in GROUPS if given.get(group, content.get(group)) != content.get(group)}
+    replaced = {group for group in GROUPS if overrides.get(group, content.get(group)) != content.get(group)}
     kept = {key: value for key, value in content.items() if key.partition(".")[0] not in replaced}
-    return {**kept, **{key: value for key, value in given.items() if value is not None}}
+    return {**kept, **{key: value for key, value in overrides.items() if value is not None}}
 
 
-def _file_of(task: Task) -> Path | None:
+def _task_file(task: Task) -> Path | None:
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
     return Path(file) if file else None
 
 
-def _problems_of(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[Problem]:
+def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[Problem]:
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     owners: dict[str, list[ObjectiveSpec]] = {}
     for spec in specs:
@@ -150,7 +154,7 @@ def _problems_of(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[P
             if not any(is_under(name, prefix) for name in names):
                 what = f"trains nothing: no parameter's name starts with {prefix}"
                 yield Problem(what, f"OBJECTIVES[{spec.name!r}]", did_you_mean(prefix, module_prefixes(names)))
-        for name in spec.parameters_of(model):
+        for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)
     for name, several in owners.items():
         undeclared = [spec for spec in several if not any(is_under(name, prefix) for prefix in spec.shares)]
@@ -163,29 +167,29 @@ def _problems_of(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[P
             )
             return
     if all(spec.every > 1 for spec in specs):
-        yield Problem("every objective is left out of some update", "OBJECTIVES", 'one must have "every": 1')
+        yield Problem("no objective is part of every update", "OBJECTIVES", 'one must have "every": 1')
 
 
-class OwnPosition(Position):
-    """Position of an objective: counts its own updates, those of every `every`-th update of the phase."""
+class ObjectivePosition(Position):
+    """Position of an objective: it counts one update in `every` of the phase."""
 
-    def __init__(self, whole: Position, every: int, *, keeps_precision: bool) -> None:
-        self.whole, self.every, self.keeps_precision = whole, every, keeps_precision
-        self.phase = whole.phase
+    def __init__(self, phase_position: Position, every: int, *, keeps_precision: bool) -> None:
+        self.phase_position, self.every, self.keeps_precision = phase_position, every, keeps_precision
+        self.phase = phase_position.phase
 
     @property
     def skipped_before(self) -> int:  # type: ignore[override]
         """Updates skipped in earlier phases; a forked precision counts from 0 in each phase."""
-        return self.whole.skipped_before if self.keeps_precision else 0
+        return self.phase_position.skipped_before if self.keeps_precision else 0
 
     @property
     def update(self) -> int:  # type: ignore[override]
         """Number of completed updates of this objective."""
-        return -(-self.whole.update // self.every)
+        return -(-self.phase_position.update // self.every)
 
 
 class SharedSamples:
-    """The micro-batches of one update, for several objectives: read once, then repeated."""
+    """The micro-batches of one update, for several objectives: read once, then repeated from memory."""
 
     def __init__(self, batches: Iterator[MicroBatch]) -> None:
         self._batches = batches
@@ -220,7 +224,7 @@ class SharedSamples:
 class Objectives:
     """Inputs of the training loop for several objectives.
 
-    parts   specification, training and parameters of each, in order
+    parts           specification and training of each objective, in order
     update_wrapper  wraps the whole update; each objective is retried separately
     """
 
@@ -232,8 +236,8 @@ class Objectives:
     current: int = 0  # the current objective, or the last one
 
     @property
-    def under_way(self) -> Training:
-        """The objective that an error is about."""
+    def current_training(self) -> Training:
+        """The training of the current objective, or of the last one; for error reports."""
         return self.parts[self.current][1]
 
     @property
@@ -259,15 +263,16 @@ class Objectives:
                     steps[spec.name] = self._step(index, samples, keep=index != due[-1])
             finally:
                 samples.end()
-            return combined(number + 1, steps)
+            return combine_steps(number + 1, steps)
 
         return update
 
     def _step(self, index: int, samples: SharedSamples, *, keep: bool) -> StepInfo:
         self.current = index
-        training = self.under_way
-        for weight in (weight for _, each in self.parts for weight in each.parameters):
-            weight.requires_grad_(False)
+        training = self.current_training
+        for _, other in self.parts:
+            for weight in other.parameters:
+                weight.requires_grad_(False)
         for weight in training.parameters:
             weight.requires_grad_(True)
         self.parallel.select_group(index)
@@ -281,10 +286,10 @@ class Objectives:
         return training.update_wrapper.run(attempt)
 
 
-def combined(update: int, steps: Mapping[str, StepInfo]) -> StepInfo:
-    """Return the results of an update: its loss is the sum of the mean losses of the objectives, its items the first's.
+def combine_steps(update: int, steps: Mapping[str, StepInfo]) -> StepInfo:
+    """Combine the results of the objectives: the loss is the sum of their means, the items are those of the first.
 
-    Each objective's own loss, gradient norm and learning rate are further metrics under its name.
+    The loss, gradient norm and learning rate of each objective are further metrics under its name.
     """
     first = next(iter(steps.values()))
     mean: Any = 0.0
@@ -301,5 +306,5 @@ def combined(update: int, steps: Mapping[str, StepInfo]) -> StepInfo:
         extra[f"{name}/lr"] = (math.nan if step.lr is None else step.lr, 1)
         extra |= {f"{name}/{key}": pair for key, pair in step.extra.items()}
         bad |= dict.fromkeys(step.bad)
-    norm = torch.stack([each.float() for each in squares]).sum().sqrt() if squares else None
+    norm = torch.stack([square.float() for square in squares]).sum().sqrt() if squares else None
     return StepInfo(update, mean * first.items, first.items, norm, first.lr, tuple(bad), extra)

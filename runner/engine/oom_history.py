@@ -1,7 +1,7 @@
-"""Remember micro-batch sizes that were reduced after out of memory, so that a resumed run starts with them.
+"""Record reductions of the micro-batch size after out of memory, so that a resumed run starts with the reduced size.
 
 `passes.json` of the run directory has a row per reduction. A row applies only to the micro_batch_size and number of
-ranks with which it was recorded: with others, a run starts with the requested size.
+ranks with which it was recorded; with others, a run starts with the requested size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Use = Literal["training", "evaluation"]
 
 @dataclass(frozen=True)
 class ReducedMicroBatch:
-    """A reduced micro-batch size from an update on.
+    """A reduction of the micro-batch size.
 
-    update      completed updates before it, in this phase
+    update      number of completed updates of this phase before it
     rank        rank to which it applies; None: all ranks
     size        maximum number of samples
-    asked       maximum requested by the settings
+    asked       maximum number of samples in the settings
     world_size  number of ranks
-    in_place    True: the process continued; False: it ended, and the run resumes from its last checkpoint
+    in_place    True: the process continued; False: it ended, and the run resumed from its last checkpoint
     """
 
     phase: str
@@ -44,23 +44,23 @@ class ReducedMicroBatch:
         return self.rank is None or self.rank == rank
 
 
-def remembered(folder: Path) -> list[ReducedMicroBatch]:
+def read_reductions(folder: Path) -> list[ReducedMicroBatch]:
     """Return the rows of a run; invalid ones are omitted."""
     rows = read_object(folder / FILE).get("smaller")
     return [ReducedMicroBatch(**row) for row in rows if _is_row(row)] if isinstance(rows, list) else []
 
 
 def num_restarts(folder: Path) -> int:
-    """Return how often a run ended to resume from its last checkpoint with smaller micro-batches."""
-    return sum(not row.in_place for row in remembered(folder))
+    """Return how often a run was restarted from its last checkpoint with smaller micro-batches."""
+    return sum(not row.in_place for row in read_reductions(folder))
 
 
-def remember(directory: RunDirectory, rows: list[ReducedMicroBatch]) -> None:
+def write_reductions(directory: RunDirectory, rows: list[ReducedMicroBatch]) -> None:
     """Write these rows, replacing all others. Raises StorageError."""
     directory.write(FILE, json.dumps({"smaller": [asdict(row) for row in rows]}, indent=2) + "\n")
 
 
-def forget(directory: RunDirectory) -> None:
+def remove_reductions(directory: RunDirectory) -> None:
     """Remove all rows."""
     if exists(directory.path / FILE):
         remove(directory.path / FILE)
@@ -70,6 +70,6 @@ def _is_row(row: Any) -> bool:
     if not isinstance(row, dict) or row.keys() != ReducedMicroBatch.__dataclass_fields__.keys():
         return False
     counts = [row["update"], row["size"], row["asked"], row["world_size"], 0 if row["rank"] is None else row["rank"]]
-    are_counts = all(type(count) is int and count >= 0 for count in counts) and row["size"] > 0
-    are_counts = are_counts and isinstance(row["in_place"], bool)
-    return are_counts and isinstance(row["phase"], str) and row["use"] in ("training", "evaluation")
+    are_valid = all(type(count) is int and count >= 0 for count in counts) and row["size"] > 0
+    are_valid = are_valid and isinstance(row["in_place"], bool)
+    return are_valid and isinstance(row["phase"], str) and row["use"] in ("training", "evaluation")

@@ -1,4 +1,4 @@
-"""Report an out-of-memory error: requested size, memory users, largest tensors and possible fixes."""
+"""Report an out-of-memory error: the requested size, the memory users, the largest tensors and possible fixes."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ class MemoryHolder:
 class MemoryAccount:
     """Memory usage at an out-of-memory error; bytes are None if unknown.
 
-    samples, shape   of the current micro-batch
-    held_bytes       used by this process
-    in_tensors_bytes part of held_bytes in tensors, on a GPU
-    num_retries      how often torch's allocator had to release its cache
+    samples, shape    of the current micro-batch
+    held_bytes        used by this process
+    in_tensors_bytes  part of held_bytes in tensors, on a GPU
+    num_retries       how often torch's allocator had to release its cache
+    others            other processes with memory on the GPU
     """
 
     shortage: OomCause
@@ -67,29 +68,31 @@ class MemoryAccount:
             parts.append(f"with {format_bytes(self.free_bytes)} free of {format_bytes(self.total_bytes)}")
         text = " ".join(parts)
         if self.held_bytes is not None:
-            inner = (
+            tensors = (
                 f", {format_bytes(self.in_tensors_bytes)} of it in tensors" if self.in_tensors_bytes is not None else ""
             )
-            text += f"; this process holds {format_bytes(self.held_bytes)}{inner}"
+            text += f"; this process holds {format_bytes(self.held_bytes)}{tensors}"
         if self.others:
             text += f"; others: {', '.join(map(str, self.others))}"
         return text
 
     @property
     def is_fragmented(self) -> bool:
-        """True if memory cached but unused by this process would have been sufficient."""
+        """True if the memory that this process has cached but not used is larger than the requested size."""
         if self.held_bytes is None or self.in_tensors_bytes is None or self.shortage.requested_bytes is None:
             return False
         return self.held_bytes - self.in_tensors_bytes > self.shortage.requested_bytes
 
 
-def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, shape: str) -> MemoryAccount:
+def measure_memory(shortage: OomCause, device: torch.device, uuid: str, samples: int, shape: str) -> MemoryAccount:
     """Return the current memory users. `uuid` identifies the GPU to the driver."""
     accelerator = get_accelerator(device)
     memory, held = accelerator.free_memory(), accelerator.current_memory()
     if shortage.side == "device" and memory is not None and held is not None:
         retries = int(accelerator.memory_stats().get("num_alloc_retries", 0))
-        return MemoryAccount(shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _others(uuid))
+        return MemoryAccount(
+            shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _other_processes(uuid)
+        )
     machine = psutil.virtual_memory()
     free, total = int(machine.available), int(machine.total)
     grant = cgroup_memory_limit()
@@ -99,25 +102,22 @@ def account(shortage: OomCause, device: torch.device, uuid: str, samples: int, s
     return MemoryAccount(shortage, samples, shape, free, total, int(psutil.Process().memory_info().rss))
 
 
-def _others(uuid: str) -> tuple[MemoryHolder, ...]:
+def _other_processes(uuid: str) -> tuple[MemoryHolder, ...]:
     with open_driver() as nvml:
         gpu = nvml.find(uuid) if uuid else None
-        found = (nvml.processes(gpu) if gpu is not None else None) or ()
+        processes = (nvml.processes(gpu) if gpu is not None else None) or ()
     holders = []
-    for each in found:
-        if each.pid != os.getpid():
+    for process in processes:
+        if process.pid != os.getpid():
             name = "a process"
             with suppress(psutil.Error):
-                name = psutil.Process(each.pid).name()
-            holders.append(MemoryHolder(each.pid, name, each.used_bytes))
+                name = psutil.Process(process.pid).name()
+            holders.append(MemoryHolder(process.pid, name, process.used_bytes))
     holders.sort(key=lambda holder: holder.held_bytes or 0, reverse=True)
     return tuple(holders[:NUM_OTHERS])
 
 
-# ---------------------------------------------------------------- what would help
-
-
-def hints(plan: Plan, found: MemoryAccount | None, samples: int) -> list[str]:
+def suggest_settings(plan: Plan, found: MemoryAccount | None, samples: int) -> list[str]:
     """Return settings to change, most effective and least costly first, ready to paste."""
     is_device = found is None or found.shortage.side == "device"
     choices = plan.choices
@@ -153,14 +153,11 @@ def hints(plan: Plan, found: MemoryAccount | None, samples: int) -> list[str]:
     return [*lines, "a smaller model"]
 
 
-# ---------------------------------------------------------------- what is largest
-
-
-def summary(
+def format_report(
     found: MemoryAccount, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device
 ) -> str:
     """Return the full report: summary line, largest tensors by name, and torch's memory table of a GPU."""
-    rows = sorted(_tensors(model, optimizer), key=lambda row: row[0], reverse=True)
+    rows = sorted(_all_tensors(model, optimizer), key=lambda row: row[0], reverse=True)
     lines = [found.shortage.text, str(found), f"in {found.shortage.place}", ""]
     lines += [f"{'bytes':>16}  {'where':<8} {'type':<10} {'shape':<24} what"]
     for nbytes, tensor, name in rows[:NUM_LARGEST]:
@@ -169,16 +166,16 @@ def summary(
     rest = rows[NUM_LARGEST:]
     if rest:
         lines.append(f"{sum(row[0] for row in rest):>16,}  {len(rest)} more")
-    lines.append(f"{sum(row[0] for row in rows):>16,}  all tensors that are named or known to Python")
+    lines.append(f"{sum(row[0] for row in rows):>16,}  all tensors that have a name or a Python object")
     if table := get_accelerator(device).memory_table():
         lines += ["", table]
     return "\n".join(lines) + "\n"
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[int, Tensor, str]]:
+def _all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[int, Tensor, str]]:
     """Yield (bytes, tensor, name), each storage once, named tensors first."""
     seen: set[int] = set()
-    for tensor, name in (*_named(model, optimizer), *_unnamed()):
+    for tensor, name in (*_named_tensors(model, optimizer), *_unnamed_tensors()):
         with suppress(Exception):  # a tensor without memory, such as a meta tensor
             storage = tensor.untyped_storage()
             key = storage.data_ptr()
@@ -187,7 +184,7 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Itera
                 yield storage.nbytes(), tensor, name
 
 
-def _named(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, str]]:
+def _named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[Tensor, str]]:
     names: dict[Tensor, str] = {}
     for name, weight in model.named_parameters():
         names[weight] = name
@@ -202,7 +199,7 @@ def _named(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterato
                 yield value, f"{key} of {names.get(weight, 'a parameter')}"
 
 
-def _unnamed() -> Iterator[tuple[Tensor, str]]:
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor):  # not isinstance: it may run code of the object
-            yield one, "intermediate"
+def _unnamed_tensors() -> Iterator[tuple[Tensor, str]]:
+    for value in gc.get_objects():
+        if issubclass(type(value), Tensor):  # not isinstance, which may run code of the object
+            yield value, "intermediate"

@@ -34,10 +34,10 @@ class RetryPolicy(Protocol):
     """Callbacks of the retry: report the error and reduce the micro-batch size."""
 
     def record_usage(self, shortage: OomCause, error: Exception) -> None:
-        """Record memory usage before anything is freed, and the error to report."""
+        """Record the memory usage before anything is freed, and the error to report."""
 
     def reduce(self, shortage: OomCause | None, obstacle: str) -> None:
-        """Agree on smaller micro-batches across all ranks, and provide the samples of the update again.
+        """Agree with all ranks on smaller micro-batches, and read the samples of the update again.
 
         shortage  the error of this rank; None if another rank failed
         obstacle  state that could not be restored on this rank; empty: all state was restored
@@ -51,34 +51,34 @@ class RetryPolicy(Protocol):
 class OomRetry(UpdateWrapper):
     """Retry an update with smaller micro-batches after out of memory.
 
-    is_alone  no other rank depends on the result of an update
+    has_one_rank  no other rank depends on the result of an update
     """
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer,
-        precision: Precision, device: torch.device, guide: RetryPolicy, *, is_alone: bool,
+        precision: Precision, device: torch.device, retry_policy: RetryPolicy, *, has_one_rank: bool,
     ) -> None:  # fmt: skip
         self.parameters, self.optimizer, self.precision = parameters, optimizer, precision
-        self.device, self.guide, self.is_alone = device, guide, is_alone
+        self.device, self.retry_policy, self.has_one_rank = device, retry_policy, has_one_rank
         self.snapshot, self.steps = UpdateSnapshot(model, device), StepChangeDetector(optimizer)
         self._shortage: OomCause | None = None
         self._is_applying = False  # the optimizer step has started
-        self._is_as_before = True  # the optimizer step has changed nothing
+        self._is_unchanged = True  # the optimizer step has changed nothing
 
     def run(self, update: Callable[[], StepInfo]) -> StepInfo:
         while True:
-            self.snapshot.keep()
+            self.snapshot.begin()
             self._shortage, self._is_applying = None, False
             try:
                 step = update()
             except Discarded:
                 pass
             except Exception as error:
-                if not self.is_alone:  # other ranks have continued, or block in a collective
+                if not self.has_one_rank:  # other ranks have continued, or block in a collective
                     raise
                 self.failed(error)
             else:
-                self.snapshot.learn()
+                self.snapshot.finish()
                 return step
             self._restore_and_reduce()
 
@@ -87,7 +87,7 @@ class OomRetry(UpdateWrapper):
             shortage = find_oom_cause(error)
             if shortage is None or shortage.place == COMMUNICATION:
                 raise error
-            self.guide.record_usage(shortage, error)
+            self.retry_policy.record_usage(shortage, error)
             self._shortage = shortage
         clear(self.parameters)
 
@@ -96,8 +96,8 @@ class OomRetry(UpdateWrapper):
 
         The allocator cache is released before the retry. Other ranks are unaffected: the gradients are complete.
         """
-        self.snapshot.passed()
-        self._is_applying = self._is_as_before = True
+        self.snapshot.check_weights()
+        self._is_applying = self._is_unchanged = True
         self.steps.begin()
         try:
             step()
@@ -106,28 +106,28 @@ class OomRetry(UpdateWrapper):
             shortage = find_oom_cause(error)
             if shortage is None:
                 raise
-            self._is_as_before = self.steps.is_unchanged()
-            if not self._is_as_before:
+            self._is_unchanged = self.steps.is_unchanged()
+            if not self._is_unchanged:
                 raise
         release(self.device)
         try:
             step()
         except Exception:
-            self._is_as_before = self.steps.is_unchanged()
+            self._is_unchanged = self.steps.is_unchanged()
             raise
-        self.guide.report_step_retry(shortage)
+        self.retry_policy.report_step_retry(shortage)
 
     def _restore_and_reduce(self) -> None:
         """Restore the state before the update; call it outside any `except`, which would keep activations alive."""
         clear(self.parameters)
         self.precision.discard()
         obstacle = self.snapshot.restore()
-        if self._is_applying and not self._is_as_before:
+        if self._is_applying and not self._is_unchanged:
             obstacle = "weights, which the optimizer step had started to change"
         if self._shortage is not None and "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # frees compiled code for larger micro-batches and the memory of its CUDA graphs
         release(self.device)
-        self.guide.reduce(self._shortage, obstacle)
+        self.retry_policy.reduce(self._shortage, obstacle)
 
 
 def release(device: torch.device) -> None:
@@ -148,115 +148,121 @@ class UpdateSnapshot:
         self.model, self.device = model, device
         self._accelerator = get_accelerator(device)
         self._is_first = True
-        self._draws_torch = self._draws_numpy = self._draws_python = True  # until the first update shows which are used
+        self._uses_torch_rng = self._uses_numpy_rng = self._uses_python_rng = (
+            True  # until the first update shows which are used
+        )
         self._places: list[Place] = []  # of buffers that updates change or replace
         self._buffers: list[Tensor | None] = []  # their values when the update begins
-        self._sources: list[Tensor] = []  # the same, with the copy in place of a buffer that is None
-        self._kept: list[Tensor] = []  # copies of the values
-        self._others: list[Place] = []  # of buffers that the first update did not change
-        self._constant: list[Tensor | None] = []  # tensors of these when the update begins
+        self._sources: list[Tensor] = []  # the same, with the copy instead of a buffer that is None
+        self._copies: list[Tensor] = []  # copies of the values
+        self._constant_places: list[Place] = []  # of buffers that the first update did not change
+        self._constant_tensors: list[Tensor | None] = []  # tensors of these when the update begins
         self._weights: list[Tensor] = []
-        self._seen: list[Tensor] = []  # some of their elements, during the first update
+        self._weight_samples: list[Tensor] = []  # some of their elements, during the first update
         self._hides_changes = False  # weights change without a version increment
 
-    def keep(self) -> None:
-        """Start an update."""
+    def begin(self) -> None:
+        """Copy the state at the start of an update."""
         if self._is_first:
             self._find_buffers()
-        if self._draws_torch:
+        if self._uses_torch_rng:
             self._torch = torch.get_rng_state()
-        self._of_device = self._accelerator.generator_state()
-        if self._draws_numpy:
+        self._device_rng = self._accelerator.generator_state()
+        if self._uses_numpy_rng:
             self._numpy: Any = np.random.get_state(legacy=False)
-        if self._draws_python:
+        if self._uses_python_rng:
             self._python = random.getstate()
-        self._keep_buffers()
-        self._constant = [module._buffers.get(name) for module, name in self._others]
-        self._versions = self._counts()
+        self._copy_buffers()
+        self._constant_tensors = [module._buffers.get(name) for module, name in self._constant_places]
+        self._versions = self._version_counters()
 
-    def _keep_buffers(self) -> None:
-        now = [module._buffers.get(name) for module, name in self._places]
-        if len(now) != len(self._sources) or any(
-            one is not other for one, other in zip(now, self._sources, strict=True)
+    def _copy_buffers(self) -> None:
+        buffers = [module._buffers.get(name) for module, name in self._places]
+        if len(buffers) != len(self._sources) or any(
+            buffer is not source for buffer, source in zip(buffers, self._sources, strict=True)
         ):
-            for index, (buffer, kept) in enumerate(zip(now, self._kept, strict=True)):
-                if buffer is not None and (buffer.shape, buffer.dtype) != (kept.shape, kept.dtype):
-                    self._kept[index] = torch.empty_like(buffer)
-            self._sources = [kept if one is None else one for one, kept in zip(now, self._kept, strict=True)]
-        self._buffers = now
-        if now:
+            for index, (buffer, copy) in enumerate(zip(buffers, self._copies, strict=True)):
+                if buffer is not None and (buffer.shape, buffer.dtype) != (copy.shape, copy.dtype):
+                    self._copies[index] = torch.empty_like(buffer)
+            self._sources = [
+                copy if buffer is None else buffer for buffer, copy in zip(buffers, self._copies, strict=True)
+            ]
+        self._buffers = buffers
+        if buffers:
             with torch.no_grad():
-                torch._foreach_copy_(self._kept, self._sources)
+                torch._foreach_copy_(self._copies, self._sources)
 
-    def passed(self) -> None:
-        """Check before the optimizer step whether weights have changed unnoticed by torch."""
+    def check_weights(self) -> None:
+        """Check before the optimizer step of the first update whether weights changed without a version increment."""
         if self._is_first and not self._hides_changes:
-            now = _samples_of(self._weights)
-            self._hides_changes = len(now) != len(self._seen) or not all(map(bitwise_equal, self._seen, now))
+            samples = _sample_elements(self._weights)
+            self._hides_changes = len(samples) != len(self._weight_samples) or not all(
+                map(bitwise_equal, self._weight_samples, samples)
+            )
 
-    def learn(self) -> None:
+    def finish(self) -> None:
         """Finish an update; the first one shows which state must be saved for later updates."""
         if not self._is_first:
             return
         self._is_first = False
-        self._draws_torch = not torch.equal(self._torch, torch.get_rng_state())
-        self._draws_numpy = not _are_equal(self._numpy, np.random.get_state(legacy=False))
-        self._draws_python = self._python != random.getstate()
-        before = dict(zip(self._places, zip(self._buffers, self._kept, strict=True), strict=True))
-        self._places, self._others, self._kept, self._seen = [], [], [], []
-        for place, now in self._found().items():
-            was, kept = before.get(place, (None, now))
-            is_same = now is was and bitwise_equal(now, kept) and not isinstance(place[0], _NormBase)
-            if is_same or not _is_plain(now):
-                self._others.append(place)
+        self._uses_torch_rng = not torch.equal(self._torch, torch.get_rng_state())
+        self._uses_numpy_rng = not _are_numpy_states_equal(self._numpy, np.random.get_state(legacy=False))
+        self._uses_python_rng = self._python != random.getstate()
+        before = dict(zip(self._places, zip(self._buffers, self._copies, strict=True), strict=True))
+        self._places, self._constant_places, self._copies, self._weight_samples = [], [], [], []
+        for place, buffer in self._find_all_buffers().items():
+            previous, copy = before.get(place, (None, buffer))
+            is_unchanged = buffer is previous and bitwise_equal(buffer, copy) and not isinstance(place[0], _NormBase)
+            if is_unchanged or not _is_plain(buffer):
+                self._constant_places.append(place)
             else:
                 self._places.append(place)
-                self._kept.append(torch.empty_like(now))
+                self._copies.append(torch.empty_like(buffer))
 
     def restore(self) -> str:
         """Restore the state; return what could not be restored, or ""."""
-        if not self._draws_torch and not torch.equal(self._torch, torch.get_rng_state()):
+        if not self._uses_torch_rng and not torch.equal(self._torch, torch.get_rng_state()):
             return "torch's random generator of the host, from which the first update did not draw"
         torch.set_rng_state(self._torch)
-        if self._of_device is not None:
-            self._accelerator.set_generator_state(self._of_device)
-        if not self._draws_numpy and not _are_equal(self._numpy, np.random.get_state(legacy=False)):
+        if self._device_rng is not None:
+            self._accelerator.set_generator_state(self._device_rng)
+        if not self._uses_numpy_rng and not _are_numpy_states_equal(self._numpy, np.random.get_state(legacy=False)):
             return "numpy's random generator, from which the first update did not draw"
-        if not self._draws_python and self._python != random.getstate():
+        if not self._uses_python_rng and self._python != random.getstate():
             return "Python's random generator, from which the first update did not draw"
         np.random.set_state(self._numpy)
         random.setstate(self._python)
-        if self._counts() != self._versions:
+        if self._version_counters() != self._versions:
             return "a parameter, or a buffer that the first update did not change"
-        self.passed()
+        self.check_weights()
         if self._hides_changes:
             return "a parameter, which the forward or backward pass changes"
-        constant = [module._buffers.get(name) for module, name in self._others]
-        if any(now is not before for now, before in zip(constant, self._constant, strict=True)):
+        constant = [module._buffers.get(name) for module, name in self._constant_places]
+        if any(now is not before for now, before in zip(constant, self._constant_tensors, strict=True)):
             return "a buffer, which the first update did not replace"
-        if not self._found().keys() <= {*self._places, *self._others}:
+        if not self._find_all_buffers().keys() <= {*self._places, *self._constant_places}:
             return "a buffer that did not exist before"
-        for (module, name), buffer, kept in zip(self._places, self._buffers, self._kept, strict=True):
+        for (module, name), buffer, copy in zip(self._places, self._buffers, self._copies, strict=True):
             now = module._buffers.get(name)
             if now is not buffer:
                 if now is None or buffer is None or now.shape != buffer.shape:
-                    return "a buffer that grew"  # and the module may know of it elsewhere
+                    return "a buffer that grew"  # other attributes of the module may depend on its size
                 module._buffers[name] = buffer
-            if buffer is not None and not bitwise_equal(buffer, kept):
+            if buffer is not None and not bitwise_equal(buffer, copy):
                 with torch.no_grad():
-                    buffer.copy_(kept)
+                    buffer.copy_(copy)
         return ""
 
     def _find_buffers(self) -> None:
         """Find the buffers and allocate memory for a copy of each on the host, because device memory may be full."""
-        found = self._found()
+        found = self._find_all_buffers()
         self._places = [place for place, buffer in found.items() if _is_plain(buffer)]
-        self._others = [place for place, buffer in found.items() if not _is_plain(buffer)]
-        self._kept = [torch.empty_like(found[place], device="cpu") for place in self._places]
+        self._constant_places = [place for place, buffer in found.items() if not _is_plain(buffer)]
+        self._copies = [torch.empty_like(found[place], device="cpu") for place in self._places]
         self._weights = [weight for weight in self.model.parameters() if not (weight.is_meta or weight.is_inference())]
-        self._seen = _samples_of(self._weights)
+        self._weight_samples = _sample_elements(self._weights)
 
-    def _found(self) -> dict[Place, Tensor]:
+    def _find_all_buffers(self) -> dict[Place, Tensor]:
         return {
             (module, name): buffer
             for module in self.model.modules()
@@ -264,10 +270,10 @@ class UpdateSnapshot:
             if buffer is not None and not buffer.is_meta
         }
 
-    def _counts(self) -> list[int]:
+    def _version_counters(self) -> list[int]:
         """Return torch's version counters of tensors that must not change."""
-        constant = [one for one in self._constant if one is not None and not one.is_inference()]
-        return [tensor._version for tensor in (*self._weights, *constant)]
+        constant = [tensor for tensor in self._constant_tensors if tensor is not None and not tensor.is_inference()]
+        return [tensor._version for tensor in (*self._weights, *constant)]  # private: no public version counter
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -276,21 +282,20 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and is_dense
 
 
-def _samples_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _sample_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of at most 64 elements of each plain tensor, spread over its memory."""
-    found = []
+    samples = []
     for tensor in filter(_is_plain, tensors):
         numel, nbytes = tensor.numel(), tensor.untyped_storage().nbytes()
         count = min(64, numel)
         if count and nbytes >= (tensor.storage_offset() + numel) * tensor.element_size():  # else it is an expanded view
-            found.append(tensor.detach().as_strided((count,), (numel // count,)).clone())
-    return found
+            samples.append(tensor.detach().as_strided((count,), (numel // count,)).clone())
+    return samples
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return True if two states of numpy's generator are equal."""
+def _are_numpy_states_equal(first: Any, second: Any) -> bool:
     return (
-        one["state"]["pos"] == other["state"]["pos"]
-        and (one["has_gauss"], one["gauss"]) == (other["has_gauss"], other["gauss"])
-        and np.array_equal(one["state"]["key"], other["state"]["key"])
+        first["state"]["pos"] == second["state"]["pos"]
+        and (first["has_gauss"], first["gauss"]) == (second["has_gauss"], second["gauss"])
+        and np.array_equal(first["state"]["key"], second["state"]["key"])
     )

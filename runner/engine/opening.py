@@ -31,7 +31,7 @@ from runner.engine.phase import Phase
 from runner.engine.resume_point import find_resume_point
 from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent_observers
 from runner.engine.run_screen import Screen, warnings_on
-from runner.engine.weights import begin_with
+from runner.engine.weights import load_initial_weights
 from runner.monitor.monitor_thread import MONITORS, NoMonitor, gpus_of
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
@@ -73,7 +73,9 @@ def open_first_rank(
     profiler = make_option(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
     observers = Observers(metrics, tracker, monitor, profiler, screen)
     if start is None and plan.settings.weights.source:
-        screen.info(begin_with(plan.settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"])))
+        screen.info(
+            load_initial_weights(plan.settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
+        )
     resumed = tracker.id if resumes else None
     origin = Provenance(attempt.record.uid, resumed)
     return TrainingRun(plan, parts, directory, observers, stop, provenance=origin, tally=Tally(clock)), start
@@ -90,7 +92,7 @@ def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingR
     stack.enter_context(warnings_on(screen))
     parts = assemble(job.plan, stack, world)
     if start is None and job.plan.settings.weights.source:
-        begin_with(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
+        load_initial_weights(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
     choice = job.plan.choices["profiler"]
     observers = silent_observers(screen, make(PROFILERS, choice.function, None, **choice.options))
     if machine:

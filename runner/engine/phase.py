@@ -33,9 +33,9 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.stream_position import StreamPosition
 from runner.engine.loop import Position, StepInfo
-from runner.engine.objective_phase import phase_kind
+from runner.engine.objective_phase import make_phase_kind
 from runner.engine.run import TrainingRun
-from runner.engine.train_order import order_of
+from runner.engine.train_order import make_order
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord, SampleCounts
@@ -57,7 +57,7 @@ class Phase(PhaseView):
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
         fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.in_step
-        self.order = order_of(parts, planned, fetcher, start)
+        self.order = make_order(parts, planned, fetcher, start)
         self._warn_of_large_updates()
         self.shares = make_shares(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)
@@ -67,7 +67,7 @@ class Phase(PhaseView):
         self.hooks = build_hooks(self, self.kinds_of_hooks)
         oom = self.hook(OutOfMemory)
         self.order = replace(self.order, smaller=oom.smaller)
-        self.work = phase_kind(planned, parts, self.order, self.position, oom if oom.is_on else None)
+        self.work = make_phase_kind(planned, parts, self.order, self.position, oom if oom.is_on else None)
         self.total = self.record.total = self.work.total
         if start:
             with convert_state_errors(start):

@@ -122,9 +122,9 @@ class GradientPhase(PhaseKind):
         optimizer = build_optimizer(phase.optimizer.function, [*self.owned.items()], phase.optimizer.options)
         wrapper = UpdateWrapper()
         if retry_policy is not None:
-            is_alone, device = parts.world.world_size == 1, parts.world.device
+            has_one_rank, device = parts.world.world_size == 1, parts.world.device
             wrapper = OomRetry(
-                parts.bare, parameters, optimizer, parts.precision, device, retry_policy, is_alone=is_alone
+                parts.bare, parameters, optimizer, parts.precision, device, retry_policy, has_one_rank=has_one_rank
             )
         self.training = Training(
             position=position,

@@ -16,14 +16,14 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     name               name of the original run
     folder             working directory of the command; paths in settings are relative to it
     python             interpreter of the run; if it no longer exists, accel-run is looked up in PATH
-    started_elsewhere  the ranks were started by torchrun or srun, which the script does not
+    started_elsewhere  the ranks were started by torchrun or srun, which the script does not do
     The script passes -P so that a runner.py in that folder does not shadow this package.
     `resume=fresh` is omitted: a new run has nothing to archive, and with the old name the script resumes.
     Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a folder
     name that contains a secret is written without it.
     """
-    words = arguments_of(
-        replace(request, overrides=tuple(word for word in request.overrides if not _is_of_that_run(word)))
+    argv = build_argv(
+        replace(request, overrides=tuple(override for override in request.overrides if not _names_run(override)))
     )
     lines = [
         "#!/bin/sh",
@@ -36,21 +36,22 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
             else []
         ),
         f"cd -- {shlex.quote(str(folder))} || exit",
-        f'set -- {shlex.join(words)} "$@"',
+        f'set -- {shlex.join(argv)} "$@"',
         f'[ ! -x {shlex.quote(python)} ] || exec {shlex.quote(python)} -P -m runner "$@"',
         'exec accel-run "$@"',
     ]
     return redact("".join(f"{line}\n" for line in lines)).encode(errors="surrogateescape")
 
 
-def arguments_of(request: Request) -> list[str]:
+def build_argv(request: Request) -> list[str]:
     """Return the command-line arguments of `accel-run` for this request."""
-    words = ["train"]
-    words += ["--task", str(request.task_file)] if request.task_file else []
-    words += ["--config-dir", str(request.config_dir)] if request.config_dir else []
-    return [*words, *request.overrides]
+    argv = ["train"]
+    argv += ["--task", str(request.task_file)] if request.task_file else []
+    argv += ["--config-dir", str(request.config_dir)] if request.config_dir else []
+    return [*argv, *request.overrides]
 
 
-def _is_of_that_run(word: str) -> bool:
-    key, _, value = word.partition("=")
+def _names_run(override: str) -> bool:
+    """Return whether the override applies to the original run only."""
+    key, _, value = override.partition("=")
     return key.lstrip("+") == "run" or (key.lstrip("+") == "resume" and value.strip("'\"") == "fresh")

@@ -24,7 +24,7 @@ def find_resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metri
         if set_aside(directory.checkpoints):
             screen.info("resume=fresh: earlier checkpoints were renamed to checkpoints/earlier-*")
         _archive_metrics(directory, metrics)
-        oom_history.forget(directory)
+        oom_history.remove_reductions(directory)
         return None
     run, allows_others = directory.owner, _ANOTHER_RUN in plan.settings.resume_allow
     recovered = recover(directory.checkpoints, run, allows_others=allows_others)

@@ -17,7 +17,7 @@ from runner.durable.signals import StopRequest
 from runner.durable.tensors import HostBuffer
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import validate_numbers
-from runner.engine.meter import Row, TimedUpdate, UpdateClock, as_line
+from runner.engine.meter import Row, TimedUpdate, UpdateClock, format_row
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import SaveCost
 from runner.engine.task_loading import task_errors
@@ -69,7 +69,7 @@ class Observers:
 
         If the disk is full, the row is kept in memory, and no checkpoint is saved until it is written.
         """
-        self.metrics.write(as_line(row))
+        self.metrics.write(format_row(row))
         try:
             self.metrics.flush()
         except StorageError as error:

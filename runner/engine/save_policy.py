@@ -1,4 +1,4 @@
-"""Decide when to save, how many checkpoints to keep and whether there is time for another."""
+"""Decide when to save a checkpoint and how many to keep, and measure what saving costs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from runner.base.values import Every, MirrorURL, NonNegative, Positive, Positive
 from runner.durable.checkpoint_choice import Ranking
 from runner.durable.checkpoint_writer import Saved
 
-AT_RISK_S = 600.0  # maximum seconds of work at risk with `every: auto`
-COST = 0.01  # maximum overhead of saving with `every: auto`, as a fraction of the time, unless AT_RISK_S requires more
-SHORTEST_S = 60.0  # minimum seconds between saves with `every: auto`
-AGAIN_S = 60.0  # seconds until the next save after a failed one
+MAX_AT_RISK_S = 600.0  # maximum seconds of work at risk with `every: auto`
+MAX_OVERHEAD = 0.01  # of saving with `every: auto`, as a fraction of the time, unless MAX_AT_RISK_S requires more
+MIN_INTERVAL_S = 60.0  # minimum seconds between saves with `every: auto`
+RETRY_S = 60.0  # seconds until the next save after a failed one
 
 
 @dataclass
 class SavePolicy:
     """Decide after each update whether to save.
 
-    seconds  between saves; with `is_auto` derived from the cost of saves
-    keep     number of newest checkpoints to keep (at least two)
-    best     metric whose best checkpoints are also kept, or None
-    keep_best  number of best checkpoints to keep
-    better   "min" or "max": whether lower or higher values are better
-    grace_s  seconds from a stop request to the kill, None if unknown
-    mirror   URL of the copies, or None
-    mirror_wait_s  longest wait for them at the end of the run
+    updates        between saves
+    epochs         between saves
+    seconds        between saves; with `is_auto` derived from the cost of saves
+    keep           number of newest checkpoints to keep, at least two
+    best           metric whose best checkpoints are also kept, or None
+    keep_best      number of best checkpoints to keep
+    better         "min" or "max": whether lower or higher values are better
+    grace_s        seconds from a stop request to the kill, None if unknown
+    mirror         URL of the folder to which checkpoints are copied, or None
+    mirror_wait_s  longest wait for the copies at the end of the run
     """
 
     updates: int | None = None
@@ -45,9 +47,9 @@ class SavePolicy:
     grace_s: float | None = None
     mirror: str | None = None
     mirror_wait_s: float = 60.0
-    _last: float = field(default_factory=time.monotonic)
-    _again_at: float | None = None  # retry time after a failed save
-    _has_failed: bool = False  # the previous save failed
+    _last_saved: float = field(default_factory=time.monotonic)
+    _retry_at: float | None = None  # retry time after a failed save
+    _previous_failed: bool = False  # the previous save failed
 
     @property
     def ranking(self) -> Ranking:
@@ -55,32 +57,32 @@ class SavePolicy:
         return Ranking(self.best, self.better, self.keep_best)
 
     @property
-    def saves_on_the_way(self) -> bool:
+    def saves_during_phase(self) -> bool:
         """True if checkpoints are also saved during a phase."""
-        return any(wish is not None for wish in (self.updates, self.epochs, self.seconds, self.best))
+        return any(interval is not None for interval in (self.updates, self.epochs, self.seconds, self.best))
 
-    def due(self, update: int, updates_per_epoch: int) -> bool:
+    def is_due(self, update: int, updates_per_epoch: int) -> bool:
         """Return True if a checkpoint of this update is due by update count."""
         if self.updates is not None and update % self.updates == 0:
             return True
         return self.epochs is not None and update % (self.epochs * updates_per_epoch) == 0
 
     def is_late(self) -> bool:
-        """Return True if the save interval has elapsed; `saved` resets it."""
+        """Return True if the save interval has elapsed; `restart_interval` resets it."""
         now = time.monotonic()
-        is_time = self.seconds is not None and now - self._last >= self.seconds
-        return is_time or (self._again_at is not None and now >= self._again_at)
+        has_elapsed = self.seconds is not None and now - self._last_saved >= self.seconds
+        return has_elapsed or (self._retry_at is not None and now >= self._retry_at)
 
-    def saved(self) -> None:
+    def restart_interval(self) -> None:
         """Restart the save interval."""
-        self._last, self._again_at = time.monotonic(), None
+        self._last_saved, self._retry_at = time.monotonic(), None
 
-    def ended(self, *, well: bool) -> None:
+    def record_result(self, *, has_succeeded: bool) -> None:
         """Record the end of a save; a failed save is retried after a minute, but only once in a row."""
-        wishes = (self.updates, self.epochs, self.seconds)
-        if not well and not self._has_failed and any(wish is not None for wish in wishes):
-            self._again_at = time.monotonic() + AGAIN_S
-        self._has_failed = not well
+        intervals = (self.updates, self.epochs, self.seconds)
+        if not has_succeeded and not self._previous_failed and any(interval is not None for interval in intervals):
+            self._retry_at = time.monotonic() + RETRY_S
+        self._previous_failed = not has_succeeded
 
     def is_better(self, value: float, best: float | None) -> bool:
         """Return True if `value` of the metric is better than `best`."""
@@ -95,14 +97,16 @@ class SavePolicy:
         """
         if not self.is_auto:
             return ""
-        longest = max(AT_RISK_S - write_s - update_s, SHORTEST_S)
-        self.seconds = min(max(cost_s / COST, SHORTEST_S), longest)
-        if write_s + update_s + self.seconds > AT_RISK_S:
-            return f"a save takes {write_s:.0f} s to be on disk: more than {AT_RISK_S / 60:.0f} min of work are at risk"
-        if cost_s > COST * longest:
+        longest = max(MAX_AT_RISK_S - write_s - update_s, MIN_INTERVAL_S)
+        self.seconds = min(max(cost_s / MAX_OVERHEAD, MIN_INTERVAL_S), longest)
+        if write_s + update_s + self.seconds > MAX_AT_RISK_S:
+            minutes = MAX_AT_RISK_S / 60
+            return f"a save takes {write_s:.0f} s to be on disk: more than {minutes:.0f} min of work are at risk"
+        if cost_s > MAX_OVERHEAD * longest:
             return (
-                f"a save costs {cost_s:.1f} s of training: every {longest:.0f} s, for at most {AT_RISK_S / 60:.0f} min"
-                f" of work at risk, that is {cost_s / longest:.1%} of the time, more than {COST:.0%}"
+                f"a save costs {cost_s:.1f} s of training: every {longest:.0f} s, for at most"
+                f" {MAX_AT_RISK_S / 60:.0f} min of work at risk, that is {cost_s / longest:.1%} of the time,"
+                f" more than {MAX_OVERHEAD:.0%}"
             )
         return ""
 
@@ -115,7 +119,9 @@ class SavePolicy:
 
     def __str__(self) -> str:
         if self.is_auto:
-            return f"automatic (overhead below {COST:.0%}, at most {AT_RISK_S / 60:.0f} min of work at risk)"
+            return (
+                f"automatic (overhead below {MAX_OVERHEAD:.0%}, at most {MAX_AT_RISK_S / 60:.0f} min of work at risk)"
+            )
         if self.seconds is not None:
             return f"every {self.seconds / 60:g} min"
         if self.updates is not None:
@@ -137,35 +143,35 @@ class SaveTimes:
 
 
 class SaveCost:
-    """Total cost of saves: time blocked, and slowdown of updates during a write."""
+    """Total cost of saves: the time that training was blocked, and the slowdown of updates during a write."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._started = time.monotonic()
         self.num_saves = 0
         self.held_s = self.slowed_s = 0.0  # in total
         self.last: SaveTimes | None = None
-        self._plain: deque[float] = deque(maxlen=100)  # seconds of updates without a concurrent write
-        self._during: list[float] = []
+        self._undisturbed_s: deque[float] = deque(maxlen=100)  # seconds of updates without a concurrent write
+        self._during_write_s: list[float] = []
         self._recent: deque[SaveTimes] = deque(maxlen=3)
-        self._held = 0.0  # by the current save
-        self._saved: Saved | None = None  # the last one that was recorded
+        self._pause_s = 0.0  # by the current save
+        self._last_recorded: Saved | None = None  # the last one that was recorded
 
-    def updated(self, seconds: float, *, writing: bool) -> None:
+    def record_update(self, seconds: float, *, writing: bool) -> None:
         """Record an update, and whether a checkpoint was being written during it."""
-        (self._during if writing else self._plain).append(seconds)
+        (self._during_write_s if writing else self._undisturbed_s).append(seconds)
 
-    def copied(self, seconds: float) -> None:
-        """Record time blocked by a copy of the state that may never be written."""
+    def record_copy(self, seconds: float) -> None:
+        """Record the time that training was blocked by a copy of the state, which may never be written."""
         self.held_s += seconds
 
-    def held(self, seconds: float, known: float = 0.0) -> None:
-        """Record time blocked by a save, of which `known` seconds were already recorded for a copy."""
+    def record_pause(self, seconds: float, counted_s: float = 0.0) -> None:
+        """Record the time that training was blocked by a save; `counted_s` of it is already recorded as a copy."""
         self.num_saves += 1
-        self.held_s += seconds - known
-        self._held = seconds
+        self.held_s += seconds - counted_s
+        self._pause_s = seconds
 
     def summary(self, total_s: float) -> str:
-        """Describe the cost of the checkpoints that a run of `total_s` seconds has written."""
+        """Describe the cost of the checkpoints that a run has written in `total_s` seconds."""
         share = (self.held_s + self.slowed_s) / total_s
         saves = f"{self.num_saves} checkpoint{'s' * (self.num_saves > 1)}"
         text = f"{saves} paused training for {self.held_s:.2f} s in total (overhead {share:.2%})"
@@ -177,46 +183,50 @@ class SaveCost:
     def has_budget(self) -> bool:
         """Return True if one more save keeps the total cost within its limit.
 
-        The cost of the first save is unknown, so it is delayed as long as the first scheduled one.
+        The cost of the first save is unknown, so it waits for MIN_INTERVAL_S.
         """
-        elapsed = time.monotonic() - self._began
+        elapsed = time.monotonic() - self._started
         if not self._recent:
-            return elapsed >= SHORTEST_S
-        return self.held_s + self.slowed_s + self.cost_s <= COST * elapsed
+            return elapsed >= MIN_INTERVAL_S
+        return self.held_s + self.slowed_s + self.cost_s <= MAX_OVERHEAD * elapsed
 
-    def written(self, saved: Saved | None) -> None:
-        """Record that no write is running any more, and the last completed save."""
-        if saved is None or saved is self._saved:  # this one failed
-            self._during.clear()
+    def record_write(self, saved: Saved | None) -> None:
+        """Record the end of a write; `saved` is the last completed save."""
+        if saved is None or saved is self._last_recorded:  # the current one failed
+            self._during_write_s.clear()
             return
-        self._saved = saved
-        slowed = max(0.0, sum(self._during) - len(self._during) * self.update_s) if self._plain else 0.0
-        self._during.clear()
+        self._last_recorded = saved
+        slowed = (
+            max(0.0, sum(self._during_write_s) - len(self._during_write_s) * self.update_s)
+            if self._undisturbed_s
+            else 0.0
+        )
+        self._during_write_s.clear()
         self.slowed_s += slowed
-        self.last = SaveTimes(self._held, slowed, saved.write_s, saved.total_s, saved.nbytes)
+        self.last = SaveTimes(self._pause_s, slowed, saved.write_s, saved.total_s, saved.nbytes)
         self._recent.append(self.last)
 
     @property
     def update_s(self) -> float:
         """Seconds of an update without a concurrent write, or 0 if unknown."""
-        return statistics.median(self._plain) if self._plain else 0.0
+        return statistics.median(self._undisturbed_s) if self._undisturbed_s else 0.0
 
     @property
     def cost_s(self) -> float:
         """Training time lost per save in seconds: the median of the last three."""
-        return statistics.median(figures.held_s + figures.slowed_s for figures in self._recent)
+        return statistics.median(times.held_s + times.slowed_s for times in self._recent)
 
     def expected_s(self) -> float | None:
         """Return the seconds until a save is on disk: the maximum of the last three, or None before the first."""
-        return max((figures.held_s + figures.write_s for figures in self._recent), default=None)
+        return max((times.held_s + times.write_s for times in self._recent), default=None)
 
     def state(self) -> list[dict[str, float]]:
         """Return the values for a resumed run."""
-        return [asdict(figures) for figures in self._recent]
+        return [asdict(times) for times in self._recent]
 
     def load(self, state: list[dict[str, Any]]) -> None:
         """Restore what `state` returned."""
-        self._recent = deque((SaveTimes(**figures) for figures in state), maxlen=3)
+        self._recent = deque((SaveTimes(**times) for times in state), maxlen=3)
         self.last = self._recent[-1] if self._recent else None
 
 
@@ -248,7 +258,7 @@ def default(
         mirror_wait_s=mirror_wait_s,
     )  # fmt: skip
     if every == "auto":
-        policy.seconds, policy.is_auto = SHORTEST_S, True
+        policy.seconds, policy.is_auto = MIN_INTERVAL_S, True
         return policy
     number, unit = parse_every(every)
     if unit == "updates":
@@ -290,9 +300,9 @@ def parse_every(every: int | str) -> tuple[float, str]:
     """Return (number, "updates" | "epochs" | "min") of 200, 200updates, 2epochs or 10min."""
     if isinstance(every, int):
         return float(every), "updates"
-    found = re.fullmatch(r"([\d.]+)\s*(u|e|m)\w*", every)
-    assert found, f"the schema lets nothing else through, but it is {every!r}"
-    return float(found[1]), {"u": "updates", "e": "epochs", "m": "min"}[found[2]]
+    parsed = re.fullmatch(r"([\d.]+)\s*(u|e|m)\w*", every)
+    assert parsed, f"the schema rejects other values, but it is {every!r}"
+    return float(parsed[1]), {"u": "updates", "e": "epochs", "m": "min"}[parsed[2]]
 
 
 CHECKPOINTS: Mapping[str, Callable[..., SavePolicy]] = {"default": default, "off": off}

@@ -32,7 +32,7 @@ def none() -> None:
 def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
     """Sharpness-aware minimization: step up by `rho` along the gradient, and use the gradient there.
 
-    An update takes twice the time, and one more copy of the weights.
+    An update takes twice the time, and memory for one more copy of the weights.
 
     rho       length of the step, over all trained parameters together
     adaptive  scale the step of each weight by its size (ASAM); rho is then about ten times as large
@@ -62,9 +62,9 @@ def with_sharpness(
 ) -> GradientSource:
     """Return the source of gradients that the option selects.
 
-    inner    computes the gradients at given weights
+    inner    computes the gradients at the current weights
     weights  those that the update changes
-    extra    further metrics of the loss; they are those of the first pass
+    extra    further metrics of the loss; those of the first pass are kept
     """
     ascent = make(SHARPNESS, choice.function, **choice.options)
     return inner if ascent is None else SharpnessSource(inner, ascent, tuple(weights), extra)
@@ -74,7 +74,7 @@ def with_sharpness(
 class SharpnessSource(GradientSource):
     """Computes the gradients of an update twice, with the same samples and random numbers.
 
-    The inputs of the whole update are held. Buffers, further metrics and the loss are those of the first pass.
+    All inputs of the update are kept in memory. Buffers, further metrics and the loss are those of the first pass.
     """
 
     inner: GradientSource
@@ -83,28 +83,29 @@ class SharpnessSource(GradientSource):
     extra: ExtraMetrics
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-        seen: list[MicroBatch] = []
+        recorded: list[MicroBatch] = []
         marks = [generator.mark() for generator in global_generators()]
-        first = self.inner.accumulate(parallel, passes, _kept(batches, seen))
-        parallel.reduce(first)  # the direction is that of all ranks; raises Discarded where one of them failed
+        first = self.inner.accumulate(parallel, passes, _record_batches(batches, recorded))
+        parallel.reduce(first)  # the direction is that of all ranks; raises Discarded if one of them failed
         for generator, mark in zip(global_generators(), marks, strict=True):
             generator.restore(mark)
-        with self._at_the_top(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
-            second = self.inner.accumulate(parallel, passes, _again(seen))
+        with self._at_ascent_point(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
+            second = self.inner.accumulate(parallel, passes, _repeat_batches(recorded))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
         return replace(self, inner=self.inner.wrap_forward(wrapper))
 
     @contextmanager
-    def _at_the_top(self, parallel: Parallel) -> Iterator[None]:
-        """Move the weights up, and back in the end; the first gradients are freed.
+    def _at_ascent_point(self, parallel: Parallel) -> Iterator[None]:
+        """Move the weights to the ascent point and restore them on exit; the first gradients are freed.
 
-        Through `data`, without a new version: a retry after out of memory takes these for changes by the task.
+        They are changed through `data`, because a retry after out of memory takes a new tensor version for a change by
+        the task.
         """
         moved = [weight for weight in self.weights if weight.grad is not None]
         values = [weight.data for weight in moved]
-        kept = [value.clone() for value in values]
+        copies = [value.clone() for value in values]
         steps = self.ascent(values, parallel.gradients(moved), parallel.global_norm) if moved else []
         clear(self.weights)
         try:
@@ -114,20 +115,20 @@ class SharpnessSource(GradientSource):
             yield
         finally:
             if moved:
-                torch._foreach_copy_(values, kept)
+                torch._foreach_copy_(values, copies)
 
 
-def _kept(batches: Iterator[MicroBatch], seen: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of an update, and append them to `seen`."""
+def _record_batches(batches: Iterator[MicroBatch], recorded: list[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an update, and append them to `recorded`."""
     for micro in batches:
-        seen.append(micro)
+        recorded.append(micro)
         yield micro
         if micro.last:
             return
 
 
-def _again(seen: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches with the draws that they had."""
-    for micro in seen:
+def _repeat_batches(recorded: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield the micro-batches again, with the same random draws."""
+    for micro in recorded:
         noise.start_pass(micro.samples)
         yield micro

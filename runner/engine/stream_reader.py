@@ -1,7 +1,8 @@
 """Read the samples of a stream by their index: forward in each shard, skipping those that other processes use.
 
-Every process reads the shards that its samples are in. What others use of these shards is read too and dropped, because
-a stream has no other way to get past a sample. `MicroBatchKey.indices` of a stream are those of `base/stream_order.py`.
+Every process reads the shards that contain its samples. It also reads and drops the samples of other processes in these
+shards, because a stream has no other way to skip a sample. `MicroBatchKey.indices` of a stream are those of
+`base/stream_order.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): derive t
 
 
 class ShardReader:
-    """Reads one shard forward, and knows how to return to where it was.
+    """Reads one shard forward, and restores an earlier position.
 
     length  of the shard, None: unknown, it is repeated
-    mark    where an earlier process was; an older position is reached from the beginning of a pass
+    mark    position of an earlier process; positions before it are reached from the beginning of a pass
     """
 
     def __init__(
@@ -38,19 +39,19 @@ class ShardReader:
     ) -> None:
         self._source, self._shard, self._length, self._seed, self._start = source, shard, length, seed, mark
         self._open: OpenShard | None = None
-        self._epoch = self._passed = self._next = 0
+        self._epoch = self._pass_start = self._next = 0
         self._seconds, self._read = 0.0, 0
         self._note = ""
         self._last: ShardMark | None = None
-        self.unsaved = ""  # why its state cannot be stored
+        self.state_error = ""  # why its state cannot be stored
 
     def read(self, epoch: int, item: int, *, keep: bool) -> Any:
         """Return a sample; with `keep`, `mark` returns the position after it."""
-        if not self._is_before(epoch, item):
-            self._begin(epoch, item)
+        if not self._can_continue(epoch, item):
+            self._seek(epoch, item)
         while self._next < item:
             self._advance()
-        before = (self._epoch, self._passed, self._state()) if keep else None
+        before = (self._epoch, self._pass_start, self._state()) if keep else None
         sample = self._advance()
         if before is not None:
             self._last = ShardMark(
@@ -71,8 +72,8 @@ class ShardReader:
         assert self._last is not None, "something was read"
         return self._last
 
-    def _is_before(self, epoch: int, item: int) -> bool:
-        """Return whether the open iterator is the shortest way to a sample."""
+    def _can_continue(self, epoch: int, item: int) -> bool:
+        """Return whether reading on with the open iterator is the fastest way to the sample."""
         if self._open is None or self._next > item or (self._length is not None and epoch != self._epoch):
             return False
         start = self._start
@@ -81,90 +82,92 @@ class ShardReader:
     def _is_usable(self, mark: ShardMark, epoch: int, item: int) -> bool:
         return mark.item <= item and (self._length is None or mark.epoch == epoch)
 
-    def _begin(self, epoch: int, item: int) -> None:
+    def _seek(self, epoch: int, item: int) -> None:
         mark = self._start
         if mark is None or not self._is_usable(mark, epoch, item):
-            self._open_pass(0 if self._length is None else epoch, 0)
+            self._open_at_pass(0 if self._length is None else epoch, 0)
             return
         if mark.state is not None:
-            why = self.restore(mark)
-            if not why:
+            error = self.restore(mark)
+            if not error:
                 return
-            self._note = f"{self._named()}: {why}; it was read again from its beginning"
-        self._replay(mark)
+            self._note = f"{self._name()}: {error}; it was read again from its beginning"
+        self._read_until(mark)
 
     def restore(self, mark: ShardMark) -> str:
-        """Load the state of the mark; return why the stream is not where it was then, empty if it is."""
+        """Load the state of the mark; return why the stream is not at that position, empty if it is."""
         try:
-            self._open_pass(mark.epoch, mark.passed, mark.state)
+            self._open_at_pass(mark.epoch, mark.passed, mark.state)
             self._next = mark.item - 1
-            found = hash_content(self._advance())
+            last = hash_content(self._advance())
         except Exception as error:  # of load_state_dict, or of an iterator that it broke
             return f"load_state_dict does not restore its state ({error_line(error)})"
-        return "" if found == mark.hash else ANOTHER_SAMPLE
+        return "" if last == mark.hash else RESTORE_ERROR
 
-    def _replay(self, mark: ShardMark) -> None:
-        self._open_pass(mark.epoch, mark.passed)
+    def _read_until(self, mark: ShardMark) -> None:
+        self._open_at_pass(mark.epoch, mark.passed)
         sample = None
         while self._next < mark.item:
             sample = self._advance()
         if hash_content(sample) != mark.hash:
             raise DataError(
-                f"sample {mark.item - 1} of {self._named()} is not the one that it was before the run was stopped",
+                f"sample {mark.item - 1} of {self._name()} differs from the one before the run was stopped",
                 where="stream",
                 fix="return the same samples in the same order, given the epoch; or start a new run with run=NAME",
             )
 
-    def _open_pass(self, epoch: int, passed: int, state: Any = None) -> None:
-        self._epoch, self._passed, self._next = epoch, passed, passed
+    def _open_at_pass(self, epoch: int, pass_start: int, state: Any = None) -> None:
+        self._epoch, self._pass_start, self._next = epoch, pass_start, pass_start
         self._seed("open", epoch, [self._shard])
         try:
             self._open = OpenShard(self._source, self._shard, epoch, state)
         except AccelRunError:
             raise
         except BaseException as error:
-            raise self._fault(f"{self._named()} cannot be opened", error) from error
+            raise self._fault(f"{self._name()} cannot be opened", error) from error
 
     def _state(self) -> Any:
         assert self._open is not None, "it is read"
         try:
             return self._open.state()
         except TypeError as error:  # reported before training, by the check of the stream
-            self.unsaved = f"state_dict of the stream cannot be stored: {error}"
+            self.state_error = f"state_dict of the stream cannot be stored: {error}"
             return None
 
     def _advance(self) -> Any:
         assert self._open is not None, "it is read"
-        self._seed("sample", 0 if self._length is None else self._epoch, [self._code()])
+        self._seed("sample", 0 if self._length is None else self._epoch, [self._encode_next()])
         began = time.perf_counter()
         try:
             sample = next(self._open)
         except StopIteration:
-            return self._next_pass()
+            return self._start_next_pass()
         except AccelRunError:
             raise
         except BaseException as error:  # torch ends a worker silently on a BaseException
-            raise self._fault(f"sample {self._next - self._passed} of {self._named()} cannot be read", error) from error
+            raise self._fault(
+                f"sample {self._next - self._pass_start} of {self._name()} cannot be read", error
+            ) from error
         self._seconds += time.perf_counter() - began
         self._read += 1
         self._next += 1
         return sample
 
-    def _next_pass(self) -> Any:
-        found = self._next - self._passed
+    def _start_next_pass(self) -> Any:
+        count = self._next - self._pass_start
         if self._length is not None:
             raise DataError(
-                f"{self._named()} ended after {found:,} samples, but its length is {self._length:,}",
+                f"{self._name()} ended after {count:,} samples, but its length is {self._length:,}",
                 where="stream",
                 fix="correct its len(), or give none and use updates=N",
             )
-        if not found:
+        if not count:
             raise DataError(
-                f"{self._named()} has no samples",
+                f"{self._name()} has no samples",
                 where=f"data.shards={self._source.num_shards}",
                 fix="use fewer shards, so that each has samples",
             )
-        self._open_pass(self._epoch + 1, self._next)
+        self._open_at_pass(self._epoch + 1, self._next)
         return self._advance()
 
     def _check_end(self) -> None:
@@ -174,27 +177,27 @@ class ShardReader:
         except StopIteration:
             return
         raise DataError(
-            f"{self._named()} has more samples than its length of {self._length:,}",
+            f"{self._name()} has more samples than its length of {self._length:,}",
             where="stream",
             fix="correct its len(), or give none and use updates=N",
         )
 
-    def _code(self) -> int:
+    def _encode_next(self) -> int:
         return encode_index(self._shard, self._next, self._source.num_shards)
 
-    def _named(self) -> str:
+    def _name(self) -> str:
         many = self._source.num_shards > 1
         return f"shard {self._shard} of the {self._source.split} stream" if many else f"the {self._source.split} stream"
 
     def _fault(self, what: str, error: BaseException) -> DataError:
-        told = describe_exception(error)
+        described = describe_exception(error)
         return DataError(
-            f"{what}: {told}", where=traceback_line(told), fix="fix it, or skip such samples in the stream"
+            f"{what}: {described}", where=traceback_line(described), fix="fix it, or skip such samples in the stream"
         )
 
 
 class StreamSamples:
-    """The samples of a stream by index. Reading them in order is fast; going back starts a pass over the shard again.
+    """The samples of a stream by index. Reading in order is fast; an earlier sample starts a pass over the shard again.
 
     lengths  of the shards, None if unknown
     """
@@ -210,11 +213,11 @@ class StreamSamples:
         return sum(self.lengths) if self.lengths is not None else ENDLESS * self.source.num_shards
 
     def start_from(self, marks: Mapping[int, ShardMark]) -> None:
-        """Return to these positions at the next read."""
+        """Restore these positions at the next read."""
         self._start, self._readers = dict(marks), {}
 
     def begin(self, key: MicroBatchKey) -> None:
-        """Prepare for reading the samples of a batch: for the last one of each shard, its position is kept."""
+        """Prepare to read the samples of a batch; the position after the last one of each shard is kept."""
         self._epoch, self._last = key.epoch, {}
         located = (decode_index(code, self.source.num_shards) for code in key.indices)
         self._last = dict(located)  # the samples of a shard are in order
@@ -226,12 +229,12 @@ class StreamSamples:
         return self._readers[shard].read(self._epoch, item, keep=self._last.get(shard) == item)
 
     def reader(self, shard: int) -> ShardReader:
-        """Return a new reader of a shard. It is used inside `draws.read`, which provides the generators."""
+        """Return a new reader of a shard. Use it inside `draws.read`, which provides the generators."""
         length = None if self.lengths is None else self.lengths[shard]
         return ShardReader(self.source, shard, length, self._derive, self._start.get(shard))
 
     def marks(self) -> dict[int, ShardMark]:
-        """Return the positions after the batch, of the shards that it read."""
+        """Return the positions after the batch, of the shards with samples in it."""
         return {shard: self._readers[shard].mark for shard in self._last}
 
     def _derive(self, what: str, epoch: int, indices: list[int]) -> None:
@@ -264,7 +267,7 @@ class StreamFetcher(Fetcher):
         if not key.indices:
             return super().__getitem__(key)
         if not key.counts and self._repeated is not None and self._repeated[0].indices == key.indices:
-            return self._repeated[1]._replace(last=key.last, counts=False)  # it cannot be read again
+            return self._repeated[1]._replace(last=key.last, counts=False)  # a stream cannot read it again
         self.dataset.begin(key)
         read = super().__getitem__(key)
         if self.is_in_step:
@@ -272,26 +275,26 @@ class StreamFetcher(Fetcher):
         return read._replace(marks=self.dataset.marks())
 
 
-def all_samples(source: StreamSource, limit: int | None, seed: int) -> list[Any]:
+def read_all_samples(source: StreamSource, limit: int | None, seed: int) -> list[Any]:
     """Return the samples of an undivided stream, or the first `limit` of them; for evaluation."""
-    found: list[Any] = []
+    samples: list[Any] = []
     with keyed_generators() as derive:
         derive(seed, source.split, "open", 0, 0)
         opened = OpenShard(source, 0, 0)
-        while limit is None or len(found) < limit:
-            derive(seed, source.split, "sample", 0, len(found))
+        while limit is None or len(samples) < limit:
+            derive(seed, source.split, "sample", 0, len(samples))
             try:
-                found.append(next(opened))
+                samples.append(next(opened))
             except StopIteration:
                 break
-            if limit is None and len(found) > _MOST_HELD:
+            if limit is None and len(samples) > _MAX_IN_MEMORY:
                 raise DataError(
-                    f"the {source.split} stream has more than {_MOST_HELD:,} samples, which would be kept in memory",
+                    f"the {source.split} stream has more than {_MAX_IN_MEMORY:,} samples, too many to keep in memory",
                     where="evaluate.samples=null",
                     fix="use evaluate.samples=N, the number of samples to take from its beginning",
                 )
-    return found
+    return samples
 
 
-ANOTHER_SAMPLE = "load_state_dict does not restore its state: another sample follows"
-_MOST_HELD = 100_000
+RESTORE_ERROR = "load_state_dict does not restore its state: another sample follows"
+_MAX_IN_MEMORY = 100_000

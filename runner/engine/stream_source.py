@@ -19,11 +19,11 @@ from runner.base.json_state import decode_state, encode_state
 from runner.base.text import error_line
 from runner.engine.error_diagnosis import locate_definition
 
-_OF_SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
+_SINGLE_RANK_ENV = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a data set can only be iterated over: torch's IterableDataset, one of `datasets`."""
+    """Return whether a data set can only be iterated over, such as torch's IterableDataset or one of `datasets`."""
     if isinstance(dataset, IterableDataset):  # it inherits a __getitem__ that raises
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
@@ -52,28 +52,28 @@ class StreamSource:
     def samples(self, shard: int, epoch: int) -> Any:
         """Return the samples of a shard in a pass over it."""
         if self.make is not None:
-            found: Any = self._made(shard)
+            samples: Any = self._make_shard(shard)
         elif self.num_shards > 1 or _has_state(self.dataset):
-            found = self._copied()
+            samples = self._copy_dataset()
         else:
-            found = self.dataset
-        set_epoch = getattr(found, "set_epoch", None)
+            samples = self.dataset
+        set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        return found
+        return samples
 
-    def _made(self, shard: int) -> Any:
+    def _make_shard(self, shard: int) -> Any:
         assert self.make is not None
-        found = self.make(self.split, shard, self.num_shards)
-        if not hasattr(found, "__iter__"):
+        samples = self.make(self.split, shard, self.num_shards)
+        if not hasattr(samples, "__iter__"):
             what = f'stream("{self.split}", {shard}, {self.num_shards}) must return an iterable of samples'
             fix = "yield the samples of the shard, or return an IterableDataset"
             where = locate_definition(self.make, Path("stream"))
-            raise TaskFault(f"{what}, but returned {type(found).__name__}", where=where, fix=fix)
-        return found
+            raise TaskFault(f"{what}, but returned {type(samples).__name__}", where=where, fix=fix)
+        return samples
 
-    def _copied(self) -> Any:
-        """Return a copy of the data set: it may keep its epoch, its position and a loaded state in itself."""
+    def _copy_dataset(self) -> Any:
+        """Return a copy of the data set, which may store its epoch, position and loaded state in attributes."""
         try:
             return copy.deepcopy(self.dataset)
         except Exception as error:
@@ -86,28 +86,28 @@ class StreamSource:
             ) from error
 
     def lengths(self) -> tuple[int, ...] | None:
-        """Return the number of samples of each shard that are used, None if it is unknown."""
+        """Return the number of samples in use per shard, None if it is unknown."""
         shards = range(self.num_shards)
         parts = [_even_part(self.limit, shard, self.num_shards) for shard in shards] if self.limit is not None else None
-        known = self._lengths()
-        if parts is None or known is None:
-            return tuple(parts) if parts is not None else known
-        return tuple(map(min, known, parts))
+        full = self._full_lengths()
+        if parts is None or full is None:
+            return tuple(parts) if parts is not None else full
+        return tuple(map(min, full, parts))
 
-    def _lengths(self) -> tuple[int, ...] | None:
+    def _full_lengths(self) -> tuple[int, ...] | None:
         shards = range(self.num_shards)
         if self.make is None:  # the length of a data set is that of all shards
             total = _length(self.dataset)
             return None if total is None else tuple(_even_part(total, shard, self.num_shards) for shard in shards)
-        found = [_length(self._made(shard)) for shard in shards]
-        return None if None in found else tuple(length for length in found if length is not None)
+        lengths = [_length(self._make_shard(shard)) for shard in shards]
+        return None if None in lengths else tuple(length for length in lengths if length is not None)
 
     @contextmanager
     def reading(self, shard: int) -> Iterator[None]:
-        """Let `torch.utils.data.get_worker_info` return the shard: data sets divide themselves by it.
+        """Let `torch.utils.data.get_worker_info` return the shard, by which data sets divide themselves.
 
-        Without a shard it returns None, also in workers of a loader, which do not divide anything here. Nor do ranks:
-        webdataset, which divides its files by RANK and WORLD_SIZE or refuses to, sees a single one.
+        Without a shard it returns None, also in workers of a loader, which do not divide the data here. Nor do ranks:
+        webdataset, which divides its files by RANK and WORLD_SIZE or raises an error, sees a single rank.
         """
         info = None
         if self.make is None and self.num_shards > 1:
@@ -124,23 +124,23 @@ class OpenShard:
         with source.reading(shard):
             samples = source.samples(shard, epoch)
             self._iterator = iter(samples)
-            self._keeper = next((each for each in (self._iterator, samples) if _has_state(each)), None)
-            if state is not None and self._keeper is not None:
-                self._keeper.load_state_dict(decode_state(state))
-                if self._keeper is samples and samples is not self._iterator:
+            self._stateful = next((item for item in (self._iterator, samples) if _has_state(item)), None)
+            if state is not None and self._stateful is not None:
+                self._stateful.load_state_dict(decode_state(state))
+                if self._stateful is samples and samples is not self._iterator:
                     self._iterator = iter(samples)
 
     @property
     def has_state(self) -> bool:
         """True if the position can be saved."""
-        return self._keeper is not None
+        return self._stateful is not None
 
     def state(self) -> Any:
         """Return the JSON-serializable state, None if it has none. Raises TypeError if it cannot be stored."""
-        if self._keeper is None:
+        if self._stateful is None:
             return None
         with self._source.reading(self._shard):
-            return encode_state(self._keeper.state_dict())
+            return encode_state(self._stateful.state_dict())
 
     def __next__(self) -> Any:
         with self._source.reading(self._shard):
@@ -179,8 +179,8 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
 @contextmanager
 def _single_rank() -> Iterator[None]:
     """Set the environment variables of torchrun to those of a single rank."""
-    before = {name: os.environ.get(name) for name in _OF_SINGLE_RANK}
-    os.environ.update(_OF_SINGLE_RANK)
+    before = {name: os.environ.get(name) for name in _SINGLE_RANK_ENV}
+    os.environ.update(_SINGLE_RANK_ENV)
     try:
         yield
     finally:

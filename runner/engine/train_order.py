@@ -1,4 +1,4 @@
-"""The order in which a phase reads the training samples, and what the sampler needs to know of them."""
+"""Make the order in which a phase reads the training samples, from the sampler and the task's weights or lengths."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ from runner.engine.task_loading import task_errors
 from runner.plan.run_plan import PhasePlan, Plan
 
 
-def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded | None = None) -> Order:
+def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded | None = None) -> Order:
     """Return the order of the training samples in a phase. A fit reads each sample once, whatever the sampler.
 
     start  checkpoint from which the phase resumes: its order is kept
 
-    Raises DataError if they are too few for an update, TaskFault if the task does not describe them as the sampler
-    needs.
+    Raises DataError if there are too few samples for an update, TaskFault if the task lacks the weights or lengths that
+    the sampler needs.
     """
     plan, batch = parts.plan, phase.batch
-    is_dealt = parts.parallel.splits_batch and parts.world.world_size > 1
+    is_batch_split = parts.parallel.splits_batch and parts.world.world_size > 1
     is_trained = phase.kind == "train"
     choice = plan.choices["sampler"]
-    facts = TrainingSamples(
+    samples_info = TrainingSamples(
         num_samples=len(fetcher),
         global_batch_size=batch.global_batch_size,
         drop_last=is_trained and bool(plan.choices["dataloader"].options["drop_last"]),
-        weights=lambda: _of_task(parts, fetcher, parts.task.sample_weights).astype(np.float64),
-        lengths=lambda: _lengths(parts, fetcher),
-        sizes=lambda: _sizes(parts, fetcher),
+        weights=lambda: _read_from_task(parts, fetcher, parts.task.sample_weights).astype(np.float64),
+        lengths=lambda: _sample_lengths(parts, fetcher),
+        sizes=lambda: _dataset_sizes(parts, fetcher),
         is_array=start is not None and (start.state.get("data") or {}).get("train", {}).get("sampler") != KEYED,
     )
     if isinstance(fetcher, StreamFetcher):
         fetcher.is_in_step = parts.parallel.in_step
-        sampler = _of_stream(fetcher.dataset, plan, phase, drop_last=facts.drop_last)
+        sampler = _make_stream_sampler(fetcher.dataset, plan, phase, drop_last=samples_info.drop_last)
     else:
-        sampler = make(SAMPLERS, choice.function, facts, **choice.options) if is_trained else shuffle(facts)
+        sampler = (
+            make(SAMPLERS, choice.function, samples_info, **choice.options) if is_trained else shuffle(samples_info)
+        )
     if not isinstance(sampler, Sampler):
         raise TaskFault(
             f"sampler={choice.name} must return a sampler, but returned {type(sampler).__name__}",
@@ -62,56 +64,58 @@ def order_of(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded | N
         global_batch_size=batch.global_batch_size,
         micro_batch_size=batch.max_micro_batch_size,
         seed=plan.settings.seed,
-        drop_last=facts.drop_last,
-        shares=batch.shares if is_dealt else (),
-        rank=parts.world.rank if is_dealt else 0,
+        drop_last=samples_info.drop_last,
+        shares=batch.shares if is_batch_split else (),
+        rank=parts.world.rank if is_batch_split else 0,
         in_step=parts.parallel.in_step,
         sampler=sampler,
     )
     if order.updates_per_epoch == 0:
         raise DataError(
-            f"{order.num_samples} training samples make no whole update of {batch.global_batch_size}",
+            f"{order.num_samples} training samples are too few for an update of {batch.global_batch_size}",
             where="dataloader.drop_last=true",
             fix="use dataloader.drop_last=false, or a smaller global_batch_size",
         )
     return order
 
 
-def _of_stream(samples: StreamSamples, plan: Plan, phase: PhasePlan, *, drop_last: bool) -> Sampler:
-    """Return the order of a stream. Raises ConfigError with all settings that it excludes."""
+def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *, drop_last: bool) -> Sampler:
+    """Return the sampler of a stream. Raises ConfigError with all settings that a stream does not support."""
     data, num_shards = plan.settings.data, samples.source.num_shards
-    together = data.shards_per_update or num_shards
+    shards_per_update = data.shards_per_update or num_shards
     problems = []
     if plan.choices["sampler"].name != "shuffle":
         what = "a stream is read in its own order"
         problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a data set"))
-    if num_shards % together:
+    if num_shards % shards_per_update:
         what = f"must divide the number of shards, {num_shards}"
-        problems.append(Problem(what, f"data.shards_per_update={together}", _divisors(num_shards)))
+        problems.append(Problem(what, f"data.shards_per_update={shards_per_update}", _list_divisors(num_shards)))
     if plan.choices["parallelism"].options.get("shares") == "speed":
-        what = "shares that change would make ranks read the stream from its beginning"
+        what = "if shares change, ranks must read the stream again from its beginning"
         problems.append(Problem(what, "parallelism.shares=speed", "use parallelism.shares=memory, or numbers"))
     if samples.lengths is None and (phase.updates is None or phase.kind == "fit"):
         what = f"an epoch of phase {phase.name} needs the length of the stream, which has none"
         where = "" if phase.kind == "fit" else f"epochs={phase.epochs:g}"
-        fix = "use updates=N, data.train_samples=N, or return from stream what has len(): samples of the shard"
+        fix = "use updates=N or data.train_samples=N, or let stream return an object with len(): samples of the shard"
         problems.append(Problem(what, where, fix))
     if problems:
         raise ConfigError(problems)
     if samples.lengths is not None and not sum(samples.lengths):
         raise DataError("the stream has a length of 0", where="stream", fix="check the files that it reads")
-    return StreamSampler(samples.lengths, num_shards, together, phase.batch.global_batch_size, drop_last=drop_last)
+    return StreamSampler(
+        samples.lengths, num_shards, shards_per_update, phase.batch.global_batch_size, drop_last=drop_last
+    )
 
 
-def reading_of(order: Order, samples: StreamSamples, plan: Plan) -> list[str]:
-    """Return lines that tell how the stream is divided, and how many processes read the same shards."""
+def describe_reading(order: Order, samples: StreamSamples, plan: Plan) -> list[str]:
+    """Return lines about the division of the stream and the number of processes that read the same shards."""
     num_shards, workers = samples.source.num_shards, max(1, plan.num_workers)
     ranks = [dataclasses.replace(order, rank=rank) for rank in range(max(1, len(order.shares)))]
-    copies = plan.world_size // len(ranks)  # stages of a pipeline read the same
+    copies = plan.world_size // len(ranks)  # stages of a pipeline read the same samples
     readers: set[tuple[int, int, int]] = set()
     for number, rank in enumerate(ranks):
         micros = chain.from_iterable(
-            rank.micro_batches(update) for update in range(min(_LOOKED_AT, order.updates_per_epoch))
+            rank.micro_batches(update) for update in range(min(_NUM_UPDATES_READ, order.updates_per_epoch))
         )
         for count, micro in enumerate(micros):
             readers |= {(number, count % workers, code % num_shards) for code in micro.indices}
@@ -119,40 +123,40 @@ def reading_of(order: Order, samples: StreamSamples, plan: Plan) -> list[str]:
     length = "unknown length" if samples.lengths is None else f"{sum(samples.lengths):,} samples"
     lines = [f"stream of {length} in {num_shards} {'shard' if num_shards == 1 else 'shards'}"]
     if times > 1:
-        lines[0] += f"; each is read by {times:.2g} processes, which skip what others use"
+        lines[0] += f"; each is read by {times:.2g} processes, which skip samples of other processes"
         lines.append("docs/streams.md explains how data.shards and data.shards_per_update divide the reading")
     return lines
 
 
-def _divisors(number: int) -> str:
-    found = [each for each in range(1, number + 1) if number % each == 0]
-    return f"use {', '.join(map(str, found[:-1]))} or {found[-1]}"
+def _list_divisors(number: int) -> str:
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return f"use {', '.join(map(str, divisors[:-1]))} or {divisors[-1]}"
 
 
-def _lengths(parts: Parts, fetcher: Fetcher) -> Any:
-    found = _of_task(parts, fetcher, parts.task.sample_lengths)
-    if not np.issubdtype(found.dtype, np.integer):
-        raise _fault(parts, parts.task.sample_lengths, f"must return whole numbers, but returned {found.dtype}")
-    return found.astype(np.int64)
+def _sample_lengths(parts: Parts, fetcher: Fetcher) -> Any:
+    values = _read_from_task(parts, fetcher, parts.task.sample_lengths)
+    if not np.issubdtype(values.dtype, np.integer):
+        raise _fault(parts, parts.task.sample_lengths, f"must return whole numbers, but returned {values.dtype}")
+    return values.astype(np.int64)
 
 
-def _of_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]) -> Any:
-    """Return the numbers that a method of the task returns for the samples that are used, (num_samples,)."""
+def _read_from_task(parts: Parts, fetcher: Fetcher, method: Callable[[Any], Any]) -> Any:
+    """Return the numbers that a method of the task returns for the samples in use, (num_samples,)."""
     if getattr(method, "__func__", None) in (Task.sample_weights, Task.sample_lengths):
         raise _fault(parts, method, "is not defined")
     with task_errors(parts.source, method.__name__):
         returned = method(fetcher.dataset)
     try:
-        found = np.asarray(returned.detach().cpu() if isinstance(returned, Tensor) else returned)
+        values = np.asarray(returned.detach().cpu() if isinstance(returned, Tensor) else returned)
     except (TypeError, ValueError, RuntimeError) as error:
         raise _fault(parts, method, f"must return numbers, but {error_line(error)}") from error
-    if found.shape != (len(fetcher.dataset),) or not np.issubdtype(found.dtype, np.number):
+    if values.shape != (len(fetcher.dataset),) or not np.issubdtype(values.dtype, np.number):
         what = f"must return one number for each of the {len(fetcher.dataset):,} samples, but returned"
-        raise _fault(parts, method, f"{what} an array of {found.dtype} with shape {found.shape}")
-    return found[: len(fetcher)]
+        raise _fault(parts, method, f"{what} an array of {values.dtype} with shape {values.shape}")
+    return values[: len(fetcher)]
 
 
-def _sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
+def _dataset_sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
     ends = getattr(fetcher.dataset, "cumulative_sizes", None)
     if ends is None:
         raise TaskFault(
@@ -162,7 +166,7 @@ def _sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
         )
     if len(fetcher) < ends[-1]:
         raise DataError(
-            "data.train_samples takes the first samples, which would leave out data sets of the mixture",
+            "data.train_samples selects the first samples, so data sets of the mixture would be missing",
             where=f"data.train_samples={len(fetcher)}",
             fix="use sampler.num_samples for a shorter epoch, or shorten the data sets in the task",
         )
@@ -179,4 +183,4 @@ def _fault(parts: Parts, method: Callable[[Any], Any], what: str) -> TaskFault:
     )
 
 
-_LOOKED_AT = 64  # updates
+_NUM_UPDATES_READ = 64  # to count the processes that read a shard

@@ -32,7 +32,7 @@ SPLITS = ("train", "val", "test")
 def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Plan, world: World) -> tuple[Exit, Any]:
     """Evaluate as one rank; rank 0 prints the metrics and writes them to evaluations/ of the run directory.
 
-    The model, the batch size, the precision and the seed are those of the run, and so are the metrics of its val split.
+    Model, batch size, precision and seed are those of the run, so the metrics of split val are those of its training.
 
     level  least important messages to print; None: that of $ACCEL_RUN_SAYS
     Returns the exit code and the content of the file; 130 and None after a signal.
@@ -49,9 +49,9 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
         )
         phase = plan.phase(trained.phase)
         assert phase is not None, "check_state and open_source know its name"
-        fetcher = _fetcher(parts, split)
+        fetcher = _make_fetcher(parts, split)
         samples = spread_evenly(len(fetcher), phase.evaluate.samples)
-        sizes = _sizes(trained, phase, console.warning)
+        sizes = _make_sizes(trained, phase, console.warning)
         num_batches = 0
 
         def must_stop() -> bool:
@@ -62,64 +62,65 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             progress_mark.now = (EVALUATION, trained.update)
             return stop.requested is not None
 
-        def all_measured() -> None:
+        def begin_summary() -> None:
             progress_mark.now = (SUMMARY, trained.update)
 
         began = time.perf_counter()
-        found = evaluate(parts, Loader(fetcher), samples, sizes, stopped=must_stop, all_measured=all_measured)
+        result = evaluate(parts, Loader(fetcher), samples, sizes, stopped=must_stop, all_measured=begin_summary)
         seconds = time.perf_counter() - began
-        if found is None:
+        if result is None:
             return Exit.INTERRUPTED, None
-        record = _record(trained, source, split, found, len(samples), seconds)
+        record = _make_record(trained, source, split, result, len(samples), seconds)
         if world.is_first:
             checkpoint = source.checkpoint.name if source.checkpoint else "weights"
             file = directory.write(f"{FOLDER}/{split}-{checkpoint}.json", json.dumps(record, indent=2) + "\n")
-            shown = (f"{name} {format_metric(value, 6)}" for name, value in found.metrics.items())
-            console.info(f"{split}, {len(samples):,} of {len(fetcher):,} samples: {'  '.join(shown)}")
+            metrics = (f"{name} {format_metric(value, 6)}" for name, value in result.metrics.items())
+            console.info(f"{split}, {len(samples):,} of {len(fetcher):,} samples: {'  '.join(metrics)}")
             console.info(f"written to {directory.shown / FOLDER / file.name}")
         return Exit.DONE, record
 
 
-def _fetcher(parts: Parts, split: str) -> Fetcher:
+def _make_fetcher(parts: Parts, split: str) -> Fetcher:
     """Return the samples of the split. Raises ConfigError if the task does not have it."""
     fix = did_you_mean(split, SPLITS) or "use a split that its dataset(split) returns"
-    lacking = Problem(f"the task has no split {split}", f"split={split}", fix)
+    problem = Problem(f"the task has no split {split}", f"split={split}", fix)
     try:
         return parts.fetcher(split, evaluates=True)
     except NotImplementedError as error:
-        raise ConfigError(lacking) from error
+        raise ConfigError(problem) from error
     except InputMissing as error:  # for the standard splits, the message of the task is more specific
         if split in SPLITS:
             raise
-        raise ConfigError(lacking) from error
+        raise ConfigError(problem) from error
     except TaskFault as fault:
         cause = fault.__cause__
         if isinstance(cause, KeyError) and cause.args == (split,):  # {"train": ..., "val": ...}[split]
-            raise ConfigError(lacking) from fault
+            raise ConfigError(problem) from fault
         raise
 
 
-def _sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
+def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
     """Return the batch size of the run, with its recorded reductions after out of memory."""
-    plan, world, asked = trained.plan, trained.parts.world, phase.batch.micro_batch_size
+    plan, world, requested = trained.plan, trained.parts.world, phase.batch.micro_batch_size
 
-    def failed(error: Exception, size: int) -> int:
+    def reduce(error: Exception, size: int) -> int:
         less = halve(size)
         if find_oom_cause(error) is None or less is None:
             raise error
         warn(f"out of memory: the batches of this evaluation have {less} samples instead of {size}")
         return less
 
-    sizes = Sizes(asked, failed if plan.settings.on_oom == "retry" else None)
-    for row in oom_history.remembered(trained.directory.path):
-        is_same = (row.use, row.phase, row.world_size, row.asked) == ("evaluation", phase.name, world.world_size, asked)
+    sizes = Sizes(requested, reduce if plan.settings.on_oom == "retry" else None)
+    current = ("evaluation", phase.name, world.world_size, requested)
+    for row in oom_history.read_reductions(trained.directory.path):
+        is_same = (row.use, row.phase, row.world_size, row.asked) == current
         if is_same and (trained.parts.parallel.in_step or row.applies_to(world.rank)):
             sizes.now = min(sizes.now, row.size)
     return sizes
 
 
-def _record(
-    trained: TrainedModel, source: ModelSource, split: str, found: EvaluationResult, num_samples: int, seconds: float
+def _make_record(
+    trained: TrainedModel, source: ModelSource, split: str, result: EvaluationResult, num_samples: int, seconds: float
 ) -> dict[str, Any]:
     plan = trained.plan
     return {
@@ -131,8 +132,8 @@ def _record(
         "update": trained.update,
         "phase": trained.phase,
         "samples": num_samples,
-        "metrics": replace_nonfinite({f"{split}/{name}": value for name, value in found.metrics.items()}),
-        "empty": [f"{split}/{name}" for name in found.empty],
+        "metrics": replace_nonfinite({f"{split}/{name}": value for name, value in result.metrics.items()}),
+        "empty": [f"{split}/{name}" for name in result.empty],
         "precision": plan.choices["precision"].name,
         "world_size": plan.world_size,
         "seconds": seconds,

@@ -26,7 +26,7 @@ from runner.engine.assemble import Parts, assemble
 from runner.engine.checkpoint_state import check_state
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
-from runner.engine.weights import begin_with
+from runner.engine.weights import load_initial_weights
 from runner.plan.planner import plan_here
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
@@ -142,7 +142,7 @@ def broadcast_name(source: ModelSource, world: World) -> ModelSource:
 def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> TrainedModel:
     """Load the weights of `weights=`; results go to a run directory without training."""
     settings, world = plan.settings, parts.world
-    message = begin_with(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
+    message = load_initial_weights(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
     path = settings.root / source.name
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))

@@ -24,89 +24,91 @@ NO_ADAPTER = Adapter()
 class WeightMatch:
     """Match of the tensors of a source and a model.
 
-    taken      names in the model that are loaded, including tied ones
+    matched    tensors to load by name, including tied ones
     missing    names of the model that the source lacks; they keep their initialization
     ignored    names of the source that the model lacks, or that `weights.only` excludes
-    different  descriptions of names with another shape or kind of number
+    different  descriptions of tensors that differ in shape, or in floating-point or integer type
     stripped   prefix that was removed from all names of the source, such as "module."
-    cast       number of tensors in another precision
+    num_cast   number of tensors in another precision
     """
 
-    taken: dict[str, Tensor] = field(default_factory=dict)
+    matched: dict[str, Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
     stripped: str = ""
-    cast: int = 0
+    num_cast: int = 0
 
 
-def begin_with(settings: Settings, model: nn.Module, parallel: Parallel, adapter: Adapter = NO_ADAPTER) -> str:
+def load_initial_weights(
+    settings: Settings, model: nn.Module, parallel: Parallel, adapter: Adapter = NO_ADAPTER
+) -> str:
     """Load the weights that the settings name; return a message for the user.
 
     adapter  of the model; the weights are those of the model without it
 
-    Floating-point weights take the model's type. Raises InputMissing, DataError for files that are damaged,
-    SecurityRefusal for one that could run code, IncompatibleResume with what is missing, unexpected, of another shape,
+    Floating-point weights are converted to the model's dtype. Raises InputMissing, DataError for damaged files,
+    SecurityRefusal for one that could run code, IncompatibleResume with the missing, unexpected and different tensors,
     ConfigError for names in `weights.only` and `weights.rename` that do not exist.
     """
     options, names = settings.weights, {adapter.base_name(name): name for name in model.state_dict()}
-    wanted = {
+    model_tensors = {
         base_name: tensor
         for name, tensor in model.state_dict().items()
         if (base_name := adapter.base_name(name)) is not None
     }
     source = find_weights(str(options.source), settings.root)
-    tensors = _renamed(read_tensors(source, f"weights={options.source}"), options.rename)
-    found = match(tensors, model, wanted, options, adapter)
+    tensors = _apply_renames(read_tensors(source, f"weights={options.source}"), options.rename)
+    result = match_weights(tensors, model, model_tensors, options, adapter)
     problems = [
-        f"{len(names)} {what}: {abbreviate(names, _NUM_SHOWN)}"
+        f"{len(names)} {what}: {abbreviate(names, _MAX_NAMES)}"
         for what, names in (
-            ("missing", found.missing),
-            ("unexpected", [] if options.only else found.ignored),
-            ("of another shape", found.different),
+            ("missing", result.missing),
+            ("unexpected", [] if options.only else result.ignored),
+            ("of another shape", result.different),
         )
         if names
     ]
-    if (problems and options.strict) or not found.taken:
+    if (problems and options.strict) or not result.matched:
         raise IncompatibleResume(
             f"these are weights of another model; {'; '.join(problems)}",
             where=f"weights={options.source}",
-            fix="use the task options they were trained with; to load what matches: weights.strict=false, "
+            fix="use the task options they were trained with; to load those that match: weights.strict=false, "
             "weights.only=[MODULE] or weights.rename={OLD: NEW}",
         )
-    parallel.load(model, {names[name]: tensor.to(wanted[name].dtype) for name, tensor in found.taken.items()})
-    return _table(found, source.shown)
+    parallel.load(model, {names[name]: tensor.to(model_tensors[name].dtype) for name, tensor in result.matched.items()})
+    return _format_table(result, source.shown)
 
 
-def match(
+def match_weights(
     tensors: dict[str, Tensor],
     model: nn.Module,
-    wanted: Mapping[str, Tensor],
+    model_tensors: Mapping[str, Tensor],
     options: WeightsSettings,
     adapter: Adapter = NO_ADAPTER,
 ) -> WeightMatch:
     """Match the tensors with the model by name and shape.
 
-    wanted  the model's state_dict: of a sharded model, shapes are those of the full tensors
+    model_tensors  the model's state_dict: of a sharded model, shapes are those of the full tensors
     Raises ConfigError for modules in `weights.only` that the model lacks.
     """
-    _check_modules(options.only, wanted)
-    found, stripped = named_as(tensors, wanted)
-    is_used = {name: not options.only or _under(name, options.only) for name in {*wanted, *found}}
+    _check_modules(options.only, model_tensors)
+    found, stripped = strip_prefixes(tensors, model_tensors)
+    is_used = {name: not options.only or _is_under(name, options.only) for name in {*model_tensors, *found}}
     result = WeightMatch(
-        stripped=stripped, ignored=sorted(name for name in found if name not in wanted or not is_used[name])
+        stripped=stripped, ignored=sorted(name for name in found if name not in model_tensors or not is_used[name])
     )
-    for name, tensor in wanted.items():
+    for name, tensor in model_tensors.items():
         if not is_used[name]:
             continue
-        given = found.get(name)
-        if given is None:
+        loaded = found.get(name)
+        if loaded is None:
             result.missing.append(name)
-        elif given.shape != tensor.shape or given.is_floating_point() != tensor.is_floating_point():
-            result.different.append(f"{name} is {_shape(given)}, must be {_shape(tensor)}")
+        elif loaded.shape != tensor.shape or loaded.is_floating_point() != tensor.is_floating_point():
+            result.different.append(f"{name} is {_describe_tensor(loaded)}, must be {_describe_tensor(tensor)}")
         else:
-            result.taken[name] = given
-            result.cast += given.dtype != tensor.dtype
+            result.matched[name] = loaded
+            result.num_cast += loaded.dtype != tensor.dtype
     _add_tied(result, model, adapter)
     return result
 
@@ -117,28 +119,28 @@ def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
     for name, weight in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(weight), []).append(adapter.base_name(name) or name)
     for names in shared.values():
-        there = next((name for name in names if name in result.taken), None)
-        for name in names if there else ():
+        stored = next((name for name in names if name in result.matched), None)
+        for name in names if stored else ():
             if name in result.missing:
                 result.missing.remove(name)
-                result.taken[name] = result.taken[str(there)]
+                result.matched[name] = result.matched[str(stored)]
 
 
 def read_tensors(source: WeightSource, where: str) -> dict[str, Tensor]:
     """Return all tensors of the source. Raises DataError if shards lack a tensor, or have it twice."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in source.files:
         for name, tensor in read_weights(file, where if len(source.files) == 1 else f"{where}: {file.name}").items():
-            if name in found:
+            if name in tensors:
                 raise DataError(
                     f"two shards have the tensor {name}", where=where, fix="keep the files of one model in a folder"
                 )
-            found[name] = tensor
-    lacking = [name for name in source.index or () if name not in found]
-    if lacking:
-        what = f"the shards lack {len(lacking)} tensors of their index: {abbreviate(lacking, _NUM_SHOWN)}"
-        raise DataError(what, where=where, fix="fetch the folder again, with all its files")
-    return found | (read_weights(source.average, where) if source.average else {})
+            tensors[name] = tensor
+    missing = [name for name in source.index or () if name not in tensors]
+    if missing:
+        what = f"the shards lack {len(missing)} tensors of their index: {abbreviate(missing, _MAX_NAMES)}"
+        raise DataError(what, where=where, fix="download the folder again, with all its files")
+    return tensors | (read_weights(source.average, where) if source.average else {})
 
 
 def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
@@ -153,9 +155,8 @@ def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
         return load(content)
     except Exception as error:  # the reader does not document its exceptions
         where = where or str(file)
-        if content.startswith(
-            _PICKLES
-        ):  # checked only now: a valid file with a header of 640 bytes starts like a pickle
+        # Checked only after a failure: a valid file with a header of 640 bytes starts like a pickle.
+        if content.startswith(_PICKLE_PREFIXES):
             raise SecurityRefusal(
                 "is a pickle, which may run code when it is read",
                 where=where,
@@ -165,36 +166,42 @@ def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
         raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error
 
 
-def named_as(tensors: dict[str, Tensor], wanted: Collection[str]) -> tuple[dict[str, Tensor], str]:
-    """Return the tensors by the names of the model, and the prefix that was removed from all of them.
+def strip_prefixes(tensors: dict[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], str]:
+    """Return the tensors without the prefix of a wrapper, and that prefix.
+
+    names  of the tensors of the model
 
     Wrappers such as DDP add a prefix to all names. It is removed if more names match without it.
     """
-    found, stripped = tensors, ""
-    best, num_best = (tensors, ""), len(found.keys() & set(wanted))
-    while lead := next((lead for lead in _PREFIXES if found and all(name.startswith(lead) for name in found)), ""):
-        found = {name.removeprefix(lead): tensor for name, tensor in found.items()}
-        stripped += lead
-        num_fitting = len(found.keys() & set(wanted))
-        if num_fitting > num_best:
-            best, num_best = (found, stripped), num_fitting
+    current, stripped = tensors, ""
+    best, num_best = (tensors, ""), len(current.keys() & set(names))
+    while prefix := next((prefix for prefix in _WRAPPER_PREFIXES if _is_common(prefix, current)), ""):
+        current = {name.removeprefix(prefix): tensor for name, tensor in current.items()}
+        stripped += prefix
+        num_matches = len(current.keys() & set(names))
+        if num_matches > num_best:
+            best, num_best = (current, stripped), num_matches
     return best
 
 
-def _renamed(tensors: dict[str, Tensor], given: Mapping[str, str]) -> dict[str, Tensor]:
+def _is_common(prefix: str, names: Collection[str]) -> bool:
+    return bool(names) and all(name.startswith(prefix) for name in names)
+
+
+def _apply_renames(tensors: dict[str, Tensor], setting: Mapping[str, str]) -> dict[str, Tensor]:
     """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors, the longest old first."""
-    rename = {str(old): str(new) for old, new in given.items()}
-    if problems := _unknown(rename, tensors):
+    rename = {str(old): str(new) for old, new in setting.items()}
+    if problems := _find_unmatched(rename, tensors):
         raise ConfigError(problems)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        old = max((old for old in rename if _under(name, [old])), key=len, default=None)
+        old = max((old for old in rename if _is_under(name, [old])), key=len, default=None)
         new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
-        if new in found:
+        if new in renamed:
             what = f"two tensors would be named {new}"
             raise ConfigError(Problem(what, "weights.rename", "rename one of them to another name"))
-        found[new] = tensor
-    return found
+        renamed[new] = tensor
+    return renamed
 
 
 def check_names(source: WeightSource, options: WeightsSettings) -> None:
@@ -211,16 +218,16 @@ def check_names(source: WeightSource, options: WeightsSettings) -> None:
                 names.update(opened.keys())
         except (SafetensorError, OSError):
             return
-    if problems := _unknown([str(old) for old in options.rename], names):
+    if problems := _find_unmatched([str(old) for old in options.rename], names):
         raise ConfigError(problems)
 
 
-def _unknown(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
-    """Return a problem for each module or tensor that is not the longest one above any of the names."""
-    used = {max((old for old in renamed if _under(name, [old])), key=len, default=None) for name in names}
+def _find_unmatched(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
+    """Return a problem for each renamed module or tensor that is not the longest match of any name."""
+    used = {max((old for old in renamed if _is_under(name, [old])), key=len, default=None) for name in names}
     return [
         Problem(
-            f"the weights have no {old}; they have {abbreviate(sorted(names), _NUM_SHOWN)}",
+            f"the weights have no {old}; they have {abbreviate(sorted(names), _MAX_NAMES)}",
             f"weights.rename.{old}",
             did_you_mean(old, _modules(names)),
         )
@@ -229,16 +236,17 @@ def _unknown(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
     ]
 
 
-def _check_modules(only: Iterable[str], wanted: Collection[str]) -> None:
+def _check_modules(only: Iterable[str], names: Collection[str]) -> None:
     """Raise ConfigError for names in `weights.only` under which the model has no tensor."""
+    top_modules = sorted({tensor.partition(".")[0] for tensor in names})
     problems = [
         Problem(
-            f"the model has no {name}; it has {abbreviate(sorted({each.partition('.')[0] for each in wanted}), 8)}",
+            f"the model has no {name}; it has {abbreviate(top_modules, 8)}",
             "weights.only",
-            did_you_mean(name, _modules(wanted)),
+            did_you_mean(name, _modules(names)),
         )
         for name in only
-        if not any(_under(each, [name]) for each in wanted)
+        if not any(_is_under(tensor, [name]) for tensor in names)
     ]
     if problems:
         raise ConfigError(problems)
@@ -246,38 +254,40 @@ def _check_modules(only: Iterable[str], wanted: Collection[str]) -> None:
 
 def _modules(names: Iterable[str]) -> list[str]:
     """Return the names and those of all modules above them."""
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
-        found |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return list(found)
+        modules |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return list(modules)
 
 
-def _under(name: str, modules: Iterable[str]) -> bool:
+def _is_under(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def _table(found: WeightMatch, shown: str) -> str:
+def _format_table(result: WeightMatch, source: str) -> str:
     """Return a summary line of the loaded tensors, followed by a row for each other case that occurred."""
-    changed = f", {found.cast} of them in another precision" if found.cast else ""
-    stripped = f"; the prefix {found.stripped} was removed from their names" if found.stripped else ""
+    changed = f", {result.num_cast} of them in another precision" if result.num_cast else ""
+    stripped = f"; the prefix {result.stripped} was removed from their names" if result.stripped else ""
     rows = [
-        ("missing", found.missing, "keep their initialization"),
-        ("ignored", found.ignored, "not used by the model"),
-        ("other shape", found.different, "keep their initialization"),
+        ("missing", result.missing, "keep their initialization"),
+        ("ignored", result.ignored, "not used by the model"),
+        ("other shape", result.different, "keep their initialization"),
     ]
-    lines = [f"initial weights: {len(found.taken)} tensors of {shown}{changed}{stripped}"]
+    lines = [f"initial weights: {len(result.matched)} tensors of {source}{changed}{stripped}"]
     if any(names for _, names, _ in rows):
-        lines.append(f"  {'taken':<12}{len(found.taken):>5}  {abbreviate(_summary(found.taken), _NUM_SHOWN)}")
+        lines.append(
+            f"  {'loaded':<12}{len(result.matched):>5}  {abbreviate(_count_by_module(result.matched), _MAX_NAMES)}"
+        )
     lines += [
-        f"  {what:<12}{len(names):>5}  {abbreviate(names, _NUM_SHOWN)}: {meaning}"
+        f"  {what:<12}{len(names):>5}  {abbreviate(names, _MAX_NAMES)}: {meaning}"
         for what, names, meaning in rows
         if names
     ]
     return "\n".join(lines)
 
 
-def _summary(names: Iterable[str]) -> list[str]:
+def _count_by_module(names: Iterable[str]) -> list[str]:
     """Return the top modules of the names, each with its number of tensors."""
     counts: dict[str, int] = {}
     for name in names:
@@ -286,10 +296,10 @@ def _summary(names: Iterable[str]) -> list[str]:
     return [f"{top} ({count})" for top, count in counts.items()]
 
 
-def _shape(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-_NUM_SHOWN = 5
-_PREFIXES = ("module.", "_orig_mod.", "model.")  # prefixes of DataParallel and DDP, torch.compile, Lightning
-_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_MAX_NAMES = 5
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # prefixes of DataParallel and DDP, torch.compile, Lightning
+_PICKLE_PREFIXES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

@@ -30,9 +30,9 @@ from runner.engine.coupled import is_coupled
 from runner.engine.cuda_autocast import CudaAutocastMode
 from runner.engine.error_diagnosis import make_task_fault
 from runner.engine.loop import Position, train_updates
-from runner.engine.objective_phase import phase_kind
+from runner.engine.objective_phase import make_phase_kind
 from runner.engine.phase_kinds import GradientPhase
-from runner.engine.train_order import order_of
+from runner.engine.train_order import make_order
 from runner.forecast.fake_mode import AllocationLedger, CheckpointedBlock, FakeRun, NotTraceable, in_layers
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensors_within
@@ -226,7 +226,7 @@ class Follower:
         fetcher = parts.fetcher("train")
         micro = phase.batch.micro_batch_size
         order = dataclasses.replace(
-            order_of(parts, phase, fetcher), micro_batch_size=micro, shares=(), rank=0, in_step=False
+            make_order(parts, phase, fetcher), micro_batch_size=micro, shares=(), rank=0, in_step=False
         )
         position = Position(phase.name)
 
@@ -242,7 +242,7 @@ class Follower:
 
         with self.phantom, in_layers(ledger, parts.bare), without_samples(), ExitStack() as stack:
             ledger.kind = "optimizer"
-            work = phase_kind(phase, parts, order, position)
+            work = make_phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "phases without gradients are not traced"
             self.trained = [*work.owned.values()]
             averages = [weight.detach().clone() for weight in self.trained] if _averages(parts.plan) else []

@@ -28,7 +28,7 @@ from runner.engine.assemble import assemble
 from runner.engine.contract_checks import validate_modules
 from runner.engine.cuda_autocast import CudaAutocastMode
 from runner.engine.task_loading import task_errors
-from runner.engine.train_order import order_of
+from runner.engine.train_order import make_order
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
 from runner.forecast.memory_forecast import UPDATES, Follower, on_the_host
 from runner.plan.memory_trace import Traced
@@ -125,7 +125,7 @@ class StagePrediction:
         task = self.parts.task
         fetcher = self.parts.fetcher("train")
         order = dataclasses.replace(
-            order_of(self.parts, phase, fetcher), micro_batch_size=phase.batch.micro_batch_size, in_step=False
+            make_order(self.parts, phase, fetcher), micro_batch_size=phase.batch.micro_batch_size, in_step=False
         )
         batch = fetcher[next(order.from_update(0))].batch
         starts = [stage.start for stage in split.ranges]

@@ -21,7 +21,7 @@ from runner.durable.directory import SWEEP, RunDirectory, check_name, default_na
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import with_run_directory
-from runner.engine.repro_script import arguments_of
+from runner.engine.repro_script import build_argv
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
@@ -151,7 +151,7 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
             (*fixed, *with_run_directory(trial.words, root)),
             [override_of("output_root", str(directory.shown)), f"run={trial.name}"],
         )
-        pool.start(trial, arguments_of(replace(configuration.request, overrides=words)))
+        pool.start(trial, build_argv(replace(configuration.request, overrides=words)))
 
     # The full output of a trial is in its console.log; with a launcher, only the location of the job is printed.
     with Pool(packing.slots, TERSE if found.record.launcher == "local" else None) as pool:

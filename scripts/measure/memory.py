@@ -37,7 +37,7 @@ from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
 from runner.engine.assemble import Parts, assemble
 from runner.engine.loop import Position, train_updates
-from runner.engine.objective_phase import phase_kind
+from runner.engine.objective_phase import make_phase_kind
 from runner.forecast.memory_forecast import forecast
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Cpu, Inventory
@@ -113,7 +113,7 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
         count.add(tensor)
     with count:
         position = Position(phase.name)
-        work = phase_kind(phase, parts, order, position)
+        work = make_phase_kind(phase, parts, order, position)
         handed = batches()
         for _ in range(2):
             parts.task.begin_update(Progress(phase.name, position.update, 2, 0.0))

@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--folder", default=None, help="on the disk to be measured; default: the temporary folder")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from runner.engine.save_policy import COST, SHORTEST_S
+    from runner.engine.save_policy import MAX_OVERHEAD, MIN_INTERVAL_S
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))
@@ -207,7 +207,7 @@ def main() -> int:
         for name, values in costs.items():
             print(line(name, values))
         cost = statistics.median(costs["cost"])
-        every = max(SHORTEST_S, cost / COST)
+        every = max(MIN_INTERVAL_S, cost / MAX_OVERHEAD)
         print(f"a save costs {cost:.2f} s: every {every:.0f} s that is {cost / every:.2%} of the time")
         print(f"the run's own figures of its last save: {saving_of(phase).saver.save_cost.last}")
     return 0

@@ -193,12 +193,12 @@ def test_prefixes_of_wrappers_are_removed_from_names(server: ForkServer, tmp_pat
 
 
 def test_names_of_a_model_that_look_like_wrapper_prefixes_are_kept() -> None:
-    from runner.engine.weights import named_as
+    from runner.engine.weights import strip_prefixes
 
     own = prefixed("model.", STATE)
-    assert named_as(own, own.keys()) == (own, "")
-    assert named_as(prefixed("module.", own), own.keys())[1] == "module."
-    assert named_as(prefixed("x.", own), own.keys())[1] == ""
+    assert strip_prefixes(own, own.keys()) == (own, "")
+    assert strip_prefixes(prefixed("module.", own), own.keys())[1] == "module."
+    assert strip_prefixes(prefixed("x.", own), own.keys())[1] == ""
 
 
 def test_a_safetensors_file_is_never_read_as_pickle(tmp_path: Path) -> None:
@@ -257,16 +257,16 @@ def test_a_folder_cannot_be_imported(server: ForkServer, tmp_path: Path, word: s
 
 def test_the_imported_file_is_complete_or_absent(tmp_path: Path) -> None:
     from runner.base.errors import CannotCreate
-    from runner.engine.pickle_import import settle
+    from runner.engine.pickle_import import publish
 
     (tmp_path / "half").write_bytes(b"new")
     (tmp_path / "taken").write_bytes(b"mine")
     with pytest.raises(CannotCreate):
-        settle(tmp_path / "half", tmp_path / "taken")
+        publish(tmp_path / "half", tmp_path / "taken")
     assert (tmp_path / "taken").read_bytes() == b"mine"
     faults = Faults()
     with faults.active():
-        settle(tmp_path / "half", tmp_path / "new")
+        publish(tmp_path / "half", tmp_path / "new")
     assert (tmp_path / "new").read_bytes() == b"new"
     assert ("fsync", str(tmp_path)) in faults.trace, "its name is on disk"
 
@@ -305,8 +305,8 @@ def _has_network() -> bool:
 
 
 def _networks() -> bool:
-    from runner.engine.pickle_import import confine
+    from runner.engine.pickle_import import drop_privileges
 
     here = str(Path("/proc/self/ns/net").readlink())
-    confine(0)
+    drop_privileges(0)
     return str(Path("/proc/self/ns/net").readlink()) == here

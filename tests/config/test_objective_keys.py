@@ -14,7 +14,7 @@ from runner.cli import main
 from runner.commands.complete import candidates
 from runner.config.configuration import Choice, compose
 from runner.config.request import Request
-from runner.engine.objectives import objectives_of
+from runner.engine.objectives import parse_objectives
 from runner.plan.planner import plan_here
 
 OBJECTIVES = {
@@ -42,7 +42,7 @@ def planned(task: Path, *words: str) -> Any:
 
 
 def specs(task: Path, *words: str) -> dict[str, Any]:
-    return {spec.name: spec for spec in objectives_of(Pair(), planned(task, *words).phases[0])}
+    return {spec.name: spec for spec in parse_objectives(Pair(), planned(task, *words).phases[0])}
 
 
 def test_a_command_line_key_replaces_the_declared_value(task: Path) -> None:

@@ -61,10 +61,10 @@ def test_the_newest_checkpoint_of_a_resumed_phase_is_its_starting_point() -> Non
 def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None:
     save_cost = SaveCost()
     for _ in range(10):
-        save_cost.updated(0.5, writing=False)
+        save_cost.record_update(0.5, writing=False)
     for seconds in (1.0, 3.0, 2.0):
-        save_cost.held(seconds)
-        save_cost.written(Saved(Path("update-1"), 1, 100, seconds, seconds))
+        save_cost.record_pause(seconds)
+        save_cost.record_write(Saved(Path("update-1"), 1, 100, seconds, seconds))
     resumed = SaveCost()
     resumed.load(json.loads(json.dumps(save_cost.state())))
     assert resumed.last == save_cost.last
@@ -79,7 +79,7 @@ def test_a_slow_disk_is_reported_once_a_write_lasts_longer_than_the_interval(mon
     writer = BusyWriter()
     screen = cast(Any, SimpleNamespace(warn=printed.append, event=lambda kind, **facts: None))
     policy = default(every="1min")
-    policy.saved()
+    policy.restart_interval()
     found = Saver(policy, writer, SaveCost(), (HostBuffer(), HostBuffer()), screen, on_disk=None)
     now += 61.0
     assert not found.is_late(), "the writer is busy"

@@ -22,7 +22,7 @@ from runner.durable.tensors import HostBuffer
 from runner.engine import checkpoint_saver as saver_module
 from runner.engine import save_policy
 from runner.engine.checkpoint_saver import Saver
-from runner.engine.save_policy import COST, SaveCost, SavePolicy, default, off
+from runner.engine.save_policy import MAX_OVERHEAD, SaveCost, SavePolicy, default, off
 from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
 
@@ -137,7 +137,7 @@ def test_best_checkpoints_keep_the_share_of_the_time(
             training.evaluated(-float(update))
     copies_s = 10 * 0.001
     unknown_s = slowed_s  # what the first save costs is known after it
-    assert training.cost_s <= COST * (clock.now - 1000.0) + copies_s + unknown_s + 1e-9
+    assert training.cost_s <= MAX_OVERHEAD * (clock.now - 1000.0) + copies_s + unknown_s + 1e-9
     if num_updates == 20:
         assert training.saved == []
         assert training.cost_s <= copies_s

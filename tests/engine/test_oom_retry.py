@@ -38,14 +38,14 @@ def begun(
     model = model or Model()
     found = UpdateSnapshot(model, CPU)
     for number in range(update + 1):
-        found.keep()
+        found.begin()
         if number >= since:
             change(model)
         if number < update:
-            found.passed()
+            found.check_weights()
             with torch.no_grad():
                 model.weight -= 0.5  # the step of the optimizer
-            found.learn()
+            found.finish()
     return found
 
 
@@ -102,7 +102,7 @@ def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> 
     found = begun(CHANGES[name], update=update, model=model)
     found.restore()  # the change of this update
     before, drawn = bits(model), (torch.get_rng_state(), of_numpy_generator(), random.getstate())
-    found.keep()
+    found.begin()
     CHANGES[name](model)
     assert found.restore() == ""
     assert bits(model) == before

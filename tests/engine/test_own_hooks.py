@@ -15,7 +15,7 @@ import torch
 
 from runner.cli import main
 from runner.config import own_options
-from runner.engine.media import histogram, png
+from runner.engine.media import encode_png, histogram
 from runner.trackers import tracker_process
 
 TASK = '''
@@ -252,11 +252,11 @@ def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Pat
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 4, 5), (3, 4, 5), (1, 4, 5), (4, 5)])
 def test_a_png_has_the_pixels_of_the_tensor(shape: tuple[int, ...]) -> None:
     values = torch.arange(float(torch.tensor(shape).prod())).view(shape) / 255
-    images = png(values)
+    images = encode_png(values)
     planes = values.mul(255).round().to(torch.uint8)
     expected = planes if planes.ndim == 4 else planes[None] if planes.ndim == 3 else planes[None, None]
     assert [pixels_of(image) for image in images] == [image.permute(1, 2, 0).flatten().tolist() for image in expected]
-    assert [pixels_of(image) for image in png(planes)] == [pixels_of(image) for image in images]
+    assert [pixels_of(image) for image in encode_png(planes)] == [pixels_of(image) for image in images]
 
 
 def pixels_of(image: bytes) -> list[int]:
@@ -287,12 +287,12 @@ def test_a_histogram_counts_every_finite_value_once() -> None:
 @pytest.mark.parametrize("shape", [(2, 2, 4, 5), (2, 3, 0, 5), (7,)])
 def test_a_tensor_that_is_not_an_image_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
-        png(torch.zeros(shape))
+        encode_png(torch.zeros(shape))
 
 
 def test_wandb_gets_media_as_its_own_types(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
-    image = base64.b64encode(png(torch.zeros(1, 2, 3))[0]).decode()
+    image = base64.b64encode(encode_png(torch.zeros(1, 2, 3))[0]).decode()
     converted = tracker_process.wandb_value({"kind": "images", "png": [image]})
     assert [(type(one).__name__, one.image.size) for one in converted] == [("Image", (3, 2))]
     bins = tracker_process.wandb_value({"kind": "histogram", "edges": [0.0, 1.0, 2.0], "counts": [3, 4]})

@@ -63,7 +63,7 @@ def test_every_interval_that_the_schema_accepts_is_parsed(text: str) -> None:
     ],
 )
 def test_which_updates_are_saved(policy: SavePolicy, updates_per_epoch: int, due: list[int]) -> None:
-    assert [update for update in range(1, 13) if policy.due(update, updates_per_epoch)] == due
+    assert [update for update in range(1, 13) if policy.is_due(update, updates_per_epoch)] == due
 
 
 @pytest.mark.parametrize(("every", "seconds"), [("10min", 600.0), ("0.5min", 30.0), ("auto", 60.0)])
@@ -71,13 +71,13 @@ def test_minutes_are_counted_from_the_last_save(every: Any, seconds: float, monk
     now = 1000.0
     monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
     policy = default(every=every)
-    policy.saved()
+    policy.restart_interval()
     now += seconds - 0.1
     assert not policy.is_late()
     now += 0.1
     assert policy.is_late()
     assert policy.is_late(), "due until it is saved"
-    policy.saved()
+    policy.restart_interval()
     assert not policy.is_late()
     now += seconds
     assert policy.is_late()
@@ -89,18 +89,18 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
     monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=lambda: now))
     policy = default(every=every)
     for _ in range(2):
-        policy.saved()
-        policy.ended(well=False)
+        policy.restart_interval()
+        policy.record_result(has_succeeded=False)
         now += 59.0
         assert not policy.is_late()
         now += 1.0
         assert policy.is_late()
-        policy.saved()
-        policy.ended(well=False)
+        policy.restart_interval()
+        policy.record_result(has_succeeded=False)
         now += 90.0
         assert not policy.is_late(), "three in a row end the run: a disk that is away for minutes must not"
-        policy.saved()
-        policy.ended(well=True)
+        policy.restart_interval()
+        policy.record_result(has_succeeded=True)
         now += 90.0
         assert not policy.is_late()
     without = off()
@@ -137,16 +137,16 @@ def saved(write_s: float = 2.0, total_s: float = 2.5) -> Saved:
 
 def after(save_cost: SaveCost, held_s: float, during: list[float], written: Saved) -> None:
     """A save was made that held training, and during which updates took so long."""
-    save_cost.held(held_s)
+    save_cost.record_pause(held_s)
     for seconds in during:
-        save_cost.updated(seconds, writing=True)
-    save_cost.written(written)
+        save_cost.record_update(seconds, writing=True)
+    save_cost.record_write(written)
 
 
 def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     save_cost = SaveCost()
     for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them was disturbed by something else
-        save_cost.updated(seconds, writing=False)
+        save_cost.record_update(seconds, writing=False)
     assert save_cost.expected_s() is None
     after(save_cost, 0.3, [0.7, 0.6, 0.5], saved())
     assert save_cost.last is not None
@@ -162,18 +162,18 @@ def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
 
 def test_a_failed_save_does_not_count() -> None:
     save_cost, good = SaveCost(), saved()
-    save_cost.updated(0.5, writing=False)
+    save_cost.record_update(0.5, writing=False)
     for written in (None, good, good):
-        save_cost.held(0.1)
-        save_cost.updated(5.0, writing=True)
-        save_cost.written(written)
+        save_cost.record_pause(0.1)
+        save_cost.record_update(5.0, writing=True)
+        save_cost.record_write(written)
     assert save_cost.slowed_s == pytest.approx(4.5)
     assert len(save_cost.state()) == 1
 
 
 def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
     save_cost, resumed = SaveCost(), SaveCost()
-    save_cost.updated(0.5, writing=False)
+    save_cost.record_update(0.5, writing=False)
     for seconds in (3.0, 1.0, 2.0, 1.5):
         after(save_cost, 0.25, [0.5], saved(seconds))
     resumed.load(save_cost.state())
@@ -232,7 +232,7 @@ def test_the_interval_is_described() -> None:
 
 def test_the_summary_of_the_cost_has_its_figures() -> None:
     save_cost = SaveCost()
-    save_cost.held(0.5)
+    save_cost.record_pause(0.5)
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["1", "0.50", "2.50"], "nothing is written yet"
     after(save_cost, 0.25, [], saved(write_s=3.0))
     assert re.findall(r"[\d.,]+", save_cost.summary(20.0)) == ["2", "0.75", "3.75", "1,200.0", "3.00"]

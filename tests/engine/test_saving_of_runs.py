@@ -160,7 +160,7 @@ def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, m
 
 def test_a_failed_save_is_repeated_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(save_policy, "AGAIN_S", 0.0)
+    monkeypatch.setattr(save_policy, "RETRY_S", 0.0)
     with opened(tmp_path, "checkpoint.every=1000") as phase:
         updates = phase.updates()
         next(updates)
@@ -342,7 +342,7 @@ def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
         monkeypatch.setattr(saving_of(phase).saver, "updated", lambda _: updated(0.01))  # no update is slowed down
         next(updates)
         saving_of(phase).save()
-        saving_of(phase).saver.save_cost.held(4.0)  # what it says now
+        saving_of(phase).saver.save_cost.record_pause(4.0)  # what it says now
         saving_of(phase).saver.writer.wait()
         next(updates)
         assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)

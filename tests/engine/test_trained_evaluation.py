@@ -17,7 +17,7 @@ from runner.cli import main
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
 from runner.engine import trained_evaluation
-from runner.engine.oom_history import ReducedMicroBatch, remember
+from runner.engine.oom_history import ReducedMicroBatch, write_reductions
 from tests.forkserver import Ended, ForkServer
 
 TASK = Path(__file__).with_name("task_of_averages.py")
@@ -184,7 +184,7 @@ def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
     for rows, largest in (((), 8), (others, 8), ((row, *others), 4), ((row, least), 2), ((least, row), 2)):
         sizes.write_text("")
         with RunDirectory.create_or_open(tmp_path / "outputs", "mine") as run:
-            remember(run, list(rows))
+            write_reductions(run, list(rows))
         found = evaluated(server, tmp_path)["metrics"]["val/loss"]
         assert max(map(int, sizes.read_text().split())) == largest
         assert found == pytest.approx(before, rel=2 * 64 * EPS)

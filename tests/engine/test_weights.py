@@ -18,7 +18,7 @@ from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, path_of
 from runner.engine.opening import open_phase
-from runner.engine.weights import begin_with
+from runner.engine.weights import load_initial_weights
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_averages.py")
@@ -43,7 +43,7 @@ def source() -> dict[str, Tensor]:
 
 def begun(model: nn.Module, path: Path, **options: object) -> str:
     settings = Settings(weights=WeightsSettings(source=str(path), **options), output_root=str(path.parent))  # type: ignore[arg-type]
-    return begin_with(settings, model, ALONE)
+    return load_initial_weights(settings, model, ALONE)
 
 
 def assert_has(model: nn.Module, tensors: dict[str, Tensor]) -> None:

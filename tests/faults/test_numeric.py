@@ -20,7 +20,7 @@ from runner.axes.precision import NotFinite, Precision, fp32
 from runner.base.errors import NumericError
 from runner.base.world import World
 from runner.durable.checkpoint import newest_valid, verify
-from runner.engine.non_finite import is_finite, must_be_finite, watched
+from runner.engine.non_finite import check_finite, is_finite, record_calls
 from tests.faults.tallies import Tally
 from tests.forkserver import Ended, ForkServer
 
@@ -42,7 +42,7 @@ class Fault:
 FORWARD = "at update 12: first in the output of middle (Middle), whose inputs are finite; samples "
 BACKWARD = "the gradients are not finite at update 12: first in the backward pass of middle (Middle)"
 FAULTS = {
-    "the loss": Fault("task.fault=loss", "at update 12: all modules are finite, the loss made of them is not ("),
+    "the loss": Fault("task.fault=loss", "at update 12: all modules are finite, but the loss is not ("),
     "a module": Fault("task.fault=module", "the loss is not finite " + FORWARD),
     "a module in bf16": Fault("task.fault=module precision=bf16", FORWARD),
     "a module, with workers": Fault("task.fault=module dataloader.num_workers=1", FORWARD),
@@ -118,7 +118,7 @@ BY_DESIGN = {
     "missing labels": "first in the output of blow (Blow), whose inputs are finite; samples ",
     "mask in the batch": "first in the output of blow (Blow), whose inputs are finite; samples ",
     "logits": "first in the output of blow (Blow), whose inputs are finite; samples ",
-    "rows of a mask": "first in the output of attention (MultiheadAttention), whose inputs hold no NaN; samples ",
+    "rows of a mask": "first in the output of attention (MultiheadAttention), whose inputs have no NaN; samples ",
     "a dataclass": "first in the output of answering (Answering), whose inputs are finite; samples ",
     "a large norm": "the gradients are not finite at update 7: every gradient is finite, but their norm overflows",
     "gradients": "the gradients are not finite at update 7: the forward pass is finite, the gradient of the loss",
@@ -326,7 +326,7 @@ class Siamese(nn.Module):
 
 def test_a_module_with_non_finite_input_is_not_blamed() -> None:
     model = Siamese()
-    with watched(model) as calls:
+    with record_calls(model) as calls:
         calls.begin()
         model(torch.ones(1, 2))
     first = calls.first
@@ -352,12 +352,12 @@ class Root(nn.Module):
     ],
 )
 def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: nn.Module, name: str) -> None:
-    with watched(model) as calls:
+    with record_calls(model) as calls:
         calls.begin()
         loss = model(torch.ones(1, 2, requires_grad=True)).sum()
         calls.end()
         loss.backward()
-    assert calls.nearest_to_the_loss() == f"{name} (Root)"
+    assert calls.find_backward_culprit() == f"{name} (Root)"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -372,5 +372,5 @@ def test_a_single_non_finite_value_is_found(bad: float, dtype: torch.dtype) -> N
 def test_non_finite_tensors_are_named() -> None:
     named = [("a", torch.ones(2)), ("b", torch.tensor(float("nan"))), ("c", torch.tensor(float("inf")))]
     with pytest.raises(NumericError, match="not saved: b, c"):
-        must_be_finite(named, "update 3")
-    must_be_finite(named[:1], "update 3")
+        check_finite(named, "update 3")
+    check_finite(named[:1], "update 3")

@@ -126,7 +126,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         "rows": [(row["update"], row.get("train/loss")) for row in rows if "train/loss" in row],
         "metrics": [{key: row[key] for key in row if key.startswith("val/")} for row in rows if "val/loss" in row],
         "said": (run / "console.log").read_text() if world.is_first else "",
-        "remembered": [vars(row) for row in oom_history.remembered(run)],
+        "remembered": [vars(row) for row in oom_history.read_reductions(run)],
         "files": sorted(path.name for path in run.glob("memory*.txt")),
         "struck": [each.struck for each in shortages],
         "error": None if error is None else [type(error).__name__, getattr(error, "exit_code", None), str(error)],
@@ -255,7 +255,7 @@ DAMAGED = (
 @pytest.mark.parametrize("text", DAMAGED)
 def test_invalid_remembered_sizes_are_ignored(text: str, tmp_path: Path) -> None:
     (tmp_path / oom_history.FILE).write_text(text)
-    assert oom_history.remembered(tmp_path) == []
+    assert oom_history.read_reductions(tmp_path) == []
 
 
 @lru_cache(maxsize=1)
@@ -457,7 +457,7 @@ def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
     assert kinds_in(tmp_path).count("resume") == 1
     assert "8 MiB" in said or place == "optimizer"
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
-    (row,) = oom_history.remembered(tmp_path / "outputs/mine")
+    (row,) = oom_history.read_reductions(tmp_path / "outputs/mine")
     assert (row.size, row.update, row.rank) == (4, 3, 1 if place == "optimizer" else None)
 
 
@@ -476,12 +476,12 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     )
     assert code == code_at_end, said
     assert updates_in(tmp_path) == made
-    known = oom_history.remembered(tmp_path / "outputs/mine")
+    known = oom_history.read_reductions(tmp_path / "outputs/mine")
     assert [row.size for row in known] == [4]
     code, out, said = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
     assert code == 0, said
     assert "4 samples instead of 8" in out
-    assert oom_history.remembered(tmp_path / "outputs/mine") == known, "memory ran out once more"
+    assert oom_history.read_reductions(tmp_path / "outputs/mine") == known, "memory ran out once more"
     other = tmp_path / "other"
     other.mkdir()
     assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0
@@ -500,7 +500,7 @@ def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: Fork
 def test_a_fit_out_of_memory_is_repeated_with_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     code, _, said = whole(server, tmp_path, "micro_batch_size=8", "phases=[train,mean]", place="fit", limit=4, at=0)
     assert code == 0, said
-    assert [row.phase for row in oom_history.remembered(tmp_path / "outputs/mine")] == ["mean"]
+    assert [row.phase for row in oom_history.read_reductions(tmp_path / "outputs/mine")] == ["mean"]
 
 
 def test_predictions_are_computed_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from runner.base.global_rng import random_state, restore_random_state
 from runner.base.oom_errors import find_oom_cause
 from runner.base.sample_rng import seeded_generators
 from runner.durable.tensors import HostBuffer
-from runner.engine.oom_report import account
+from runner.engine.oom_report import measure_memory
 from runner.engine.oom_retry import UpdateSnapshot
 from runner.tools.doctor.kernels import KERNELS, output_and_gradients
 
@@ -86,7 +86,7 @@ def test_out_of_memory_is_detected_and_explained(device: torch.device) -> None:
     shortage = find_oom_cause(caught.value)
     assert shortage is not None
     assert shortage.side == "device"
-    found = account(shortage, device, "", 4, "")
+    found = measure_memory(shortage, device, "", 4, "")
     memory = get_accelerator(device).free_memory()
     assert memory is not None
     assert found.total_bytes == memory.total
@@ -131,11 +131,11 @@ def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device)
     beginning = UpdateSnapshot(model, device)
     inputs = torch.randn(8, 4, device=device)
     for _ in range(2):
-        beginning.keep()
+        beginning.begin()
         model(inputs)
-        beginning.passed()
-        beginning.learn()
-    beginning.keep()
+        beginning.check_weights()
+        beginning.finish()
+    beginning.begin()
     mean = model[1].running_mean.clone()
     first = model(inputs), torch.rand(8, device=device)
     assert not beginning.restore()

@@ -25,8 +25,8 @@ from runner.base.task import Task
 from runner.base.world import World
 from runner.config.configuration import Choice
 from runner.engine.loop import Position, Training, train_updates
-from runner.engine.objective_phase import check_signature, loss_of
-from runner.engine.objectives import Objectives, ObjectiveSpec, OwnPosition, objectives_of
+from runner.engine.objective_phase import bind_objective, check_loss_signature
+from runner.engine.objectives import ObjectivePosition, Objectives, ObjectiveSpec, parse_objectives
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, distance
 
@@ -127,14 +127,14 @@ def specs_of(task: Task) -> list[ObjectiveSpec]:
         name="train", max_grad_norm=0.5, optimizer=Choice("adam", "adam", {}),
         scheduler=Choice("constant", "constant", {}), objectives={},
     )  # fmt: skip
-    return objectives_of(task, phase)
+    return parse_objectives(task, phase)
 
 
 def objectives(task: Task, world: World, precision: Any = fp32) -> Objectives:
     parallel, model = ddp(world), task.model
     parallel.wrap(model, list, [])
     specs = specs_of(task)
-    weights = [spec.parameters_of(model) for spec in specs]
+    weights = [spec.select_parameters(model) for spec in specs]
     parallel.begin([weight for each in weights for weight in each.values()])
     parallel.set_groups([list(each.values()) for each in weights])
     position, first = Position("train"), precision(world, model)
@@ -142,8 +142,8 @@ def objectives(task: Task, world: World, precision: Any = fp32) -> Objectives:
         (
             spec,
             Training(
-                position=OwnPosition(position, spec.every, keeps_precision=False),
-                model=model, loss=loss_of(task, spec.name),
+                position=ObjectivePosition(position, spec.every, keeps_precision=False),
+                model=model, loss=bind_objective(task, spec.name),
                 parameters=list(named.values()), optimizer=adam(list(named.items()), lr=LR), schedule=constant(100),
                 precision=first if index == 0 else first.fork(model), parallel=parallel, per_item=1 / 32,
                 max_grad_norm=spec.max_grad_norm,
@@ -283,13 +283,13 @@ def test_objectives_may_share_parameters_that_each_of_them_declares() -> None:
     shares = {"shares": ["disc.0"]}
     shared = {"disc": {"trains": ["disc"], **shares}, "gen": {"trains": ["gen", "disc.0"], **shares}}
     task = type("Shared", (Adversarial,), {"declared": shared})(torch.float32)
-    assert [len(spec.parameters_of(task.model)) for spec in specs_of(task)] == [4, 6]
+    assert [len(spec.select_parameters(task.model)) for spec in specs_of(task)] == [4, 6]
 
 
 def test_updates_skipped_in_earlier_phases_follow_a_resume() -> None:
     """A checkpoint restores the position of the phase after the objectives are built."""
     whole = Position("train")
-    first, second = (OwnPosition(whole, 1, keeps_precision=keeps) for keeps in (True, False))
+    first, second = (ObjectivePosition(whole, 1, keeps_precision=keeps) for keeps in (True, False))
     whole.update, whole.skipped_before = 7, 3
     assert (first.skipped_before, second.skipped_before) == (3, 0)
 
@@ -306,9 +306,9 @@ def test_a_loss_with_a_wrong_signature_is_refused() -> None:
     class Coupled(Task):
         def embed(self, model: nn.Module, batch: Any) -> Any: ...
 
-    check_signature(Whole(), source, several=False)
-    check_signature(OfObjectives(), source, several=True)
-    check_signature(Coupled(), source, several=False)
+    check_loss_signature(Whole(), source, has_objectives=False)
+    check_loss_signature(OfObjectives(), source, has_objectives=True)
+    check_loss_signature(Coupled(), source, has_objectives=False)
     for task, several in ((Whole(), True), (OfObjectives(), False), (Coupled(), True)):
         with pytest.raises(TaskFault):
-            check_signature(task, source, several=several)
+            check_loss_signature(task, source, has_objectives=several)

@@ -18,7 +18,7 @@ import torch
 from runner.base.batch import MicroBatch
 from runner.base.order import Order
 from runner.base.stream_order import StreamSampler
-from runner.engine.stream_check import raise_fault
+from runner.engine.stream_check import raise_if_invalid
 from runner.engine.stream_source import OpenShard, StreamSource, is_stream
 from tests.laws.test_streams import BATCH, SEED, marks_after, read, verdict_of
 
@@ -101,7 +101,7 @@ def test_a_stream_of_a_package_is_read_once_and_resumed(
     assert is_stream(dataset)
     source = StreamSource("train", num_shards, dataset, limit=len(NUMBERS) if num_shards == 1 else None)
     verdict = verdict_of(source)
-    raise_fault(verdict, num_shards)
+    raise_if_invalid(verdict, num_shards)
     order = Order(0, BATCH, 4, SEED, sampler=StreamSampler(source.lengths(), num_shards, num_shards, BATCH))
     whole = read(source, 12, order=order)
     expected = numbers_of(whole)
@@ -121,9 +121,9 @@ def test_a_stream_of_a_package_is_read_once_and_resumed(
 def test_states_of_packages_are_used_if_they_are_exact(name: str, tmp_path: Path) -> None:
     """The buffer of `shuffle` is no part of the state of `datasets`: its state does not return to the samples."""
     plain = verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=False)))
-    assert (plain.has_state, plain.why_lost) == (name != "webdataset", "")
+    assert (plain.has_state, plain.restore_error) == (name != "webdataset", "")
     if name == "datasets":
-        assert verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=True))).why_lost
+        assert verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=True))).restore_error
 
 
 def test_a_stream_of_hugging_face_knows_its_shards(tmp_path: Path) -> None:

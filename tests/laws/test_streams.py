@@ -20,8 +20,8 @@ from runner.base.json_state import decode_state, encode_state
 from runner.base.order import Order
 from runner.base.stream_order import RoundRobin, StreamSampler, decode_index
 from runner.base.task import Task
-from runner.engine.stream_check import StreamVerdict, check_stream, raise_fault
-from runner.engine.stream_reader import StreamFetcher, StreamSamples, all_samples
+from runner.engine.stream_check import StreamCheck, check_stream, raise_if_invalid
+from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
 from runner.engine.stream_source import StreamSource, is_stream
 from tests.laws.streams import FILES, KINDS, NUMBERS, ByWorker, Files, Liar, Stateful, Undivided, Unseeded, WithLength
 
@@ -252,8 +252,8 @@ def test_a_limit_uses_the_first_samples_of_each_epoch() -> None:
 
 def test_samples_for_an_evaluation_are_kept() -> None:
     source = source_of(Files, 1)
-    assert [int(sample[0]) for sample in all_samples(source, None, SEED)] == NUMBERS
-    assert len(all_samples(source, 7, SEED)) == 7
+    assert [int(sample[0]) for sample in read_all_samples(source, None, SEED)] == NUMBERS
+    assert len(read_all_samples(source, 7, SEED)) == 7
 
 
 def test_an_iterable_without_index_is_a_stream() -> None:
@@ -295,7 +295,7 @@ def test_a_stream_that_violates_its_contract_is_named(kind: Any, num_shards: int
         read(source_of(kind, num_shards), 12, workers=workers)
 
 
-def verdict_of(source: StreamSource) -> StreamVerdict:
+def verdict_of(source: StreamSource) -> StreamCheck:
     fetcher = fetcher_of(source)
     return check_stream(fetcher, Loader(fetcher))
 
@@ -305,17 +305,17 @@ def verdict_of(source: StreamSource) -> StreamVerdict:
 def test_a_stream_is_checked_before_training(kind: str, num_shards: int) -> None:
     verdict = verdict_of(source_of(KINDS[kind], num_shards))
     assert verdict.has_state == ("state" in kind)
-    assert bool(verdict.why_lost) == (kind == "lying_state")
-    raise_fault(verdict, num_shards)
+    assert bool(verdict.restore_error) == (kind == "lying_state")
+    raise_if_invalid(verdict, num_shards)
 
 
 @pytest.mark.parametrize("dataset", [Undivided(), Unseeded()], ids=["undivided", "unseeded"])
 def test_a_stream_that_would_repeat_or_miss_samples_is_refused(dataset: Any) -> None:
     source = StreamSource("train", 2, dataset)
     with pytest.raises(DataError):
-        raise_fault(verdict_of(source), 2)
+        raise_if_invalid(verdict_of(source), 2)
     if isinstance(dataset, Undivided):
-        raise_fault(verdict_of(StreamSource("train", 1, dataset)), 1)
+        raise_if_invalid(verdict_of(StreamSource("train", 1, dataset)), 1)
 
 
 def test_a_state_that_cannot_be_stored_is_reported() -> None:
@@ -323,7 +323,7 @@ def test_a_state_that_cannot_be_stored_is_reported() -> None:
         def state_dict(self) -> dict[str, Any]:
             return {"position": self.position, "file": object()}
 
-    assert "object" in verdict_of(source_of(Foreign, 1)).why_lost
+    assert "object" in verdict_of(source_of(Foreign, 1)).restore_error
     assert marks_after(read(source_of(Foreign, 1), 2))[0].state is None
 
 

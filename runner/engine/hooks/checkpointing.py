@@ -104,7 +104,9 @@ class Checkpointing(Hook):
         phase, sync = self.phase, self.phase.hook(RankSync)
         # The request may be one update old, and a checkpoint may have been saved since.
         is_late = sync.agreed.save and sync.agreed_at > self.saved_at
-        if (is_late or self.saver.policy.due(step.update, phase.order.updates_per_epoch)) and self._has_next_update():
+        if (
+            is_late or self.saver.policy.is_due(step.update, phase.order.updates_per_epoch)
+        ) and self._has_next_update():
             self.save()  # `end` saves the last update
 
     def after_evaluation(self, found: EvaluationResult) -> None:
@@ -366,9 +368,9 @@ class Checkpointing(Hook):
         ]
         optimizer = snapshot.tensors.get("optimizer", {}).items() if weights else ()
         where = f"phase {self.phase.name}, update {snapshot.state['phase_update']}"
-        non_finite.must_be_finite([*weights, *optimizer], where)
+        non_finite.check_finite([*weights, *optimizer], where)
         buffers = [(name, model[name]) for name in self._finite_buffers if name in model]
-        non_finite.must_be_finite(buffers, where, non_finite.GATHERED)
+        non_finite.check_finite(buffers, where, non_finite.STATISTICS_FIX)
 
 
 def hook_state(name: str, start: Loaded) -> Any:

@@ -21,7 +21,7 @@ from runner.engine.balance import FixedShares
 from runner.engine.evaluate import EvaluationResult
 from runner.engine.feed import Feed
 from runner.engine.loop import Position, StepInfo
-from runner.engine.media import histogram_of, images_of, number_of
+from runner.engine.media import encode_histogram, encode_images, parse_number
 from runner.engine.phase_kinds import PhaseKind
 from runner.engine.run import TrainingRun
 from runner.engine.watchdog import ProgressMark
@@ -100,7 +100,7 @@ class PhaseView:
         Raises TypeError for a value that is not a number or a tensor with one element, ValueError for the names
         update and phase.
         """
-        row = {name: number_of(name, value) for name, value in values.items()}
+        row = {name: parse_number(name, value) for name, value in values.items()}
         self.run_.observers.write({"update": self.position.update, "phase": self.name, **row})
 
     def log_images(self, name: str, images: Tensor) -> None:
@@ -108,7 +108,7 @@ class PhaseView:
 
         Waits for the device. Raises ValueError for other shapes.
         """
-        self._log_media(name, lambda: images_of(images))
+        self._log_media(name, lambda: encode_images(images))
 
     def log_text(self, name: str, text: str) -> None:
         """Send text to the tracker."""
@@ -116,7 +116,7 @@ class PhaseView:
 
     def log_histogram(self, name: str, values: Tensor, *, bins: int = 64) -> None:
         """Send a histogram of the finite elements to the tracker. Waits for the device."""
-        self._log_media(name, lambda: histogram_of(values, bins))
+        self._log_media(name, lambda: encode_histogram(values, bins))
 
     def _log_media(self, name: str, encode: Callable[[], Mapping[str, Any]]) -> None:
         if self.parts.world.is_first:

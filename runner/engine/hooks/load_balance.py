@@ -14,7 +14,7 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
 from runner.engine.loop import StepInfo
-from runner.engine.meter import added
+from runner.engine.meter import add_times
 
 
 class LoadBalance(Hook):
@@ -81,7 +81,7 @@ class LoadBalance(Hook):
     def _add_to_tally(self) -> None:
         ranks_s = self.phase.run_.tally.ranks_s
         for seconds in self._seconds:
-            ranks_s[:] = [added(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
+            ranks_s[:] = [add_times(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
         self._seconds.clear()
 
 

@@ -24,8 +24,8 @@ class NanSearch(Hook):
         micros = list(phase.order.micro_batches(number - 1, phase.shares.of(number - 1)))
         training = phase.work.training
         is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)
-        passed = None if error.late else phase.feed.last
+        last_batch = None if error.late else phase.feed.last
         update = non_finite.ReplayedUpdate(
-            phase.name, number, micros, phase.loader.fetcher, training, is_applied, passed
+            phase.name, number, micros, phase.loader.fetcher, training, is_applied, last_batch
         )
-        return non_finite.named(error, update, phase.parts)
+        return non_finite.locate_error(error, update, phase.parts)

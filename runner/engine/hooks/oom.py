@@ -11,7 +11,7 @@ from runner.engine import oom_history
 from runner.engine.evaluate import Sizes
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.oom_history import ReducedMicroBatch
-from runner.engine.oom_report import MemoryAccount, account, hints, summary
+from runner.engine.oom_report import MemoryAccount, format_report, measure_memory, suggest_settings
 from runner.engine.watchdog import EVALUATION, SUMMARY
 
 
@@ -26,7 +26,7 @@ class OutOfMemory(Hook):
         super().__init__(phase)
         self.run, self.world = phase.run_, phase.run_.parts.world
         self.is_on = self.run.plan.settings.on_oom == "retry"
-        rows = [dataclasses.asdict(row) for row in oom_history.remembered(self.run.directory.path)]
+        rows = [dataclasses.asdict(row) for row in oom_history.read_reductions(self.run.directory.path)]
         self.rows = [ReducedMicroBatch(**row) for row in self.world.broadcast(rows)]
         self.memory: MemoryAccount | None = None
         self.last_problem: Problem | None = None
@@ -77,9 +77,11 @@ class OutOfMemory(Hook):
         rank = self.run.plan.ranks[self.world.rank]
         self.memory = MemoryAccount(cause, samples, shape_text, None, None, None)
         with suppress(Exception):  # there may be no memory for the report
-            self.memory = account(cause, self.world.device, rank.uuid, samples, shape_text)
+            self.memory = measure_memory(cause, self.world.device, rank.uuid, samples, shape_text)
             optimizer = getattr(getattr(phase.work, "training", None), "optimizer", None)
-            self.run.directory.write(self._own_report, summary(self.memory, parts.bare, optimizer, self.world.device))
+            self.run.directory.write(
+                self._own_report, format_report(self.memory, parts.bare, optimizer, self.world.device)
+            )
 
     def reduce(self, cause: OomCause | None, obstacle: str) -> None:
         """Exchange the new sizes with all ranks, and repeat the samples of the update."""
@@ -210,7 +212,10 @@ class OutOfMemory(Hook):
         reduced = None if is_final else halve(size)
         (problem,) = error.problems
         pass_size = size if cause.place != BETWEEN else 0
-        lines = [f"{number}. {line}" for number, line in enumerate(hints(self.run.plan, self.memory, pass_size), 1)]
+        lines = [
+            f"{number}. {line}"
+            for number, line in enumerate(suggest_settings(self.run.plan, self.memory, pass_size), 1)
+        ]
         task_lines = problem.fix.split("\n")[1:]  # the line of the task that allocated
         rows, retry_hint = self.rows, ""
         if cause.place == BETWEEN or not self.is_on or self.run.stop.requested is not None:
@@ -231,7 +236,7 @@ class OutOfMemory(Hook):
         if rows != self.rows:
             self.rows = rows
             with suppress(AccelRunError):  # if the disk is full, the next start cannot read the smaller size
-                oom_history.remember(self.run.directory, self.rows)
+                oom_history.write_reductions(self.run.directory, self.rows)
                 lines[:0] = [retry_hint] if retry_hint else []
         what = problem.what if self.memory is None else f"{problem.what.partition(': ')[0]}: {self.memory}"
         fix = "\n".join([_ADVICE_HEADING, *lines, *task_lines])
@@ -246,7 +251,7 @@ class OutOfMemory(Hook):
         self.rows.append(row)
         if self.world.is_first:
             with suppress(AccelRunError):  # if the disk is full, this process still has the rows
-                oom_history.remember(self.run.directory, self.rows)
+                oom_history.write_reductions(self.run.directory, self.rows)
 
     def _rows_for(self, use: oom_history.Use) -> list[ReducedMicroBatch]:
         in_step = self.run.parts.parallel.in_step  # then all ranks use the smallest size

@@ -8,9 +8,9 @@ from typing import Any
 from runner.base.batch import ShardMark
 from runner.base.text import format_duration
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.stream_check import StreamVerdict, check_stream, raise_fault
+from runner.engine.stream_check import StreamCheck, check_stream, raise_if_invalid
 from runner.engine.stream_reader import StreamFetcher
-from runner.engine.train_order import reading_of
+from runner.engine.train_order import describe_reading
 from runner.engine.watchdog import DATA
 
 
@@ -43,7 +43,7 @@ class StreamPosition(Hook):
         fetcher = self._fetcher
         if fetcher is None or self.phase.is_over:
             return
-        for text in reading_of(self.phase.order, fetcher.dataset, self.phase.parts.plan):
+        for text in describe_reading(self.phase.order, fetcher.dataset, self.phase.parts.plan):
             self.phase.run_.observers.screen.info(text)
         if self._marks:
             self._report_replay()
@@ -83,12 +83,12 @@ class StreamPosition(Hook):
         if world.is_first:
             phase.progress_mark.now = (DATA, phase.position.update + 1)
             verdict_fields = [*check_stream(fetcher, phase.loader)]
-        verdict = StreamVerdict(*world.broadcast(verdict_fields))
-        raise_fault(verdict, fetcher.dataset.source.num_shards)
-        self._is_replayed = bool(verdict.why_lost)
-        if verdict.why_lost:
+        result = StreamCheck(*world.broadcast(verdict_fields))
+        raise_if_invalid(result, fetcher.dataset.source.num_shards)
+        self._is_replayed = bool(result.restore_error)
+        if result.restore_error:
             phase.run_.observers.screen.warn(
-                f"{verdict.why_lost}: a resumed run reads the stream from its beginning to where it was"
+                f"{result.restore_error}: a resumed run reads the stream from its beginning to where it was"
             )
 
     def _report_replay(self) -> None:

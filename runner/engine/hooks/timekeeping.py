@@ -10,7 +10,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.stopwatch import PARTS, Bookmark, Seconds
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.meter import added
+from runner.engine.meter import add_times
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 
 
@@ -62,7 +62,7 @@ class Timekeeping(Hook):
     def _note_time(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:
         parts_s = self._parts_s(read_seconds)
         self.phase.record.seconds = self._seconds_before + time.perf_counter() - self.phase.began
-        self.phase.record.parts_s = added(self._parts_before, parts_s)
+        self.phase.record.parts_s = add_times(self._parts_before, parts_s)
         return parts_s
 
     def _parts_s(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.console.bottleneck import IDLE_PERCENT, spent_on
-from runner.engine.save_policy import AT_RISK_S, COST, SHORTEST_S, parse_every
+from runner.engine.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_S, parse_every
 from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.facts import Facts
 
@@ -171,7 +171,7 @@ def saves_too_often(facts: Facts) -> RuleFinding | None:
     if not is_by_clock or not saves:
         return _found(evidence, "checkpoint.every=auto", at_most=_without(share))
     each_s, apart_s = seconds / saves, (seconds / saves) / share
-    auto_s = max(SHORTEST_S, min(each_s / COST, AT_RISK_S - each_s))
+    auto_s = max(MIN_INTERVAL_S, min(each_s / MAX_OVERHEAD, MAX_AT_RISK_S - each_s))
     if auto_s < LONGER_APART * apart_s:  # it limits the work at risk, however long a checkpoint takes
         return None
     what = f"use checkpoint.every=auto: about every {auto_s:.0f} s instead of every {apart_s:.0f} s"
