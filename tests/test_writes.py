@@ -63,7 +63,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/profiling/instruments.py", "_exported", ".export_chrome_trace"): "torch writes to a path only; what it wrote is handed on",
     # Elsewhere.
     ("runner/tools/doctor/examine.py", "leave", "os.write"): "standard error, in a signal handler",
-    ("runner/base/picture.py", "png", ".savefig"): "into memory",
+    ("runner/base/picture.py", "encode_png", ".savefig"): "into memory",
     ("runner/tools/report/svg.py", "as_svg", ".savefig"): "into memory",
     ("runner/engine/infer.py", "_as_bytes", "numpy.save"): "into memory",
     ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
@@ -80,7 +80,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/host/command_process.py", "send_error", "os.fdopen"): "a pipe to the process that started this one",
     ("runner/engine/weights.py", "load_initial_weights", ".rename"): "the setting weights.rename, which is no call",
     ("runner/engine/weights.py", "check_names", ".rename"): "the setting weights.rename, which is no call",
-    ("runner/engine/pickle_import.py", "settle", "os.link"): "the file that the user named gets its name only where nothing has it",
+    ("runner/engine/pickle_import.py", "publish", "os.link"): "the file that the user named gets its name only where nothing has it",
     ("runner/commands/new.py", "run", ".open"): "the task that the user asked for, where it was asked for, over no file that is there",
 }  # fmt: skip
 

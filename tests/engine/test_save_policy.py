@@ -104,7 +104,7 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
         now += 90.0
         assert not policy.is_late()
     without = off()
-    without.ended(well=False)
+    without.record_result(has_succeeded=False)
     now += 90.0
     assert not without.is_late()
 
