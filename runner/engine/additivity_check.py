@@ -1,6 +1,6 @@
 """Check once, before the first update, that loss and metrics are summed over the batch and not averaged.
 
-With a mean instead of the sum, gradients and the loss shown are too small by the number of items, but nothing fails.
+With a mean instead of the sum, gradients and the logged loss are too small by the number of items, but nothing fails.
 The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
 other. The calls leave the model, the generators and the order of the data unchanged.
 """
@@ -41,31 +41,32 @@ from runner.engine.metric_states import MetricStates
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
 SPREAD = 0.05  # relative spread of a loss that draws random numbers; above it, averages over several draws decide
 NEAR_MEAN = 0.2
-_Answers = Mapping[str, tuple[Number, Number]]
-_NUMBERS_OF_DRAWS = 4, 16, 32, 64  # number of draws to average, increased until the result is clear
-_FEWEST_DRAWS = 16  # for a decision that depends on their spread
-_LONGEST_S = 30.0  # duration of one of these steps after which no further step is run
+_SumsByName = Mapping[str, tuple[Number, Number]]
+_Autocast = Callable[[], AbstractContextManager[Any]]
+_DRAW_COUNTS = 4, 16, 32, 64  # number of draws to average, increased until the result is clear
+_MIN_DRAWS = 16  # minimum number of draws for a decision that depends on their spread
+_MAX_STEP_S = 30.0  # if the draws up to one of these counts take longer, no more are run
 
 
 class _Values(NamedTuple):
     """Loss and item counts of a batch and of its two halves."""
 
-    whole: tuple[float, float]
+    batch: tuple[float, float]
     halves: tuple[tuple[float, float], tuple[float, float]]
 
     @property
     def scale(self) -> float:
-        return max(abs(self.whole[0]), sum(abs(loss) for loss, _ in self.halves))
+        return max(abs(self.batch[0]), sum(abs(loss) for loss, _ in self.halves))
 
     @property
     def is_sum(self) -> bool:
-        """True if the values are consistent with a sum; counts that do not add up are of another kind of item."""
-        numbers = [*self.whole, *self.halves[0], *self.halves[1]]
+        """True if the values are consistent with a sum; counts that do not add up may count another kind of item."""
+        numbers = [*self.batch, *self.halves[0], *self.halves[1]]
         if not all(map(math.isfinite, numbers)) or not self.scale:
             return True
-        if not math.isclose(self.whole[1], sum(count for _, count in self.halves), rel_tol=1e-6):
+        if not math.isclose(self.batch[1], sum(count for _, count in self.halves), rel_tol=1e-6):
             return not self.has_constant_count
-        return self._adds_up
+        return self._is_additive
 
     @property
     def has_constant_count(self) -> bool:
@@ -73,66 +74,66 @@ class _Values(NamedTuple):
 
         Both halves must contribute: a count that is at least 1 is correct if one half has no items.
         """
-        is_constant = self.whole[1] == self.halves[0][1] == self.halves[1][1] != 0
-        return is_constant and self._adds_up and all(abs(loss) > NEAR_MEAN * self.scale for loss, _ in self.halves)
+        is_constant = self.batch[1] == self.halves[0][1] == self.halves[1][1] != 0
+        return is_constant and self._is_additive and all(abs(loss) > NEAR_MEAN * self.scale for loss, _ in self.halves)
 
     @property
-    def undecided(self) -> str:
+    def inconclusive_reason(self) -> str:
         """Return why the values are inconclusive, or "" if they are conclusive."""
-        numbers = [*self.whole, *self.halves[0], *self.halves[1]]
+        numbers = [*self.batch, *self.halves[0], *self.halves[1]]
         if not all(map(math.isfinite, numbers)):
             return _NOT_FINITE
         return "" if self.scale else "it is 0 for the first batch"
 
     @property
-    def off_sum(self) -> float:
+    def distance_from_sum(self) -> float:
         """Return the difference between the loss of the batch and the sum of the losses of its halves."""
-        return self.whole[0] - sum(loss for loss, _ in self.halves)
+        return self.batch[0] - sum(loss for loss, _ in self.halves)
 
     @property
-    def off_mean(self) -> float:
+    def distance_from_mean(self) -> float:
         """Return the difference between the loss of the batch and the mean of the losses of its halves."""
-        return self.whole[0] - self._mean
+        return self.batch[0] - self._mean
 
     @property
     def _mean(self) -> float:
-        return sum(loss * count for loss, count in self.halves) / max(self.whole[1], 1e-30)
+        return sum(loss * count for loss, count in self.halves) / max(self.batch[1], 1e-30)
 
     @property
-    def _adds_up(self) -> bool:
-        return abs(self.off_sum) <= TOLERANCE * self.scale
+    def _is_additive(self) -> bool:
+        return abs(self.distance_from_sum) <= TOLERANCE * self.scale
 
     def __str__(self) -> str:
-        (one, _), (other, _) = self.halves
-        return f"{self.whole[0]:.4g}, that of its halves {one:.4g} and {other:.4g}"
+        (first_loss, _), (second_loss, _) = self.halves
+        return f"{self.batch[0]:.4g}, that of its halves {first_loss:.4g} and {second_loss:.4g}"
 
     def is_mean(self, tolerance: float) -> bool:
-        return abs(self.off_mean) <= tolerance * abs(self._mean)
+        return abs(self.distance_from_mean) <= tolerance * abs(self._mean)
 
 
 def check_loss_is_sum(
-    parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: Reader | None = None
+    parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: BatchReader | None = None
 ) -> str:
     """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
 
-    Return "" if the check was conclusive, else why it was not. Call it on every rank: the model may run collectives.
+    Return "" if the check was conclusive, else the reason. Call it on every rank: the model may run collectives.
     Exceptions raised by the loss are ignored here and reported by the first update.
 
-    read  reads samples as a batch: for the halves of a batch that cannot be cut, and for a batch of one sample
+    read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
     """
-    fault, why = None, ""
-    with _left_alone(parts):
-        compared = _Compared(parts, lambda batch: {"loss": _loss_of(parts, loss, batch)}, _split(first, read, parts))
-        verdicts = compared.judged()
+    fault, reason = None, ""
+    with _preserve_state(parts):
+        split = _read_halves(first, read, parts)
+        verdicts = _BatchComparison(parts, lambda batch: {"loss": _compute_loss(parts, loss, batch)}, split).compare()
         if first.counts:
             verdict = verdicts["loss"]
-            fault = _fault(verdict, loss, parts) if verdict.is_fault else None
-            why = verdict.why
-    gathered = parts.world.gather([fault, why, first.counts])
-    faults = [there[0] for there in gathered]
-    # rank 0 drew the samples of this batch
-    _raise(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
-    reasons = [why for _, why, counts in gathered if counts]
+            fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
+            reason = verdict.reason
+    gathered = parts.world.gather([fault, reason, first.counts])
+    faults = [fault for fault, _, _ in gathered]
+    # If the ranks do not split a batch, rank 0 has read its samples.
+    _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
+    reasons = [reason for _, reason, counts in gathered if counts]
     return reasons[0] if reasons and all(reasons) else ""
 
 
@@ -144,103 +145,102 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     loader   reads held-out samples
     indices  of the samples of the first batch
     """
-    task, read = parts.task, Reader(loader, parts.prefetch)
+    task, read = parts.task, BatchReader(loader, parts.prefetch)
     like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
     fault: tuple[str, str, str] | None = None
     reasons: dict[str, list[str]] = {}
     states = MetricStates(task, "val", parts.world, parts.source)
     states.begin()
-    declared = states.states  # these are not sums
+    declared = states.states  # metrics that are not sums
     missing: list[str] = []
     wrong: list[TaskFault] = []
     calls = itertools.count()
-    with _left_alone(parts):
+    with _preserve_state(parts):
         try:
-            split = _split(read(indices, like), read, parts)
+            split = _read_halves(read(indices, like), read, parts)
         except Exception as error:  # reported by the first evaluation
-            split = _Split(None, None, why=f"the samples of a batch cannot be read: {error_line(error)}")
+            split = _SplitBatch(None, None, reason=f"the samples of a batch cannot be read: {error_line(error)}")
 
-        def metrics_of(batch: Any) -> Mapping[str, tuple[Number, Number]]:
-            found = task.evaluate(parts.model, batch)
-            if declared and isinstance(found, Mapping):
-                missing.extend(name for name in declared if name not in found)
-                if next(calls) == 0:  # the whole batch: a metric may not accept half of one
-                    wrong.extend(states.find_faults(found))
-                found = {name: value for name, value in found.items() if name not in declared}
-            return validate_metrics(found, task.evaluate, parts.source)
+        def compute_metrics(batch: Any) -> Mapping[str, tuple[Number, Number]]:
+            result = task.evaluate(parts.model, batch)
+            if declared and isinstance(result, Mapping):
+                missing.extend(name for name in declared if name not in result)
+                if next(calls) == 0:  # the entire batch: a metric may not accept half of it
+                    wrong.extend(states.find_faults(result))
+                result = {name: value for name, value in result.items() if name not in declared}
+            return validate_metrics(result, task.evaluate, parts.source)
 
         # Few draws only: an evaluation may be slow, such as one that decodes or samples.
-        compared = _Compared(parts, metrics_of, split, noise.EVALUATION, _NUMBERS_OF_DRAWS[:1])
-        for name, verdict in compared.judged().items():
+        comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION, _DRAW_COUNTS[:1])
+        for name, verdict in comparison.compare().items():
             if verdict.kind in ("mean", "count"):
-                fault = fault or _fault_of_metric(name, verdict, parts)
+                fault = fault or _metric_fault(name, verdict, parts)
             elif verdict.kind == "neither" and task.loss_is_additive:
-                reasons.setdefault(_NEITHER, []).append(name)
-            elif verdict.why:
-                reasons.setdefault(verdict.why, []).append(name)
-    states.begin()  # a task may keep its metrics
+                reasons.setdefault(_NOT_ADDITIVE, []).append(name)
+            elif verdict.reason:
+                reasons.setdefault(verdict.reason, []).append(name)
+    states.begin()  # reset them: a task may keep its metrics
     if wrong:
         fault = wrong[0].problems[0].what, wrong[0].problems[0].where, wrong[0].problems[0].fix
     if missing:
-        what = f"metrics declares {missing[0]}, but evaluate does not return it"
         fault = (
-            what,
+            f"metrics declares {missing[0]}, but evaluate does not return it",
             locate_definition(task.evaluate, parts.source),
             f'return {{"{missing[0]}": (scores, labels)}} with the rest',
         )
-    _raise(parts.world.broadcast(fault))
+    _raise_fault(parts.world.broadcast(fault))
     return dict(parts.world.broadcast(reasons))
 
 
-def _raise(fault: Sequence[str] | None) -> None:
+def _raise_fault(fault: Sequence[str] | None) -> None:
     if fault is not None:
         what, where, fix = fault
         raise TaskFault(what, where=where, fix=fix)
 
 
-def _loss_of(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> tuple[Number, Number]:
+def _compute_loss(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> tuple[Number, Number]:
     return validate_loss(loss(parts.model, batch), loss, parts.source)
 
 
-class _Split(NamedTuple):
+class _SplitBatch(NamedTuple):
     """A batch and its halves.
 
-    is_cut  the halves are slices of the batch; otherwise they were collated again, perhaps with other draws
-    why     why there are no halves
+    are_slices  the halves are slices of the batch; otherwise they were collated again, perhaps with other draws
+    reason      why there are no halves
     """
 
-    whole: BatchPart | None
+    batch: BatchPart | None
     halves: tuple[BatchPart, BatchPart] | None
-    is_cut: bool = True
-    why: str = ""
+    are_slices: bool = True
+    reason: str = ""
 
 
-def _split(first: MicroBatch, read: Reader | None, parts: Parts) -> _Split:
+def _read_halves(first: MicroBatch, read: BatchReader | None, parts: Parts) -> _SplitBatch:
     if not first.counts:
-        return _Split(None, None)
+        return _SplitBatch(None, None)
     if _mixes_samples(parts.bare):
-        return _Split(None, None, why="a batch norm without running statistics mixes the samples of a batch")
+        return _SplitBatch(None, None, reason="a batch norm without running statistics mixes the samples of a batch")
     if first.samples is None:
-        return _Split(None, None, why="it is not known which samples are in a batch")
+        return _SplitBatch(None, None, reason="it is not known which samples are in a batch")
     indices = list(first.samples.indices)
     try:
         if len(indices) == 1 and read is not None:
-            indices.append(read.other_than(indices[0]))
+            indices.append(read.another_index(indices[0]))
             first = read(indices, first.samples)
         halves = split_in_halves(first)
         if halves is not None or read is None or len(indices) < 2:
-            return _Split(BatchPart(first.batch, first.samples), halves, why="" if halves else _UNCUT)
-        middle, known = len(indices) // 2, first.samples
-        assert known is not None
-        one, other = (read(part, known) for part in (indices[:middle], indices[middle:]))
-        again = BatchPart(one.batch, one.samples), BatchPart(other.batch, other.samples)
-        return _Split(BatchPart(first.batch, first.samples), again, is_cut=False)
+            return _SplitBatch(BatchPart(first.batch, first.samples), halves, reason="" if halves else _NOT_SPLITTABLE)
+        middle, samples = len(indices) // 2, first.samples
+        assert samples is not None
+        one, other = (read(half, samples) for half in (indices[:middle], indices[middle:]))
+        halves = BatchPart(one.batch, one.samples), BatchPart(other.batch, other.samples)
+        return _SplitBatch(BatchPart(first.batch, first.samples), halves, are_slices=False)
     except Exception as error:
-        return _Split(None, None, why=f"two halves of a batch cannot be read: {error_line(error)}")
+        return _SplitBatch(None, None, reason=f"two halves of a batch cannot be read: {error_line(error)}")
 
 
-class Reader:
-    """Read samples as a batch on the device, in the same way as training does."""
+class BatchReader:
+    """Read samples as a batch on the device, as training does."""
 
     def __init__(self, loader: Loader, prefetch: Prefetch) -> None:
         self._loader, self._prefetch = loader, prefetch
@@ -251,14 +251,14 @@ class Reader:
         # Do not use the training loader: its workers are prefetching.
         loader = self._loader.new_like(self._loader.fetcher)
         try:
-            (found,) = self._prefetch(iter(loader.batches([key])))
+            (batch,) = self._prefetch(iter(loader.batches([key])))
         finally:
             loader.close()
-        if not found.counts or found.bad:
+        if not batch.counts or batch.bad:
             raise IndexError(f"samples that cannot be read are among {key.indices}")
-        return found
+        return batch
 
-    def other_than(self, index: int) -> int:
+    def another_index(self, index: int) -> int:
         """Return the index of another sample."""
         if len(self._loader.fetcher) < 2:
             raise IndexError("the data set has one sample")
@@ -266,120 +266,118 @@ class Reader:
 
 
 class _Verdict(NamedTuple):
-    """What the comparison found of one loss or metric.
+    """Result of the comparison for the loss or one metric.
 
-    kind    "sum", "mean", "count" (a sum with a constant count), "neither", or "" if random draws hide the answer
+    kind    "sum", "mean", "count" (a sum with a constant count), "neither", or "" if random draws prevent a decision
     values  averages over the draws; None if there are none
-    why     why the comparison was inconclusive, or ""
+    reason  why the comparison was inconclusive, or ""
     """
 
     kind: str
     values: _Values | None = None
-    why: str = ""
+    reason: str = ""
 
     @property
     def is_fault(self) -> bool:
-        return self.kind in ("mean", "count", "neither") and not self.why
+        return self.kind in ("mean", "count", "neither") and not self.reason
 
 
-class _Compared:
+class _BatchComparison:
     """Call a function on a batch and its halves from the same model and random state.
 
-    answer  batch -> name -> (sum, count)
-    epoch   epoch of the draws of `per_sample_noise`; None: that of the batch
+    compute  batch -> name -> (sum, count)
+    epoch    epoch of the draws of `per_sample_noise`; None: that of the batch
     """
 
     def __init__(
-        self, parts: Parts, answer: Callable[[Any], _Answers], split: _Split, epoch: int | None = None,
-        numbers_of_draws: Sequence[int] = _NUMBERS_OF_DRAWS,
+        self, parts: Parts, compute: Callable[[Any], _SumsByName], split: _SplitBatch, epoch: int | None = None,
+        draw_counts: Sequence[int] = _DRAW_COUNTS,
     ) -> None:  # fmt: skip
-        self.parts, self.answer, self.split, self.epoch = parts, answer, split, epoch
-        self.numbers_of_draws = numbers_of_draws
-        self.why, self.draws = split.why, False
+        self.parts, self.compute, self.split, self.epoch = parts, compute, split, epoch
+        self.draw_counts = draw_counts
+        self.reason, self.is_random = split.reason, False
 
-    def judged(self) -> dict[str, _Verdict]:
+    def compare(self) -> dict[str, _Verdict]:
         """Return the verdict on each name; on "loss" alone if there are no values."""
         forward = self.parts.precision.forward
-        found = self._values(forward)
-        if self._agree(_is_suspicious(found)) and self.parts.precision.dtype is not torch.float32:
-            forward = nullcontext  # in float32 the difference may turn out to be rounding of large sums
-            found = self._values(forward) or found
-        if found is None:
-            return {"loss": _Verdict("", why=self.why)}
-        if not self._agree(self.draws or _is_suspicious(found)):
-            return {name: _Verdict("sum", values, values.undecided) for name, values in found.items()}
-        several = [found]
+        result = self._evaluate(forward)
+        if self._agree(_is_suspicious(result)) and self.parts.precision.dtype is not torch.float32:
+            forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
+            result = self._evaluate(forward) or result
+        if result is None:
+            return {"loss": _Verdict("", reason=self.reason)}
+        if not self._agree(self.is_random or _is_suspicious(result)):
+            return {name: _Verdict("sum", values, values.inconclusive_reason) for name, values in result.items()}
+        draws = [result]
         kinds: dict[str, str] = {}
-        for number in self.numbers_of_draws:
-            since = time.perf_counter()
-            while len(several) < number:
-                next_one = self._values(forward, seed=len(several))
-                if next_one is None:
-                    return {"loss": _Verdict("", why=self.why)}
-                several.append(next_one)
-            kinds = {name: _kind_of(_of_name(several, name)) for name in found}
-            takes_long = time.perf_counter() - since > _LONGEST_S
+        for number in self.draw_counts:
+            start = time.perf_counter()
+            while len(draws) < number:
+                next_values = self._evaluate(forward, seed=len(draws))
+                if next_values is None:
+                    return {"loss": _Verdict("", reason=self.reason)}
+                draws.append(next_values)
+            kinds = {name: _classify(_select_name(draws, name)) for name in result}
+            takes_long = time.perf_counter() - start > _MAX_STEP_S
             if self._agree(all(kinds.values()) or takes_long):
                 break
-        return {name: self._verdict(kind, _of_name(several, name)) for name, kind in kinds.items()}
+        return {name: self._verdict(kind, _select_name(draws, name)) for name, kind in kinds.items()}
 
-    def _verdict(self, kind: str, several: Sequence[_Values]) -> _Verdict:
-        why = ""
+    def _verdict(self, kind: str, draws: Sequence[_Values]) -> _Verdict:
+        reason = ""
         if kind == "sum":
-            why = next((each.undecided for each in several if each.undecided), "")
+            reason = next((draw.inconclusive_reason for draw in draws if draw.inconclusive_reason), "")
         elif not kind:
-            why = f"its random draws differ too much ({len(several)} draws)"
-        elif kind == "neither" and not self.split.is_cut:
-            why = "the halves of a batch, collated again, have other values"
-        return _Verdict(kind, averaged(several), why)
+            reason = f"its random draws differ too much ({len(draws)} draws)"
+        elif kind == "neither" and not self.split.are_slices:
+            reason = "the halves of a batch, collated again, have other values"
+        return _Verdict(kind, _average(draws), reason)
 
-    def _values(self, precision: Callable[[], AbstractContextManager[Any]], seed: int = 0) -> dict[str, _Values] | None:
+    def _evaluate(self, precision: _Autocast, seed: int = 0) -> dict[str, _Values] | None:
         """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
-        whole, halves = self.split.whole, self.split.halves
-        if whole is None or halves is None:
+        batch, halves = self.split.batch, self.split.halves
+        if batch is None or halves is None:
             return None
         try:
-            of_whole, one, other = (self._value(part, precision, seed) for part in (whole, *halves))
-        except _Changes:
-            self.why = "it changes weights of the model"
+            batch_sums, one, other = (self._evaluate_part(part, precision, seed) for part in (batch, *halves))
+        except _ChangesWeights:
+            self.reason = "it changes weights of the model"
         except Exception as error:  # reported by the first update
-            self.why = f"it raises in eval mode: {error_line(error)}"
+            self.reason = f"it raises in eval mode: {error_line(error)}"
         else:
             return {
                 name: _Values(value, (one[name], other[name]))
-                for name, value in of_whole.items()
+                for name, value in batch_sums.items()
                 if name in one and name in other
             }
         return None
 
-    def _value(
-        self, part: BatchPart, precision: Callable[[], AbstractContextManager[Any]], seed: int
-    ) -> dict[str, tuple[float, float]]:
+    def _evaluate_part(self, part: BatchPart, precision: _Autocast, seed: int) -> dict[str, tuple[float, float]]:
         bare, samples = self.parts.bare, part.samples
         noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
         generators = global_generators()
         before = [generator.mark() for generator in generators]
-        with precision(), restore_buffers(bare.modules()), _Unchanged(bare):
-            found = self.answer(part.batch)
-        self.draws = self.draws or [generator.mark() for generator in generators] != before
-        return {name: (float(total), float(count)) for name, (total, count) in found.items()}
+        with precision(), restore_buffers(bare.modules()), _ForbidWeightChanges(bare):
+            sums = self.compute(part.batch)
+        self.is_random = self.is_random or [generator.mark() for generator in generators] != before
+        return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
     def _agree(self, flag: bool) -> bool:
-        """Return the flag of rank 0 if all ranks run every pass together."""
+        """Return the flag of rank 0 if all ranks must run the same forward passes."""
         return flag if self.parts.parallel.splits_batch else bool(self.parts.world.broadcast(flag))
 
 
-def _is_suspicious(found: Mapping[str, _Values] | None) -> bool:
-    return found is not None and not all(values.is_sum for values in found.values())
+def _is_suspicious(values_by_name: Mapping[str, _Values] | None) -> bool:
+    return values_by_name is not None and not all(values.is_sum for values in values_by_name.values())
 
 
-def _of_name(several: Sequence[Mapping[str, _Values]], name: str) -> list[_Values]:
-    return [each[name] for each in several if name in each]
+def _select_name(draws: Sequence[Mapping[str, _Values]], name: str) -> list[_Values]:
+    return [draw[name] for draw in draws if name in draw]
 
 
 @contextmanager
-def _left_alone(parts: Parts) -> Iterator[None]:
+def _preserve_state(parts: Parts) -> Iterator[None]:
     """Put the model in eval mode without gradients; restore the model, the task and the generators on exit."""
     with (
         restore_attributes([parts.task, *parts.bare.modules()]),
@@ -387,53 +385,55 @@ def _left_alone(parts: Parts) -> Iterator[None]:
         parts.parallel.gather_parameters(parts.model),
         torch.no_grad(),
         noise.without_samples(),
-        _eager(is_compiled=parts.plan.choices["compile"].name != "off"),
+        _force_eager(is_compiled=parts.plan.choices["compile"].name != "off"),
     ):
         yield
 
 
-def averaged(several: Sequence[_Values]) -> _Values:
+def _average(draws: Sequence[_Values]) -> _Values:
     """Return the averages over draws."""
 
     def mean(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
         losses, counts = zip(*pairs, strict=True)
         return statistics.fmean(losses), statistics.fmean(counts)
 
-    one, other = (mean(each.halves[half] for each in several) for half in (0, 1))
-    return _Values(mean(each.whole for each in several), (one, other))
+    first_half, second_half = (mean(draw.halves[half] for draw in draws) for half in (0, 1))
+    return _Values(mean(draw.batch for draw in draws), (first_half, second_half))
 
 
-def _kind_of(several: Sequence[_Values]) -> str:
-    """Return "sum", "mean", "count" or "neither", or "" if random draws hide the answer.
+def _classify(draws: Sequence[_Values]) -> str:
+    """Return "sum", "mean", "count" or "neither", or "" if random draws prevent a decision.
 
     All generators use the same seed for a batch and its halves, so draws shared by all samples cancel. Draws
     per sample do not: their averages must be closer to one hypothesis than to the other by six standard
     errors. By Student's t distribution, 16 draws err in 2 of 100,000 cases.
     """
-    found = averaged(several)
-    if any(each.undecided == _NOT_FINITE for each in several):
+    mean_values = _average(draws)
+    if any(draw.inconclusive_reason == _NOT_FINITE for draw in draws):
         return "sum"  # inconclusive; the first update reports it
-    if all(each.is_sum for each in several):
+    if all(draw.is_sum for draw in draws):
         return "sum"
-    losses = [each.whole[0] for each in several]
+    losses = [draw.batch[0] for draw in draws]
     spread = max(losses) - min(losses)
-    if all(each.is_mean(TOLERANCE) for each in several) or (
-        spread <= SPREAD * found.scale and found.is_mean(NEAR_MEAN)
+    if all(draw.is_mean(TOLERANCE) for draw in draws) or (
+        spread <= SPREAD * mean_values.scale and mean_values.is_mean(NEAR_MEAN)
     ):
-        return "count" if found.has_constant_count else "mean"
-    if spread <= 1e-3 * found.scale:
-        return "count" if found.has_constant_count else "neither"
-    if len(several) < _FEWEST_DRAWS:
+        return "count" if mean_values.has_constant_count else "mean"
+    if spread <= 1e-3 * mean_values.scale:
+        return "count" if mean_values.has_constant_count else "neither"
+    if len(draws) < _MIN_DRAWS:
         return ""
-    from_sum, from_mean = [each.off_sum for each in several], [each.off_mean for each in several]
-    if found.whole[1] == found.halves[0][1] == found.halves[1][1] != 0:  # a mean of micro-batches, or a wrong count
-        return "sum" if _is_far(from_sum) else "count" if found.has_constant_count else ""
-    if _is_far(from_sum) and found.is_mean(NEAR_MEAN):
+    from_sum, from_mean = [draw.distance_from_sum for draw in draws], [draw.distance_from_mean for draw in draws]
+    # A constant count: a mean of micro-batches, or a wrong count.
+    if mean_values.batch[1] == mean_values.halves[0][1] == mean_values.halves[1][1] != 0:
+        return "sum" if _is_significant(from_sum) else "count" if mean_values.has_constant_count else ""
+    if _is_significant(from_sum) and mean_values.is_mean(NEAR_MEAN):
         return "mean"
-    return "sum" if _is_far(from_mean) and abs(statistics.fmean(from_sum)) <= NEAR_MEAN * found.scale else ""
+    is_near_sum = abs(statistics.fmean(from_sum)) <= NEAR_MEAN * mean_values.scale
+    return "sum" if is_near_sum and _is_significant(from_mean) else ""
 
 
-def _is_far(differences: Sequence[float]) -> bool:
+def _is_significant(differences: Sequence[float]) -> bool:
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return abs(statistics.fmean(differences)) > 6 * error
 
@@ -445,101 +445,101 @@ class BatchPart(NamedTuple):
     samples: BatchSamples | None
 
 
-def split_in_halves(whole: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
+def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
     """Split a batch into two parts; return None if it cannot be split between samples safely.
 
     Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
     numbers and text are copied to both parts.
     """
-    samples = whole.samples
+    samples = batch.samples
     size = 0 if samples is None else len(samples.indices)
-    if samples is None or size < 2 or not any(tensor.dim() for tensor in _tensors(whole.batch)):
+    if samples is None or size < 2 or not any(tensor.dim() for tensor in _list_tensors(batch.batch)):
         return None
     rows = slice(0, size // 2), slice(size // 2, size)
     try:
-        one, other = (
+        first_half, second_half = (
             BatchPart(
-                _part(whole.batch, size, part),
+                _slice_rows(batch.batch, size, part),
                 samples._replace(indices=samples.indices[part], places=samples.places[part]),
             )
             for part in rows
         )
-    except _CannotBeCut:
+    except _NotSplittable:
         return None
-    return one, other
+    return first_half, second_half
 
 
-class _CannotBeCut(Exception):
+class _NotSplittable(Exception):
     pass
 
 
-class _Changes(Exception):
+class _ChangesWeights(Exception):
     """The loss changes weights, such as those of a teacher, so it must not be called unnecessarily."""
 
 
-def _part(value: Any, size: int, rows: slice) -> Any:
+def _slice_rows(value: Any, size: int, rows: slice) -> Any:
     if isinstance(value, Tensor):
         if value.dim() and len(value) != size:
-            raise _CannotBeCut
+            raise _NotSplittable
         return value[rows] if value.dim() else value
     if value is None or isinstance(value, str | bytes | int | float):
         return value
     if isinstance(value, list) and len(value) == size:
-        if _tensors(value):
-            raise _CannotBeCut  # ambiguous: one tensor per sample, or parts of a batch of this size
+        if _list_tensors(value):
+            raise _NotSplittable  # ambiguous: one tensor per sample, or parts of a batch of this size
         return value[rows]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_part(item, size, rows) for item in value))
+        return type(value)(*(_slice_rows(item, size, rows) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(_part(item, size, rows) for item in value)
+        return type(value)(_slice_rows(item, size, rows) for item in value)
     if isinstance(value, Mapping):
-        items = {key: _part(item, size, rows) for key, item in value.items()}
+        items = {key: _slice_rows(item, size, rows) for key, item in value.items()}
         if not isinstance(value, MutableMapping):
             return items
-        alike = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
-        alike.update(items)
-        return alike
-    raise _CannotBeCut
+        copied = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
+        copied.update(items)
+        return copied
+    raise _NotSplittable
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors of a batch without rebuilding it, which fails for a packed sequence."""
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in _list_tensors(part)]
 
 
 def _mixes_samples(model: nn.Module) -> bool:
     """Return True if samples depend on each other in eval mode too (batch norm without running statistics)."""
-    return any(isinstance(each, _BatchNorm) and each.running_mean is None for each in model.modules())
+    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
 @contextmanager
 def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
     """Restore numbers, flags and text in the attributes of objects, because a loss may count its calls."""
-    kept = [(vars(each), dict(vars(each))) for each in objects]
+    saved = [(vars(obj), dict(vars(obj))) for obj in objects]
     try:
         yield
     finally:
-        for attributes, before in kept:
-            for name in [name for name, value in attributes.items() if isinstance(value, _PLAIN)]:
+        for attributes, before in saved:
+            for name in [name for name, value in attributes.items() if isinstance(value, _PLAIN_TYPES)]:
                 if name not in before:  # attribute created by the first call
                     del attributes[name]
-            attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN)})
+            attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN_TYPES)})
 
 
-def _eager(*, is_compiled: bool) -> AbstractContextManager[Any]:
+def _force_eager(*, is_compiled: bool) -> AbstractContextManager[Any]:
     """Return a context that prevents compilation for eval mode and half batches."""
     return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
-class _Unchanged(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ForbidWeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raise before an operation changes a model parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = {_storage(weight) for weight in model.parameters()}
+        self.storages = {_storage_id(weight) for weight in model.parameters()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -547,13 +547,13 @@ class _Unchanged(TorchDispatchMode):  # type: ignore[no-untyped-call]
             named = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
             for argument in function._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = _tensors({**named, **kwargs}.get(argument.name))
-                    if any(_storage(tensor) in self.storages for tensor in written):
-                        raise _Changes
+                    written = _list_tensors({**named, **kwargs}.get(argument.name))
+                    if any(_storage_id(tensor) in self.storages for tensor in written):
+                        raise _ChangesWeights
         return function(*args, **kwargs)
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_id(tensor: Tensor) -> int:
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return int(local.untyped_storage()._cdata)
 
@@ -561,14 +561,14 @@ def _storage(tensor: Tensor) -> int:
 # ---------------------------------------------------------------- error reports
 
 
-def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
+def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
     """Return the fault, with its location and the fix."""
     assert verdict.values is not None
-    kind, count = verdict.kind, verdict.values.whole[1]
+    kind, count = verdict.kind, verdict.values.batch[1]
     figures = f"the loss of a batch is {verdict.values}"
     if kind == "count":
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
-        return what, locate_definition(loss, parts.source), _COUNT
+        return what, locate_definition(loss, parts.source), _COUNT_FIX
     if kind == "mean":
         where, fix = find_mean_call(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
@@ -579,20 +579,20 @@ def _fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[s
     return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
 
 
-def _fault_of_metric(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str, str]:
+def _metric_fault(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str, str]:
     assert verdict.values is not None
-    evaluate, count = parts.task.evaluate, verdict.values.whole[1]
+    evaluate, count = parts.task.evaluate, verdict.values.batch[1]
     figures = f"{name} of a batch is {verdict.values}"
     if verdict.kind == "count":
         what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
-        return what, locate_definition(evaluate, parts.source), _COUNT
+        return what, locate_definition(evaluate, parts.source), _COUNT_FIX
     where, fix = find_mean_call(evaluate, parts.source, name)
     what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
     return what, where, fix
 
 
 _NOT_FINITE = "it is not finite for the first batch"
-_UNCUT = "the batch cannot be cut into two halves"
-_NEITHER = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
-_PLAIN = (bool, int, float, str, type(None))
-_COUNT = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"
+_NOT_SPLITTABLE = "the batch cannot be cut into two halves"
+_NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
+_PLAIN_TYPES = (bool, int, float, str, type(None))
+_COUNT_FIX = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"

@@ -49,7 +49,7 @@ class Parts:
 
     bare   the task's model on the device; checkpoints use its parameter names
     model  the module to call in forward passes: `bare`, or its wrapper from the parallel strategy
-    notes  what each axis changed, for the start report
+    notes  changes by each axis, for the start report
     """
 
     plan: Plan
@@ -81,12 +81,12 @@ class Parts:
             samples = StreamSamples(stream, lengths, self.plan.settings.seed)
             return StreamFetcher(samples, self.task.collate, model=self.bare)
         if isinstance(dataset, StreamSource):
-            dataset = self._held(dataset)
+            dataset = self._load_stream(dataset)
         bad = str(options["bad_samples"])
         fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare, split=split)
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
-            fix = f"dataset({split!r}) must hold samples; see data.path and data.train_samples"
+            fix = f"dataset({split!r}) must return samples; see data.path and data.train_samples"
             raise DataError(f"the data set of split {split} is empty", where=where, fix=fix)
         return fetcher
 
@@ -113,18 +113,20 @@ class Parts:
                 f'dataset("{split}") must return samples with len() and [index], or a stream to iterate over, but'
                 f" returned {type(dataset).__name__}"
             )
-            raise TaskFault(what, where=locate_definition(task.dataset, self.source), fix="a list of samples will do")
+            raise TaskFault(
+                what, where=locate_definition(task.dataset, self.source), fix="return a list of samples, for example"
+            )
         check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
         return dataset
 
-    def _held(self, stream: StreamSource) -> list[Any]:
-        """Return the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
+    def _load_stream(self, stream: StreamSource) -> list[Any]:
+        """Read the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
         settings = self.plan.settings
         with task_errors(self.source, f'stream("{stream.split}")', allow=NotImplementedError):
             return read_all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
 
     def _check_options(self) -> None:
-        """Raise ConfigError for options of the data loader that a stream excludes."""
+        """Raise ConfigError for options of the data loader that do not work with a stream."""
         options = self.plan.choices["dataloader"].options
         problems = []
         if options["cache"] != "none":
@@ -156,35 +158,35 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     _check_cache("TRITON_CACHE_DIR", is_needed=uses_inductor and plan.device.startswith("cuda"))
     keep_compiled_code_private()  # before anything imports Inductor, which reads the cache folder at import
     world = world or World(torch.device(plan.device))
-    stack.enter_context(_made(BACKENDS, choices["backend"], world.num_local_ranks))
-    attention: Attention = _made(ATTENTIONS, choices["attention"], world.device)
+    stack.enter_context(_make(BACKENDS, choices["backend"], world.num_local_ranks))
+    attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
     seed_everything(plan.settings.seed)
     task = load_task(plan)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
-    parallel = _made(PARALLELISMS, choices["parallelism"], world)
+    parallel = _make(PARALLELISMS, choices["parallelism"], world)
     if any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected):
         check_strategy(parallel, choices["parallelism"])
     for phase in plan.selected:
         if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
             raise unsupported_error(choices["parallelism"].name)
     with task_errors(source, f"moving the model to {world.device}"):
-        stays = parallel.places_model or _is_on(world.device, task.model)
-        bare = task.model if stays else task.model.to(world.device)
+        is_placed = parallel.places_model or _is_on_device(world.device, task.model)
+        bare = task.model if is_placed else task.model.to(world.device)
     if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
         bare = synchronize_batch_norms(bare, world)
     with task_errors(source, "blocks"):
         blocks = validate_modules(task.blocks(), task.blocks, source)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        notes = list(_made(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
-        precision = _made(PRECISIONS, choices["precision"], world, bare)
+        notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
+        precision = _make(PRECISIONS, choices["precision"], world, bare)
         stack.enter_context(precision.flags)
-        _made(COMPILES, choices["compile"], bare, blocks, world.device)
-    notes += [str(warning.message) for warning in said if str(warning.message) not in notes]
+        _make(COMPILES, choices["compile"], bare, blocks, world.device)
+    notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
     notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
-    prefetch = _made(PREFETCHES, choices["prefetch"], world.device)
+    prefetch = _make(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
@@ -205,8 +207,8 @@ def _check_cache(variable: str, *, is_needed: bool) -> None:
         warnings.warn(f"{problem.where}: {problem.what}; {problem.fix}", stacklevel=2)
 
 
-def _is_on(device: torch.device, model: nn.Module) -> bool:
-    """Return True if the model needs no move: weights on the meta device, as in a forecast, cannot be moved."""
+def _is_on_device(device: torch.device, model: nn.Module) -> bool:
+    """Return True if the model is on the device. Weights on the meta device, as in a forecast, cannot be moved."""
     return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
 
 
@@ -215,11 +217,11 @@ def _check_state(model: nn.Module, source: Path) -> None:
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise TaskFault(
-                f"the model's state has {name}, a {type(value).__name__} and no tensor: a checkpoint could not hold it",
+                f"the model's state contains {name}, a {type(value).__name__}: a checkpoint can store tensors only",
                 where=str(source),
                 fix='keep it in a buffer: self.register_buffer("count", torch.zeros(()))',
             )
 
 
-def _made(table: Mapping[str, Any], choice: Choice, *given: Any) -> Any:
-    return make(table, choice.function, *given, **choice.options)
+def _make(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
+    return make(table, choice.function, *args, **choice.options)

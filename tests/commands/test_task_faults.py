@@ -92,7 +92,7 @@ FAULTS = {
         "        self.calls = 0\n",
         "        self.calls = 0\n        torch.nn.Sequential.get_extra_state = lambda self: {'calls': 0}\n",
         70,
-        "the model's state has _extra_state, a dict and no tensor: a checkpoint could not hold it",
+        "the model's state contains _extra_state, a dict: a checkpoint can store tensors only",
     ),
     "no loss": Fault("def loss", "def los", 70, "Mine must define loss(model, batch) -> (loss_sum, num_items)"),
     "no dataset": Fault("def dataset", "def data", 70, "Mine must define dataset(split)"),

@@ -25,7 +25,7 @@ from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.additivity_check import Reader, check_loss_is_sum, split_in_halves
+from runner.engine.additivity_check import BatchReader, check_loss_is_sum, split_in_halves
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -60,7 +60,7 @@ def said(
 ) -> str:  # fmt: skip
     """Return what is said of a loss: "" where nothing is wrong."""
     parts = parts_of(model or model_of(), precision)
-    read = None if loader is None else Reader(loader, Prefetch(WORLD.device))
+    read = None if loader is None else BatchReader(loader, Prefetch(WORLD.device))
     try:
         check_loss_is_sum(parts, loss, first or micro_of(batch_of() if batch is None else batch), read)
     except TaskFault as fault:

@@ -8,7 +8,7 @@ import time
 from runner.axes.compile import nothing_was_compiled
 from runner.base.task import Task
 from runner.base.text import abbreviate
-from runner.engine.additivity_check import Reader, check_loss_is_sum, check_metrics_are_sums
+from runner.engine.additivity_check import BatchReader, check_loss_is_sum, check_metrics_are_sums
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -48,7 +48,7 @@ class FirstUpdate(Hook):
         if is_sharded and phase.hook(Evaluation).held_out is None:
             reason = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
-            read = Reader(phase.loader, parts.prefetch)
+            read = BatchReader(phase.loader, parts.prefetch)
             reasons = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
             ]
