@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
 
 
-def train(*words: str, **settings: Any) -> Run:
-    """Train as `accel-run train WORDS` does, and return the run.
+def train(*arguments: str, **settings: Any) -> Run:
+    """Train as `accel-run train ARGUMENTS` does, and return the run.
 
     The run is a separate process, whose output appears in sys.stdout and sys.stderr. Its signal handlers and global
     switches of torch do not affect this one. KeyboardInterrupt lets it save and stop; it is raised again afterwards.
 
     Args:
-        words: arguments of the command: "task=gpt", "--task", "my_task.py", "updates=200".
+        arguments: arguments of the command: "task=gpt", "--task", "my_task.py", "updates=200".
         settings: further settings; `__` stands for a dot: optimizer__lr=3e-4. Strings are taken literally.
 
     Raises:
@@ -36,55 +36,55 @@ def train(*words: str, **settings: Any) -> Run:
     from runner.durable.directory import default_name
     from runner.host.command_process import run_command
 
-    given = build_argv(words, settings)
-    if {"-m", "--multirun"} & set(given):
+    argv = build_argv(arguments, settings)
+    if {"-m", "--multirun"} & set(argv):
         fix = "call train in a loop, or in the objective of a search"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
-    configuration = compose(read(given).request)
+    configuration = compose(read(argv).request)
     name = configuration.settings.run or default_name(configuration.choices["task"].name)
-    ended = run_command(["train", *given, *([] if configuration.settings.run else [override_of("run", name)])])
-    _check(ended.code, "train", allowed=(Exit.DONE, Exit.PREEMPTED))
+    result = run_command(["train", *argv, *([] if configuration.settings.run else [override_of("run", name)])])
+    _raise_on_failure(result.code, "train", allowed=(Exit.DONE, Exit.PREEMPTED))
     return Run([override_of("run", name), override_of("output_root", str(configuration.settings.root))])
 
 
-def evaluate(*words: str, **settings: Any) -> dict[str, float]:
-    """Evaluate as `accel-run evaluate WORDS` does; return the metrics, such as {"test/loss": 0.4}.
+def evaluate(*arguments: str, **settings: Any) -> dict[str, float]:
+    """Evaluate as `accel-run evaluate ARGUMENTS` does; return the metrics, such as {"test/loss": 0.4}.
 
     Args:
-        words: arguments of the command: a run ("last" by default) and settings, such as "first", "split=test".
+        arguments: arguments of the command: a run ("last" by default) and settings, such as "first", "split=test".
         settings: further settings: split="test", checkpoint="best".
 
     A metric without items is NaN. Raises as `train` does.
     """
     from runner.host.command_process import run_command
 
-    ended = run_command(["evaluate", *build_argv(words, settings), "--json"], relay_output=False)
-    _check(ended.code, "evaluate", allowed=(Exit.DONE,))
-    return none_to_nan(json.loads(ended.out)["metrics"])
+    result = run_command(["evaluate", *build_argv(arguments, settings), "--json"], relay_output=False)
+    _raise_on_failure(result.code, "evaluate", allowed=(Exit.DONE,))
+    return none_to_nan(json.loads(result.out)["metrics"])
 
 
-def open_run(*words: str, **settings: Any) -> Run:
+def open_run(*arguments: str, **settings: Any) -> Run:
     """Return an existing run: the last one, or one by name or directory.
 
     Args:
-        words: as for `accel-run status`: "first", "outputs/first", "output_root=DIR"; "--task", FILE for a run from
+        arguments: as for `accel-run status`: "first", "outputs/first", "output_root=DIR"; "--task", FILE for a run from
             elsewhere, whose directory alone never decides which code is executed.
         settings: further settings.
 
     Raises:
         InputMissing: if there is no such run.
     """
-    return Run(build_argv(words, settings))
+    return Run(build_argv(arguments, settings))
 
 
 class Run:
-    """A run: its metrics, its models and its directory. Reads the files of the run when asked, so it is never stale."""
+    """A run: its metrics, its models and its directory. Each access reads the files of the run again."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, arguments: list[str]) -> None:
         from runner.commands.arguments import read_of_a_run
         from runner.durable.run_request import find_run
 
-        self._request = read_of_a_run(words)
+        self._request = read_of_a_run(arguments)
         self._directory: RunDirectory = find_run(self._request, lambda _: None)[0]
         self.name, self.path = self._directory.name, self._directory.path.absolute()
 
@@ -103,7 +103,7 @@ class Run:
         return next((values for values in reversed(list(evaluations)) if values), {})
 
     def history(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, oldest first; NaN for what was not measured."""
+        """Return the rows of metrics.jsonl, oldest first; values that were not measured are NaN."""
         from runner.durable.files import read_rows
 
         return [
@@ -126,11 +126,11 @@ class Run:
         from runner.durable.checkpoint_choice import is_choice
         from runner.engine.trained_run import load_trained_model
 
-        wanted = None if checkpoint is None else str(checkpoint)
-        if wanted is not None and not is_choice(wanted):
-            what = f"must be best, last or the number of an update, but is {wanted}"
+        choice = None if checkpoint is None else str(checkpoint)
+        if choice is not None and not is_choice(choice):
+            what = f"must be best, last or the number of an update, but is {choice}"
             raise ConfigError(Problem(what, "checkpoint", 'use run.model("best")'))
-        return load_trained_model(self._directory, self._request, wanted)
+        return load_trained_model(self._directory, self._request, choice)
 
     def plot(self, *names: str) -> Any:
         """Return a matplotlib Figure of metrics by update, which a notebook shows.
@@ -141,18 +141,18 @@ class Run:
         from runner.base.picture import COLORS, notebook_figure
 
         rows = self.history()
-        known = list(dict.fromkeys(key for row in rows for key in row if "/" in key))
-        chosen = names or [name for name in known if name.endswith("loss")]
+        metrics = list(dict.fromkeys(key for row in rows for key in row if "/" in key))
+        selected = names or [name for name in metrics if name.endswith("loss")]
         figure = notebook_figure()
         axes = figure.subplots()
-        for number, name in enumerate(chosen):
+        for number, name in enumerate(selected):
             points = [(row["update"], row[name]) for row in rows if name in row]
             if not points:
-                raise ConfigError(Problem(f"the run has no metric {name}", "plot", f"use one of {', '.join(known)}"))
+                raise ConfigError(Problem(f"the run has no metric {name}", "plot", f"use one of {', '.join(metrics)}"))
             axes.plot(*zip(*points, strict=True), label=name, color=COLORS[number % len(COLORS)])
         axes.set_xlabel("update")
         axes.set_title(self.name)
-        if chosen:
+        if selected:
             axes.legend()
         return figure
 
@@ -160,13 +160,13 @@ class Run:
         return f"Run({str(self.path)!r}, {self.state})"
 
 
-def build_argv(words: tuple[str, ...], settings: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of a call as those of the command line."""
-    return [*words, *(f"{key.replace('__', '.')}={_text(value)}" for key, value in settings.items())]
+def build_argv(arguments: tuple[str, ...], settings: Mapping[str, Any]) -> list[str]:
+    """Convert the arguments of a Python call to those of the command line."""
+    return [*arguments, *(f"{key.replace('__', '.')}={_format_value(value)}" for key, value in settings.items())]
 
 
-def _text(value: Any) -> str:
-    """Return a value as the command line takes it; a string stands for exactly this text."""
+def _format_value(value: Any) -> str:
+    """Format a value for the command line; strings are quoted, so that they are not parsed as other types."""
     from runner.config.request import override_of
 
     if value is None or isinstance(value, bool):
@@ -174,21 +174,21 @@ def _text(value: Any) -> str:
     if isinstance(value, str | Path):
         return override_of("", str(value)).removeprefix("=")
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_text, value))}]"
+        return f"[{','.join(map(_format_value, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_text(str(key))}:{_text(item)}" for key, item in value.items()) + "}"
-    return repr(value.item() if hasattr(value, "item") else value)  # a number, also one of NumPy or of a search
+        return "{" + ",".join(f"{_format_value(str(key))}:{_format_value(item)}" for key, item in value.items()) + "}"
+    return repr(value.item() if hasattr(value, "item") else value)  # a number, possibly of NumPy
 
 
-def _check(code: int, command: str, allowed: tuple[Exit, ...]) -> None:
-    """Raise AccelRunError for a command that ended without a report: killed, or by an error of the program."""
+def _raise_on_failure(code: int, command: str, allowed: tuple[Exit, ...]) -> None:
+    """Raise AccelRunError if the exit code is not allowed, as after a kill or an internal error."""
     if code in tuple(map(int, allowed)):
         return
-    how = (
-        f"was ended by signal {code - 128}"
+    outcome = (
+        f"was terminated by signal {code - 128}"
         if code > 128 and code != Exit.INTERRUPTED
         else f"ended with exit code {code}"
     )
-    error = AccelRunError(f"accel-run {command} {how}", fix="its output above has the reason")
+    error = AccelRunError(f"accel-run {command} {outcome}", fix="see its output above")
     error.exit_code = Exit(code) if code in tuple(map(int, Exit)) else Exit.SOFTWARE
     raise error

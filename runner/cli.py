@@ -32,17 +32,17 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     report  called with an error instead of printing it
     """
     report = report or print_problems
-    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # Imported objects live forever: garbage collection takes a quarter of the 2.5 s that importing torch needs.
         # Long-running code enables it again (engine/hooks/first_update.py, engine/infer.py).
         gc.disable()
         open_closed_streams()
-    trains = bool(given) and given[0] in TRAINING
-    ended: list[int] = []
-    with _exit_on_signals(ended, for_good=argv is None), nonblocking_streams() if trains else nullcontext():
+    is_training = bool(arguments) and arguments[0] in TRAINING
+    final_code: list[int] = []
+    with _exit_on_signals(final_code, for_good=argv is None), nonblocking_streams() if is_training else nullcontext():
         try:
-            code = _dispatch(given)
+            code = _dispatch(arguments)
         except AccelRunError as error:
             report(error)
             code = int(error.exit_code)
@@ -51,23 +51,23 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
         except OSError as error:
             code = _report_os_error(error)
         except KeyboardInterrupt:
-            _say("accel-run: interrupted")
+            _print_error("accel-run: interrupted")
             code = int(Exit.INTERRUPTED)
         except MemoryError:
-            _say("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
+            _print_error("accel-run: out of host memory\n           free some, or raise the limit with ulimit -v")
             code = int(Exit.HOST_MEMORY)
         except Exception as error:
             limit = find_system_limit(error)
-            code = _fault(error) if limit is None else int(limit.exit_code)
+            code = _report_internal_error(error) if limit is None else int(limit.exit_code)
             if limit is not None:
                 report(limit)
-        ended.append(_flushed(code))
-        return ended[0]
+        final_code.append(_flush_stdout(code))
+        return final_code[0]
 
 
 def print_problems(error: AccelRunError) -> None:
     """Print every problem on stderr, one paragraph each, numbered when there are several."""
-    _say(format_error(error))
+    _print_error(format_error(error))
 
 
 def overview() -> str:
@@ -107,45 +107,45 @@ def _dispatch(argv: list[str]) -> int:
         return int(Exit.DONE)
     if first not in COMMANDS:
         refuse_secrets(argv)
-        raise _unknown(argv)
+        raise _unknown_command(argv)
     if first != "complete":  # which never prints its arguments
-        refuse_secrets(argv[1:], partial(_options, argv))
+        refuse_secrets(argv[1:], partial(_option_names, argv))
     if first != "new":  # which writes a source file of the user
         os.umask(0o077)  # set here once: libraries that write to the run directory set no modes
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
-    ours = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
-    if {"--help", "-h"} & set(ours):
+    arguments = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
+    if {"--help", "-h"} & set(arguments):
         print(wrap_help(module.HELP), end="")
         return int(Exit.DONE)
     run: Callable[[list[str]], int] = module.run
     return run(argv[1:])
 
 
-def _options(argv: Sequence[str]) -> Collection[str]:
+def _option_names(argv: Sequence[str]) -> Collection[str]:
     """Return all option names, including those of the given task file and config folder."""
     from runner.config.options import names_of_options
 
-    given: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for arg, following in zip(argv, [*argv[1:], ""], strict=True):
         flag, has_value, value = arg.partition("=")
         if flag in ("--task", "--config-dir"):
             with suppress(RuntimeError):  # ~ of an unknown user
-                given[flag] = Path(value if has_value else following).expanduser()
-    return names_of_options(given.get("--task"), given.get("--config-dir"))
+                paths[flag] = Path(value if has_value else following).expanduser()
+    return names_of_options(paths.get("--task"), paths.get("--config-dir"))
 
 
-def _unknown(argv: Sequence[str]) -> AccelRunError:
+def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     import difflib
 
     from runner.config.aliases import fix_of_command
     from runner.config.options import options_of_groups
 
     arg = argv[0]
-    known = fix_of_command(arg, options_of_groups())
-    close = difflib.get_close_matches(arg.lower(), [name for name in COMMANDS if COMMANDS[name][1]], n=1, cutoff=0.6)
-    if not known and close:
-        known = f"did you mean accel-run {close[0]}?"
-    fix = known or f"commands: {', '.join(name for name, (_, summary) in COMMANDS.items() if summary)}"
+    names = [name for name, (_, summary) in COMMANDS.items() if summary]
+    fix = fix_of_command(arg, options_of_groups())
+    if not fix and (close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6)):
+        fix = f"did you mean accel-run {close[0]}?"
+    fix = fix or f"commands: {', '.join(names)}"
     error = UsageError("unknown command", where=arg, fix=fix)
     error.exit_code = Exit.CONFIG
     return error
@@ -155,71 +155,75 @@ def _unknown(argv: Sequence[str]) -> AccelRunError:
 
 
 @contextmanager
-def _exit_on_signals(ended: list[int], *, for_good: bool) -> Iterator[None]:
+def _exit_on_signals(final_code: list[int], *, for_good: bool) -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP end the program at once with 130.
 
     This includes imports, where a KeyboardInterrupt may be lost. A run that has something to save installs its own
-    handlers. A shell that starts us in the background ignores SIGINT.
-    ended     the exit code once the command has ended; signals then exit with this code
+    handlers. A shell that starts the program in the background ignores SIGINT.
+    final_code     the exit code once the command has ended; signals then exit with this code
     for_good  the process exits after this, so the default handlers are left in place for the interpreter's shutdown
     """
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
-    previous = {number: signal.getsignal(number) for number in usual}
-    taken = [number for number, handler in usual.items() if previous[number] is handler]
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    previous = {number: signal.getsignal(number) for number in defaults}
+    handled = [number for number, handler in defaults.items() if previous[number] is handler]
     if threading.current_thread() is not threading.main_thread():
-        taken = []
-    leave = partial(_leave, os.getpid(), ended)
-    for number in taken:
-        signal.signal(number, leave)
+        handled = []
+    exit_now = partial(_exit_at_signal, os.getpid(), final_code)
+    for number in handled:
+        signal.signal(number, exit_now)
     try:
         yield
     finally:
-        for number in taken:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL if for_good else previous[number])
 
 
-def _leave(asked: int, ended: list[int], number: int, _: object) -> None:
+def _exit_at_signal(main_pid: int, final_code: list[int], number: int, _: object) -> None:
     """Exit with 130, or with the code of a command that has ended.
 
     A child forked in the meantime is ended by the signal itself, as its sender expects.
     """
     signal.signal(number, signal.SIG_DFL)  # if the lines below block on a full pipe, a second signal ends the process
-    if number != signal.SIGINT and os.getpid() != asked:
+    if number != signal.SIGINT and os.getpid() != main_pid:
         os.kill(os.getpid(), number)
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # the signal may interrupt a print
             stream.flush()
-    if not ended:
+    if not final_code:
         write_if_ready("\naccel-run: interrupted\n")
-    os._exit(ended[0] if ended else Exit.INTERRUPTED)
+    os._exit(final_code[0] if final_code else Exit.INTERRUPTED)
 
 
-def _fault(error: Exception) -> int:
+def _report_internal_error(error: Exception) -> int:
     """Print an internal error: the cause, a request to report it, and the traceback."""
     import traceback
 
-    whose = "this is a bug in accel-run; please report it with the traceback below"
-    _say(f"accel-run: {error_line(error)}\n           {whose}")
-    _say("".join(traceback.format_exception(error)))
+    request = "this is a bug in accel-run; please report it with the traceback below"
+    _print_error(f"accel-run: {error_line(error)}\n           {request}")
+    _print_error("".join(traceback.format_exception(error)))
     return int(Exit.SOFTWARE)
 
 
 def _report_os_error(error: OSError) -> int:
     """Print a system error; a write error without a file name comes from standard output."""
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        _say(f"accel-run: standard output cannot be written: {error.strerror}")
+        _print_error(f"accel-run: standard output cannot be written: {error.strerror}")
         return int(Exit.INPUT_OUTPUT)
-    code = _REFUSED.get(error.errno or 0)
+    code = _EXIT_CODES.get(error.errno or 0)
     if code is None or (error.filename is None and code not in (Exit.SYSTEM, Exit.HOST_MEMORY)):
-        return _fault(error)
+        return _report_internal_error(error)
     where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
     reason = error.strerror or first_line(error_message(error))
-    _say(f"accel-run: {where}system error: {reason}{_WAYS_OUT.get(code, '')}")
+    _print_error(f"accel-run: {where}system error: {reason}{_FIXES.get(code, '')}")
     return int(code)
 
 
-_WAYS_OUT = {Exit.SYSTEM: "\n           raise the limits on open files (ulimit -n) and processes (ulimit -u)"}
-_REFUSED = {
+_FIXES = {Exit.SYSTEM: "\n           raise the limits on open files (ulimit -n) and processes (ulimit -u)"}
+_EXIT_CODES = {
     errno.EACCES: Exit.PERMISSION,
     errno.EPERM: Exit.PERMISSION,
     errno.EROFS: Exit.INPUT_OUTPUT,
@@ -236,13 +240,13 @@ _REFUSED = {
 }
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with suppress(OSError, ValueError):  # broken pipe or closed stream
         if sys.stderr is not None:  # print would take standard output instead
             print(wrap_for_terminal(sanitize(text), sys.stderr), file=sys.stderr, flush=True)
 
 
-def _flushed(code: int) -> int:
+def _flush_stdout(code: int) -> int:
     """Flush standard output and return the code, or that of a full disk; a broken pipe is ignored."""
     try:
         if sys.stdout is not None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist  # noqa: TID251 - whether the caller's script has joined ranks
+import torch.distributed as dist  # noqa: TID251 - to detect an initialized process group
 from torch import Tensor, nn
 
 from runner.base import partition
@@ -28,7 +28,7 @@ Strategy = Literal["single", "replicated", "pipeline"]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ParallelChoice:
     """The selected strategy with its reason; `model` is ready to use.
 
     table  for a pipeline: device and memory of each layer
@@ -54,7 +54,7 @@ def auto_parallelize(
     bytes_per_parameter: float = ADAMW_BYTES,
     headroom: float = 0.1,
     say: Callable[[str], object] = print,
-) -> Chosen:
+) -> ParallelChoice:
     """Place the model on the available devices, and report the strategy and the reason.
 
     single: the model fits on one device. replicated: torch.distributed is initialized with several processes, and the
@@ -71,18 +71,20 @@ def auto_parallelize(
     Raises ConfigError if the model does not fit, with the needed and available memory.
     """
     has_joined = dist.is_available() and dist.is_initialized()
-    places = _places(_own_device() if devices is None and has_joined else devices)
+    places = _resolve_devices(_current_rank_device() if devices is None and has_joined else devices)
     limits = [int(size * (1 - headroom)) for size in _capacities(places, capacities)]
     parts = _layers(model, layers)
     need = _needed_bytes(model, example, bytes_per_parameter)
     largest = limits.index(max(limits))
     if has_joined and dist.get_world_size() > 1:
-        chosen = _replicated(model, places[largest], need, limits[largest])
+        chosen = _replicated_choice(model, places[largest], need, limits[largest])
     elif need <= max(limits) and (parts is None or max(limits) <= 1.1 * min(limits)):
-        reason = f"the model needs {_size(need)}, and {places[largest]} has {_size(limits[largest])} available"
+        reason = (
+            f"the model needs {_format_size(need)}, and {places[largest]} has {_format_size(limits[largest])} available"
+        )
         if len(places) > 1:
             reason += f"; {len(places)} processes, one per device, could each train a replica: use torchrun"
-        chosen = Chosen(model.to(places[largest]), "single", reason)
+        chosen = ParallelChoice(model.to(places[largest]), "single", reason)
     elif len(places) > 1 and parts is not None:
         piped = PipelineParallel(
             model,
@@ -93,9 +95,9 @@ def auto_parallelize(
             example=example,
             bytes_per_parameter=bytes_per_parameter,
         )
-        chosen = _piped(piped, limits, need)
+        chosen = _pipeline_choice(piped, limits, need)
     else:
-        raise ConfigError(_no_room(model, places, limits, need, parts))
+        raise ConfigError(_does_not_fit(model, places, limits, need, parts))
     say(str(chosen))
     return chosen
 
@@ -136,14 +138,14 @@ class PipelineParallel(nn.Module):
             raise ConfigError(Problem(f"must be at least 1, but is {num_microbatches}", "num_microbatches"))
         self.model = model
         self.num_microbatches = num_microbatches
-        self.devices = _places(devices)
+        self.devices = _resolve_devices(devices)
         self.bytes_per_parameter = bytes_per_parameter
         if balance == "time" and split is None and example is None:
             what = "must be the inputs of one call, by which layers are timed for balance='time', but is None"
             raise ConfigError(Problem(what, "example", "use example=(x,) with a whole batch, or balance='memory'"))
         parts = _layers(model, layers)
         if parts is None:
-            raise ConfigError(_without_layers(model))
+            raise ConfigError(_unknown_layers(model))
         check_layers(model, parts)
         self.costs = _costs(model, parts, example, 1 / num_microbatches)
         self.split = self._split(split, balance, _capacities(self.devices, capacities))
@@ -162,14 +164,14 @@ class PipelineParallel(nn.Module):
         """
         calls = self._parts(inputs, named)
         values: list[Any] = [None] * len(calls)
-        # In order of time: at each tick every device has another part. GPUs compute while the next ones are launched.
+        # Each tick runs another micro-batch on each device. GPUs compute while kernels of the next ones are launched.
         for tick in range(len(calls) + len(self._stages) - 1):
             for number in reversed(range(len(self._stages))):
                 part = tick - number
                 if 0 <= part < len(calls):
                     inputs, named = calls[part] if number == 0 else ((values[part],), {})
                     values[part] = self._stages[number](inputs, named)
-        return _joined(values)
+        return _concatenate(values)
 
     def train(self, mode: bool = True) -> PipelineParallel:
         super().train(mode)
@@ -189,19 +191,19 @@ class PipelineParallel(nn.Module):
         )
 
     def _split(
-        self, wanted: Sequence[int] | None, balance: partition.Balance, capacities: Sequence[int]
+        self, sizes: Sequence[int] | None, balance: partition.Balance, capacities: Sequence[int]
     ) -> partition.Split:
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "costs": [cost.seconds for cost in self.costs],
             "memory_bytes": [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
             "devices": [partition.StageDevice(size) for size in capacities],
             "activation_bytes": [cost.activation_bytes for cost in self.costs],
             "in_flight": [self.num_microbatches] * len(capacities),
         }
-        if wanted is not None:
-            split = partition.split_from_sizes(wanted, **given, where="split")
+        if sizes is not None:
+            split = partition.split_from_sizes(sizes, **options, where="split")
         else:
-            split = partition.split(**given, balance=balance)
+            split = partition.split(**options, balance=balance)
         if isinstance(split, Problem):
             raise ConfigError(split)
         return split
@@ -225,11 +227,13 @@ class PipelineParallel(nn.Module):
             fix = f"use num_microbatches={size}" if size else "pass a batch"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
-        return [_part(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
+        return [_slice_samples(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
 
 
-def _part(rows: slice, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return these rows of all tensors."""
+def _slice_samples(
+    rows: slice, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return these samples of all tensors."""
     part: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(lambda tensor: tensor[rows], (inputs, named))
     return part
 
@@ -266,16 +270,16 @@ class DeviceStage:
         inputs, named = map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), (inputs, named))
         value: Any = None
         for number, (layer, borrowed) in enumerate(zip(self.layers, self.borrowed, strict=True)):
-            given, more = (inputs, named) if number == 0 else ((value,), {})
+            args, kwargs = (inputs, named) if number == 0 else ((value,), {})
             if borrowed:
                 copies = {name: weight.to(self.device, non_blocking=True) for name, weight in borrowed.items()}
-                value = torch.func.functional_call(layer, copies, given, more)
+                value = torch.func.functional_call(layer, copies, args, kwargs)
             else:
-                value = layer(*given, **more)
+                value = layer(*args, **kwargs)
         return value
 
 
-def _joined(values: Sequence[Any], name: str = "the output") -> Any:
+def _concatenate(values: Sequence[Any], name: str = "the output") -> Any:
     """Concatenate the outputs of all micro-batches. Raises ConfigError for a tensor without dimensions."""
     first = values[0]
     if isinstance(first, Tensor):
@@ -289,14 +293,14 @@ def _joined(values: Sequence[Any], name: str = "the output") -> Any:
     if isinstance(first, (tuple, list)):
         fields = getattr(first, "_fields", None)
         names = [f"{name}.{field}" for field in fields] if fields else [f"{name}[{at}]" for at in range(len(first))]
-        joined = [_joined(column, names[at]) for at, column in enumerate(zip(*values, strict=True))]
+        joined = [_concatenate(column, names[at]) for at, column in enumerate(zip(*values, strict=True))]
         return type(first)(*joined) if fields else type(first)(joined)
     if isinstance(first, dict):
-        return {key: _joined([value[key] for value in values], f"{name}[{key!r}]") for key in first}
+        return {key: _concatenate([value[key] for value in values], f"{name}[{key!r}]") for key in first}
     return first
 
 
-def _own_device() -> list[torch.device]:
+def _current_rank_device() -> list[torch.device]:
     """Return the GPU of this process in the process group, or the CPU."""
     count = device_count()
     if not count:
@@ -309,14 +313,14 @@ def _own_device() -> list[torch.device]:
     return [torch.device("cuda", number)]
 
 
-def _places(devices: Sequence[Place] | None) -> list[torch.device]:
+def _resolve_devices(devices: Sequence[Place] | None) -> list[torch.device]:
     """Return the devices, with explicit CUDA indices."""
     if devices is None:
         devices = [f"cuda:{number}" for number in range(device_count())] or ["cpu"]
-    found = [torch.device(device) for device in devices]
-    if not found:
+    resolved = [torch.device(device) for device in devices]
+    if not resolved:
         raise ConfigError(Problem("must name at least one device, but is []", "devices"))
-    return [current_device() if str(place) == "cuda" else place for place in found]
+    return [current_device() if str(place) == "cuda" else place for place in resolved]
 
 
 def _capacities(places: Sequence[torch.device], given: Sequence[int] | None) -> list[int]:
@@ -340,40 +344,39 @@ def _costs(
 ) -> list[LayerCost]:
     if example is None:
         return estimate_costs(model, layers)
-    place = next(_tensors(model)).device
+    place = next(_parameters_or_empty(model)).device
     return measure_costs(model, layers, map_tensors(lambda tensor: tensor.to(place), tuple(example)), scale=scale)
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
+def _parameters_or_empty(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield torch.empty(0)
 
 
 def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_parameter: float) -> int:
-    """Return the memory in bytes for training the whole model on one device."""
+    """Return the memory in bytes that training the unsplit model on one device needs."""
     cost = _costs(model, [model], example, 1.0)[0]
     return cost.state_bytes(bytes_per_parameter) + cost.activation_bytes
 
 
-def _replicated(model: nn.Module, place: torch.device, need: int, limit: int) -> Chosen:
+def _replicated_choice(model: nn.Module, place: torch.device, need: int, limit: int) -> ParallelChoice:
     if need > limit:
-        what = f"the model needs {_size(need)}, but {place} has {_size(limit)} available"
+        what = f"the model needs {_format_size(need)}, but {place} has {_format_size(limit)} available"
         raise ConfigError(Problem(what, "", "use accel-run train parallelism=pipeline, or parallelism=fsdp"))
     wrapped = nn.parallel.DistributedDataParallel(model.to(place))
-    reason = (
-        f"{dist.get_world_size()} processes; the model needs {_size(need)}, and {place} has {_size(limit)} available"
-    )
-    return Chosen(wrapped, "replicated", reason)
+    memory = f"the model needs {_format_size(need)}, and {place} has {_format_size(limit)} available"
+    reason = f"{dist.get_world_size()} processes; {memory}"
+    return ParallelChoice(wrapped, "replicated", reason)
 
 
-def _piped(piped: PipelineParallel, limits: Sequence[int], need: int) -> Chosen:
-    rooms = ", ".join(_size(limit) for limit in limits)
+def _pipeline_choice(piped: PipelineParallel, limits: Sequence[int], need: int) -> ParallelChoice:
+    rooms = ", ".join(_format_size(limit) for limit in limits)
     why = "it fits on no single device" if need > max(limits) else "the devices are unequal"
-    reason = f"the model needs {_size(need)}, and {why} ({rooms}): layers are split {piped.split}"
-    return Chosen(piped, "pipeline", reason, piped.table())
+    reason = f"the model needs {_format_size(need)}, and {why} ({rooms}): layers are split {piped.split}"
+    return ParallelChoice(piped, "pipeline", reason, piped.table())
 
 
-def _no_room(
+def _does_not_fit(
     model: nn.Module,
     places: Sequence[torch.device],
     limits: Sequence[int],
@@ -381,12 +384,12 @@ def _no_room(
     layers: Sequence[nn.Module] | None,
 ) -> Problem:
     if len(places) > 1 and layers is None:
-        return _without_layers(model)
-    what = f"the model needs {_size(need)}, but {places[0]} has {_size(limits[0])} available"
+        return _unknown_layers(model)
+    what = f"the model needs {_format_size(need)}, but {places[0]} has {_format_size(limits[0])} available"
     return Problem(what, "auto_parallelize", "use more devices, or a smaller model")
 
 
-def _without_layers(model: nn.Module) -> Problem:
+def _unknown_layers(model: nn.Module) -> Problem:
     return Problem(
         f"the layers of a {type(model).__name__} are unknown; only nn.Sequential is split automatically",
         "layers",
@@ -394,5 +397,5 @@ def _without_layers(model: nn.Module) -> Problem:
     )
 
 
-def _size(size: int) -> str:
+def _format_size(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else partition.format_mib(size)

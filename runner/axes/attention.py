@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.base.accelerator import amd_formats, cuda_is_available, get_accelerator
 from runner.base.errors import ConfigError, Problem
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,21 @@ class Attention:
 
     def context(self) -> AbstractContextManager[None]:
         """Return the context for a forward pass; enter a new one each time (24 us, free for auto)."""
-        return sdpa_kernel(list(self.kernels), set_priority=True) if self.kernels else _NOTHING
+        return sdpa_kernel(list(self.kernels), set_priority=True) if self.kernels else _NULL_CONTEXT
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of scaled dot product attention.
 
-    kind      as in count_calls: "bfloat16, 128 queries, 128 keys"
+    kind      such as "bfloat16, 128 queries, 128 keys"
     shape     of the queries: (batch, heads, length, head size)
     num_keys  length of the keys
     dtype     of the kernel's inputs, after autocast
-    masked    whether an explicit mask was given; causal: whether is_causal=True was
+    masked    whether there was an explicit mask
+    causal    whether is_causal=True was set
     training  whether gradients were required
-    kernel    that ran, as in count_kernels; "unseen" if torch hides it
+    kernel    kernel that ran, as in count_kernels; "unseen" if it was not observed
     refusals  each other kernel -> why it did not run
     """
 
@@ -122,10 +123,10 @@ def count_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
 
     A kind is formatted as "bfloat16, 128 queries, 128 keys", which distinguishes prefill, decoding and cross attention.
     """
-    counting = _CountAttention()
-    with _eager(), counting:
+    mode = _CountAttention()
+    with _eager(), mode:
         model_call()
-    return dict(counting.calls)
+    return dict(mode.calls)
 
 
 def record_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
@@ -135,10 +136,10 @@ def record_calls(model_call: Callable[[], object]) -> tuple[AttentionCall, ...]:
     mode without gradients, torch's own encoder layers compute attention elsewhere. Compiled code runs eagerly in this
     call.
     """
-    watching = _WatchAttention()
-    with _eager(), watching:
+    mode = _RecordAttention()
+    with _eager(), mode:
         model_call()
-    return tuple(watching.calls)
+    return tuple(mode.calls)
 
 
 def refusal_reason(
@@ -164,22 +165,22 @@ def refusal_reason(
     if len(shape) != 4:
         return f"queries must have 4 dimensions (batch, heads, length, head size), but have {len(shape)}"
     if device.type == "cpu":
-        return _why_not_on_cpu(backend, dropout)
+        return _cpu_refusal(backend, dropout)
     if device.type != "cuda":
-        return f"{device.type} has its own kernel, which this choice does not reach"
+        return f"{device.type} has a separate kernel, which this option does not select"
     if capability is None:
         if not cuda_is_available():
-            return "there is no CUDA device here"
+            return "there is no CUDA device"
         accelerator = get_accelerator(device)
         capability = accelerator.capability()
         if capability is None:
-            return _why_not_on_amd(backend, accelerator.architecture(), dtype)
+            return _amd_refusal(backend, accelerator.architecture(), dtype)
     call = _Call(shape[-1], dtype, masked, dropout, training, capability)
     return next((reason for check in _CHECKS[backend] if (reason := check(call))), "")
 
 
 def _prefer(name: str, kernel: SDPBackend, device: torch.device, strict: bool) -> Attention:
-    """Return a preference, with device limitations that are known before any call."""
+    """Return the attention that prefers this kernel, after a check that the device supports it at all."""
     # a call that every device with the kernel supports
     reason = refusal_reason(name, (1, 1, 128, 64), torch.float16, device)
     if reason and strict:
@@ -211,13 +212,13 @@ class _Call:
         return self.dtype in (torch.float16, torch.bfloat16)
 
 
-def _why_not_on_cpu(backend: str, dropout: float) -> str:
+def _cpu_refusal(backend: str, dropout: float) -> str:
     if backend != "flash":
         return f"the CPU has no {backend} kernel"
     return "the CPU's flash kernel has no dropout" if dropout > 0 else ""
 
 
-def _why_not_on_amd(backend: str, architecture: str, dtype: torch.dtype) -> str:
+def _amd_refusal(backend: str, architecture: str, dtype: torch.dtype) -> str:
     """Check AOTriton, which implements flash and memory-efficient attention on AMD for a few architectures.
 
     Source: check_flash_attention_hardware_support and check_mem_efficient_hardware_support of sdp_utils.cpp, USE_ROCM.
@@ -227,81 +228,88 @@ def _why_not_on_amd(backend: str, architecture: str, dtype: torch.dtype) -> str:
     if not amd_formats(architecture).flash:
         return f"AOTriton has no kernels for {architecture or 'this architecture'}"
     if backend == "flash" and dtype not in (torch.float16, torch.bfloat16):
-        return f"inputs must be float16 or bfloat16, but are {_name(dtype)}"
+        return f"inputs must be float16 or bfloat16, but are {_dtype_name(dtype)}"
     return ""
 
 
-def _below(call: _Call, needed: tuple[int, int]) -> str:
+def _capability_refusal(call: _Call, needed: tuple[int, int]) -> str:
     if call.capability >= needed:
         return ""
-    return f"compute capability {_dotted(needed)} is needed, but the device has {_dotted(call.capability)}"
+    found = _format_capability(call.capability)
+    return f"compute capability {_format_capability(needed)} is needed, but the device has {found}"
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def _format_capability(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _not_half(call: _Call) -> str:
-    return "" if call.half else f"inputs must be float16 or bfloat16, but are {_name(call.dtype)}"
+def _dtype_refusal(call: _Call) -> str:
+    return "" if call.half else f"inputs must be float16 or bfloat16, but are {_dtype_name(call.dtype)}"
 
 
-def _flash_mask(call: _Call) -> str:
-    return "an explicit mask is given (is_causal=True is none)" if call.masked else ""
+def _flash_mask_refusal(call: _Call) -> str:
+    return "it has an explicit mask (is_causal=True is not one)" if call.masked else ""
 
 
-def _flash_head(call: _Call) -> str:
+def _flash_head_refusal(call: _Call) -> str:
     if call.head_size > 256:
         return f"the head size must be at most 256, but is {call.head_size}"
     small_cache = (8, 6) <= call.capability <= (8, 9) or call.capability >= (12, 0)
     if call.training and small_cache and call.head_size > 192 and (call.head_size <= 224 or call.dropout > 0):
-        return f"capability {_dotted(call.capability)} has no backward for a head size of {call.head_size}"
+        return f"capability {_format_capability(call.capability)} has no backward for a head size of {call.head_size}"
     return ""
 
 
-def _efficient_types(call: _Call) -> str:
+def _efficient_dtype_refusal(call: _Call) -> str:
     if call.dtype == torch.bfloat16:
-        return "" if call.capability >= (8, 0) else f"bfloat16: {_below(call, (8, 0))}"
+        return "" if call.capability >= (8, 0) else f"bfloat16: {_capability_refusal(call, (8, 0))}"
     known = call.dtype in (torch.float16, torch.float32)
-    return "" if known else f"inputs must be float16, bfloat16 or float32, but are {_name(call.dtype)}"
+    return "" if known else f"inputs must be float16, bfloat16 or float32, but are {_dtype_name(call.dtype)}"
 
 
-def _efficient_head(call: _Call) -> str:
+def _efficient_head_refusal(call: _Call) -> str:
     tensor_cores = call.capability >= (8, 0) or (call.capability >= (7, 0) and call.half)
     multiple = (8 if call.half else 4) if tensor_cores else 1
-    return _multiple_of(multiple, call)
+    return _head_multiple_refusal(multiple, call)
 
 
-def _cudnn_head(call: _Call) -> str:
+def _cudnn_head_refusal(call: _Call) -> str:
     limit = 256 if call.capability in ((9, 0), (10, 0), (10, 3)) else 128  # 256 with cuDNN above 9.22
     if call.head_size > limit:
         return f"the head size must be at most {limit}, but is {call.head_size}"
     if call.training and 128 < call.head_size < 256:  # check_cudnn_d256_bprop_head_dim, since torch 2.14
         return f"cuDNN has no backward for a head size of {call.head_size}, only up to 128 and for 256"
-    return _multiple_of(8, call)
+    return _head_multiple_refusal(8, call)
 
 
-def _cudnn_deterministic(call: _Call) -> str:
+def _cudnn_determinism_refusal(call: _Call) -> str:
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return "it is not deterministic, and backend=deterministic" if strict else ""
 
 
-def _cudnn_dropout(call: _Call) -> str:
+def _cudnn_dropout_refusal(call: _Call) -> str:
     return "" if (call.dropout * 16).is_integer() else f"dropout must be a multiple of 1/16, but is {call.dropout}"
 
 
-def _multiple_of(multiple: int, call: _Call) -> str:
+def _head_multiple_refusal(multiple: int, call: _Call) -> str:
     fits = call.head_size % multiple == 0
     return "" if fits else f"the head size must be a multiple of {multiple}, but is {call.head_size}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 _CHECKS: Mapping[str, Sequence[Callable[[_Call], str]]] = {
-    "flash": (lambda call: _below(call, (8, 0)), _not_half, _flash_mask, _flash_head),
-    "efficient": (lambda call: _below(call, (5, 0)), _efficient_types, _efficient_head),
-    "cudnn": (lambda call: _below(call, (8, 0)), _not_half, _cudnn_head, _cudnn_deterministic, _cudnn_dropout),
+    "flash": (lambda call: _capability_refusal(call, (8, 0)), _dtype_refusal, _flash_mask_refusal, _flash_head_refusal),
+    "efficient": (lambda call: _capability_refusal(call, (5, 0)), _efficient_dtype_refusal, _efficient_head_refusal),
+    "cudnn": (
+        lambda call: _capability_refusal(call, (8, 0)),
+        _dtype_refusal,
+        _cudnn_head_refusal,
+        _cudnn_determinism_refusal,
+        _cudnn_dropout_refusal,
+    ),
 }
 
 
@@ -326,7 +334,7 @@ class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-class _WatchAttention(TorchFunctionMode):
+class _RecordAttention(TorchFunctionMode):
     """Record each call of scaled dot product attention while active: this level sees masks, the one below kernels."""
 
     def __init__(self) -> None:
@@ -336,26 +344,26 @@ class _WatchAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _ATTENTION:
-            return self._watched(*args, **kwargs)
+            return self._record_call(*args, **kwargs)
         if func is not functional.multi_head_attention_forward:
             return func(*args, **kwargs)
         # torch disables this mode inside such a function, which looks up the attention function by name.
-        functional.scaled_dot_product_attention = self._watched
+        functional.scaled_dot_product_attention = self._record_call
         try:
             return func(*args, **kwargs)
         finally:
             functional.scaled_dot_product_attention = _ATTENTION
 
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+    def _record_call(self, *args: Any, **kwargs: Any) -> Any:
         counting = _CountAttention()
         with counting:
-            answer = _ATTENTION(*args, **kwargs)
+            output = _ATTENTION(*args, **kwargs)
         kernel = next((kernel for _, kernel in counting.calls), "unseen")
-        self.calls.append(_noted(*args, kernel=kernel, **kwargs))
-        return answer
+        self.calls.append(_describe_call(*args, kernel=kernel, **kwargs))
+        return output
 
 
-def _noted(
+def _describe_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -366,18 +374,18 @@ def _noted(
     kernel: str,
     **others: Any,
 ) -> AttentionCall:
-    """Return the record of a call that this kernel computed."""
+    """Describe a call that `kernel` computed."""
     device = query.device
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
-    training = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     masked = attn_mask is not None
     refusals = {}
-    for name, enabled in _ENABLED.items():
+    for name, enabled in _IS_ENABLED.items():
         if kernel in (name, f"{name}_for_cpu"):
             continue
         reason = refusal_reason(name, query.shape, dtype, device, masked=masked, dropout=dropout_p, training=training)
-        off = "" if enabled() else "switched off by the choice of attention"
-        refusals[name] = reason or off or f"could run, but torch took {kernel} first"
+        disabled = "" if enabled() else "disabled by the selected attention option"
+        refusals[name] = reason or disabled or f"could run, but torch preferred {kernel}"
     kind = _kind(dtype, query.shape[-2], key.shape[-2])
     return AttentionCall(
         kind, tuple(query.shape), key.shape[-2], dtype, masked, is_causal, dropout_p, training, kernel, refusals
@@ -385,17 +393,17 @@ def _noted(
 
 
 def _kind(dtype: torch.dtype, num_queries: int, num_keys: int) -> str:
-    return f"{_name(dtype)}, {num_queries} queries, {num_keys} keys"
+    return f"{_dtype_name(dtype)}, {num_queries} queries, {num_keys} keys"
 
 
 def _eager() -> AbstractContextManager[Any]:
     """Return a context in which compiled code runs eagerly; a no-op if Dynamo was never imported."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else _NOTHING
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else _NULL_CONTEXT
 
 
 _NEXT_BEST = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # math supports any call
 _ATTENTION = functional.scaled_dot_product_attention
-_ENABLED: Mapping[str, Callable[[], bool]] = {
+_IS_ENABLED: Mapping[str, Callable[[], bool]] = {
     "flash": torch.backends.cuda.flash_sdp_enabled,
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
     "cudnn": torch.backends.cuda.cudnn_sdp_enabled,

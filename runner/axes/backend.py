@@ -17,7 +17,7 @@ def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto"
 
     threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     """
-    return _switches(num_local_ranks, threads)
+    return _set_flags(num_local_ranks, threads)
 
 
 def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
@@ -28,7 +28,7 @@ def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -
     threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
     Source: torch.backends.cudnn.benchmark.
     """
-    return _switches(num_local_ranks, threads, benchmark=True)
+    return _set_flags(num_local_ranks, threads, benchmark=True)
 
 
 def deterministic(
@@ -45,11 +45,11 @@ def deterministic(
     Sets CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads when it is initialized: enter before the first product on a GPU.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
-    return _switches(num_local_ranks, threads, deterministic=True, warn_only=warn_only)
+    return _set_flags(num_local_ranks, threads, deterministic=True, warn_only=warn_only)
 
 
 @contextmanager
-def _switches(
+def _set_flags(
     num_local_ranks: int,
     threads: Literal["auto"] | int,
     *,
@@ -58,28 +58,28 @@ def _switches(
     warn_only: bool = False,
 ) -> Iterator[None]:
     """Set all backend flags inside the context and restore them on exit. Does not initialize CUDA."""
-    with ExitStack() as put_back:
+    with ExitStack() as restore:
         cudnn = torch.backends.cudnn
-        put_back.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
-        put_back.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
+        restore.callback(setattr, cudnn, "benchmark", cudnn.benchmark)
+        restore.callback(setattr, cudnn, "deterministic", cudnn.deterministic)
         cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
         was_deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic or was_deterministic:  # the call imports Inductor, so skip it if not needed
-            put_back.callback(
+            restore.callback(
                 torch.use_deterministic_algorithms,
                 was_deterministic,
                 warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
             )
             torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         if deterministic and os.environ.get(_CUBLAS) not in _REPRODUCIBLE_WORKSPACES:
-            put_back.callback(_set_environment, _CUBLAS, os.environ.get(_CUBLAS))
+            restore.callback(_set_environment, _CUBLAS, os.environ.get(_CUBLAS))
             os.environ[_CUBLAS] = _REPRODUCIBLE_WORKSPACES[0]
-        put_back.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(_share_of_threads(num_local_ranks) if threads == "auto" else threads)
+        restore.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(_threads_per_rank(num_local_ranks) if threads == "auto" else threads)
         yield
 
 
-def _share_of_threads(num_local_ranks: int) -> int:
+def _threads_per_rank(num_local_ranks: int) -> int:
     if "OMP_NUM_THREADS" in os.environ:  # already chosen by the user
         return torch.get_num_threads()
     return max(1, torch.get_num_threads() // num_local_ranks)

@@ -23,7 +23,7 @@ from runner.base.values import Auto, NonNegative
 # torch itself caches compiled code on disk between runs, in the folder of host/scratch.keep_compiled_code_private.
 
 
-_FIRST_PART_BYTES = 1 << 20  # as in DistributedDataParallel: the exchange begins early
+_FIRST_PART_BYTES = 1 << 20  # as in DistributedDataParallel: communication starts early
 
 
 def off(model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
@@ -53,7 +53,7 @@ def default(
     """
     _check_compiler(device, backend)
     size = 0 if split_mib == "auto" else int(split_mib * (1 << 20))
-    _compile(model, backend=_split(backend, size) if size else backend, dynamic=dynamic, fullgraph=fullgraph)
+    _compile(model, backend=_split_backend(backend, size) if size else backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def reduce_overhead(
@@ -121,13 +121,13 @@ def regional(
     """
     _check_compiler(device, backend)
     if not blocks:
-        warnings.warn("compile=regional compiles the whole model: the task names no blocks", stacklevel=2)
+        warnings.warn("compile=regional compiles the whole model: the task defines no blocks", stacklevel=2)
     for part in dict.fromkeys(blocks) if blocks else [model]:
         _compile(part, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 def nothing_was_compiled() -> bool:
-    """Return whether this process has compiled no graph: the task may call submodules instead of the model."""
+    """Return whether this process has compiled no graph, as when the task calls submodules instead of the model."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is None or not dynamo.counters["stats"].get("unique_graphs")
 
@@ -137,12 +137,12 @@ def _compile(module: nn.Module, **options: Any) -> None:
     if not type(module).forward.__module__.startswith("torch.nn."):
         module.compile(**options)
         return
-    # Dynamo skips frames of torch.nn, and with them a model that is a bare nn.Sequential: it needs a frame of
-    # ours around it, which torch.compile(module) provides, but Module.compile does not. Checked on torch 2.13.
+    # Dynamo skips frames of torch.nn, and so a model that is a bare nn.Sequential. It needs a frame of another module
+    # around it, which torch.compile(module) provides, but Module.compile does not. Checked on torch 2.13.
     call: Callable[..., Any] = module._call_impl
 
-    def framed(*given: Any, **named: Any) -> Any:
-        return call(*given, **named)
+    def framed(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
 
     module._call_impl = framed  # type: ignore[method-assign]
     try:
@@ -151,10 +151,10 @@ def _compile(module: nn.Module, **options: Any) -> None:
         del module._call_impl
 
 
-def _split(backend: str, part_bytes: int) -> Callable[..., Any]:
+def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:
     """Return a backend that compiles a graph in parts with at least `part_bytes` of parameters each.
 
-    The backward pass of a compiled graph returns all its gradients at its end, so none could be exchanged before.
+    The backward pass of a compiled graph returns all gradients at its end, so communication could not overlap with it.
     DDPOptimizer does this for DistributedDataParallel; it is private and was checked on torch 2.13.
     """
     from torch._dynamo import lookup_backend  # imports the compiler, which takes seconds

@@ -49,8 +49,8 @@ Keys = Iterable[MicroBatchKey]
 class Fetcher:
     """Load the batch of a key, in whichever process it is called.
 
-    model  of the task that `collate` belongs to: it is not sent to spawned processes
-    split  of the samples; each split draws separate random numbers
+    model  model of the task that `collate` belongs to; it is not sent to spawned processes
+    split  split of the samples; each split draws separate random numbers
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Fetcher:
         self.collate = collate
         self.model = model
         self.skip_bad = bad_samples == "skip"
-        self.rows: Callable[[list[int]], Any] | None = _rows_of(dataset) if _is_default(collate) else None
-        self.many: Callable[[list[int]], Any] | None = _reads_many(dataset)
+        self.rows: Callable[[list[int]], Any] | None = _tensor_row_reader(dataset) if _is_default(collate) else None
+        self.read_many: Callable[[list[int]], Any] | None = _batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
         self.may_be_empty = False  # another rank may have valid samples
@@ -86,55 +86,57 @@ class Fetcher:
                 self.set_epoch(key.epoch)
             self._epoch = key.epoch
         if self.rows is not None:  # runs no code that could draw random numbers
-            with suppress(IndexError):  # of a Subset: `_read` names the sample
-                samples = _samples_of(key, range(len(key.indices)))
-                return MicroBatch(self.rows(self.real(key.indices)), key.last, counts=key.counts, samples=samples)
-        read = self.streams.read(self._read, key)
-        return read if key.counts else read._replace(counts=False, bad=())
+            with suppress(IndexError):  # of a Subset; `_read` reports the sample
+                samples = _batch_samples(key, range(len(key.indices)))
+                return MicroBatch(
+                    self.rows(self.dataset_indices(key.indices)), key.last, counts=key.counts, samples=samples
+                )
+        item = self.streams.read(self._read, key)
+        return item if key.counts else item._replace(counts=False, bad=())
 
     @property
-    def probes(self) -> list[int]:
+    def probe_indices(self) -> list[int]:
         """The samples whose content identifies the data set."""
         return sorted({0, len(self) // 2, len(self) - 1})
 
-    def real(self, indices: list[int]) -> list[int]:
+    def dataset_indices(self, indices: list[int]) -> list[int]:
         """Return indices in the data set: `MicroBatchKey` adds `num_samples` for each repetition in the epoch."""
         size = self.num_samples
         return indices if max(indices) < size else [index % size for index in indices]
 
     def _read(self, key: MicroBatchKey) -> MicroBatch:
-        if self.many is not None and not self.skip_bad:
+        if self.read_many is not None and not self.skip_bad:
             self.streams.begin("batch", key.seed, key.epoch, key.indices)
             try:
-                samples = self.many(self.real(key.indices))
+                samples = self.read_many(self.dataset_indices(key.indices))
             except AccelRunError:
                 raise
             except BaseException as error:  # torch ends a worker silently on a BaseException
-                raise self._named(error, self.real(key.indices)) from error
-            batch = self._together(samples, key) if isinstance(samples, list) else samples
-            return MicroBatch(batch, key.last, samples=_samples_of(key, range(len(key.indices))))
-        samples, bad, good, is_seeding = [], [], [], self.streams.is_seeding
-        for place, (drawn, index) in enumerate(zip(key.indices, self.real(key.indices), strict=True)):
+                raise self._read_error(error, self.dataset_indices(key.indices)) from error
+            batch = self._collate(samples, key) if isinstance(samples, list) else samples
+            return MicroBatch(batch, key.last, samples=_batch_samples(key, range(len(key.indices))))
+        samples, bad, positions, is_seeding = [], [], [], self.streams.is_seeding
+        for position, (drawn, index) in enumerate(zip(key.indices, self.dataset_indices(key.indices), strict=True)):
             if is_seeding:
                 self.streams.begin("sample", key.seed, key.epoch, [drawn])
             try:
                 samples.append(self.dataset[index])
-                good.append(place)
+                positions.append(position)
             except BaseException as error:
                 if not (self.skip_bad and isinstance(error, Exception)):
-                    raise self._named(error, [index]) from error
+                    raise self._read_error(error, [index]) from error
                 bad.append((index, error_line(error)))
         if not samples and self.may_be_empty:
             return MicroBatch(None, key.last, tuple(bad), counts=False)
         if not samples:
             what = f"every sample of a batch is unreadable: {[index for index, _ in bad]}; the first: {bad[0][1]}"
             raise DataError(what, fix="fix the samples listed above: a batch needs at least one readable sample")
-        return MicroBatch(self._together(samples, key), key.last, tuple(bad), samples=_samples_of(key, good))
+        return MicroBatch(self._collate(samples, key), key.last, tuple(bad), samples=_batch_samples(key, positions))
 
-    def _together(self, samples: list[Any], key: MicroBatchKey) -> Any:
+    def _collate(self, samples: list[Any], key: MicroBatchKey) -> Any:
         if not _is_default(self.collate):
             self.streams.begin("collate", key.seed, key.epoch, key.indices)
-            return self.collate(samples)  # the task's own: its errors name its lines
+            return self.collate(samples)  # errors of the task's code are reported with its lines
         try:
             return self.collate(samples)
         except (RuntimeError, TypeError, KeyError) as error:
@@ -145,7 +147,7 @@ class Fetcher:
                 fix="give all samples one shape, or define collate(samples) in the task",
             ) from error
 
-    def _named(self, error: BaseException, indices: list[int]) -> AccelRunError:
+    def _read_error(self, error: BaseException, indices: list[int]) -> AccelRunError:
         if isinstance(error, AccelRunError):
             return error
         which = f"sample {indices[0]}" if len(indices) == 1 else f"one of the samples {abbreviate(indices)}"
@@ -173,7 +175,7 @@ class Loader:
         return map(self.fetcher.__getitem__, keys)
 
     def new_like(self, fetcher: Fetcher) -> Loader:
-        """Return a loader for a few batches that reads where this one does: in this process, or in one worker."""
+        """Return a loader for a few batches that reads like this one: in this process, or in one worker."""
         return Loader(fetcher)
 
     def close(self) -> None:
@@ -209,7 +211,7 @@ class WorkerLoader(Loader):
             loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
                 _InWorker(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
-                collate_fn=_as_it_is,  # torch's default would convert tuples to lists
+                collate_fn=_identity,  # torch's default would convert tuples to lists
                 sampler=_Keys(chain(first, keys)),
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
@@ -224,9 +226,9 @@ class WorkerLoader(Loader):
             with stop_signals_blocked(self.start_method), kill_on_partial_start():
                 iterator = iter(loader)
         self._open.append(iterator)
-        return self._raising(iterator)
+        return self._raise_errors(iterator)
 
-    def _raising(self, iterator: Iterator[MicroBatch | AccelRunError | RemoteError]) -> Iterator[MicroBatch]:
+    def _raise_errors(self, iterator: Iterator[MicroBatch | AccelRunError | RemoteError]) -> Iterator[MicroBatch]:
         try:
             for item in iterator:
                 if isinstance(item, (AccelRunError, RemoteError)):
@@ -242,15 +244,15 @@ class WorkerLoader(Loader):
             if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
-            impatience = threading.Timer(_PATIENCE_S, kill_workers, [iterator._workers])
+            kill_timer = threading.Timer(_SHUTDOWN_TIMEOUT_S, kill_workers, [iterator._workers])
             try:
-                impatience.start()
+                kill_timer.start()
             except RuntimeError:  # thread creation failed; the workers' results are not needed
                 kill_workers(iterator._workers)
             try:
                 iterator._shutdown_workers()
             finally:
-                impatience.cancel()
+                kill_timer.cancel()
                 kill_workers(iterator._workers)
         self._open.clear()
 
@@ -383,36 +385,38 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
     if where == "none":
         return fetcher
     if fetcher.set_epoch is not None:
-        raise _changing("the data set has set_epoch", where)
+        raise _changing_samples("the data set has set_epoch", where)
     keys = [
         MicroBatchKey(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)
         for first in range(0, len(fetcher), 1024)
     ]
     parts = [fetcher[key] for key in keys]
     if fetcher.streams.has_drawn:
-        # A data set may seed the generators itself and draw the same each time. Samples that do not may be rare.
+        # A data set may seed the generators itself and draw the same numbers each time: compare two epochs.
         for key, part in zip(keys, parts, strict=True):
             if not are_equal(part.batch, fetcher[key._replace(epoch=1)].batch):
-                raise _changing("they use random numbers", where)
+                raise _changing_samples("they use random numbers", where)
     if any(part.bad for part in parts):
         bad = [index for part in parts for index, _ in part.bad]
         fix = "use dataloader.cache=none, or remove them from the data set"
         raise DataError(f"bad samples cannot be cached: {bad}", where=f"dataloader.cache={where}", fix=fix)
     try:
-        whole = _join([part.batch for part in parts])
+        samples = _concatenate([part.batch for part in parts])
     except (RuntimeError, TypeError) as error:
         raise DataError(
             f"the samples have no common shape: {error}",
             where=f"dataloader.cache={where}",
             fix="use dataloader.cache=none",
         ) from error
-    kept = _Kept(map_tensors(lambda tensor: tensor.to(device), whole) if where == "device" else whole, len(fetcher))
-    of_kept = Fetcher(kept, _as_it_is, bad_samples="stop")
-    of_kept.streams = NoStreams()
-    return of_kept
+    kept = _CachedDataset(
+        map_tensors(lambda tensor: tensor.to(device), samples) if where == "device" else samples, len(fetcher)
+    )
+    cached = Fetcher(kept, _identity, bad_samples="stop")
+    cached.streams = NoStreams()
+    return cached
 
 
-def _changing(why: str, where: str) -> DataError:
+def _changing_samples(why: str, where: str) -> DataError:
     return DataError(
         f"the samples change from epoch to epoch ({why}), so they cannot be cached",
         where=f"dataloader.cache={where}",
@@ -452,33 +456,33 @@ class _InWorker:
         """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
         content = io.BytesIO()
         PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
-        return _unpacked, (content.getvalue(),)
+        return _unpickle, (content.getvalue(),)
 
 
-def _unpacked(content: bytes) -> _InWorker:
+def _unpickle(content: bytes) -> _InWorker:
     return _InWorker(ForkingPickler.loads(content))
 
 
-class _Kept:
+class _CachedDataset:
     """All samples of a data set as tensors; a batch is one index selection of rows."""
 
-    def __init__(self, whole: Any, num_samples: int) -> None:
-        self.whole = whole
+    def __init__(self, samples: Any, num_samples: int) -> None:
+        self.samples = samples
         self.num_samples = num_samples
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> Any:
-        return map_tensors(lambda tensor: tensor[index], self.whole)
+        return map_tensors(lambda tensor: tensor[index], self.samples)
 
     def __getitems__(self, indices: list[int]) -> Any:
         rows = torch.tensor(indices)
-        return map_tensors(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), self.whole)
+        return map_tensors(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), self.samples)
 
 
 class _Keys(Sequence[MicroBatchKey]):
-    """An endless sampler, as DataLoader requires."""
+    """The keys as an endless sampler, which DataLoader requires."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -493,42 +497,45 @@ class _Keys(Sequence[MicroBatchKey]):
         raise TypeError("the keys are read in order")
 
 
-def _join(batches: list[Any]) -> Any:
+def _concatenate(batches: list[Any]) -> Any:
     first = batches[0]
     if isinstance(first, Tensor):
         return torch.cat(batches)
     if isinstance(first, Mapping):
-        return {key: _join([batch[key] for batch in batches]) for key in first}
+        return {key: _concatenate([batch[key] for batch in batches]) for key in first}
     if isinstance(first, (tuple, list)):
-        columns = [_join(list(column)) for column in zip(*batches, strict=True)]
+        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
 
 
-def _samples_of(key: MicroBatchKey, good: Sequence[int]) -> BatchSamples:
-    """Return the samples of a batch: those of its key at the positions `good`."""
-    if len(good) == len(key.indices):  # avoids the lists, which take 2 us
-        return BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(good)))
+def _batch_samples(key: MicroBatchKey, positions: Sequence[int]) -> BatchSamples:
+    """Return the samples of a batch: those of its key at these positions."""
+    if len(positions) == len(key.indices):  # avoids the lists, which take 2 us
+        return BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(positions)))
     return BatchSamples(
-        key.seed, key.epoch, [key.indices[place] for place in good], [key.first + place for place in good]
+        key.seed,
+        key.epoch,
+        [key.indices[position] for position in positions],
+        [key.first + position for position in positions],
     )
 
 
-def _rows_of(dataset: Any) -> Callable[[list[int]], Any] | None:
+def _tensor_row_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
     """Return a function that reads a batch of a TensorDataset, or of a Subset of one, with one operation per tensor.
 
     The batch equals the collated samples: default_collate makes a list of a tuple's columns.
     """
     if type(dataset) is Subset:
-        inner, places = _rows_of(dataset.dataset), dataset.indices
-        return inner and (lambda indices: inner([int(places[index]) for index in indices]))
+        inner, positions = _tensor_row_reader(dataset.dataset), dataset.indices
+        return inner and (lambda indices: inner([int(positions[index]) for index in indices]))
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
     tensors = dataset.tensors
 
     def rows(indices: list[int]) -> list[Tensor]:
-        places = torch.tensor(indices)
-        return [tensor.index_select(0, places.to(tensor.device)) for tensor in tensors]
+        positions = torch.tensor(indices)
+        return [tensor.index_select(0, positions.to(tensor.device)) for tensor in tensors]
 
     return rows
 
@@ -537,22 +544,22 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
 
 
-def _reads_many(dataset: Dataset) -> Callable[[list[int]], Any] | None:
-    """Return the `__getitems__` of a data set, None if it would read sample by sample.
+def _batch_reader(dataset: Dataset) -> Callable[[list[int]], Any] | None:
+    """Return the `__getitems__` of a data set; None if it would read sample by sample.
 
-    Samples that are read together share one random stream, which then depends on the micro-batch.
+    Samples that are read together share one random stream, which depends on the micro-batch.
     """
-    return getattr(dataset, "__getitems__", None) if _is_read_together(dataset) else None
+    return getattr(dataset, "__getitems__", None) if _has_batch_access(dataset) else None
 
 
-def _is_read_together(dataset: Any) -> bool:
-    """Return whether `__getitems__` is more than a loop over [index], as in torch's Subset and StackDataset."""
-    how = getattr(type(dataset), "__getitems__", None)
-    if how is Subset.__getitems__:
-        return _is_read_together(dataset.dataset)
-    if how is StackDataset.__getitems__:
+def _has_batch_access(dataset: Any) -> bool:
+    """Return whether `__getitems__` is more than a loop over [index], as it may be in Subset and StackDataset."""
+    method = getattr(type(dataset), "__getitems__", None)
+    if method is Subset.__getitems__:
+        return _has_batch_access(dataset.dataset)
+    if method is StackDataset.__getitems__:
         parts = dataset.datasets
-        return any(map(_is_read_together, parts.values() if isinstance(parts, dict) else parts))
+        return any(map(_has_batch_access, parts.values() if isinstance(parts, dict) else parts))
     return hasattr(dataset, "__getitems__")
 
 
@@ -567,9 +574,9 @@ def _share(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-_PATIENCE_S = 2.0  # s for a worker to exit; its results are not needed
+_SHUTDOWN_TIMEOUT_S = 2.0  # s for a worker to exit; its results are not needed
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

@@ -75,9 +75,9 @@ def checkpoint(
     chosen = blocks[::every]
     for block in dict.fromkeys(chosen):  # wrap a repeated block only once
         _checkpoint_forward(block)
-    said = _said(chosen, blocks, "computed again in the backward pass")
+    summary = _describe_checkpointing(chosen, blocks, "recomputed in the backward pass")
     return _report(
-        model, device, said, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
+        model, device, summary, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
     )
 
 
@@ -105,13 +105,13 @@ def selective(
     """
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    contexts = partial(create_selective_checkpoint_contexts, _operations(save))
+    contexts = partial(create_selective_checkpoint_contexts, _saved_operations(save))
     for block in dict.fromkeys(blocks):
         _checkpoint_forward(block, context_fn=contexts)
     kept = "matrix products and attention" if save == "matmul" else "attention"
-    said = _said(blocks, blocks, f"computed again in the backward pass except {kept}")
+    summary = _describe_checkpointing(blocks, blocks, f"recomputed in the backward pass except {kept}")
     return _report(
-        model, device, said, len(blocks), channels_last=channels_last, fraction=fraction, allocator=allocator
+        model, device, summary, len(blocks), channels_last=channels_last, fraction=fraction, allocator=allocator
     )
 
 
@@ -148,15 +148,15 @@ def budget(
     chosen = list(blocks) if recompute == "auto" else [blocks[number] for number in recompute]
     for block in chosen:
         _checkpoint_forward(block)
-    said = _said(chosen, blocks, "computed again in the backward pass")
+    summary = _describe_checkpointing(chosen, blocks, "recomputed in the backward pass")
     return _report(
-        model, device, said, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
+        model, device, summary, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
     )
 
 
 @contextmanager
 def recompute_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside the context, these blocks keep only their inputs."""
+    """Checkpoint the activations of these blocks inside the context."""
     before = {block: vars(block).get("forward") for block in blocks}
     for block in before:
         _checkpoint_forward(block)
@@ -192,7 +192,9 @@ def allocator_environment(text: str | None) -> dict[str, str]:
                 )
             )
         elif not re.fullmatch(kind.pattern, value):
-            problems.append(Problem(f"{name} must be {kind.words}, but is {value or 'empty'}", "memory.allocator"))
+            problems.append(
+                Problem(f"{name} must be {kind.description}, but is {value or 'empty'}", "memory.allocator")
+            )
         else:
             # torch accepts only this spelling of True and False
             settings.append(f"{name}:{value.capitalize() if kind is _FLAG else value.replace(' ', '')}")
@@ -207,7 +209,7 @@ def allocator_environment(text: str | None) -> dict[str, str]:
 def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
     """Replace the block's forward in place, which keeps the names in its state_dict."""
     replaced = vars(block).get("forward")  # an earlier replacement, such as precision.keep_fp32
-    inner: Callable[..., Any] = partial(_forget_self, replaced) if replaced else type(block).forward
+    inner: Callable[..., Any] = partial(_drop_self, replaced) if replaced else type(block).forward
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         import torch
@@ -222,11 +224,11 @@ def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
     vars(block)["forward"] = MethodType(forward, block)
 
 
-def _forget_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **named: Any) -> Any:
+def _drop_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **named: Any) -> Any:
     return function(*inputs, **named)
 
 
-def _operations(save: str) -> list[Any]:
+def _saved_operations(save: str) -> list[Any]:
     """Return the operations whose results are kept, on every device."""
     import torch
 
@@ -237,10 +239,10 @@ def _operations(save: str) -> list[Any]:
     return attention + (products if save == "matmul" else [])
 
 
-def _said(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], how: str) -> str:
+def _describe_checkpointing(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], how: str) -> str:
     if not blocks:
-        warnings.warn("activation checkpointing has no effect: the task names no blocks", stacklevel=3)
-        return "activation checkpointing: no effect, the task names no blocks"
+        warnings.warn("activation checkpointing has no effect: the task defines no blocks", stacklevel=3)
+        return "activation checkpointing: no effect, the task defines no blocks"
     return f"activation checkpointing: {len(chosen)} of {len(blocks)} blocks {how}"
 
 
@@ -261,8 +263,8 @@ def _report(
     lines = [
         *([checkpointing] if checkpointing else []),
         *([f"channels_last: {changed} tensors changed"] if changed else []),
-        *_limit(device, fraction),
-        *_allocator_in_force(device, allocator),
+        *_limit_memory(device, fraction),
+        *_report_allocator(device, allocator),
     ]
     return MemoryReport(tuple(lines), changed, checkpointed_blocks)
 
@@ -287,7 +289,7 @@ def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Lit
     return len(changed)
 
 
-def _limit(device: torch.device, fraction: float | None) -> list[str]:
+def _limit_memory(device: torch.device, fraction: float | None) -> list[str]:
     if fraction is None:
         return []
     if not fraction:
@@ -298,8 +300,8 @@ def _limit(device: torch.device, fraction: float | None) -> list[str]:
     return [f"memory.fraction: at most {fraction:.0%} of the memory of {device}"]
 
 
-def _allocator_in_force(device: torch.device, allocator: str | None) -> list[str]:
-    """Report the allocator's settings; they had to be in the environment before this process loaded torch."""
+def _report_allocator(device: torch.device, allocator: str | None) -> list[str]:
+    """Report the allocator's settings, which torch read from the environment when it was imported."""
     wanted = allocator_environment(allocator).get(_ALLOCATOR_VARIABLE, "")
     found = os.environ.get(_ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if wanted and device.type != "cuda":
@@ -315,13 +317,13 @@ def _allocator_in_force(device: torch.device, allocator: str | None) -> list[str
 
 @dataclass(frozen=True)
 class _Kind:
-    words: str
+    description: str
     pattern: str
 
 
 _FLAG = _Kind("True or False", "(?i:true|false)")
-_WHOLE = _Kind("a whole number", r"\d+")
-_SHARE = _Kind("a number above 0 and below 1", r"0?\.\d*[1-9]\d*")
+_INTEGER = _Kind("a whole number", r"\d+")
+_FRACTION = _Kind("a number above 0 and below 1", r"0?\.\d*[1-9]\d*")
 _POWER = "(1|2|4|8|16|32|64)"
 _DIVISIONS = _Kind(
     "a power of 2 or a list of them such as [256:1,512:2,>:4]",
@@ -332,16 +334,16 @@ _ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"  # torch >= 2.9; it has priority over
 _ALLOCATOR_SETTINGS: Mapping[str, _Kind] = {
     "backend": _Kind("native or cudaMallocAsync", "native|cudaMallocAsync"),
     "expandable_segments": _FLAG,
-    "garbage_collection_threshold": _SHARE,
+    "garbage_collection_threshold": _FRACTION,
     "graph_capture_record_stream_reuse": _FLAG,
-    "large_segment_size_mb": _WHOLE,
-    "max_non_split_rounding_mb": _WHOLE,
+    "large_segment_size_mb": _INTEGER,
+    "max_non_split_rounding_mb": _INTEGER,
     "max_split_size_mb": _Kind("a whole number of at least 20", r"[2-9]\d|[1-9]\d{2,}"),
-    "per_process_memory_fraction": _Kind("a number above 0 and at most 1", rf"1(\.0*)?|{_SHARE.pattern}"),
-    "pinned_max_cached_size_mb": _WHOLE,
-    "pinned_max_round_threshold_mb": _WHOLE,
-    "pinned_num_register_threads": _WHOLE,
-    "pinned_reserve_segment_size_mb": _WHOLE,
+    "per_process_memory_fraction": _Kind("a number above 0 and at most 1", rf"1(\.0*)?|{_FRACTION.pattern}"),
+    "pinned_max_cached_size_mb": _INTEGER,
+    "pinned_max_round_threshold_mb": _INTEGER,
+    "pinned_num_register_threads": _INTEGER,
+    "pinned_reserve_segment_size_mb": _INTEGER,
     "pinned_use_background_threads": _FLAG,
     "pinned_use_cuda_host_register": _FLAG,
     "release_lock_on_cudamalloc": _FLAG,

@@ -111,12 +111,12 @@ def sgd(
         raise ConfigError(Problem("must be above 0 with nesterov, but is 0", "optimizer.momentum"))
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales)
     flags = _kernel_flags(parameters, kernel, takes_shards=False)
-    made = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
+    optimizer = torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, **flags)
     # The fused kernel reads uninitialized memory as momentum if the first update is skipped for an overflow.
-    for group in made.param_groups if momentum else ():
+    for group in optimizer.param_groups if momentum else ():
         for weight in group["params"]:
-            made.state[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
-    return made
+            optimizer.state[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
+    return optimizer
 
 
 def adamw8bit(
@@ -306,13 +306,13 @@ def muon(
     _refuse_unmatched(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for")
 
     def rule(name: str, parameter: nn.Parameter) -> str:
-        is_matrix = parameter.dim() == 2 and not any(is_under(name, one) for one in adamw_for)
+        is_matrix = parameter.dim() == 2 and not any(is_under(name, prefix) for prefix in adamw_for)
         return "muon" if is_matrix else "adamw"
 
     groups = _groups(parameters, lr, weight_decay, decay_1d, lr_scales, rule=rule)
-    of_muon = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-    of_adamw = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, **_kernel_flags(parameters, "auto")}
-    return MuonWithAdamW(groups, of_muon, of_adamw)
+    muon_options = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+    adamw_options = {"lr": lr, "betas": (betas[0], betas[1]), "eps": eps, **_kernel_flags(parameters, "auto")}
+    return MuonWithAdamW(groups, muon_options, adamw_options)
 
 
 def schedulefree(
@@ -349,7 +349,7 @@ def schedulefree(
 
 
 class Lion(Optimizer):
-    """The update of `lion`."""
+    """Optimizer of `lion`."""
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"betas": betas})
@@ -371,19 +371,21 @@ class Lion(Optimizer):
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimizers of torch as one: they share its groups and its state.
+    """Two torch optimizers behind one interface, which share its groups and state.
 
-    groups  each with the rule that updates it: muon or adamw
+    groups  parameter groups, each with a key "rule": muon or adamw
     """
 
-    def __init__(self, groups: list[dict[str, Any]], of_muon: dict[str, Any], of_adamw: dict[str, Any]) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], muon_options: dict[str, Any], adamw_options: dict[str, Any]
+    ) -> None:
         super().__init__(groups, {})
         by_rule = {name: [group for group in self.param_groups if group["rule"] == name] for name in ("muon", "adamw")}
         self.rules: list[Optimizer] = []
         if by_rule["muon"]:
-            self.rules.append(torch.optim.Muon(by_rule["muon"], adjust_lr_fn="match_rms_adamw", **of_muon))
+            self.rules.append(torch.optim.Muon(by_rule["muon"], adjust_lr_fn="match_rms_adamw", **muon_options))
         if by_rule["adamw"]:
-            self.rules.append(torch.optim.AdamW(by_rule["adamw"], **of_adamw))
+            self.rules.append(torch.optim.AdamW(by_rule["adamw"], **adamw_options))
         for rule in self.rules:
             rule.state = self.state
 
@@ -393,25 +395,25 @@ class MuonWithAdamW(Optimizer):
 
 
 def build_optimizer(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer of an option. One of a task is any optimizer of the parameters.
+    """Build the optimizer of an option, which may be defined by a task.
 
-    Its groups get what the runner needs: names for checkpoints, and the base learning rate for the schedule.
-    Raises TaskFault if it is no optimizer, or misses a parameter.
+    Adds to its groups the names for checkpoints and the base learning rate for the schedule.
+    Raises TaskFault if the result is not an optimizer, or does not have exactly these parameters.
     """
-    made: object = make(OPTIMIZERS, function, parameters, **options)
-    if not isinstance(made, Optimizer):
-        what = f"must return a torch.optim.Optimizer, but returned {type(made).__name__}"
+    optimizer: object = make(OPTIMIZERS, function, parameters, **options)
+    if not isinstance(optimizer, Optimizer):
+        what = f"must return a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
         raise TaskFault(what, where=function, fix="return an optimizer, such as torch.optim.SGD(parameters, lr=lr)")
     names = {id(parameter): name for name, parameter in parameters}
-    held = [parameter for group in made.param_groups for parameter in group["params"]]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if {id(parameter) for parameter in held} != set(names):
-        what = f"must update each of the {len(names)} parameters that it gets, but has {len(held)}"
+        what = f"must have all {len(names)} parameters that it is given, but has {len(held)}"
         raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
         group.setdefault("lr_scale", 1.0)
         group.setdefault("base_lr", float(group["lr"]) / group["lr_scale"])
-    return made
+    return optimizer
 
 
 def check_library(function: str, options: Mapping[str, Any], device: torch.device) -> None:
@@ -447,7 +449,7 @@ def _groups(
     """Group the parameters by learning rate factor, decay and rule, in the order given."""
     names = [name for name, _ in parameters]
     assert len(set(names)) == len(names), "each parameter has one name"
-    problems = _unmatched(lr_scales, names, "optimizer.lr_scales")
+    problems = _unmatched_problems(lr_scales, names, "optimizer.lr_scales")
     if not parameters:
         problems.append(
             Problem("has no parameter to train: all are frozen", "optimizer", "set requires_grad=True for at least one")
@@ -477,16 +479,16 @@ def _groups(
     return list(groups.values())
 
 
-def _unmatched(listed: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
+def _unmatched_problems(wanted: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
     return [
         Problem(f"no parameter's name starts with {prefix}", key, did_you_mean(prefix, module_prefixes(names)))
-        for prefix in listed
+        for prefix in wanted
         if not any(is_under(name, prefix) for name in names)
     ]
 
 
-def _refuse_unmatched(listed: Iterable[str], names: Sequence[str], key: str) -> None:
-    if problems := _unmatched(listed, names, key):
+def _refuse_unmatched(wanted: Iterable[str], names: Sequence[str], key: str) -> None:
+    if problems := _unmatched_problems(wanted, names, key):
         raise ConfigError(problems)
 
 
@@ -511,7 +513,7 @@ def module_prefixes(names: Sequence[str]) -> list[str]:
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:
     """Return torch's kernel flags: the requested kernel, or the best available one.
 
-    takes_shards  torch has a sharding strategy for the fused kernel: 2.13 has one for Adam and AdamW, none for SGD
+    takes_shards  torch has a sharding strategy for the fused kernel: in 2.13 for Adam and AdamW, but not for SGD
     """
     obstacle = _fused_obstacle(parameters, takes_shards=takes_shards)
     if kernel == "fused" and obstacle:

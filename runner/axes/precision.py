@@ -23,7 +23,7 @@ from runner.config.schema import did_you_mean
 class NotFinite(NumericError):
     """The loss or the gradients of an update are not finite; the caller adds which update.
 
-    late  it belongs to the previous update, whose values were read asynchronously
+    late  the value belongs to the previous update and was read asynchronously
     """
 
     def __init__(self, what: str, *, late: bool, fix: str = "") -> None:
@@ -31,7 +31,7 @@ class NotFinite(NumericError):
         self.late = late
 
 
-def _as_found(found: Tensor) -> Tensor:
+def _local_flag(found: Tensor) -> Tensor:
     return found
 
 
@@ -53,9 +53,9 @@ class Precision:
         self._forward: AbstractContextManager[Any] = (
             torch.autocast(self.device.type, dtype=dtype) if dtype else nullcontext()
         )
-        # On a GPU they are checked in the next step: an immediate check would synchronize.
+        # On a GPU, values are checked in the next step, because an immediate check would synchronize.
         self.checks_immediately = self.device.type == "cpu"
-        self._sent: PendingCopy | None = None
+        self._pending_values: PendingCopy | None = None
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
@@ -69,7 +69,7 @@ class Precision:
         """Return `loss` scaled for the backward pass."""
         return loss
 
-    def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _as_found) -> None:
+    def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         """Undo the scaling of the gradients; once per update, after the last backward pass.
 
         overflow  combines this rank's overflow flag with those of all ranks: all skip the update, or none
@@ -83,12 +83,12 @@ class Precision:
         loss, grad_norm  of the update, over all ranks; None: unknown
         """
         if self.checks_immediately:
-            _refuse(loss, grad_norm)
+            _raise_if_not_finite(loss, grad_norm)
             optimizer.step()
             return
-        self._look()
-        given = [number.detach().float().reshape(()) for number in (loss, grad_norm) if number is not None]
-        numbers = torch.stack(given) if given else None
+        self._check_pending()
+        values = [number.detach().float().reshape(()) for number in (loss, grad_norm) if number is not None]
+        numbers = torch.stack(values) if values else None
         if numbers is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # the interface that GradScaler uses with fused kernels
             optimizer.grad_scale = None  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class Precision:
         else:
             optimizer.step()
         if numbers is not None:  # last, so that a failed step leaves no pending copy
-            self._sent = start_copy(numbers)  # read one update later, without synchronization
+            self._pending_values = start_copy(numbers)  # read one update later, without synchronization
 
     def discard(self) -> None:
         """Discard the current update's pending values, but none of the previous update."""
@@ -106,7 +106,7 @@ class Precision:
     def fork(self, model: nn.Module) -> Precision:
         """Return the same number format with separate checks and a separate loss scale, for another optimizer."""
         forked = copy.copy(self)
-        forked._sent = None
+        forked._pending_values = None
         return forked
 
     def num_skipped(self) -> int:
@@ -114,7 +114,7 @@ class Precision:
 
         Raises NotFinite where a number of that update is not finite.
         """
-        self._look()
+        self._check_pending()
         return 0
 
     def values(self) -> dict[str, float]:
@@ -123,17 +123,17 @@ class Precision:
 
     def state(self) -> dict[str, Any]:
         """Return the checkpoint state, JSON-serializable. Raises NotFinite as `num_skipped` does."""
-        self._look()
+        self._check_pending()
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
 
-    def _look(self) -> None:
+    def _check_pending(self) -> None:
         """Raise NotFinite if the last copied values are not finite."""
-        if self._sent is not None:
-            numbers, self._sent = self._sent, None
-            _refuse(*numbers.read().unbind(), late=True)
+        if self._pending_values is not None:
+            numbers, self._pending_values = self._pending_values, None
+            _raise_if_not_finite(*numbers.read().unbind(), late=True)
 
 
 class ScaledHalf(Precision):
@@ -150,10 +150,10 @@ class ScaledHalf(Precision):
         scaler.scale(torch.zeros(1, device=world.device))  # a rank without samples still unscales
         self.scaler = scaler
         self.min_scale, self.max_skips = min_scale, max_skips
-        self._skipped = self._in_a_row = 0
+        self._skipped = self._consecutive_skips = 0
         self._pending: PendingCopy | None = None
         self._scale: float | None = None  # None: not read since the scaler was created or restored
-        self._statistics = _Statistics(model)
+        self._statistics = _SavedStatistics(model)
 
     def forward(self) -> AbstractContextManager[Any]:
         self._statistics.keep()
@@ -163,7 +163,7 @@ class ScaledHalf(Precision):
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
 
-    def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _as_found) -> None:
+    def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         self.scaler.unscale_(optimizer)
         for found in self.scaler._found_inf_per_device(optimizer).values():
             found.copy_(overflow(found))
@@ -175,7 +175,7 @@ class ScaledHalf(Precision):
         found = sum(self.scaler._found_inf_per_device(optimizer).values())
         assert isinstance(found, Tensor)
         self.scaler.step(optimizer)
-        self._statistics.settle(found)
+        self._statistics.restore_if_overflowed(found)
         self.scaler.update()
         scale = self.scaler._get_scale_async()  # private, checked on torch 2.13; get_scale would wait for the device
         assert scale is not None, "unscale has created it"
@@ -183,14 +183,14 @@ class ScaledHalf(Precision):
 
     def fork(self, model: nn.Module) -> Precision:
         forked = copy.copy(self)
-        forked._sent = forked._pending = forked._scale = None
-        forked._skipped = forked._in_a_row = 0
-        forked.scaler, forked._statistics = copy.deepcopy(self.scaler), _Statistics(model)
+        forked._pending_values = forked._pending = forked._scale = None
+        forked._skipped = forked._consecutive_skips = 0
+        forked.scaler, forked._statistics = copy.deepcopy(self.scaler), _SavedStatistics(model)
         return forked
 
     def discard(self) -> None:
-        self._statistics.forget()
-        self.scaler._per_optimizer_states.clear()  # that gradients were unscaled, and whether one overflowed
+        self._statistics.discard()
+        self.scaler._per_optimizer_states.clear()  # holds whether gradients were unscaled and overflowed
 
     def num_skipped(self) -> int:
         if self._pending is not None:
@@ -198,13 +198,13 @@ class ScaledHalf(Precision):
             found, self._scale = pending.read().tolist()
             overflowed = int(found > 0)
             self._skipped += overflowed
-            self._in_a_row = (self._in_a_row + 1) * overflowed
-            if self._in_a_row >= self.max_skips:
+            self._consecutive_skips = (self._consecutive_skips + 1) * overflowed
+            if self._consecutive_skips >= self.max_skips:
                 raise NotFinite(
-                    f"{self._in_a_row} updates in a row were skipped for float16 overflowed, the loss scale is"
-                    f" {self.scaler.get_scale():g}, and the gradients are not finite",
+                    f"{self._consecutive_skips} consecutive updates were skipped because float16 overflowed: the loss"
+                    f" scale is {self.scaler.get_scale():g}, and the gradients are not finite",
                     late=True,
-                    fix="use precision=fp32 or bf16, or lower optimizer.lr; how many may be: precision.max_skips",
+                    fix="use precision=fp32 or bf16, lower optimizer.lr, or raise precision.max_skips",
                 )
         return self._skipped
 
@@ -222,46 +222,48 @@ class ScaledHalf(Precision):
 
     def state(self) -> dict[str, Any]:
         skipped = self.num_skipped()
-        return {"scaler": self.scaler.state_dict(), "skipped": skipped, "skipped_in_a_row": self._in_a_row}
+        return {"scaler": self.scaler.state_dict(), "skipped": skipped, "skipped_in_a_row": self._consecutive_skips}
 
     def load(self, state: Mapping[str, Any]) -> None:
         if state:  # empty if the checkpoint was written with another precision
             self.scaler.load_state_dict(dict(state["scaler"]))
             self._scale = None
-            self._skipped, self._in_a_row = int(state["skipped"]), int(state.get("skipped_in_a_row", 0))
+            self._skipped, self._consecutive_skips = int(state["skipped"]), int(state.get("skipped_in_a_row", 0))
 
 
-class _Statistics:
-    """Running statistics of the model's batch norms before the current update."""
+class _SavedStatistics:
+    """A copy of the running statistics of the model's batch norms before the current update."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._buffers: list[Tensor] | None = None
-        self._kept: list[Tensor] = []
+        self._saved: list[Tensor] = []
 
     def keep(self) -> None:
-        """Copy them, once per update; evaluations do not change them."""
-        if self._kept or not torch.is_grad_enabled():
+        """Copy the statistics once per update; evaluations do not change them."""
+        if self._saved or not torch.is_grad_enabled():
             return
         if self._buffers is None:  # not earlier: strategies replace modules
-            modules = [one for one in self._model.modules() if getattr(one, "running_mean", None) is not None]
-            self._buffers = [buffer for one in modules for buffer in one.buffers(recurse=False) if not buffer.is_meta]
-        self._kept = [buffer.clone() for buffer in self._buffers]
+            modules = [module for module in self._model.modules() if getattr(module, "running_mean", None) is not None]
+            self._buffers = [
+                buffer for module in modules for buffer in module.buffers(recurse=False) if not buffer.is_meta
+            ]
+        self._saved = [buffer.clone() for buffer in self._buffers]
 
-    def forget(self) -> None:
-        """Drop the copies; they were restored elsewhere."""
-        self._kept = []
+    def discard(self) -> None:
+        """Drop the copies, because the statistics were restored elsewhere."""
+        self._saved = []
 
-    def settle(self, overflowed: Tensor) -> None:
+    def restore_if_overflowed(self, overflowed: Tensor) -> None:
         """Restore the copies if `overflowed` is above 0, without synchronization."""
-        if not self._kept:  # this rank had no samples in the update
+        if not self._saved:  # this rank had no samples in the update
             return
-        for buffer, before in zip(self._buffers or (), self._kept, strict=True):
+        for buffer, before in zip(self._buffers or (), self._saved, strict=True):
             buffer.copy_(torch.where(overflowed.to(buffer.device) > 0, before, buffer))
-        self._kept = []
+        self._saved = []
 
 
-def _refuse(loss: Tensor | None, grad_norm: Tensor | None = None, *, late: bool = False) -> None:
+def _raise_if_not_finite(loss: Tensor | None, grad_norm: Tensor | None = None, *, late: bool = False) -> None:
     """Raise NotFinite for the first value of an update that is not finite."""
     if loss is not None and not math.isfinite(loss.item()):
         raise NotFinite("the loss is not finite", late=late)
@@ -337,18 +339,18 @@ def _keep_float32(model: nn.Module, names: Sequence[str], device: torch.device) 
         )
     for name in names:
         module = modules[name]
-        module.forward = _in_float32(module.forward, device.type)
+        module.forward = _wrap_in_float32(module.forward, device.type)
 
 
-def _in_float32(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+def _wrap_in_float32(forward: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def run(*inputs: Any, **named: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            return forward(*map_tensors(_float, inputs), **map_tensors(_float, named))
+            return forward(*map_tensors(_to_float, inputs), **map_tensors(_to_float, named))
 
     return run
 
 
-def _float(tensor: Tensor) -> Tensor:
+def _to_float(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 

@@ -27,11 +27,11 @@ class Prefetch:
     def __call__(self, batches: Iterator[MicroBatch], lap: Lap = ignore_lap) -> Iterator[MicroBatch]:
         """Yield the batches on the device, in the same order.
 
-        lap  called at the end of each part, "data" and "transfer"; the consumer of the batch reports the last one
+        lap  called at the end of each part, "data" and "transfer"; the consumer reports the end of the last one
         """
-        return batches if self.device.type == "cpu" else self._moved(batches, lap)
+        return batches if self.device.type == "cpu" else self._move_batches(batches, lap)
 
-    def _moved(self, batches: Iterator[MicroBatch], lap: Lap) -> Iterator[MicroBatch]:
+    def _move_batches(self, batches: Iterator[MicroBatch], lap: Lap) -> Iterator[MicroBatch]:
         for item in batches:
             lap("data")
             moved = item._replace(batch=map_tensors(self._move, item.batch))
@@ -97,16 +97,16 @@ class CopyAhead(Prefetch):
             source = following  # torch reuses page-locked memory only after its copy; this keeps it longer still
             return moved
 
-        coming = start()
+        next_batch = start()
         lap("data")
-        while coming is not None:
+        while next_batch is not None:
             self.streams.join()
             lap("transfer")  # time that the computation waits for the copy, which started an update earlier
-            map_tensors(self.streams.hold, coming.batch)
-            ready, done_with = coming, source
-            coming = start()
+            map_tensors(self.streams.hold, next_batch.batch)
+            ready, previous_source = next_batch, source
+            next_batch = start()
             yield ready
-            del done_with
+            del previous_source
 
 
 def none(device: torch.device) -> Prefetch:

@@ -21,12 +21,12 @@ FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class TrainingSamples:
-    """The training samples, as far as a sampler needs to know them.
+    """Properties of the training samples that samplers use.
 
-    weights  () -> weight of each sample, (num_samples,)
-    lengths  () -> length of each sample, (num_samples,)
-    sizes    () -> numbers of samples of the data sets that are concatenated
-    is_array  the run began with an order that is drawn as an array; see `shuffled_sampler`
+    weights   () -> weight of each sample, (num_samples,)
+    lengths   () -> length of each sample, (num_samples,)
+    sizes     () -> number of samples of each concatenated data set
+    is_array  the run started with an order that is drawn as an array; see `shuffled_sampler`
     """
 
     num_samples: int
@@ -82,20 +82,24 @@ def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples:
     count, size = num_samples or samples.num_samples, samples.num_samples
     if not replacement and count > np.count_nonzero(weights):
         what = f"draws {count:,} samples, but only {np.count_nonzero(weights):,} have a weight above 0"
-        raise _wrong("replacement=false", what, f"use sampler.num_samples={np.count_nonzero(weights)}")
+        raise _option_error("replacement=false", what, f"use sampler.num_samples={np.count_nonzero(weights)}")
     bounds, last = np.cumsum(weights / weights.sum()), int(np.flatnonzero(weights)[-1])
 
-    def drawn(seed: int, epoch: int) -> IntArray:
+    def draw_epoch(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)
         if replacement:
-            numbers = np.sort(rng.random(count)) * bounds[-1]  # sorted: an order of magnitude faster to look up
-            found = np.searchsorted(bounds, numbers, side="right")
-            return rng.permutation(_repeated(np.minimum(found, last), size))  # a product may round up to the last bound
+            numbers = np.sort(rng.random(count)) * bounds[-1]  # sorting makes the look-up ten times as fast
+            indices = np.searchsorted(bounds, numbers, side="right")
+            return rng.permutation(
+                _offset_repeats(np.minimum(indices, last), size)
+            )  # a number may be rounded up to the last bound
         with np.errstate(divide="ignore"):
-            times = rng.exponential(size=size) / weights  # the first of independent exponential times, then the next
+            times = (
+                rng.exponential(size=size) / weights
+            )  # samples in the order of independent exponential arrival times
         return np.argsort(times, kind="stable")[:count]
 
-    return samples.in_order(drawn, count, [weights])
+    return samples.in_order(draw_epoch, count, [weights])
 
 
 def mixture(
@@ -116,9 +120,9 @@ def mixture(
     shares = np.asarray(weights or [1.0] * len(sizes), dtype=np.float64)
     if len(shares) != len(sizes):
         what = f"has {len(shares)} weights, but the training data consists of {len(sizes)} data sets"
-        raise _wrong(f"weights={weights}", what, "give one weight per data set")
+        raise _option_error(f"weights={weights}", what, "give one weight per data set")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
-        raise _wrong(f"weights={weights}", "must have weights of at least 0, and one above 0", "e.g. [0.7, 0.3]")
+        raise _option_error(f"weights={weights}", "must have weights of at least 0, and one above 0", "e.g. [0.7, 0.3]")
     empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
     if empty:
         raise DataError(
@@ -130,17 +134,17 @@ def mixture(
     count, starts = num_samples or samples.num_samples, np.cumsum([0, *sizes[:-1]])
     per_epoch = _quotas(shares, count)
 
-    def drawn(seed: int, epoch: int) -> IntArray:
+    def draw_epoch(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)
         parts, times = [], []
         for source, number in enumerate(per_epoch.tolist()):
             draws = range(epoch * number, (epoch + 1) * number)
-            parts.append(_passes(seed, source, sizes[source], draws, samples.num_samples) + starts[source])
+            parts.append(_draw_passes(seed, source, sizes[source], draws, samples.num_samples) + starts[source])
             times.append((np.arange(number) + rng.random(number)) / max(number, 1))
         order = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(parts)[order]
 
-    return samples.in_order(drawn, count, [np.asarray(sizes), shares])
+    return samples.in_order(draw_epoch, count, [np.asarray(sizes), shares])
 
 
 def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Sampler:
@@ -151,9 +155,9 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
     bucket  lengths are rounded up to a multiple of this; samples of one rounded length are shuffled
     """
     size, batch = samples.num_samples, samples.global_batch_size
-    rounded = _rounded(samples.lengths(), bucket)
+    rounded = _round_lengths(samples.lengths(), bucket)
 
-    def drawn(seed: int, epoch: int) -> IntArray:
+    def draw_epoch(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)
         order = np.lexsort((rng.random(size), rounded))
         whole, rest = divmod(size, batch)
@@ -167,7 +171,7 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
         rows = rng.permutation(starts)[:, None] + np.arange(batch)
         return np.concatenate([order[rows.reshape(-1)], last])
 
-    return samples.in_order(drawn, content=[rounded])
+    return samples.in_order(draw_epoch, content=[rounded])
 
 
 def token_budget(
@@ -192,7 +196,9 @@ def token_budget(
                     "use dataloader.drop_last=false")
         )  # fmt: skip
     if micro_tokens is not None and micro_tokens > tokens:
-        raise _wrong(f"micro_tokens={micro_tokens}", f"is more than sampler.tokens={tokens}", "use a smaller number")
+        raise _option_error(
+            f"micro_tokens={micro_tokens}", f"is more than sampler.tokens={tokens}", "use a smaller number"
+        )
     lengths = samples.lengths()
     for limit, key in ((tokens, "tokens"), (micro_tokens or tokens, "micro_tokens")):
         if lengths.max() > limit:
@@ -212,21 +218,21 @@ class TokenBudget(Sampler):
     places at random, so that no update exceeds the budget in any epoch, and all epochs have as many updates.
     """
 
-    def __init__(self, lengths: IntArray, most: int, tokens: int, micro_tokens: int | None, bucket: int) -> None:
+    def __init__(self, lengths: IntArray, max_samples: int, tokens: int, micro_tokens: int | None, bucket: int) -> None:
         self._lengths, self._micro_tokens = lengths, micro_tokens
-        self._rounded = np.minimum(_rounded(lengths, bucket), tokens)
-        self._cuts = np.asarray(_cuts(np.sort(self._rounded).tolist(), most, tokens))
+        self._round_lengths = np.minimum(_round_lengths(lengths, bucket), tokens)
+        self._cuts = np.asarray(_cuts(np.sort(self._round_lengths).tolist(), max_samples, tokens))
         self.num_samples, self.updates_per_epoch = len(lengths), len(self._cuts) - 1
-        self.content = _hash(self._rounded)
-        self._epoch = lru_cache(maxsize=2)(self._drawn)
+        self.content = _hash(self._round_lengths)
+        self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
     def start(self, seed: int, epoch: int, window: int) -> int:
         return int(self._epoch(seed, epoch)[1][window])
 
     def draw(self, seed: int, epoch: int, window: int) -> Indices:
         order, starts = self._epoch(seed, epoch)
-        found: Indices = order[starts[window] : starts[window + 1]].tolist()
-        return found
+        indices: Indices = order[starts[window] : starts[window + 1]].tolist()
+        return indices
 
     def split(self, indices: Indices, size: int) -> list[Indices]:
         if self._micro_tokens is None:
@@ -234,23 +240,23 @@ class TokenBudget(Sampler):
         cuts = _cuts([int(self._lengths[index]) for index in indices], size, self._micro_tokens)
         return [indices[first:stop] for first, stop in pairwise(cuts)]
 
-    def _drawn(self, seed: int, epoch: int) -> tuple[IntArray, IntArray]:
+    def _draw_epoch(self, seed: int, epoch: int) -> tuple[IntArray, IntArray]:
         """Return the samples of an epoch, and the start of each update among them."""
         rng = order_rng(seed, epoch)
-        order = np.lexsort((rng.random(self.num_samples), self._rounded))
+        order = np.lexsort((rng.random(self.num_samples), self._round_lengths))
         chosen = rng.permutation(self.updates_per_epoch)
         firsts, sizes = self._cuts[:-1][chosen], np.diff(self._cuts)[chosen]
         starts = np.concatenate([[0], np.cumsum(sizes)])
         return order[np.repeat(firsts - starts[:-1], sizes) + np.arange(self.num_samples)], starts
 
 
-def _cuts(lengths: Sequence[int], most: int, tokens: int) -> list[int]:
-    """Return the bounds of consecutive batches: as long as possible, within `most` samples and `tokens` tokens."""
+def _cuts(lengths: Sequence[int], max_samples: int, tokens: int) -> list[int]:
+    """Return the bounds of consecutive batches: as long as possible within both limits."""
     cuts, longest = [0], 0
     for place, length in enumerate(lengths):
         longest = max(longest, length)
         count = place + 1 - cuts[-1]
-        if count > 1 and (count > most or count * longest > tokens):
+        if count > 1 and (count > max_samples or count * longest > tokens):
             cuts.append(place)
             longest = length
     return [*cuts, len(lengths)] if lengths else [0]
@@ -258,13 +264,13 @@ def _cuts(lengths: Sequence[int], most: int, tokens: int) -> list[int]:
 
 def _hash(*content: np.ndarray[Any, Any]) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    for each in content:
-        digest.update(f"{each.dtype}{each.shape}".encode())
-        digest.update(np.ascontiguousarray(each).tobytes())
+    for array in content:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
 
 
-def _repeated(drawn: IntArray, size: int) -> IntArray:
+def _offset_repeats(drawn: IntArray, size: int) -> IntArray:
     """Add `size` to the second draw of a sample, 2 * `size` to the third and so on: they get other random numbers.
 
     drawn  sorted
@@ -274,7 +280,7 @@ def _repeated(drawn: IntArray, size: int) -> IntArray:
     return drawn + (places - np.maximum.accumulate(np.where(is_first, places, 0))) * size
 
 
-def _passes(seed: int, source: int, size: int, draws: range, offset: int) -> IntArray:
+def _draw_passes(seed: int, source: int, size: int, draws: range, offset: int) -> IntArray:
     """Return these draws from a data set of `size` samples, which is shuffled in each pass.
 
     offset  added once in the second pass, twice in the third and so on: repeated samples get other random numbers
@@ -283,7 +289,7 @@ def _passes(seed: int, source: int, size: int, draws: range, offset: int) -> Int
         return np.arange(0)
     begin, end = draws.start // size, -(-draws.stop // size)
     shuffles = [
-        order_rng(seed, _OF_MIXTURES, source, number).permutation(size) + (number - begin) * offset
+        order_rng(seed, _MIXTURE_STREAM, source, number).permutation(size) + (number - begin) * offset
         for number in range(begin, end)
     ]
     return np.concatenate(shuffles)[draws.start - begin * size :][: len(draws)]
@@ -297,7 +303,7 @@ def _quotas(shares: FloatArray, count: int) -> IntArray:
     return quotas
 
 
-def _rounded(lengths: IntArray, bucket: int) -> IntArray:
+def _round_lengths(lengths: IntArray, bucket: int) -> IntArray:
     if not len(lengths) or lengths.min() < 1:
         empty = np.flatnonzero(lengths < 1).tolist()
         raise DataError(
@@ -308,11 +314,11 @@ def _rounded(lengths: IntArray, bucket: int) -> IntArray:
     return -(-lengths // bucket) * bucket
 
 
-def _wrong(key: str, what: str, fix: str) -> ConfigError:
+def _option_error(key: str, what: str, fix: str) -> ConfigError:
     return ConfigError(Problem(what, f"sampler.{key}", fix))
 
 
-_OF_MIXTURES = 0x6D697874  # separate from the orders of epochs
+_MIXTURE_STREAM = 0x6D697874  # separate from the orders of epochs
 SAMPLERS: Mapping[str, Callable[..., Sampler]] = {
     "shuffle": shuffle,
     "sequential": sequential,

@@ -13,7 +13,7 @@ from runner.config.option_table import make
 
 
 class Schedule:
-    """A schedule with a linear warm-up, before or multiplied with it.
+    """A learning rate curve, multiplied by a linear warm-up.
 
     The warm-up goes from 1/warmup at the first update to 1, so that no update has a learning rate of 0.
     """
@@ -39,9 +39,9 @@ class Schedule:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned; raise IncompatibleResume if it belongs to another schedule."""
         if set(state) != set(self.state()):
-            kept, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (state, self.state()))
+            found, expected = (", ".join(sorted(keys)) or "nothing" for keys in (state, self.state()))
             raise IncompatibleResume(
-                f"the state of this run's schedule is {wanted}, but the checkpoint has {kept}",
+                f"the state of this run's schedule is {expected}, but the checkpoint has {found}",
                 where="scheduler",
                 fix="resume with the scheduler it was saved with, or use resume=fresh",
             )
@@ -300,16 +300,16 @@ def polynomial(
 
 
 def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> Schedule:
-    """Return the schedule of an option. One of a task may be a function from the number of updates to a factor.
+    """Build the schedule of an option, which may be defined by a task as a function from update to factor.
 
-    Raises TaskFault if it is neither.
+    Raises TaskFault if the result is neither a Schedule nor a function.
     """
-    made: object = make(SCHEDULERS, function, updates, **options)
-    if isinstance(made, Schedule):
-        return made
-    if callable(made):
-        return Schedule(made)
-    what = f"must return a function from the number of updates to a factor, but returned {type(made).__name__}"
+    schedule: object = make(SCHEDULERS, function, updates, **options)
+    if isinstance(schedule, Schedule):
+        return schedule
+    if callable(schedule):
+        return Schedule(schedule)
+    what = f"must return a function from the number of updates to a factor, but returned {type(schedule).__name__}"
     raise TaskFault(what, where=function, fix="return a function such as lambda update: 0.99**update")
 
 
@@ -321,7 +321,7 @@ def _warmup(value: float, updates: int) -> int:
             Problem(
                 f"must be at most the number of updates ({updates}), but is {warmup}",
                 "scheduler.warmup",
-                "a value below 1 is a share of all updates, such as scheduler.warmup=0.02",
+                "a value below 1 is a fraction of all updates, such as scheduler.warmup=0.02",
             )
         )
     return warmup

@@ -1,8 +1,8 @@
 """Device access beyond tensors: memory, generators, streams, names and native formats.
 
 One class per vendor. This is the only file that calls `torch.cuda` and `torch.xpu` (checked by tests/test_layers.py).
-An operation that a device lacks is a no-op; a value that it does not report is None, never 0. Importing this file does
-not import torch.
+An operation that a device does not support is a no-op; a value that it does not report is None, never 0. Importing this
+file does not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeviceMemory(NamedTuple):
 class TorchDevice:
     """A GPU as torch enumerates and describes it.
 
-    capability    NVIDIA compute capability; None for other vendors, where the numbers have another meaning
+    capability    NVIDIA compute capability; None for other vendors, whose numbers have another meaning
     architecture  AMD architecture name, such as gfx90a; on Intel XMX if it has matrix units; else empty
     uuid          identity by which the driver's interface knows it: a UUID without prefix, on AMD the PCI address
     free_bytes    free memory, set only if NVML does not know the device and torch was queried; else None
@@ -291,7 +291,7 @@ class Cuda(Accelerator):
         return self._torch.get_device_name(self.device)
 
     def uuid(self) -> str:
-        return _identity(self._torch.get_device_properties(self.device))
+        return _device_id(self._torch.get_device_properties(self.device))
 
     def capability(self) -> tuple[int, int] | None:
         return self._torch.get_device_capability(self.device)
@@ -381,7 +381,7 @@ def device_count() -> int:
 
 
 def current_device() -> torch.device:
-    """Return the index of this thread's current GPU."""
+    """Return this thread's current GPU, with its index."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())
@@ -403,7 +403,7 @@ def torch_devices() -> Iterator[TorchDevice]:
         properties = torch.cuda.get_device_properties(index)
         yield TorchDevice(
             properties.name,
-            _identity(properties),
+            _device_id(properties),
             properties.total_memory,
             None if is_rocm else (properties.major, properties.minor),
             _architecture(properties) if is_rocm else "",
@@ -434,8 +434,8 @@ def torch_uuids() -> list[str] | None:
     if not cuda_is_initialized():
         return None
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    found = [_identity(each) for each in properties]
-    return found if all(found) else None
+    uuids = [_device_id(gpu) for gpu in properties]
+    return uuids if all(uuids) else None
 
 
 def compiled_architectures() -> tuple[str, ...]:
@@ -483,7 +483,7 @@ def _is_rocm() -> bool:
     return torch.version.hip is not None
 
 
-def _identity(properties: Any) -> str:
+def _device_id(properties: Any) -> str:
     """Return the UUID of a GPU or, on AMD, its PCI address: AMD SMI and HIP give the same GPU different UUIDs."""
     bus = getattr(properties, "pci_bus_id", None)
     if bus is not None and _is_rocm():

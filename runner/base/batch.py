@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BatchSamples(NamedTuple):
-    """The samples of a batch, in order; enough to draw random numbers per sample.
+    """Identify the samples of a batch, in order, to draw random numbers per sample.
 
     seed     seed of the run
     indices  of the samples in their data set
@@ -23,14 +23,14 @@ class BatchSamples(NamedTuple):
 
 
 class ShardMark(NamedTuple):
-    """A position in a shard of a stream, with what it takes to return to it. JSON-serializable.
+    """A position in a shard of a stream, with the state needed to resume there. JSON-serializable.
 
     item      number of the next sample of the shard
     epoch     pass over the shard, and `passed`: samples of earlier passes, for a stream of unknown length
     hash      hash of sample `item` - 1
     state     state of the stream before sample `item` - 1; None if it has none
     sample_s  mean seconds to read a sample
-    note      what the user must know of an earlier resume of this shard
+    note      warning about an earlier resume of this shard, for the user
     """
 
     item: int
@@ -45,7 +45,7 @@ class ShardMark(NamedTuple):
 class MicroBatch(NamedTuple):
     """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
 
-    counts   False: it only keeps the ranks in step and must not contribute to the update; `batch` may then be None
+    counts   False: a dummy micro-batch that keeps the ranks in step and must not contribute; `batch` may be None
     samples  None if unknown, as for batches that were not read from a data set
     marks    shard -> position after this batch, for the shards of a stream that it read
     """
@@ -77,10 +77,10 @@ def are_equal(one: Any, other: Any) -> bool:
     theirs: list[Tensor] = []
     map_tensors(ours.append, one)
     map_tensors(theirs.append, other)
-    return len(ours) == len(theirs) and all(map(_hold_the_same, ours, theirs))
+    return len(ours) == len(theirs) and all(map(_tensors_equal, ours, theirs))
 
 
-def _hold_the_same(one: Tensor, other: Tensor) -> bool:
+def _tensors_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
     return one.equal(other) or bool((one.eq(other) | (one.ne(one) & other.ne(other))).all())

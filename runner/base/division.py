@@ -32,7 +32,7 @@ class Batch:
 
     @property
     def max_micro_batch_size(self) -> int:
-        """Return the largest micro-batch, whatever the shares become."""
+        """Return the largest micro-batch that any shares can lead to."""
         return self.global_batch_size if self.in_one_pass else self.micro_batch_size
 
     @property
@@ -62,7 +62,7 @@ class Batch:
 def divide(
     total: int, micro: int | Literal["auto"], shares: tuple[int, ...], *, ragged: bool = False
 ) -> Batch | Problem:
-    """Return the division of `total` samples, or an error message with the nearest sizes that divide.
+    """Return the division of `total` samples, or a Problem that lists the nearest valid sizes.
 
     ragged  allow a smaller last micro-batch of a share: same results, possibly slower kernels
     """

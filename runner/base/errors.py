@@ -122,12 +122,12 @@ def format_error(error: AccelRunError) -> str:
     lines = [f"accel-run: {len(error.problems)} problems"] if many else []
     for number, problem in enumerate(error.problems, 1):
         lead = f"  {number}. " if many else "accel-run: "
-        lines.append(lead + _formatted(problem, " " * len(lead)))
+        lines.append(lead + _format_problem(problem, " " * len(lead)))
     lines += [" " * len("accel-run: ") + note for note in getattr(error, "__notes__", ())]
     return "\n".join(lines)
 
 
-def _formatted(problem: Problem, indent: str) -> str:
+def _format_problem(problem: Problem, indent: str) -> str:
     """Return the problem without terminal control characters, with continuation lines indented."""
     where = f"{problem.where}: " if problem.where else ""
     text = f"{where}{problem.what}" + (f"\n{problem.fix}" if problem.fix else "")
@@ -144,14 +144,14 @@ class ConfigError(AccelRunError):
     exit_code = Exit.CONFIG
 
     def __init__(self, problems: Problem | Iterable[Problem], *, of_known_keys: bool = False) -> None:
-        given = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        found = (problems,) if isinstance(problems, Problem) else tuple(problems)
         if not of_known_keys:
-            given = tuple(map(_without_secret, given))
-        Exception.__init__(self, "\n".join(str(problem) for problem in given))
-        self.problems = given
+            found = tuple(map(_redact_value, found))
+        Exception.__init__(self, "\n".join(str(problem) for problem in found))
+        self.problems = found
 
 
-def _without_secret(problem: Problem) -> Problem:
+def _redact_value(problem: Problem) -> Problem:
     """Return the problem without the value of an argument whose name may be that of a secret."""
     end = find_secret_name(problem.where)
     if end is None:
@@ -276,31 +276,31 @@ def find_system_limit(error: BaseException) -> SystemLimit | None:
     """
     if isinstance(error, AccelRunError):
         return None
-    for each in _raised_from(error):
-        if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
-            where = os.fsdecode(each.filename) if each.filename is not None else ""
+    for exception in _exception_chain(error):
+        if isinstance(exception, OSError) and exception.errno in (errno.EMFILE, errno.ENFILE):
+            where = os.fsdecode(exception.filename) if exception.filename is not None else ""
             return SystemLimit("too many files are open", where=where, fix="raise the limit with ulimit -n")
-        if isinstance(each, ImportError):
-            text = " ".join(str(each).split())
+        if isinstance(exception, ImportError):
+            text = " ".join(str(exception).split())
             if "too many open files" in text.lower():
                 return SystemLimit(text, fix="raise the limit with ulimit -n")
-            if any(message in text.lower() for message in _NOT_MAPPED):
+            if any(message in text.lower() for message in _MAPPING_ERRORS):
                 return SystemLimit(
                     f"a library does not fit into the address space: {text}", fix="raise the limit with ulimit -v"
                 )
     return None
 
 
-def _raised_from(error: BaseException) -> Iterator[BaseException]:
+def _exception_chain(error: BaseException) -> Iterator[BaseException]:
     seen: list[BaseException] = []
-    found: BaseException | None = error
-    while found is not None and found not in seen:
-        seen.append(found)
-        yield found
-        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        seen.append(current)
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-_NOT_MAPPED = (  # messages of the dynamic linker
+_MAPPING_ERRORS = (  # messages of the dynamic linker
     "failed to map segment from shared object",
     "cannot map zero-fill pages",
     "cannot allocate memory",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim import optimizer as of_torch
+from torch.optim import optimizer as torch_optimizer
 
 
 class FusedAdam(Adam):
@@ -38,26 +38,27 @@ class FusedAdamW(AdamW):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-def _hooked(step: Any) -> Any:
+def _with_profile_hook(step: Any) -> Any:
     return step if getattr(step, "hooked", False) else Optimizer.profile_hook_step(step)
 
 
-_adam_step, _adamw_step = _hooked(Adam.step), _hooked(AdamW.step)
+_adam_step, _adamw_step = _with_profile_hook(Adam.step), _with_profile_hook(AdamW.step)
 
 
 @torch.no_grad()
 def _step(optimizer: Optimizer, kernel: Any) -> bool:
-    """Update the parameters with one kernel per group; return False, without a change, where torch's `step` must.
+    """Update the parameters with one kernel per group; return False, with nothing changed, if torch's `step` is needed.
 
-    That is at the first step, which creates the state; with hooks or a profiler; and with several dtypes or devices.
+    It is needed at the first step, which creates the state, with hooks or a profiler, and for several dtypes or
+    devices.
     """
-    if _is_observed(optimizer):
+    if _has_observers(optimizer):
         return False
     calls = []
     for group in optimizer.param_groups:
         weights = [weight for weight in group["params"] if weight.grad is not None]
         states = [optimizer.state[weight] for weight in weights]
-        if not all(states) or not _are_alike(weights) or isinstance(group["lr"], Tensor):
+        if not all(states) or not _share_dtype_and_device(weights) or isinstance(group["lr"], Tensor):
             return False
         calls.append((group, weights, states))
     found_inf = getattr(optimizer, "found_inf", None)
@@ -88,18 +89,18 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
     return True
 
 
-def _is_observed(optimizer: Optimizer) -> bool:
-    """Return whether `step` has hooks, or a profiler runs."""
+def _has_observers(optimizer: Optimizer) -> bool:
+    """Return whether `step` has hooks or a profiler is active."""
     return bool(
-        of_torch._global_optimizer_pre_hooks
-        or of_torch._global_optimizer_post_hooks
+        torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or torch._C._autograd._profiler_enabled()
     )
 
 
-def _are_alike(weights: list[Tensor]) -> bool:
+def _share_dtype_and_device(weights: list[Tensor]) -> bool:
     return len({(weight.dtype, weight.device) for weight in weights}) <= 1 and not any(
         hasattr(weight, "device_mesh")  # a DTensor
         for weight in weights

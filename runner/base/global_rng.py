@@ -27,9 +27,9 @@ def seed_everything(seed: int) -> None:
 def random_state(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the state of every global generator: tensors, and a JSON-serializable rest."""
     tensors = {"torch": torch.get_rng_state()}
-    of_device = get_accelerator(device).generator_state()
-    if of_device is not None:
-        tensors[device.type] = of_device
+    device_state = get_accelerator(device).generator_state()
+    if device_state is not None:
+        tensors[device.type] = device_state
     name, keys, *rest = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     assert isinstance(keys, np.ndarray)

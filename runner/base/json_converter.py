@@ -27,39 +27,39 @@ class Decoded(Generic[T]):
 
 
 def decode(kind: type[T], tree: Mapping[str, Any]) -> Decoded[T]:
-    """Return the dataclass `kind` in a JSON object.
+    """Decode a JSON object to the dataclass `kind`.
 
-    Missing values have their defaults, and unknown keys are ignored; an inner object with unknown keys only is of a
-    wrong type. A value of a wrong type has its default and is
-    listed in `wrong`. Entries of mappings, and rows of lists of objects, are judged one by one; other lists as a whole.
+    Missing values get their defaults, and unknown keys are ignored. A value of a wrong type gets its default and is
+    listed in `wrong`; so does an inner object that has unknown keys only. Entries of mappings and rows of lists of
+    objects are checked one by one; other lists are valid or invalid as a whole.
 
     Raises TypeError if a value without default is missing or of a wrong type.
     """
     wrong: list[str] = []
-    return Decoded(_object(kind, tree, "", wrong), tuple(wrong))
+    return Decoded(_decode_object(kind, tree, "", wrong), tuple(wrong))
 
 
 def decode_valid(kind: type[T], tree: Mapping[str, Any]) -> T:
-    """Return the dataclass `kind` in a JSON object that must be complete.
+    """Decode a JSON object to the dataclass `kind`; it must be valid.
 
     Raises ValueError if a value is of a wrong type, TypeError if one without default is missing.
     """
-    found = decode(kind, tree)
-    if found.wrong:
-        raise ValueError(f"{kind.__name__} has unreadable values: {', '.join(found.wrong)}")
-    return found.value
+    decoded = decode(kind, tree)
+    if decoded.wrong:
+        raise ValueError(f"{kind.__name__} has unreadable values: {', '.join(decoded.wrong)}")
+    return decoded.value
 
 
 def encode(value: Any) -> Any:
     """Return the value as JSON-serializable data; dataclasses become objects."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found: dict[str, Any] = {}
-        for each in dataclasses.fields(value):
-            if each.metadata == INLINE:
-                found.update(encode(getattr(value, each.name)))
-            elif each.metadata != NOT_STORED:
-                found[each.name] = encode(getattr(value, each.name))
-        return found
+        content: dict[str, Any] = {}
+        for field in dataclasses.fields(value):
+            if field.metadata == INLINE:
+                content.update(encode(getattr(value, field.name)))
+            elif field.metadata != NOT_STORED:
+                content[field.name] = encode(getattr(value, field.name))
+        return content
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -67,86 +67,86 @@ def encode(value: Any) -> Any:
     return value
 
 
-def _object(kind: type[Any], tree: Mapping[str, Any], lead: str, wrong: list[str]) -> Any:
-    found = {}
-    for each, hint in _stored_fields(kind):  # type: ignore[arg-type]
-        if each.metadata == INLINE:
-            found[each.name] = _object(hint, tree, lead, wrong)
-        elif each.name in tree:
-            value = _value(hint, tree[each.name], f"{lead}{each.name}", wrong)
-            if value is not _WRONG:
-                found[each.name] = value
-    return kind(**found)
+def _decode_object(kind: type[Any], tree: Mapping[str, Any], lead: str, wrong: list[str]) -> Any:
+    values = {}
+    for field, hint in _stored_fields(kind):  # type: ignore[arg-type]
+        if field.metadata == INLINE:
+            values[field.name] = _decode_object(hint, tree, lead, wrong)
+        elif field.name in tree:
+            value = _decode_value(hint, tree[field.name], f"{lead}{field.name}", wrong)
+            if value is not _INVALID:
+                values[field.name] = value
+    return kind(**values)
 
 
 @functools.cache
 def _stored_fields(kind: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
     hints = get_type_hints(kind)
-    return [(each, hints[each.name]) for each in dataclasses.fields(kind) if each.metadata != NOT_STORED]
+    return [(field, hints[field.name]) for field in dataclasses.fields(kind) if field.metadata != NOT_STORED]
 
 
 @functools.cache
-def _keys_of(kind: type[Any]) -> frozenset[str]:
+def _json_keys(kind: type[Any]) -> frozenset[str]:
     """Return the keys of the JSON object of a dataclass."""
     stored = _stored_fields(kind)  # type: ignore[arg-type]
-    inline = [_keys_of(hint) for each, hint in stored if each.metadata == INLINE]
-    return frozenset(each.name for each, _ in stored if each.metadata != INLINE).union(*inline)
+    inline = [_json_keys(hint) for field, hint in stored if field.metadata == INLINE]
+    return frozenset(field.name for field, _ in stored if field.metadata != INLINE).union(*inline)
 
 
-def _value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
+def _decode_value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
     """Convert a JSON value to the type `hint`; return _WRONG, and add `name` to `wrong`, if it does not match."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
     if origin in (Union, types.UnionType):
-        return _one_of(inner, value, name, wrong)
+        return _decode_union(inner, value, name, wrong)
     if origin is Literal and value in inner:
         return value
     if origin in (tuple, list) and isinstance(value, list | tuple):
         faults: list[str] = []
-        rows = [_value(inner[0], row, f"{name}.{number}", faults) for number, row in enumerate(value)]
+        rows = [_decode_value(inner[0], row, f"{name}.{number}", faults) for number, row in enumerate(value)]
         wrong += faults
-        if dataclasses.is_dataclass(inner[0]) or all(row is not _WRONG for row in rows):
-            return origin(row for row in rows if row is not _WRONG)
-        return _WRONG
+        if dataclasses.is_dataclass(inner[0]) or all(row is not _INVALID for row in rows):
+            return origin(row for row in rows if row is not _INVALID)
+        return _INVALID
     if origin in (Mapping, dict) and isinstance(value, dict):
-        pairs = {str(key): _value(inner[1], item, f"{name}.{key}", wrong) for key, item in value.items()}
-        return {key: item for key, item in pairs.items() if item is not _WRONG}
-    found = _scalar(hint, value, name, wrong) if origin is None else _WRONG
-    if found is _WRONG:
+        pairs = {str(key): _decode_value(inner[1], item, f"{name}.{key}", wrong) for key, item in value.items()}
+        return {key: item for key, item in pairs.items() if item is not _INVALID}
+    decoded = _decode_scalar(hint, value, name, wrong) if origin is None else _INVALID
+    if decoded is _INVALID:
         wrong.append(name)
-    return found
+    return decoded
 
 
-def _one_of(hints: tuple[Any, ...], value: Any, name: str, wrong: list[str]) -> Any:
+def _decode_union(hints: tuple[Any, ...], value: Any, name: str, wrong: list[str]) -> Any:
     """Convert to the first type of a union that matches; the faults of the only type besides None are kept."""
-    known = [hint for hint in hints if hint is not type(None)]
-    if value is None and len(known) < len(hints):
+    members = [hint for hint in hints if hint is not type(None)]
+    if value is None and len(members) < len(hints):
         return None
-    for hint in known:
+    for hint in members:
         faults: list[str] = []
-        found = _value(hint, value, name, faults)
-        if found is not _WRONG or len(known) == 1:
+        decoded = _decode_value(hint, value, name, faults)
+        if decoded is not _INVALID or len(members) == 1:
             wrong += faults
-            return found
+            return decoded
     wrong.append(name)
-    return _WRONG
+    return _INVALID
 
 
-def _scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
+def _decode_scalar(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        if value and not _keys_of(hint) & value.keys():  # type: ignore[arg-type]
-            return _WRONG
+        if value and not _json_keys(hint) & value.keys():  # type: ignore[arg-type]
+            return _INVALID
         try:
-            return _object(hint, value, f"{name}.", wrong)  # type: ignore[arg-type]
+            return _decode_object(hint, value, f"{name}.", wrong)  # type: ignore[arg-type]
         except TypeError:  # a value without default
-            return _WRONG
+            return _INVALID
     if hint is float and type(value) in (int, float):
-        return float(value) if abs(value) <= _LARGEST and math.isfinite(value) else _WRONG
+        return float(value) if abs(value) <= _LARGEST and math.isfinite(value) else _INVALID
     if hint is int:
-        return value if type(value) is int and abs(value) < 2**63 else _WRONG
-    return value if type(value) is hint else _WRONG
+        return value if type(value) is int and abs(value) < 2**63 else _INVALID
+    return value if type(value) is hint else _INVALID
 
 
-_WRONG = object()
-_LARGEST = 1.7976931348623157e308  # float64: an integer of 400 digits is no number of a run
+_INVALID = object()
+_LARGEST = 1.7976931348623157e308  # of float64; JSON allows integers of any size

@@ -16,50 +16,54 @@ def encode_state(value: Any) -> Any:
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     if isinstance(value, float) and not isinstance(value, np.generic):
-        return value if math.isfinite(value) else _tagged("float", repr(value))
+        return value if math.isfinite(value) else _tag_value("float", repr(value))
     if isinstance(value, bytes):
-        return _tagged("bytes", _text(value))
+        return _tag_value("bytes", _to_base64(value))
     if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
         array = np.asarray(value)
-        sort = "array" if isinstance(value, np.ndarray) else "scalar"
-        return _tagged(sort, [array.dtype.str, list(array.shape), _text(np.ascontiguousarray(array).tobytes())])
+        tag = "array" if isinstance(value, np.ndarray) else "scalar"
+        return _tag_value(tag, [array.dtype.str, list(array.shape), _to_base64(np.ascontiguousarray(array).tobytes())])
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()
         content = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-        return _tagged("tensor", [str(plain.dtype).removeprefix("torch."), list(plain.shape), _text(content)])
+        return _tag_value("tensor", [str(plain.dtype).removeprefix("torch."), list(plain.shape), _to_base64(content)])
     if isinstance(value, list):
-        return [encode_state(each) for each in value]
+        return [encode_state(item) for item in value]
     if isinstance(value, (tuple, set, frozenset)):
         items = value if isinstance(value, tuple) else sorted(value, key=repr)
-        return _tagged(
+        return _tag_value(
             type(value).__name__ if type(value) in (set, frozenset) else "tuple", [*map(encode_state, items)]
         )
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _TAG not in value:
-            return {key: encode_state(each) for key, each in value.items()}
-        return _tagged("dict", [[encode_state(key), encode_state(each)] for key, each in value.items()])
+            return {key: encode_state(item) for key, item in value.items()}
+        return _tag_value("dict", [[encode_state(key), encode_state(item)] for key, item in value.items()])
     raise TypeError(f"a {type(value).__name__} cannot be stored")
 
 
 def decode_state(value: Any) -> Any:
     """Return the state that `encode_state` converted."""
     if isinstance(value, list):
-        return [decode_state(each) for each in value]
+        return [decode_state(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode_state(each) for key, each in value.items()}
-    sort, content = value[_TAG], value["value"]
-    match sort:
+        return {key: decode_state(item) for key, item in value.items()}
+    tag, content = value[_TAG], value["value"]
+    match tag:
         case "float":
             return float(content)
         case "bytes":
-            return _bytes(content)
+            return _from_base64(content)
         case "array" | "scalar":
-            array = np.frombuffer(_bytes(content[2]), dtype=np.dtype(content[0])).reshape(content[1]).copy()
-            return array if sort == "array" else array[()]
+            array = np.frombuffer(_from_base64(content[2]), dtype=np.dtype(content[0])).reshape(content[1]).copy()
+            return array if tag == "array" else array[()]
         case "tensor":
-            flat = torch.frombuffer(bytearray(_bytes(content[2])), dtype=torch.uint8) if content[2] else torch.empty(0)
+            flat = (
+                torch.frombuffer(bytearray(_from_base64(content[2])), dtype=torch.uint8)
+                if content[2]
+                else torch.empty(0)
+            )
             return flat.view(_DTYPES[content[0]]).reshape(content[1])
         case "tuple":
             return tuple(map(decode_state, content))
@@ -67,18 +71,18 @@ def decode_state(value: Any) -> Any:
             return set(map(decode_state, content))
         case "frozenset":
             return frozenset(map(decode_state, content))
-    return {decode_state(key): decode_state(each) for key, each in content}
+    return {decode_state(key): decode_state(item) for key, item in content}
 
 
-def _tagged(sort: str, value: Any) -> dict[str, Any]:
-    return {_TAG: sort, "value": value}
+def _tag_value(tag: str, value: Any) -> dict[str, Any]:
+    return {_TAG: tag, "value": value}
 
 
-def _text(content: bytes) -> str:
+def _to_base64(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
-def _bytes(text: str) -> bytes:
+def _from_base64(text: str) -> bytes:
     return base64.b64decode(text)
 
 

@@ -12,15 +12,15 @@ from typing import Any
 def replace_nonfinite(value: Any) -> Any:
     """Replace every float that is infinite or NaN by None, which json.dumps writes as null."""
     if isinstance(value, Mapping):
-        return {key: replace_nonfinite(each) for key, each in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [replace_nonfinite(each) for each in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def none_to_nan(figures: Mapping[str, float | None]) -> dict[str, float]:
+def none_to_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:
     """Convert metrics read from JSON back to floats: None becomes NaN."""
-    return {name: math.nan if value is None else value for name, value in figures.items()}
+    return {name: math.nan if value is None else value for name, value in metrics.items()}
 
 
 def to_json(content: Any, indent: int | None = 2) -> str:
@@ -29,7 +29,7 @@ def to_json(content: Any, indent: int | None = 2) -> str:
 
 
 def parse_object(content: bytes | str) -> dict[str, Any] | None:
-    """Return the JSON object in the text; None if it is damaged or another value."""
+    """Parse a JSON object; return None if the text is damaged or has another type."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
@@ -38,7 +38,7 @@ def parse_object(content: bytes | str) -> dict[str, Any] | None:
 
 
 def as_dict(value: object) -> dict[str, Any]:
-    """Return `value` if it is a mapping, else an empty one; for untrusted files."""
+    """Return `value` if it is a dict, else an empty one; for untrusted files."""
     return value if isinstance(value, dict) else {}
 
 
@@ -48,5 +48,5 @@ def as_list(value: object) -> list[Any]:
 
 
 def is_number(value: object) -> bool:
-    """Return whether the value can be formatted as a number; not an integer of 400 digits, nor True."""
+    """Return whether the value can be formatted as a number; not for integers beyond float64, nor for True."""
     return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

@@ -18,7 +18,7 @@ def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
     Non-persistent buffers that serve as caches keep their new size: their module may have recorded
     that size elsewhere.
     """
-    kept = [
+    saved = [
         (module, key, buffer, buffer.clone())
         for module in modules
         for key, buffer in module._buffers.items()
@@ -28,14 +28,14 @@ def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for module, key, buffer, before in kept:
-                _restore(module, key, buffer, before)
+            for module, key, buffer, before in saved:
+                _restore_buffer(module, key, buffer, before)
 
 
-def _restore(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> None:
-    now = module._buffers.get(key)
-    if now is not buffer:
-        if key in module._non_persistent_buffers_set and (now is None or now.shape != buffer.shape):
+def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> None:
+    current = module._buffers.get(key)
+    if current is not buffer:
+        if key in module._non_persistent_buffers_set and (current is None or current.shape != buffer.shape):
             return
         module._buffers[key] = buffer
     if is_writable(buffer) and not (

@@ -1,7 +1,7 @@
 """Per-sample random draws: a function of (seed, epoch, sample index), independent of how an update is split.
 
 A generator returns its next number to any caller, so its draws depend on micro-batches, ranks and retries. Here a
-number is a hash of what it is for: the sample, the draw within the forward pass, the element. Keys, one per
+number is a hash of its purpose: the sample, the draw within the forward pass, the element. Keys, one per
 sample, hash seed, epoch, index and the names of calls. Values that differ between batches or between layers that share
 code are in these tensors and never Python numbers, because torch.compile would recompile for each value of a number.
 """
@@ -36,7 +36,7 @@ class SampleNoise:
     samples  the samples from which `every` selects
     """
 
-    def __init__(self, keys: Tensor, samples: _Places | None = None) -> None:
+    def __init__(self, keys: Tensor, samples: _Positions | None = None) -> None:
         self.keys, self._samples = keys, samples
         self._next = 0
 
@@ -44,7 +44,7 @@ class SampleNoise:
         """Return uniform numbers in [0, 1), as fine as torch.rand's: float64 has 53 bits, float32 the first 24."""
         dtype = dtype or torch.get_default_dtype()
         num_bits = _UNIFORM_BITS[dtype]
-        return _high(self._bits(shape), num_bits).to(dtype).mul_(2.0**-num_bits)
+        return _high_bits(self._bits(shape), num_bits).to(dtype).mul_(2.0**-num_bits)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return numbers from N(0, 1), up to 6.7 in size; computed in float64 if available, then rounded.
@@ -55,7 +55,7 @@ class SampleNoise:
         dtype = dtype or torch.get_default_dtype()
         wide = widest_dtype(self.keys.device)
         bits = self._bits(shape)
-        share = _high(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, where the logarithm is infinite
+        share = _high_bits(bits, 32).add_(1).to(wide).mul_(2.0**-32)  # above 0, where the logarithm is infinite
         angle = bits.bitwise_and_(_mask(32)).to(wide).mul_(2 * math.pi * 2.0**-32)
         return share.log_().mul_(-2).sqrt_().mul_(angle.cos_()).to(dtype)
 
@@ -63,7 +63,7 @@ class SampleNoise:
         """Return integers from low to high - 1, int64. The deviation from uniform is below (high - low) / 2**63."""
         if high <= low:
             raise ValueError(f"integers(low, high) needs low < high, but is given {low} and {high}")
-        return _high(self._bits(shape), 63).remainder_(high - low).add_(low)
+        return _high_bits(self._bits(shape), 63).remainder_(high - low).add_(low)
 
     def bernoulli(self, p: float | Tensor, *shape: int) -> Tensor:
         """Return booleans that are True with probability p, to within 2**-24.
@@ -91,15 +91,19 @@ class SampleNoise:
         samples  int64, any shape: the sample of each part, as its position in the batch
         number   index of the part within its sample; an int, or int64 that broadcasts against `samples`
         """
-        part = _signed((number + 1) * _GOLDEN % 2**64) if isinstance(number, int) else (number + 1) * _signed(_GOLDEN)
-        return SampleNoise(_mixed(self.keys[samples] + part))
+        part = (
+            _to_signed((number + 1) * _GOLDEN % 2**64)
+            if isinstance(number, int)
+            else (number + 1) * _to_signed(_GOLDEN)
+        )
+        return SampleNoise(_mix(self.keys[samples] + part))
 
     def named(self, name: str | int) -> SampleNoise:
         """Return separate draws for the same rows, numbered from 0, and determined by the name.
 
         For parts of a model: the draws of one part do not depend on the number of draws of others.
         """
-        return SampleNoise(_mixed(self.keys + _signed(_salt(0, str(name)))), self._samples)
+        return SampleNoise(_mix(self.keys + _to_signed(_derive_salt(0, str(name)))), self._samples)
 
     def every(self, n: int) -> Tensor:
         """Return a fraction 1/n of the epoch's samples: int64 positions in the batch.
@@ -109,19 +113,19 @@ class SampleNoise:
         """
         places = () if self._samples is None else self._samples.places
         chosen = [row for row, place in enumerate(places) if place % n == 0]
-        return _on_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), self.keys.device)
+        return _copy_to_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), self.keys.device)
 
     def _bits(self, shape: tuple[int, ...]) -> Tensor:
         """Return 64 random bits per element, (*rows, *shape) int64."""
-        number, self._next = _numbered(self._next)
+        number, self._next = _number_draw(self._next)
         device, keys = self.keys.device, self.keys
         element = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
         for axis, size in enumerate(shape):
             # A factor per axis, not a flat index, which would depend on the sizes of later axes.
-            along = torch.arange(size, device=device) * _signed(_GOLDEN ** (2 * axis + 1) % 2**64)
+            along = torch.arange(size, device=device) * _to_signed(_GOLDEN ** (2 * axis + 1) % 2**64)
             element = element + along.view(-1, *(1,) * (len(shape) - 1 - axis))
-        element = _mixed(element + _signed(_salt(0, number)))
-        return _mixed(element ^ keys.view(*keys.shape, *(1,) * len(shape)))
+        element = _mix(element + _to_signed(_derive_salt(0, number)))
+        return _mix(element ^ keys.view(*keys.shape, *(1,) * len(shape)))
 
 
 def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
@@ -139,7 +143,7 @@ def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
     name   calls are numbered per name. In a model, pass the name of the layer, because a pipeline may run layers in
            different processes, which cannot count calls together
     """
-    return _made(batch, name)
+    return _noise_of_batch(batch, name)
 
 
 def start_pass(samples: BatchSamples | None) -> None:
@@ -171,12 +175,12 @@ def exclude_from_graphs() -> None:
     This breaks the graph; the draws themselves are traced. Called only where a model is compiled, because importing
     the compiler takes seconds.
     """
-    global _made
-    if not getattr(_made, "_torchdynamo_disable", False):
-        _made = torch.compiler.disable(_made)  # type: ignore[no-untyped-call]
+    global _noise_of_batch
+    if not getattr(_noise_of_batch, "_torchdynamo_disable", False):
+        _noise_of_batch = torch.compiler.disable(_noise_of_batch)  # type: ignore[no-untyped-call]
 
 
-class _Places:
+class _Positions:
     """The position of each sample in the order of its epoch.
 
     A class, because torch.compile guards a range by its ends and would recompile for the next micro-batch.
@@ -190,48 +194,50 @@ class _Pass:
     """One forward pass over known samples."""
 
     def __init__(self, samples: BatchSamples) -> None:
-        self.samples, self.places = samples, _Places(samples.places)
+        self.samples, self.places = samples, _Positions(samples.places)
         self.calls: dict[str, int] = {}  # by name
         self._keys: dict[tuple[torch.device, int], Tensor] = {}
 
     def keys(self, device: torch.device, salt: int) -> Tensor:
         """Return a key per sample, (B,) int64; computed on the host to avoid a device synchronization."""
         if (device, salt) not in self._keys:
-            self._keys[device, salt] = _on_device(_mixed(self._numbers + _signed(salt)), device)
+            self._keys[device, salt] = _copy_to_device(_mix(self._numbers + _to_signed(salt)), device)
         return self._keys[device, salt]
 
     @cached_property
     def _numbers(self) -> Tensor:
         seed, epoch, indices, _ = self.samples
-        sequence = np.random.SeedSequence(seed, spawn_key=(_KIND, epoch - EVALUATION))
-        base = _signed(int(sequence.generate_state(1, np.uint64)[0]))
-        return _mixed(torch.tensor(indices, dtype=torch.int64, device="cpu") * _signed(_GOLDEN) + base)
+        sequence = np.random.SeedSequence(seed, spawn_key=(_STREAM, epoch - EVALUATION))
+        base = _to_signed(int(sequence.generate_state(1, np.uint64)[0]))
+        return _mix(torch.tensor(indices, dtype=torch.int64, device="cpu") * _to_signed(_GOLDEN) + base)
 
 
-def _draws_of(batch: Any, name: str) -> SampleNoise:
-    like = _first_tensor(batch)
+def _new_noise(batch: Any, name: str) -> SampleNoise:
+    tensor = _first_tensor(batch)
     if _current is None:
         (base,) = torch.randint(2**62, (1,), device="cpu")
-        numbers = _mixed(torch.arange(len(like), device="cpu") * _signed(_GOLDEN) + base)
-        keys = _mixed(numbers + _signed(_salt(0, name)))
-        return SampleNoise(_on_device(keys, like.device), _Places(range(len(like))))
-    now, number = _call(_current, name)
-    return SampleNoise(now.keys(like.device, _salt(_salt(0, name), number)), now.places)
+        numbers = _mix(torch.arange(len(tensor), device="cpu") * _to_signed(_GOLDEN) + base)
+        keys = _mix(numbers + _to_signed(_derive_salt(0, name)))
+        return SampleNoise(_copy_to_device(keys, tensor.device), _Positions(range(len(tensor))))
+    forward_pass, number = _number_call(_current, name)
+    return SampleNoise(
+        forward_pass.keys(tensor.device, _derive_salt(_derive_salt(0, name), number)), forward_pass.places
+    )
 
 
-def _call(now: _Pass, name: str) -> tuple[_Pass, int]:
+def _number_call(current: _Pass, name: str) -> tuple[_Pass, int]:
     """Return the pass of this call, and its number."""
-    number = now.calls.get(name, 0)
+    number = current.calls.get(name, 0)
     tag = _tag()
     known: tuple[_Pass, int] | None = _numbers.get(tag)
     if known is not None:  # recomputation in a backward pass
         return known
-    now.calls[name] = number + 1
-    _remember(tag, (now, number))
-    return now, number
+    current.calls[name] = number + 1
+    _remember(tag, (current, number))
+    return current, number
 
 
-def _numbered(following: int) -> tuple[int, int]:
+def _number_draw(following: int) -> tuple[int, int]:
     """Return the number of a draw and that of the next one, if `following` would be next."""
     if torch.compiler.is_compiling():  # compiled graphs handle recomputation themselves
         return following, following + 1
@@ -243,11 +249,11 @@ def _numbered(following: int) -> tuple[int, int]:
     return following, following + 1
 
 
-# Activation checkpointing repeats calls of parts of the model, in any order, without telling which call is
-# repeated. But it restores torch's CPU generator to its state at the first call. So each draw takes a number
+# Activation checkpointing repeats calls of parts of the model in any order and does not identify the repeated
+# call. But it restores torch's CPU generator to its state at the first call. So each draw takes a number
 # from that generator as its tag: a tag that was seen before marks a repeated draw, with the number of the first.
 _numbers: OrderedDict[int | None, Any] = OrderedDict()
-_MOST_TAGS = 1 << 16  # outside a run, the end of a pass is unknown
+_MAX_TAGS = 1 << 16  # outside a run, the end of a pass is unknown
 
 
 def _tag() -> int | None:
@@ -258,24 +264,24 @@ def _tag() -> int | None:
 def _remember(tag: int | None, value: Any) -> None:
     if tag is not None:
         _numbers[tag] = value
-        if len(_numbers) > _MOST_TAGS:
+        if len(_numbers) > _MAX_TAGS:
             _numbers.popitem(last=False)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """Mix 64-bit numbers so that each output bit depends on all input bits; int64 represents unsigned 64 bits.
 
     Operates in place: allocating memory for each step would take longer than the arithmetic.
     Source: Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants are variant 13 of
     Stafford, Better Bit Mixing, 2011.
     """
-    x = x.bitwise_xor_(_high(x, 34)).mul_(_signed(0xBF58476D1CE4E5B9))
-    x = x.bitwise_xor_(_high(x, 37)).mul_(_signed(0x94D049BB133111EB))
-    return x.bitwise_xor_(_high(x, 33))
+    x = x.bitwise_xor_(_high_bits(x, 34)).mul_(_to_signed(0xBF58476D1CE4E5B9))
+    x = x.bitwise_xor_(_high_bits(x, 37)).mul_(_to_signed(0x94D049BB133111EB))
+    return x.bitwise_xor_(_high_bits(x, 33))
 
 
-def _high(x: Tensor, num_bits: int) -> Tensor:
-    """Return the highest bits as a nonnegative number; torch's shift is arithmetic."""
+def _high_bits(x: Tensor, num_bits: int) -> Tensor:
+    """Return the highest bits as a nonnegative number; the mask is needed because torch's shift is arithmetic."""
     return (x >> (64 - num_bits)).bitwise_and_(_mask(num_bits))
 
 
@@ -283,13 +289,13 @@ def _mask(num_bits: int) -> int:
     return (1 << num_bits) - 1
 
 
-def _signed(x: int) -> int:
+def _to_signed(x: int) -> int:
     """Return the int64 with the same 64 bits."""
     return x - 2**64 if x >= 2**63 else x
 
 
-def _salt(salt: int, what: str | int) -> int:
-    """Derive a salt from a name or number: `_mixed` for Python integers, which torch.compile can trace."""
+def _derive_salt(salt: int, what: str | int) -> int:
+    """Derive a salt from a name or number: `_mix` for Python integers, which torch.compile can trace."""
     for part in (what,) if isinstance(what, int) else (-len(what) - 1, *map(ord, what)):
         x = (salt + (part + 1) * _GOLDEN) % 2**64
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -298,7 +304,7 @@ def _salt(salt: int, what: str | int) -> int:
     return salt
 
 
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+def _copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy through page-locked memory: a copy from pageable memory would synchronize."""
     if device.type == "cuda" and type(tensor) is Tensor:
         tensor = tensor.pin_memory()
@@ -318,7 +324,7 @@ def _first_tensor(batch: Any) -> Tensor:
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio
-_KIND = 0x6E6F6973  # separate from the order of the samples and the draws of data sets
+_STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of data sets
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _current: _Pass | None = None
-_made = _draws_of
+_noise_of_batch = _new_noise

@@ -20,11 +20,11 @@ Side = Literal["device", "host"]
 class OomCause:
     """An allocation that failed for lack of memory.
 
-    side          whose memory: the GPU's or the host's
-    text          the error message, in one line
-    requested_bytes  size of the failed allocation, None if unknown
-    place         the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's buffers:
-                  its communicator cannot be used again); BETWEEN if it is none of them
+    side             memory that was exhausted: of the GPU or of the host
+    text             the error message, in one line
+    requested_bytes  size of the failed allocation; None if unknown
+    place            the operation: reading, compiling, forward, backward, optimizer, COMMUNICATION (NCCL's buffers:
+                     its communicator cannot be used again); BETWEEN if it is none of them
     """
 
     side: Side
@@ -38,11 +38,11 @@ def find_oom_cause(error: BaseException) -> OomCause | None:
 
     Only messages of torch's allocators, known libraries and the system count: a task may raise similar texts.
     """
-    for kinds, message in _kinds_and_messages(error):
-        side = _side(kinds, message)
+    for kinds, message in _classes_and_messages(error):
+        side = _detect_side(kinds, message)
         if side is not None:
             text = _unreadable_sample(error) or first_line(message) or "MemoryError"
-            place = COMMUNICATION if "NCCL" in message else _place(error)
+            place = COMMUNICATION if "NCCL" in message else _find_place(error)
             return OomCause(side, text, _requested_bytes(message), place)
     return None
 
@@ -53,7 +53,7 @@ def halve(size: int) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes: compilers wrap the errors of what they call."""
+    """Yield an error and its causes: compilers wrap the errors of the code that they call."""
     seen: list[BaseException] = []
     while error not in seen:
         seen.append(error)
@@ -64,24 +64,24 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _unreadable_sample(error: BaseException) -> str:
-    """Return the sample that could not be read, empty if none."""
+    """Return the message about an unreadable sample; empty for other errors."""
     if isinstance(error, RemoteError):
         return first_line(error.info.message) if DataError.__name__ in error.info.bases else ""
     return error.problems[0].what if isinstance(error, DataError) else ""
 
 
-def _kinds_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
+def _classes_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
     """Yield class names and messages of an error and its causes, also those raised in a data worker."""
-    for each in _chain(error):
-        remote = each.info if isinstance(each, RemoteError) else None
+    for exception in _chain(error):
+        remote = exception.info if isinstance(exception, RemoteError) else None
         if remote is None:  # by class: a task may define one with the same name as torch's
-            yield [name for name, kind in _KINDS.items() if isinstance(each, kind)], error_message(each)
+            yield [name for name, kind in _KINDS.items() if isinstance(exception, kind)], error_message(exception)
         while remote is not None:
             yield remote.bases, remote.message
             remote = remote.cause
 
 
-def _side(kinds: Sequence[str], text: str) -> Side | None:
+def _detect_side(kinds: Sequence[str], text: str) -> Side | None:
     if "torch.OutOfMemoryError" in kinds:
         return "device"
     if "MemoryError" in kinds or ("OSError" in kinds and text.startswith(_ENOMEM)):
@@ -99,13 +99,13 @@ def _requested_bytes(text: str) -> int | None:
     return int(float(found[1].replace(",", "")) * _UNITS[found[2].lower()]) if found else None
 
 
-def _place(error: BaseException) -> str:
+def _find_place(error: BaseException) -> str:
     """Return the operation, from the innermost call that identifies it."""
     trace, place = error.__traceback__, BETWEEN
     while trace is not None:
         code = trace.tb_frame.f_code
         call = f"{code.co_filename}:{code.co_name}"
-        if any(part in call for part in _CALLERS_OF_MODELS):
+        if any(part in call for part in _MODEL_CALLERS):
             place = "forward"
         elif place != BETWEEN:
             place = next((name for part, name in _PLACES if part in call), place)
@@ -145,7 +145,7 @@ _UNITS = {"bytes": 1} | {
 }
 BETWEEN = "between updates"
 COMMUNICATION = "communication"
-_CALLERS_OF_MODELS = (
+_MODEL_CALLERS = (
     "runner/engine/loop.py:",
     "runner/engine/phase_kinds.py:updates",
     "runner/engine/evaluate.py:",

@@ -1,4 +1,4 @@
-"""State of optimizers as named tensors: its size, its checkpoints, and whether a failed step has changed it."""
+"""Measure, export and import the state of optimizers, and detect changes by a failed step."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class StepChangeDetector:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        is_adam = _kind(optimizer) in ("torch.AdamW", "torch.Adam")
-        is_plain = _kind(optimizer) == "torch.SGD" and not optimizer.defaults.get("fused")
-        self._counted = self._counts_of_steps if is_adam else self._counts_of_all if is_plain else None
+        is_adam = _optimizer_kind(optimizer) in ("torch.AdamW", "torch.Adam")
+        is_plain = _optimizer_kind(optimizer) == "torch.SGD" and not optimizer.defaults.get("fused")
+        self._read_versions = self._step_versions if is_adam else self._all_versions if is_plain else None
 
     def begin(self) -> None:
         """Start a step."""
-        self._known = len(self.optimizer.state)
-        self._before = self._counted() if self._counted is not None else []
+        self._num_states = len(self.optimizer.state)
+        self._before = self._read_versions() if self._read_versions is not None else []
 
     def is_unchanged(self) -> bool:
         """Return whether the failed step has changed nothing; False if that cannot be determined."""
         state = self.optimizer.state
-        fresh = list(state)[self._known :]
-        if self._counted is None or any(float(state[place].get("step", 0.0)) for place in fresh):
+        fresh = list(state)[self._num_states :]
+        if self._read_versions is None or any(float(state[slot].get("step", 0.0)) for slot in fresh):
             return False
-        for place in fresh:
-            del state[place]
-        return self._counted() == self._before
+        for slot in fresh:
+            del state[slot]
+        return self._read_versions() == self._before
 
-    def _counts_of_steps(self) -> list[int]:
+    def _step_versions(self) -> list[int]:
         return [state["step"]._version for state in self.optimizer.state.values()]
 
-    def _counts_of_all(self) -> list[int]:
+    def _all_versions(self) -> list[int]:
         held = [value for state in self.optimizer.state.values() for value in state.values()]
         weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         return [tensor._version for tensor in (*weights, *held) if isinstance(tensor, Tensor)]
@@ -61,27 +61,27 @@ def state_tensors(optimizer: Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor):
-                yield from (part for _, part in _parts(value, into_shards=True))
+                yield from (part for _, part in _plain_tensors(value, into_shards=True))
 
 
 def expected_state_bytes(optimizer: Optimizer) -> int:
-    """Return the expected size of the state in bytes, if the rule keeps it in the parameters' own precision.
+    """Return the expected size of the state in bytes, if it is kept in the precision of the parameters.
 
-    The state is built on the meta device, so no memory is used. An optimizer that is not known has the state that it
-    has, and before its first update it is assumed to keep two tensors per parameter.
+    The state is built on the meta device, so no memory is used. For other optimizers, the actual size is returned, or
+    two tensors per parameter before the first update.
     """
-    new_state = _FULL_PRECISION.get(_kind(optimizer)) or _NEW_STATES.get(_kind(optimizer))
+    new_state = _FULL_PRECISION.get(_optimizer_kind(optimizer)) or _NEW_STATES.get(_optimizer_kind(optimizer))
     total = 0 if new_state else state_bytes(optimizer)
     if total:
         return total
-    for place in _places(optimizer):
-        for _, part in _parts(place.parameter, into_shards=True):
+    for slot in _slots(optimizer):
+        for _, part in _plain_tensors(slot.parameter, into_shards=True):
             if new_state is None:
                 total += 2 * part.numel() * part.element_size()
                 continue
             # the step counts of fused kernels are on the device of the parameter, the others are a few bytes
             twin = nn.Parameter(torch.empty_like(part, device="meta"), requires_grad=False)
-            state = new_state(optimizer, place._replace(parameter=twin))
+            state = new_state(optimizer, slot._replace(parameter=twin))
             total += sum(held.numel() * held.element_size() for held in state.values() if isinstance(held, Tensor))
     return total
 
@@ -95,14 +95,14 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, float] = {}
     seen: set[int] = set()
-    for place in _places(optimizer):
-        state = optimizer.state.get(place.parameter, {})
-        numbers |= {f"{place.name}.{key}": value for key, value in state.items() if not isinstance(value, Tensor)}
-        for key, part in _flat(state):
+    for slot in _slots(optimizer):
+        state = optimizer.state.get(slot.parameter, {})
+        numbers |= {f"{slot.name}.{key}": value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, part in _flatten_state(state):
             # bitsandbytes shares one table among all parameters; safetensors requires separate memory per tensor
-            tensors[f"{place.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
+            tensors[f"{slot.name}.{key}"] = part.detach().clone() if id(part) in seen else part.detach()
             seen.add(id(part))
-    return tensors, {"optimizer": _kind(optimizer), "numbers": numbers}
+    return tensors, {"optimizer": _optimizer_kind(optimizer), "numbers": numbers}
 
 
 def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
@@ -112,21 +112,21 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
     with. A parameter may have no state (not updated yet), but not a partial one. Sharded parameters accept
     full tensors or DTensors. Raises IncompatibleResume, with nothing changed, if names, shapes or types differ.
     """
-    if rest["optimizer"] != _kind(optimizer):
+    if rest["optimizer"] != _optimizer_kind(optimizer):
         raise IncompatibleResume(
-            f"the checkpoint's optimizer is {rest['optimizer']}, but this run's is {_kind(optimizer)}",
+            f"the checkpoint's optimizer is {rest['optimizer']}, but this run's is {_optimizer_kind(optimizer)}",
             where="optimizer",
             fix="resume with the optimizer it was saved with, or use resume=fresh",
         )
     numbers: Mapping[str, float] = rest["numbers"]
     unused = {*tensors, *numbers}
-    new_state = _NEW_STATES.get(_kind(optimizer))
+    new_state = _NEW_STATES.get(_optimizer_kind(optimizer))
     problems: list[str] = []
     restored: dict[Tensor, dict[str, Any]] = {}
-    for place in _places(optimizer):
-        state = new_state(optimizer, place) if new_state else _saved_state(place, unused, tensors, numbers)
-        parts = {f"{place.name}.{key}": part for key, part in _flat(state)}
-        counts = {f"{place.name}.{key}": key for key, value in state.items() if not isinstance(value, Tensor)}
+    for slot in _slots(optimizer):
+        state = new_state(optimizer, slot) if new_state else _state_like_saved(slot, unused, tensors, numbers)
+        parts = {f"{slot.name}.{key}": part for key, part in _flatten_state(state)}
+        counts = {f"{slot.name}.{key}": key for key, value in state.items() if not isinstance(value, Tensor)}
         if unused.isdisjoint({*parts, *counts}):
             continue
         for full_name, part in parts.items():
@@ -137,7 +137,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
             for full_name, part in parts.items():
                 copy_values(part, tensors[full_name])
             state.update({key: numbers[full_name] for full_name, key in counts.items()})
-            restored[place.parameter] = state
+            restored[slot.parameter] = state
     problems += [f"{full_name} belongs to no parameter of this optimizer" for full_name in sorted(unused)]
     if problems:
         raise IncompatibleResume(
@@ -149,7 +149,7 @@ def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapp
     optimizer.state.update(restored)
 
 
-class _Place(NamedTuple):
+class _Slot(NamedTuple):
     """A parameter and its position in an optimizer."""
 
     name: str
@@ -159,19 +159,19 @@ class _Place(NamedTuple):
     position: int
 
 
-def _places(optimizer: Optimizer) -> Iterator[_Place]:
+def _slots(optimizer: Optimizer) -> Iterator[_Slot]:
     for group_index, group in enumerate(optimizer.param_groups):
         for position, (name, parameter) in enumerate(zip(group["names"], group["params"], strict=True)):
-            yield _Place(name, parameter, group, group_index, position)
+            yield _Slot(name, parameter, group, group_index, position)
 
 
-def _kind(optimizer: Optimizer) -> str:
+def _optimizer_kind(optimizer: Optimizer) -> str:
     """Return library and class: bitsandbytes.AdamW8bit and torchao.AdamW8bit keep different states."""
     library = type(optimizer).__module__.partition(".")[0]
     return getattr(optimizer, "kind", f"{library}.{type(optimizer).__name__}")
 
 
-def _parts(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, Tensor]]:
+def _plain_tensors(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors inside a tensor subclass with their name suffixes; inside DTensors only if requested."""
     if not hasattr(tensor, "__tensor_flatten__") or (hasattr(tensor, "device_mesh") and not into_shards):
         yield "", tensor
@@ -179,23 +179,23 @@ def _parts(tensor: Tensor, *, into_shards: bool = False) -> Iterator[tuple[str, 
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)
         if isinstance(inner, Tensor):  # a DTensor also lists its mesh
-            yield from ((f".{name}{suffix}", part) for suffix, part in _parts(inner, into_shards=into_shards))
+            yield from ((f".{name}{suffix}", part) for suffix, part in _plain_tensors(inner, into_shards=into_shards))
 
 
-def _flat(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _flatten_state(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if isinstance(value, Tensor):
-            yield from ((f"{key}{suffix}", part) for suffix, part in _parts(value))
+            yield from ((f"{key}{suffix}", part) for suffix, part in _plain_tensors(value))
 
 
-def _saved_state(
-    place: _Place, names: Collection[str], tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+def _state_like_saved(
+    slot: _Slot, names: Collection[str], tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return a state with the saved names and shapes, for an optimizer of the task, whose state is not known.
+    """Return a zero state with the saved names and shapes, for an optimizer defined by the task.
 
-    Counts are held on the host, as torch's optimizers do; what has the shape of the parameter gets its memory layout.
+    Step counts are on the host, as in torch's optimizers; tensors of the parameter's shape get its memory layout.
     """
-    lead = f"{place.name}."
+    lead = f"{slot.name}."
     state: dict[str, Any] = {}
     for name in names:
         key = name.removeprefix(lead)
@@ -203,10 +203,10 @@ def _saved_state(
             continue
         if name in numbers:
             state[key] = numbers[name]
-        elif tensors[name].shape == place.parameter.shape:
-            state[key] = torch.zeros_like(place.parameter, dtype=tensors[name].dtype, requires_grad=False)
+        elif tensors[name].shape == slot.parameter.shape:
+            state[key] = torch.zeros_like(slot.parameter, dtype=tensors[name].dtype, requires_grad=False)
         else:
-            device = place.parameter.device if tensors[name].dim() else "cpu"
+            device = slot.parameter.device if tensors[name].dim() else "cpu"
             state[key] = torch.zeros_like(tensors[name], device=device)
     return state
 
@@ -215,13 +215,13 @@ def _differences(name: str, part: Tensor, saved: Tensor | None) -> list[str]:
     if saved is None:
         return [f"{name} is missing"]
     return [
-        f"{name} must be {_plain(wanted)}, but is {_plain(found)}"
+        f"{name} must be {_format_value(wanted)}, but is {_format_value(found)}"
         for wanted, found in ((tuple(part.shape), tuple(saved.shape)), (part.dtype, saved.dtype))
         if wanted != found
     ]
 
 
-def _plain(value: object) -> str:
+def _format_value(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
@@ -233,7 +233,7 @@ def copy_values(part: Tensor, saved: Tensor) -> None:
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():
         if mesh is not None and not hasattr(saved, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor  # noqa: TID251 - a kind of tensor, not a talk of ranks
+            from torch.distributed.tensor import distribute_tensor  # noqa: TID251 - a tensor type, no communication
 
             saved = distribute_tensor(saved.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
         part.copy_(saved)
@@ -242,83 +242,81 @@ def copy_values(part: Tensor, saved: Tensor) -> None:
 # Initial state of a parameter at its first step; the optimizer is not modified.
 
 
-def _new_adam_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
+def _new_adam_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
     # fused kernels count steps on the device; the others on the host, where reading needs no synchronization
-    fused = place.group.get("fused", False)
+    fused = slot.group.get("fused", False)
     wide = torch.get_default_dtype() == torch.float64 and not fused
     return {
         "step": torch.zeros(
-            (), dtype=torch.float64 if wide else torch.float32, device=place.parameter.device if fused else "cpu"
+            (), dtype=torch.float64 if wide else torch.float32, device=slot.parameter.device if fused else "cpu"
         ),
-        "exp_avg": torch.zeros_like(place.parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(place.parameter, requires_grad=False),
+        "exp_avg": torch.zeros_like(slot.parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(slot.parameter, requires_grad=False),
     }
 
 
-def _new_sgd_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    if not place.group["momentum"]:
+def _new_sgd_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
+    if not slot.group["momentum"]:
         return {}
-    return {"momentum_buffer": torch.zeros_like(place.parameter, requires_grad=False)}
+    return {"momentum_buffer": torch.zeros_like(slot.parameter, requires_grad=False)}
 
 
-def _new_bitsandbytes_state(optimizer: Any, place: _Place) -> dict[str, Any]:
-    kept = optimizer.state.pop(place.parameter, None)
-    optimizer.init_state(place.group, place.parameter, place.group_index, place.position)
-    state: dict[str, Any] = optimizer.state.pop(place.parameter)
+def _new_bitsandbytes_state(optimizer: Any, slot: _Slot) -> dict[str, Any]:
+    kept = optimizer.state.pop(slot.parameter, None)
+    optimizer.init_state(slot.group, slot.parameter, slot.group_index, slot.position)
+    state: dict[str, Any] = optimizer.state.pop(slot.parameter)
     if kept is not None:
-        optimizer.state[place.parameter] = kept
+        optimizer.state[slot.parameter] = kept
     return state
 
 
-def _new_torchao_state(optimizer: Any, place: _Place) -> dict[str, Any]:
+def _new_torchao_state(optimizer: Any, slot: _Slot) -> dict[str, Any]:
     return {
         "step": torch.tensor(0.0),
-        "exp_avg": optimizer._new_buffer(place.parameter, True),  # signed
-        "exp_avg_sq": optimizer._new_buffer(place.parameter, False),
+        "exp_avg": optimizer._new_buffer(slot.parameter, True),  # signed
+        "exp_avg_sq": optimizer._new_buffer(slot.parameter, False),
     }
 
 
-def _count() -> Tensor:
-    """Return a count of steps as torch's optimizers without a fused kernel hold it: on the host."""
+def _zero_step_count() -> Tensor:
+    """Return a step count of 0 on the host, as torch's optimizers without a fused kernel keep it."""
     return torch.zeros((), dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32)
 
 
-def _new_nadam_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    means = {name: torch.zeros_like(place.parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
-    return {"step": _count(), "mu_product": _count() + 1.0, **means}
+def _new_nadam_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
+    means = {name: torch.zeros_like(slot.parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": _zero_step_count(), "mu_product": _zero_step_count() + 1.0, **means}
 
 
-def _new_rmsprop_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    wanted = {"square_avg": True, "momentum_buffer": place.group["momentum"], "grad_avg": place.group["centered"]}
-    means = {
-        name: torch.zeros_like(place.parameter, requires_grad=False) for name, is_used in wanted.items() if is_used
-    }
-    return {"step": _count(), **means}
+def _new_rmsprop_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
+    wanted = {"square_avg": True, "momentum_buffer": slot.group["momentum"], "grad_avg": slot.group["centered"]}
+    means = {name: torch.zeros_like(slot.parameter, requires_grad=False) for name, is_used in wanted.items() if is_used}
+    return {"step": _zero_step_count(), **means}
 
 
-def _new_adafactor_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    weight = place.parameter
+def _new_adafactor_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
+    weight = slot.parameter
     if weight.dim() < 2:
-        return {"step": _count(), "variance": torch.zeros_like(weight, requires_grad=False)}
+        return {"step": _zero_step_count(), "variance": torch.zeros_like(weight, requires_grad=False)}
     *rows, height, width = weight.shape
     return {
-        "step": _count(),
+        "step": _zero_step_count(),
         "row_var": weight.new_zeros((*rows, height, 1), requires_grad=False),
         "col_var": weight.new_zeros((*rows, 1, width), requires_grad=False),
     }
 
 
-def _new_lion_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    return {"exp_avg": torch.zeros_like(place.parameter, requires_grad=False)}
+def _new_lion_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
+    return {"exp_avg": torch.zeros_like(slot.parameter, requires_grad=False)}
 
 
-def _new_muon_state(optimizer: Optimizer, place: _Place) -> dict[str, Any]:
-    if place.group["rule"] == "adamw":
-        return _new_adam_state(optimizer, place)
-    return {"momentum_buffer": torch.zeros_like(place.parameter, requires_grad=False)}
+def _new_muon_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
+    if slot.group["rule"] == "adamw":
+        return _new_adam_state(optimizer, slot)
+    return {"momentum_buffer": torch.zeros_like(slot.parameter, requires_grad=False)}
 
 
-_NEW_STATES: Mapping[str, Callable[[Any, _Place], dict[str, Any]]] = {
+_NEW_STATES: Mapping[str, Callable[[Any, _Slot], dict[str, Any]]] = {
     "torch.AdamW": _new_adam_state,
     "torch.Adam": _new_adam_state,
     "torch.SGD": _new_sgd_state,
@@ -330,8 +328,8 @@ _NEW_STATES: Mapping[str, Callable[[Any, _Place], dict[str, Any]]] = {
     "bitsandbytes.AdamW8bit": _new_bitsandbytes_state,
     "torchao.AdamW8bit": _new_torchao_state,
 }
-# 8-bit optimizers, if they kept their state in the precision of the parameters
-_FULL_PRECISION: Mapping[str, Callable[[Any, _Place], dict[str, Any]]] = {
+# State of 8-bit optimizers in the precision of the parameters
+_FULL_PRECISION: Mapping[str, Callable[[Any, _Slot], dict[str, Any]]] = {
     "bitsandbytes.AdamW8bit": _new_adam_state,
     "torchao.AdamW8bit": _new_adam_state,
 }

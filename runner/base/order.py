@@ -1,4 +1,4 @@
-"""Sample order as a pure function of (seed, epoch, update), independent of what reads the samples.
+"""Sample order as a pure function of (seed, epoch, update), independent of workers and ranks.
 
 The order of an epoch is a permutation drawn from (seed, epoch) alone: an array for up to `KEYED_ABOVE` samples, and for
 more a function, which takes neither memory nor time for samples that are not read. The position is the number of
@@ -26,7 +26,7 @@ KEYED = "keyed permutation"  # content of a sampler, in checkpoints
 class Permutation(Protocol):
     """The samples of an epoch in order; only slices are read."""
 
-    def __getitem__(self, places: slice, /) -> IntArray: ...
+    def __getitem__(self, positions: slice, /) -> IntArray: ...
 
 
 class MicroBatchKey(NamedTuple):
@@ -91,8 +91,8 @@ class EvenUpdates(Sampler):
 
     def draw(self, seed: int, epoch: int, window: int) -> Indices:
         first = window * self.global_batch_size
-        found: Indices = self._order(seed, epoch)[first : first + self.global_batch_size].tolist()
-        return found
+        indices: Indices = self._order(seed, epoch)[first : first + self.global_batch_size].tolist()
+        return indices
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Order:
 
     @cached_property
     def update_sampler(self) -> Sampler:
-        """Return what draws the samples of each update."""
+        """Return the sampler, by default the shuffled order."""
         return self.sampler or shuffled_sampler(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
 
     @property
@@ -145,20 +145,20 @@ class Order:
         shares  shares of this update, if they differ from the usual ones
         """
         epoch, window = divmod(update, self.updates_per_epoch)
-        whole = self.update_sampler.draw(self.seed, epoch, window)
+        indices_of_update = self.update_sampler.draw(self.seed, epoch, window)
         split_by = shares or self.shares
-        bounds = rank_slices(len(whole), split_by) if split_by else [(0, len(whole))]
+        bounds = rank_slices(len(indices_of_update), split_by) if split_by else [(0, len(indices_of_update))]
         size = self.micro_batch_size_at(update)
-        passes_of = [self.update_sampler.split(whole[first:stop], size) for first, stop in bounds]
-        passes = passes_of[self.rank]
-        place = self.update_sampler.start(self.seed, epoch, window) + bounds[self.rank][0]
-        wanted = max(map(len, passes_of)) if self.in_step else max(1, len(passes))
-        for number in range(wanted):
-            counts = number < len(passes)
-            dummy = (passes[-1] if passes else whole[:1]) if self.in_step else []
-            indices = passes[number] if counts else dummy
-            yield MicroBatchKey(epoch, indices, number == wanted - 1, counts, place, self.seed)
-            place += len(indices)
+        per_rank = [self.update_sampler.split(indices_of_update[first:stop], size) for first, stop in bounds]
+        mine = per_rank[self.rank]
+        position = self.update_sampler.start(self.seed, epoch, window) + bounds[self.rank][0]
+        count = max(map(len, per_rank)) if self.in_step else max(1, len(mine))
+        for number in range(count):
+            counts = number < len(mine)
+            dummy = (mine[-1] if mine else indices_of_update[:1]) if self.in_step else []
+            indices = mine[number] if counts else dummy
+            yield MicroBatchKey(epoch, indices, number == count - 1, counts, position, self.seed)
+            position += len(indices)
 
     def samples_per_rank(self, update: int, shares: Shares | None = None) -> Shares:
         """Return the number of samples of each rank in update number `update`."""
@@ -189,13 +189,13 @@ def shuffled_sampler(
     """
     is_keyed = num_samples > KEYED_ABOVE and not is_array
     kind: Callable[..., Permutation] = KeyedPermutation if is_keyed else permutation
-    found = EvenUpdates(num_samples, global_batch_size, partial(kind, num_samples=num_samples), drop_last=drop_last)
-    found.content = KEYED if is_keyed else ""
-    return found
+    sampler = EvenUpdates(num_samples, global_batch_size, partial(kind, num_samples=num_samples), drop_last=drop_last)
+    sampler.content = KEYED if is_keyed else ""
+    return sampler
 
 
 class KeyedPermutation:
-    """A random permutation of range(num_samples) in constant memory, of which any part is computed alone.
+    """A random permutation of range(num_samples) in constant memory; any slice is computed independently.
 
     A Feistel network: a position is a pair (left, right) of about the root of num_samples values each; each round adds
     a keyed hash of one half to the other, which can be undone, so pairs are permuted. The at most
@@ -208,24 +208,24 @@ class KeyedPermutation:
         self.num_samples = num_samples
         self._left = np.uint64(isqrt(num_samples - 1) + 1)
         self._right = np.uint64(-(-num_samples // int(self._left)))
-        self._keys = _sequence(seed, epoch, _OF_KEYS).generate_state(_ROUNDS, np.uint64)
+        self._keys = _seed_sequence(seed, epoch, _KEY_STREAM).generate_state(_ROUNDS, np.uint64)
 
-    def __getitem__(self, places: slice) -> IntArray:
-        found = self._permuted(np.arange(*places.indices(self.num_samples), dtype=np.uint64))
-        while (outside := found >= self.num_samples).any():
-            found[outside] = self._permuted(found[outside])
-        return found.astype(np.int64)
+    def __getitem__(self, positions: slice) -> IntArray:
+        indices = self._permute(np.arange(*positions.indices(self.num_samples), dtype=np.uint64))
+        while (outside := indices >= self.num_samples).any():
+            indices[outside] = self._permute(indices[outside])
+        return indices.astype(np.int64)
 
-    def _permuted(self, pairs: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    def _permute(self, pairs: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
         left, right = pairs // self._right, pairs % self._right
-        for of_left, of_right in self._keys.reshape(-1, 2):
-            left = (left + _mixed(right + of_left) % self._left) % self._left
-            right = (right + _mixed(left + of_right) % self._right) % self._right
-        found: np.ndarray[Any, np.dtype[np.uint64]] = left * self._right + right
-        return found
+        for left_key, right_key in self._keys.reshape(-1, 2):
+            left = (left + _hash(right + left_key) % self._left) % self._left
+            right = (right + _hash(left + right_key) % self._right) % self._right
+        indices: np.ndarray[Any, np.dtype[np.uint64]] = left * self._right + right
+        return indices
 
 
-def _mixed(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _hash(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return a hash of each number. Source: Steele, Lea and Flood, SplitMix, OOPSLA 2014 (the variant of Stafford)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -233,7 +233,7 @@ def _mixed(numbers: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.
 
 
 _ROUNDS = 12
-_OF_KEYS = 0x4665_6973  # separates these keys from other numbers of the seed and the epoch
+_KEY_STREAM = 0x4665_6973  # separates these keys from other numbers of the seed and the epoch
 
 
 @lru_cache(maxsize=2)
@@ -244,24 +244,24 @@ def permutation(seed: int, epoch: int, num_samples: int) -> IntArray:
 
 def order_rng(seed: int, *numbers: int) -> np.random.Generator:
     """Return the generator for the order of an epoch."""
-    return np.random.Generator(np.random.Philox(_sequence(seed, *numbers)))
+    return np.random.Generator(np.random.Philox(_seed_sequence(seed, *numbers)))
 
 
-def spread_evenly(num_samples: int, wanted: int | None) -> Indices:
-    """Return `wanted` sample indices, evenly spaced over the data set and always the same; all if None."""
-    if wanted is None or wanted >= num_samples:
+def spread_evenly(num_samples: int, count: int | None) -> Indices:
+    """Return `count` sample indices, evenly spaced over the data set and always the same; all if None."""
+    if count is None or count >= num_samples:
         return list(range(num_samples))
-    return [index * num_samples // wanted for index in range(wanted)]
+    return [index * num_samples // count for index in range(count)]
 
 
 def rank_seed(seed: int, rank: int, update: int = 0) -> int:
     """Return the seed of a rank's generators from an update on; rank 0 at update 0 uses `seed` unchanged."""
     if rank == 0 and update == 0:
         return seed
-    return int(_sequence(seed, rank, update).generate_state(1, np.uint64)[0] >> 1)
+    return int(_seed_sequence(seed, rank, update).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _sequence(seed: int, *numbers: int) -> np.random.SeedSequence:
+def _seed_sequence(seed: int, *numbers: int) -> np.random.SeedSequence:
     """Return a SeedSequence that is unique to this seed and these numbers below 2**32.
 
     Smaller seeds keep the sequences of earlier versions, so that their runs can be resumed. Larger seeds take two

@@ -83,7 +83,7 @@ def split(
     activation_bytes: Sequence[int] | None = None,
     in_flight: Sequence[int] | None = None,
 ) -> Split | Problem:
-    """Return the optimal split of the layers over the devices in order, or why there is none.
+    """Return the optimal split of the layers over the devices in order, or a Problem if there is none.
 
     memory: minimize the largest used fraction of a device's memory, then balance the fractions.
     time: minimize the time of the slowest stage, then as for memory. No device exceeds its memory.
@@ -94,7 +94,7 @@ def split(
     in_flight         micro-batches that each stage keeps simultaneously
     """
     layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
-    problem = _impossible(layers)
+    problem = _check_layer_count(layers)
     if problem is not None:
         return problem
 
@@ -109,13 +109,15 @@ def split(
 
     allowed: Callable[[int, int, int], bool] = fits
     for worst in [seconds, share] if balance == "time" else [share]:
-        stops = _best(layers.count, len(devices), worst, max, allowed)
+        stops = _optimize_stops(layers.count, len(devices), worst, max, allowed)
         if stops is None:
             return _does_not_fit(layers)
-        allowed = _no_worse(worst, _largest(worst, stops), allowed)
-    stops = _best(layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, allowed)
+        allowed = _limit_cost(worst, _largest_cost(worst, stops), allowed)
+    stops = _optimize_stops(
+        layers.count, len(devices), lambda *part: share(*part) ** 2, lambda one, other: one + other, allowed
+    )
     assert stops is not None, "the split found before is feasible"
-    return described(stops, layers)
+    return _build_split(stops, layers)
 
 
 def split_from_sizes(
@@ -128,15 +130,15 @@ def split_from_sizes(
     in_flight: Sequence[int] | None = None,
     where: str = "parallelism.split",
 ) -> Split | Problem:
-    """Return the split with these sizes, regardless of memory, or what is wrong with the sizes."""
+    """Return the split with these sizes, regardless of memory, or a Problem if they are invalid."""
     layers = _Layers(costs, memory_bytes, devices, activation_bytes, in_flight)
     text = f"[{','.join(map(str, sizes))}]"
     if len(sizes) != len(devices):
         return Problem(f"must have one size for each of the {len(devices)} stages, but has {len(sizes)}: {text}", where)
     if min(sizes) < 1 or sum(sizes) != layers.count:
         what = f"must be numbers of layers from 1 on that add up to the model's {layers.count}, but is {text}"
-        return Problem(what, where, f"use {where}=null to have it chosen")
-    return described([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
+        return Problem(what, where, f"use {where}=null to choose it automatically")
+    return _build_split([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
 
 
 def max_in_flight(
@@ -144,13 +146,13 @@ def max_in_flight(
 ) -> tuple[int, ...]:
     """Return the maximum number of micro-batches in flight per stage; the limit for many if their number is unknown."""
     many = num_microbatches or 4 * num_devices
-    most = [0] * (num_devices * chunks)
+    maxima = [0] * (num_devices * chunks)
     for row in orders(schedule, num_devices, many, chunks):
-        held = [0] * len(most)
+        in_flight = [0] * len(maxima)
         for kind, stage, _ in row:
-            held[stage] += 1 if kind == "F" else -1
-            most[stage] = max(most[stage], held[stage])
-    return tuple(most)
+            in_flight[stage] += 1 if kind == "F" else -1
+            maxima[stage] = max(maxima[stage], in_flight[stage])
+    return tuple(maxima)
 
 
 def format_split(
@@ -223,18 +225,18 @@ def timeline(
     ends: dict[tuple[str, int, int], float] = {}
     rows: list[list[tuple[str, int, int, float, float]]] = [[] for _ in queues]
     while any(len(row) < len(queue) for row, queue in zip(rows, queues, strict=True)):
-        moved = False
+        progressed = False
         for row, queue in zip(rows, queues, strict=True):
             while len(row) < len(queue):
                 kind, stage, number = work = queue[len(row)]
-                needed = _needed(kind, stage, number, num_stages)
-                if needed is not None and needed not in ends:
+                dependency = _dependency(kind, stage, number, num_stages)
+                if dependency is not None and dependency not in ends:
                     break
-                start = max(row[-1][-1] if row else 0.0, ends[needed] if needed is not None else 0.0)
+                start = max(row[-1][-1] if row else 0.0, ends[dependency] if dependency is not None else 0.0)
                 ends[work] = start + (forward if kind == "F" else backward)[stage]
                 row.append((*work, start, ends[work]))
-                moved = True
-        assert moved, "the schedules of the devices are in a deadlock"
+                progressed = True
+        assert progressed, "the schedules of the devices are in a deadlock"
     return rows
 
 
@@ -255,7 +257,7 @@ def simulated_bubble(
     return 1.0 - busy / (len(forward) // chunks * seconds) if seconds else 0.0
 
 
-def _needed(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, int, int] | None:
+def _dependency(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, int, int] | None:
     if kind == "F":
         return ("F", stage - 1, number) if stage else None
     return ("B", stage + 1, number) if stage < num_stages - 1 else ("F", stage, number)
@@ -300,13 +302,13 @@ class _Layers:
         assert len(memory_bytes) == len(self.kept) == self.count, "one number for each layer"
         assert len(self.in_flight) == len(devices), "one number for each stage"
         self.seconds = [[math.fsum(costs[i:j]) for j in range(self.count + 1)] for i in range(self.count + 1)]
-        self._fixed, self._kept = _running(memory_bytes), _running(self.kept)
+        self._fixed, self._kept = _prefix_sums(memory_bytes), _prefix_sums(self.kept)
 
     def used(self, stage: int, start: int, stop: int) -> int:
         return self._fixed[stop] - self._fixed[start] + self.in_flight[stage] * (self._kept[stop] - self._kept[start])
 
 
-def _running(numbers: Sequence[int]) -> list[int]:
+def _prefix_sums(numbers: Sequence[int]) -> list[int]:
     sums = [0]
     for number in numbers:
         sums.append(sums[-1] + number)
@@ -317,7 +319,7 @@ Measure = Callable[[int, int, int], float]
 """(stage, first layer, layer after the last) -> cost."""
 
 
-def _best(
+def _optimize_stops(
     num_layers: int,
     num_stages: int,
     cost: Measure,
@@ -346,21 +348,23 @@ def _best(
     return stops[::-1]
 
 
-def _parts(stops: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _stage_ranges(stops: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     yield from ((stage, start, stop) for stage, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)))
 
 
-def _largest(cost: Measure, stops: Sequence[int]) -> float:
-    return max(cost(*part) for part in _parts(stops))
+def _largest_cost(cost: Measure, stops: Sequence[int]) -> float:
+    return max(cost(*part) for part in _stage_ranges(stops))
 
 
-def _no_worse(cost: Measure, limit: float, allowed: Callable[[int, int, int], bool]) -> Callable[[int, int, int], bool]:
+def _limit_cost(
+    cost: Measure, limit: float, allowed: Callable[[int, int, int], bool]
+) -> Callable[[int, int, int], bool]:
     return lambda stage, start, stop: allowed(stage, start, stop) and cost(stage, start, stop) <= limit
 
 
-def described(stops: Sequence[int], layers: _Layers) -> Split:
+def _build_split(stops: Sequence[int], layers: _Layers) -> Split:
     """Return the split with its costs."""
-    parts = list(_parts(stops))
+    parts = list(_stage_ranges(stops))
     return Split(
         tuple(stop - start for _, start, stop in parts),
         tuple(layers.used(*part) for part in parts),
@@ -369,7 +373,7 @@ def described(stops: Sequence[int], layers: _Layers) -> Split:
     )
 
 
-def _impossible(layers: _Layers) -> Problem | None:
+def _check_layer_count(layers: _Layers) -> Problem | None:
     if layers.count < len(layers.devices):
         return Problem(
             f"must have at least as many layers as stages ({len(layers.devices)}), but the model has {layers.count}",
@@ -380,7 +384,7 @@ def _impossible(layers: _Layers) -> Problem | None:
 
 
 def _does_not_fit(layers: _Layers) -> Problem:
-    """Return how much memory is missing: a layer that fits on no device, or the sum."""
+    """Return a Problem with the missing memory: of a layer that fits on no device, or of all layers."""
     devices = [device.memory_bytes for device in layers.devices]
     least = [
         (min(layers.used(stage, layer, layer + 1) for stage in range(len(devices))), layer)
@@ -390,9 +394,9 @@ def _does_not_fit(layers: _Layers) -> Problem:
     capacities = " + ".join(format_mib(size) for size in devices)
     if largest > max(devices):
         what = (
-            f"layer {layer} alone needs {format_mib(largest)}, but no device holds more than {format_mib(max(devices))}"
+            f"layer {layer} alone needs {format_mib(largest)}, but no device has more than {format_mib(max(devices))}"
         )
     else:
         total = format_mib(sum(size for size, _ in least))
-        what = f"the layers need at least {total}, in whole layers one after the other; the devices hold {capacities}"
+        what = f"the layers, which cannot be divided or reordered, need at least {total}; the devices have {capacities}"
     return Problem(what, "parallelism=pipeline", "use more devices, a smaller micro_batch_size, or memory=checkpoint")

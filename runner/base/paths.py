@@ -1,4 +1,4 @@
-"""Locations of resources that are not code: shipped configuration, tasks, the user's cache."""
+"""Paths of the shipped configuration and tasks, and of the user's cache."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def parse_path(text: str) -> Path:
     Raises ConfigError for a URL.
     """
     if re.match(URL, text):
-        raise ConfigError(Problem(f"must be {LOCAL_PATH}", text, "name a local folder, or mount the remote one"))
+        raise ConfigError(Problem(f"must be {LOCAL_PATH}", text, "use a local folder, or mount the remote one"))
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises without a home folder

@@ -35,14 +35,14 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
     because srun may start one torchrun per machine. Raises ConfigError with all invalid variables.
     """
     if "RANK" in environment:
-        return _of_torchrun(_Variables(environment))
-    if _is_in_a_step(environment):
-        return _of_srun(_Variables(environment))
+        return _read_torchrun(_Variables(environment))
+    if _is_srun_task(environment):
+        return _read_srun(_Variables(environment))
     return None
 
 
 def launcher_id() -> str:
-    """Return an identifier of what started this process and restarts it: the SLURM job, or the parent process."""
+    """Return an identifier of the launcher, which also restarts this process: the SLURM job or the parent process."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"job {job}" if job else f"process {os.getppid()}"
 
@@ -56,7 +56,7 @@ def expand_hosts(nodelist: str) -> list[str]:
     for group in re.findall(_GROUP, nodelist):
         names = [""]
         for plain, numbers in re.findall(r"([^\[\],]+)|\[([^\[\]]*)\]", group):
-            names = [name + end for name in names for end in ([plain] if plain else _numbers_of(numbers))]
+            names = [name + end for name in names for end in ([plain] if plain else _expand_ranges(numbers))]
         hosts += names
     if not hosts or re.fullmatch(rf"{_GROUP}(,{_GROUP})*", nodelist) is None:
         raise ValueError(nodelist)
@@ -69,8 +69,8 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
     Raises ValueError if the list is malformed.
     """
     counts: list[int] = []
-    for word in tasks_per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+    for group in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", group)
         if match is None:
             raise ValueError(tasks_per_node)
         counts += [int(match[1])] * int(match[2] or 1)
@@ -80,76 +80,80 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
 # ---------------------------------------------------------------- torchrun and srun
 
 
-def _of_torchrun(given: _Variables) -> RankInfo:
-    world_size = given.number("WORLD_SIZE", at_least=1)
-    num_local_ranks = given.number("LOCAL_WORLD_SIZE", at_least=1)
-    member = RankInfo(
-        given.number("RANK", below=world_size, of="WORLD_SIZE"),
-        given.number("LOCAL_RANK", below=num_local_ranks, of="LOCAL_WORLD_SIZE"),
+def _read_torchrun(variables: _Variables) -> RankInfo:
+    world_size = variables.number("WORLD_SIZE", at_least=1)
+    num_local_ranks = variables.number("LOCAL_WORLD_SIZE", at_least=1)
+    rank_info = RankInfo(
+        variables.number("RANK", below=world_size, of="WORLD_SIZE"),
+        variables.number("LOCAL_RANK", below=num_local_ranks, of="LOCAL_WORLD_SIZE"),
         world_size,
         num_local_ranks,
-        f"tcp://{given.text('MASTER_ADDR')}:{given.port('MASTER_PORT')}",
-        given.number("TORCHELASTIC_RESTART_COUNT", default=0),
+        f"tcp://{variables.text('MASTER_ADDR')}:{variables.port('MASTER_PORT')}",
+        variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
     )
-    if not given.is_wrong("WORLD_SIZE"):
-        given.expect(num_local_ranks <= world_size, "LOCAL_WORLD_SIZE", f"must be at most WORLD_SIZE ({world_size})")
-    given.raise_problems("start the ranks with torchrun, or unset RANK to train alone")
-    return member
+    if not variables.is_wrong("WORLD_SIZE"):
+        variables.expect(
+            num_local_ranks <= world_size, "LOCAL_WORLD_SIZE", f"must be at most WORLD_SIZE ({world_size})"
+        )
+    variables.raise_problems("start the ranks with torchrun, or unset RANK to train alone")
+    return rank_info
 
 
-def _of_srun(given: _Variables) -> RankInfo | None:
+def _read_srun(variables: _Variables) -> RankInfo | None:
     """Return the rank of a SLURM task; variables of the step take precedence over those of the job."""
-    num_tasks = given.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    world_size = given.number(num_tasks, at_least=1)
-    if world_size == 1 and not given.is_wrong(num_tasks):
+    num_tasks = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    world_size = variables.number(num_tasks, at_least=1)
+    if world_size == 1 and not variables.is_wrong(num_tasks):
         return None
-    job_id = given.number("SLURM_JOB_ID")
-    num_local_ranks = _num_local_tasks(given, world_size)
-    member = RankInfo(
-        given.number("SLURM_PROCID", below=world_size, of=num_tasks),
-        given.number("SLURM_LOCALID", below=num_local_ranks, of="the tasks of this machine"),
+    job_id = variables.number("SLURM_JOB_ID")
+    num_local_ranks = _num_local_tasks(variables, world_size)
+    rank_info = RankInfo(
+        variables.number("SLURM_PROCID", below=world_size, of=num_tasks),
+        variables.number("SLURM_LOCALID", below=num_local_ranks, of="the tasks of this machine"),
         world_size,
         num_local_ranks,
-        f"tcp://{_first_host(given)}:{given.port('MASTER_PORT', default=20000 + job_id % 20000)}",
-        given.number("SLURM_RESTART_COUNT", default=0),
+        f"tcp://{_first_host(variables)}:{variables.port('MASTER_PORT', default=20000 + job_id % 20000)}",
+        variables.number("SLURM_RESTART_COUNT", default=0),
     )
-    given.raise_problems("start the ranks with srun, one task per rank")
-    return member
+    variables.raise_problems("start the ranks with srun, one task per rank")
+    return rank_info
 
 
-def _is_in_a_step(environment: Mapping[str, str]) -> bool:
+def _is_srun_task(environment: Mapping[str, str]) -> bool:
     """Return whether srun started this process: batch scripts and salloc shells have no step, or a reserved number."""
     step = environment.get("SLURM_STEP_ID", "")
     is_special = step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP
     return "SLURM_JOB_ID" in environment and "SLURM_PROCID" in environment and step != "" and not is_special
 
 
-def _num_local_tasks(given: _Variables, world_size: int) -> int:
+def _num_local_tasks(variables: _Variables, world_size: int) -> int:
     """Return the number of tasks on this machine; the last machine may have fewer."""
-    name = given.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     try:
-        counts = expand_tasks(given.text(name))
+        counts = expand_tasks(variables.text(name))
     except ValueError:
-        given.expect(not given.has(name), name, "must be like 2(x3),1")
+        variables.expect(not variables.has(name), name, "must be like 2(x3),1")
         return world_size
     if name == "SLURM_NTASKS_PER_NODE":
         return min(counts[0], world_size)
-    node = given.number("SLURM_NODEID", default=0, below=len(counts), of=f"the machines in {name}={given.text(name)}")
-    if not given.is_wrong(given.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")):
-        given.expect(sum(counts) == world_size, name, f"must be {world_size} tasks in all")
+    node = variables.number(
+        "SLURM_NODEID", default=0, below=len(counts), of=f"the machines in {name}={variables.text(name)}"
+    )
+    if not variables.is_wrong(variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")):
+        variables.expect(sum(counts) == world_size, name, f"must be {world_size} tasks in all")
     return counts[node] if node < len(counts) else world_size
 
 
-def _first_host(given: _Variables) -> str:
+def _first_host(variables: _Variables) -> str:
     """Return the host of rank 0, which `MASTER_ADDR` may override."""
-    if given.has("MASTER_ADDR"):
-        return given.text("MASTER_ADDR")
-    name = given.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    nodelist = given.text(name)
+    if variables.has("MASTER_ADDR"):
+        return variables.text("MASTER_ADDR")
+    name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    nodelist = variables.text(name)
     try:
         return expand_hosts(nodelist)[0]
     except ValueError:
-        given.expect(not given.has(name), name, "must be a list of machines such as n[1-2,5]")
+        variables.expect(not variables.has(name), name, "must be a list of machines such as n[1-2,5]")
         return ""
 
 
@@ -188,13 +192,13 @@ class _Variables:
         """Return an integer within its limits; the default, or the lower limit, if it is not set."""
         if not self.has(name) and default is not None:
             return default
-        word = self.text(name)
-        if not word:
+        text = self.text(name)
+        if not text:
             return at_least
-        if re.fullmatch(r"\d{1,18}", word) is None:
-            self.problems.append(Problem(f"must be a whole number of at least {at_least}, but is {word!r}", name))
+        if re.fullmatch(r"\d{1,18}", text) is None:
+            self.problems.append(Problem(f"must be a whole number of at least {at_least}, but is {text!r}", name))
             return at_least
-        number = int(word)
+        number = int(text)
         self.expect(number >= at_least, name, f"must be at least {at_least}")
         if below is not None and not self.is_wrong(of):
             self.expect(number < below, name, f"must be below {of} ({below})")
@@ -215,11 +219,11 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive 
 _GROUP = r"(?:[A-Za-z0-9_.-]+|\[\d[\d,-]*\])+"
 
 
-def _numbers_of(ranges: str) -> list[str]:
+def _expand_ranges(ranges: str) -> list[str]:
     """Expand ranges such as `01-03,7`, keeping leading zeros. Raises ValueError if there are none."""
     numbers: list[str] = []
-    for word in ranges.split(","):
-        low, _, high = word.partition("-")
+    for part in ranges.split(","):
+        low, _, high = part.partition("-")
         numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
     if not numbers:
         raise ValueError(ranges)

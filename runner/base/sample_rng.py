@@ -2,7 +2,7 @@
 
 torch's, NumPy's and Python's global generators belong to a process. A data set that draws from them, as the transforms
 of torchvision do, would draw different numbers in another worker, rank or resumed run, and in the training process
-would consume numbers of the model's dropout. So code of a data set runs inside `SampleStreams.read`: generators
+would change the draws of the model's dropout. So code of a data set runs inside `SampleStreams.read`: generators
 are seeded for each sample and restored afterwards.
 """
 
@@ -51,9 +51,9 @@ class SampleStreams:
 
     def __init__(self, split: str = "") -> None:
         self.split = split
-        self._left = _SAMPLES_TO_LEARN_FROM
+        self._num_to_learn = _LEARNING_SAMPLES
         self._is_learning = False  # all generators are seeded for this batch, to detect which are used
-        self._drawn: list[int] = []  # indices of generators that the data set used
+        self._used: list[int] = []  # indices of generators that the data set used
         self._seeded: Sequence[int] = ()  # indices of those seeded for the samples of this batch
         self._generators: Sequence[GlobalGenerator] = ()  # of this batch: its code may change the current GPU
         self._marks: list[Any] = []  # while learning: states of all generators after seeding
@@ -61,7 +61,7 @@ class SampleStreams:
     @property
     def has_drawn(self) -> bool:
         """True once the data set has used a global generator."""
-        return bool(self._drawn)
+        return bool(self._used)
 
     @property
     def is_seeding(self) -> bool:
@@ -72,39 +72,39 @@ class SampleStreams:
         """Return reading(key), which calls `begin` before each sample. May call it twice."""
         generators = self._generators = global_generators()
         before = _marks(generators)
-        self._is_learning = self._left > 0
+        self._is_learning = self._num_to_learn > 0
         while True:
-            self._seeded = range(len(generators)) if self._is_learning else tuple(self._drawn)
+            self._seeded = range(len(generators)) if self._is_learning else tuple(self._used)
             try:
-                found = reading(key)
+                result = reading(key)
             except BaseException as error:
                 if self._restore(before) and isinstance(error, Exception):  # the error may depend on what was drawn
                     continue
                 raise
             if not self._restore(before):
-                return found
+                return result
 
-    def begin(self, what: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
-        """Seed the generators for the operation `what` on these samples; called by the function passed to `read`."""
+    def begin(self, operation: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
+        """Seed the generators for an operation on these samples; called by the function passed to `read`."""
         if not self._seeded:
             return
         generators = self._generators
         self._learn(generators)
-        self._left -= len(indices)
-        seeds = _seeds(seed, self.split, what, epoch, *indices)
-        for place in self._seeded:
-            generators[place].seed(seeds[8 * place : 8 * place + 8])
+        self._num_to_learn -= len(indices)
+        seeds = _derive_seeds(seed, self.split, operation, epoch, *indices)
+        for index in self._seeded:
+            generators[index].seed(seeds[8 * index : 8 * index + 8])
         if self._is_learning:
             self._marks = _marks(generators)
 
     def number(self, *what: object) -> int:
         """Return a 63-bit number derived from `what`."""
-        return int.from_bytes(_seeds(0, self.split, *what)[:8], "little") >> 1
+        return int.from_bytes(_derive_seeds(0, self.split, *what)[:8], "little") >> 1
 
     def _learn(self, generators: Sequence[GlobalGenerator]) -> None:
-        for place, mark in enumerate(self._marks):
-            if place not in self._drawn and generators[place].mark() != mark:
-                self._drawn.append(place)
+        for index, mark in enumerate(self._marks):
+            if index not in self._used and generators[index].mark() != mark:
+                self._used.append(index)
 
     def _restore(self, before: list[Any]) -> bool:
         """Restore the generators; return whether one that was not seeded has changed."""
@@ -112,23 +112,23 @@ class SampleStreams:
         if not self._seeded and _marks(generators) == before:
             return False
         self._learn(generators)
-        for place, mark in enumerate(before):
-            if place in self._seeded:
-                generators[place].restore(mark)
-            elif generators[place].mark() != mark:
-                generators[place].restore(mark)
-                self._drawn.append(place)
+        for index, mark in enumerate(before):
+            if index in self._seeded:
+                generators[index].restore(mark)
+            elif generators[index].mark() != mark:
+                generators[index].restore(mark)
+                self._used.append(index)
                 has_missed = True
         self._seeded, self._marks = (), []
         return has_missed
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the learned state: a spawned worker has other generators."""
-        return {**self.__dict__, "_drawn": [], "_left": _SAMPLES_TO_LEARN_FROM, "_generators": ()}
+        return {**self.__dict__, "_drawn": [], "_left": _LEARNING_SAMPLES, "_generators": ()}
 
 
 class NoStreams(SampleStreams):
-    """For cached samples, read without any code of the task: nothing can draw."""
+    """For cached samples, which are read without any code of the task."""
 
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         return reading(key)
@@ -144,8 +144,8 @@ class EverySample(SampleStreams):
             finally:
                 del self._seed  # it cannot be pickled
 
-    def begin(self, what: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
-        self._seed(seed, self.split, what, epoch, *indices)
+    def begin(self, operation: str, seed: int, epoch: int, indices: Sequence[int]) -> None:
+        self._seed(seed, self.split, operation, epoch, *indices)
 
 
 @contextmanager
@@ -155,9 +155,9 @@ def keyed_generators() -> Iterator[Callable[..., None]]:
     before = _marks(generators)
 
     def seed(number: int, *what: object) -> None:
-        seeds = _seeds(number, *what)
-        for place, generator in enumerate(generators):
-            generator.seed(seeds[8 * place : 8 * place + 8])
+        seeds = _derive_seeds(number, *what)
+        for index, generator in enumerate(generators):
+            generator.seed(seeds[8 * index : 8 * index + 8])
 
     try:
         yield seed
@@ -177,13 +177,13 @@ def seeded_generators(seed: int, *what: object) -> Iterator[None]:
 def global_generators() -> Sequence[GlobalGenerator]:
     """Return the global generators of this process: torch's, NumPy's, Python's, and the current GPU's, if any."""
     if cuda_is_initialized():  # not in forked workers: no CUDA there
-        return _with_gpu(current_device().index)
-    return _OF_HOST
+        return _host_and_gpu_generators(current_device().index)
+    return _HOST_GENERATORS
 
 
 @lru_cache
-def _with_gpu(device: int) -> Sequence[GlobalGenerator]:
-    return *_OF_HOST, TorchGenerator(default_generator(device))
+def _host_and_gpu_generators(device: int) -> Sequence[GlobalGenerator]:
+    return *_HOST_GENERATORS, TorchGenerator(default_generator(device))
 
 
 class TorchGenerator:
@@ -243,10 +243,10 @@ class PythonGenerator:
 
     def __init__(self) -> None:
         self._instance: random.Random = random.random.__self__  # type: ignore[attr-defined]
-        has_room = type(self._instance).__basicsize__ >= object.__basicsize__ + 4 * _WORDS
-        place = id(self._instance) + object.__basicsize__
-        self._words = (ctypes.c_char * (4 * _WORDS)).from_address(place) if has_room else None
-        if has_room and _as_state(*self.mark()) != random.getstate():
+        has_expected_layout = type(self._instance).__basicsize__ >= object.__basicsize__ + 4 * _WORDS
+        address = id(self._instance) + object.__basicsize__
+        self._words = (ctypes.c_char * (4 * _WORDS)).from_address(address) if has_expected_layout else None
+        if has_expected_layout and _to_state(*self.mark()) != random.getstate():
             self._words = None
 
     def mark(self) -> Any:
@@ -255,13 +255,13 @@ class PythonGenerator:
         return self._words.raw, self._instance.gauss_next  # type: ignore[attr-defined]
 
     def restore(self, mark: Any) -> None:
-        random.setstate(mark if self._words is None else _as_state(*mark))
+        random.setstate(mark if self._words is None else _to_state(*mark))
 
     def seed(self, key: bytes) -> None:
         random.seed(int.from_bytes(key, "little"))
 
 
-def _as_state(words: bytes, gauss_next: float | None) -> tuple[int, tuple[int, ...], float | None]:
+def _to_state(words: bytes, gauss_next: float | None) -> tuple[int, tuple[int, ...], float | None]:
     """Return an argument for random.setstate."""
     index, *state = struct.unpack(f"{_WORDS}I", words)
     return 3, (*state, index), gauss_next
@@ -276,11 +276,11 @@ def _marks(generators: Sequence[GlobalGenerator]) -> list[Any]:
     return found
 
 
-def _seeds(seed: int, *what: object) -> bytes:
+def _derive_seeds(seed: int, *what: object) -> bytes:
     """Derive 8 bytes for each generator, unique to the key."""
-    return hashlib.blake2b(repr((seed, *what)).encode(), digest_size=8 * (len(_OF_HOST) + 1)).digest()
+    return hashlib.blake2b(repr((seed, *what)).encode(), digest_size=8 * (len(_HOST_GENERATORS) + 1)).digest()
 
 
 _WORDS = 625  # of a Mersenne Twister: state and position
-_SAMPLES_TO_LEARN_FROM = 64
-_OF_HOST = (TorchGenerator(torch.default_generator), NumpyGenerator(), PythonGenerator())
+_LEARNING_SAMPLES = 64
+_HOST_GENERATORS = (TorchGenerator(torch.default_generator), NumpyGenerator(), PythonGenerator())

@@ -16,19 +16,19 @@ def keep_counters_in_state(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer in training mode, with its counters in the state of each parameter."""
     for group in optimizer.param_groups:
         group["train_mode"] = True  # `train()` would also create an empty state for each parameter
-    optimizer.register_step_pre_hook(_from_state)
-    optimizer.register_step_post_hook(_into_state)
+    optimizer.register_step_pre_hook(_load_counters)
+    optimizer.register_step_post_hook(_store_counters)
     return optimizer
 
 
-def _from_state(optimizer: Optimizer, *given: Any) -> None:
+def _load_counters(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         states = (optimizer.state[weight] for weight in group["params"] if weight in optimizer.state)
         known = next((state for state in states if COUNTERS[0] in state), None)
         group.update({name: known[name] for name in COUNTERS} if known else {})
 
 
-def _into_state(optimizer: Optimizer, *given: Any) -> None:
+def _store_counters(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if optimizer.state.get(weight):

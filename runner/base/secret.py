@@ -45,7 +45,7 @@ def _looks_random(value: Any) -> bool:
 
 def has_secret_shape(text: str) -> bool:
     """Return whether the text contains a key of a known service, a private key, or a URL with a password."""
-    return any(_shape(lead).search(text) is not None for lead in _OF_SERVICES if lead in text)
+    return any(_shape(lead).search(text) is not None for lead in _SHAPES if lead in text)
 
 
 def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> list[str]:
@@ -57,15 +57,17 @@ def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Co
              option is not a secret, and is kept in files from now on, which could not be read back without it
     """
     arguments = tuple(arguments)
-    values = [value for value in _secret_values() if _is_strong(value) and any(value in word for word in arguments)]
+    values = [
+        value for value in _secret_values() if _is_strong(value) and any(value in argument for argument in arguments)
+    ]
     _public.update({*values} & {*options()} if values else ())
     values = [value for value in values if value not in _public]
-    found = [
+    names = [
         name
-        for at, word in enumerate(arguments)
-        if (name := _secret_of(word, arguments[at + 1 : at + 2]) or _name_of_value(word, values))
+        for at, argument in enumerate(arguments)
+        if (name := _secret_argument_name(argument, arguments[at + 1 : at + 2]) or _value_label(argument, values))
     ]
-    return list(dict.fromkeys(name if _PLAIN.fullmatch(name) else "an argument" for name in found))
+    return list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "an argument" for name in names))
 
 
 def find_secret_name(text: str) -> int | None:
@@ -74,9 +76,9 @@ def find_secret_name(text: str) -> int | None:
     Stricter than `find_secrets_in_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and hiding
     X loses nothing.
     """
-    for named in _VALUE_AFTER.finditer(text):
-        if is_secret_name(named["name"]) or _may_be_secret(named["name"]) or _SOUNDS_SECRET.search(named["name"]):
-            return named.end("name")
+    for match in _VALUE_AFTER.finditer(text):
+        if is_secret_name(match["name"]) or _may_be_secret(match["name"]) or _SOUNDS_SECRET.search(match["name"]):
+            return match.end("name")
     return None
 
 
@@ -113,7 +115,7 @@ def redact(text: str) -> str:
     for value, name in _secret_values().items():
         if value in text and _is_strong(value) and value not in _public:
             text = text.replace(value, f"({name})")
-    return _without_shapes(text)
+    return _redact_shapes(text)
 
 
 def redact_message(text: str) -> str:
@@ -131,7 +133,7 @@ def redact_message(text: str) -> str:
             instead = f"({name})".replace("\\", "/")
             text = re.sub(rf"(?:(?<![A-Za-z0-9])|(?<=[\[;\d]m)){re.escape(value)}(?![A-Za-z0-9])", instead, text)
     lowered = text.lower()  # 100 times faster than the pattern
-    return _NAMED.sub(_without_value, text) if any(lead in lowered for lead in _NAMES_BEGIN) else text
+    return _NAME_AND_VALUE.sub(_redact_named_value, text) if any(lead in lowered for lead in _NAME_PREFIXES) else text
 
 
 def sanitize(text: str) -> str:
@@ -160,10 +162,10 @@ def _secret_values() -> dict[str, str]:
 
     Values remain known: a program may remove a password from its environment once it has read it.
     """
-    global _known, _seen
+    global _values, _last_environment
     current = getattr(os.environ, "_data", None)  # os.environ decodes each name: 0.2 ms a call
-    if current is not None and current == _seen:
-        return _known
+    if current is not None and current == _last_environment:
+        return _values
     scanned = dict(current or ())
     fresh: dict[str, str] = {}
     for name in os.environ:
@@ -172,13 +174,13 @@ def _secret_values() -> dict[str, str]:
             continue
         _scanned.add((name, value))
         parts = [value] if _is_secret_variable(name) else []
-        for part in (*parts, *_PASSWORD_OF_ADDRESS.findall(value)):
+        for part in (*parts, *_URL_PASSWORD.findall(value)):
             fresh.update(dict.fromkeys((text for text in _encodings(part) if len(text) >= _SHORTEST), name))
     if fresh:
-        longest_first = sorted((_known | fresh).items(), key=lambda item: -len(item[0]))
-        _known = dict(longest_first)  # another thread may be reading the old one
-    _seen = scanned
-    return _known
+        longest_first = sorted((_values | fresh).items(), key=lambda item: -len(item[0]))
+        _values = dict(longest_first)  # another thread may be reading the old one
+    _last_environment = scanned
+    return _values
 
 
 def _encodings(value: str) -> Iterator[str]:
@@ -214,55 +216,55 @@ def _is_path(value: str) -> bool:
         return False
 
 
-def _name_of_value(word: str, values: Iterable[str]) -> str:
+def _value_label(argument: str, values: Iterable[str]) -> str:
     """Return a label for a word that contains one of the values; empty if it contains none."""
-    held = next((value for value in values if value in word), None)
+    held = next((value for value in values if value in argument), None)
     if held is None:
         return ""
-    name = word.partition("=")[0].lstrip("-+~")
-    return name if held not in name and name != word else " "
+    name = argument.partition("=")[0].lstrip("-+~")
+    return name if held not in name and name != argument else " "
 
 
-def _without_shapes(text: str) -> str:
-    for lead in _OF_SERVICES:
+def _redact_shapes(text: str) -> str:
+    for lead in _SHAPES:
         if lead in text:
             instead = "://(secret)@" if lead == "://" else f"{lead}(secret)" if lead[-1] in "=/ " else "(secret)"
             text = _shape(lead).sub(instead, text)
     return text
 
 
-def _without_value(match: re.Match[str]) -> str:
+def _redact_named_value(match: re.Match[str]) -> str:
     """Return `NAME=value` without its value if the name denotes a secret."""
     before = _NAME_BEFORE.search(match.string[max(0, match.start() - 40) : match.start()])
     name = f"{before[0] if before else ''}{match['name']}"
     value = match["value"].rstrip(".,:;")
-    is_number = _NO_SECRET.fullmatch(value.replace(",", "")) is not None
+    is_number = _NUMBER_OR_CONSTANT.fullmatch(value.replace(",", "")) is not None
     may_be_word = not re.search(r"\d", value) and value not in _secret_values()
     if is_number or may_be_word or not is_secret(name, value):
         return match[0]
     return f"{match['name']}{match['between']}(secret){match['value'][len(value) :]}"
 
 
-def _secret_of(word: str, following: tuple[str, ...]) -> str:
+def _secret_argument_name(argument: str, following: tuple[str, ...]) -> str:
     """Return the name under which an argument gives a secret, empty if it gives none."""
-    key, has_value, value = word.partition("=")
+    key, has_value, value = argument.partition("=")
     name = key.lstrip("-+~")
     is_given = value.lower() not in ("", "null") if has_value else bool(following)
-    is_setting = has_value or word.startswith("-") or following[:1] == ("=",)
+    is_setting = has_value or argument.startswith("-") or following[:1] == ("=",)
     # in `{api_key:X}=1` the key contains the secret
     given = value if has_value and value else following[0] if following and following[0] != "=" else value
-    is_plain = _PLAIN.fullmatch(name) is not None and _NO_SECRET.fullmatch(given) is not None
+    is_plain = _PLAIN_NAME.fullmatch(name) is not None and _NUMBER_OR_CONSTANT.fullmatch(given) is not None
     is_named = is_secret_name(name) or is_secret(name, given.strip("'\""))
     if is_setting and (is_given or following) and is_named and not is_plain:
         return name
-    if has_secret_shape(word):
+    if has_secret_shape(argument):
         return name if has_value and not has_secret_shape(name) else " "
-    inner = _INNER.findall(value) if value.lstrip().startswith(("{", "[")) else ()
+    inner = _INNER_PAIR.findall(value) if value.lstrip().startswith(("{", "[")) else ()
     return next(
         (
             f"{name}.{key}"
             for key, item in inner
-            if (is_secret_name(key) or is_secret(key, item)) and not _NO_SECRET.fullmatch(item)
+            if (is_secret_name(key) or is_secret(key, item)) and not _NUMBER_OR_CONSTANT.fullmatch(item)
         ),
         "",
     )
@@ -271,12 +273,12 @@ def _secret_of(word: str, following: tuple[str, ...]) -> str:
 @cache
 def _is_secret_word(word: str) -> bool:
     name = _snake(word)
-    return _NAME.search(name) is not None and _NO_NAME.search(name) is None
+    return _NAME.search(name) is not None and _HARMLESS_NAME.search(name) is None
 
 
 @cache
 def _may_be_secret(key: str) -> bool:
-    return any(_MAYBE.search(_snake(word)) is not None for word in _WORD_END.split(key))
+    return any(_AMBIGUOUS_NAME.search(_snake(word)) is not None for word in _WORD_END.split(key))
 
 
 def _snake(word: str) -> str:
@@ -298,13 +300,13 @@ _NAME = re.compile(
     r"|(?:^|_)(?:github|gitlab|gh|git|azure|ado|access)_pat$|(?:^|_)wandb_?key$"
     r"|^(?:database_url|docker_auth_config|aws_bearer_token_bedrock)$"
 )
-_NO_NAME = re.compile(
+_HARMLESS_NAME = re.compile(
     r"(?:^|_)(?:per|class|register|pad|end|eos|bos|start|stop|mask|unk|sep|cls|special|next|image|text|first|last"
     r"|newline)_token$"
     r"|(?:^|_)(?:low|high|band|all|per|by|single|one|two|three|multi|first|second|last|next|forward|backward)_pass$"
 )
 # secrets if the value looks random
-_MAYBE = re.compile(
+_AMBIGUOUS_NAME = re.compile(
     r"_key$|(?:^|_)(?:pat|sig|signature|sid|session_id|sas|pin|pwd|otp|totp|pem|(?:slack|teams|discord)_?hook"
     r"|(?:db|database|redis|mongo(?:db)?|postgres|pg|mysql|amqp|broker)_ur[il])$"
 )
@@ -314,16 +316,16 @@ _VALUE_AFTER = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?:\s*[=:]\s*|\s+)(?=\S)")
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{10,}")  # one word of letters and digits
 
 _DIGIT = r"(?=[A-Za-z_-]*\d)"  # keys contain digits, words joined by dashes mostly do not
-_NOT_MORE = "(?![A-Za-z0-9])"
+_WORD_BOUNDARY = "(?![A-Za-z0-9])"
 _PASSWORD = r"""[^/\s@]+(?:@[^/\s@"'<>,;]+)*"""  # in a URL; an @ in it should be %40 and often is not
 # Prefix of a secret -> pattern of the rest. Searching for the prefix first is 100 times as fast as the pattern.
-_OF_SERVICES: Mapping[str, str] = {
+_SHAPES: Mapping[str, str] = {
     "-----BEGIN ": r"[A-Z ]*PRIVATE KEY[A-Z ]*(?:-----)?(?:(?:\s|\\n)*[A-Za-z0-9+/=]{16,})*",
     "://": rf"(?:[^/\s:@?#]*:{_PASSWORD}|(?=[^/\s@]*\d)[\w.~%+-]{{20,}})@",
     "hooks.slack.com/": r"(?:services|workflows)/[\w/-]{8,}",
     "/api/webhooks/": r"\d+/[\w-]{8,}", "webhook.office.com/": r"webhookb2/[\w@/-]{20,}",
     # cloud providers
-    **dict.fromkeys(("AKIA", "ASIA"), rf"[0-9A-Z]{{16}}{_NOT_MORE}"),
+    **dict.fromkeys(("AKIA", "ASIA"), rf"[0-9A-Z]{{16}}{_WORD_BOUNDARY}"),
     "AIza": r"[\w-]{35}(?![\w-])", "ya29.": r"[\w-]{20,}", "GOCSPX-": r"[\w-]{20,}",
     "AccountKey=": r"[A-Za-z0-9+/%=]{20,}", "SharedAccessKey=": r"[A-Za-z0-9+/%=]{20,}",
     "sig=": r"[A-Za-z0-9+/%=_-]{20,}", "X-Amz-Signature=": r"[0-9a-f]{20,}", "X-Amz-Security-Token=": r"[\w%+/=-]{20,}",
@@ -332,7 +334,7 @@ _OF_SERVICES: Mapping[str, str] = {
     "sbp_": r"[0-9a-f]{40}", "AGE-SECRET-KEY-": r"1[0-9A-Z]{50,}", "tskey-": r"(?:auth|api|client)-[\w-]{16,}",
     **dict.fromkeys(("pscale_tkn_", "pscale_pw_", "pscale_oauth_"), r"[\w.=-]{32,}"), "HRKU-": r"[\w-]{30,}",
     **dict.fromkeys(("dp.pt.", "dp.st.", "dp.ct.", "dp.sa."), r"(?:[\w-]+\.)?[A-Za-z0-9]{40,}"),
-    "dapi": rf"[0-9a-f]{{32}}(?:-\d)?{_NOT_MORE}", "hvs.": r"[\w-]{20,}",
+    "dapi": rf"[0-9a-f]{{32}}(?:-\d)?{_WORD_BOUNDARY}", "hvs.": r"[\w-]{20,}",
     # models and their hosts
     "hf_": r"[A-Za-z0-9]{30,}", "api_org_": r"[A-Za-z0-9]{30,}", "wandb_v": r"\d_\w{30,}",
     "wandb login ": r"[0-9a-f]{40}",
@@ -345,8 +347,8 @@ _OF_SERVICES: Mapping[str, str] = {
     **dict.fromkeys(("dckr_pat_", "dckr_oat_"), r"[\w-]{20,}"), "ATBB": rf"{_DIGIT}[A-Za-z0-9]{{24,}}",
     "lin_api_": r"[A-Za-z0-9]{32,}", "ntn_": rf"{_DIGIT}[A-Za-z0-9]{{40,}}", "figd_": rf"{_DIGIT}[\w-]{{32,}}",
     "glsa_": r"[A-Za-z0-9]{32}_[0-9a-f]{8}", "glc_": rf"{_DIGIT}[A-Za-z0-9+/=]{{32,}}", "NRAK-": r"[A-Z0-9]{24,}",
-    "PMAK-": r"[0-9a-f]{24}-[0-9a-f]{34}", "rubygems_": r"[0-9a-f]{48}", "SK": rf"[0-9a-f]{{32}}{_NOT_MORE}",
-    "key-": rf"[0-9a-f]{{32}}{_NOT_MORE}", ":AA": r"(?<=\d{8}:AA)[\w-]{32,}",  # Mailgun; bots of Telegram
+    "PMAK-": r"[0-9a-f]{24}-[0-9a-f]{34}", "rubygems_": r"[0-9a-f]{48}", "SK": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}",
+    "key-": rf"[0-9a-f]{{32}}{_WORD_BOUNDARY}", ":AA": r"(?<=\d{8}:AA)[\w-]{32,}",  # Mailgun; bots of Telegram
     # Bots of Discord: a number in Base64, a time, a signature.
     **dict.fromkeys(
         ("MD", "MT", "Mj", "Mz", "ND", "NT", "Nj", "Nz", "OD", "OT"), r"[\w-]{20,26}\.[\w-]{6}\.[\w-]{27,}"
@@ -373,35 +375,35 @@ def _shape(lead: str) -> re.Pattern[str]:
     escaped = re.escape(lead)
     starts = "|".join(f"(?<={before}{escaped})" for before in _ESCAPES)
     is_start = f"(?:(?<![A-Za-z0-9]{escaped})|{starts})" if lead[0].isalnum() else ""
-    return re.compile(f"{escaped}{is_start}{_OF_SERVICES[lead]}")
+    return re.compile(f"{escaped}{is_start}{_SHAPES[lead]}")
 
 
 # NAME=value, NAME: value, "NAME": "value"; the name may start before the match
-_NAMES_BEGIN = (
+_NAME_PREFIXES = (
     "pass", "pw", "psw", "secret", "token", "cred", "auth", "cookie", "bearer", "jwt", "dsn", "hook", "key", "pat",
     "sig", "sid", "string",
 )  # fmt: skip
 _COLOR = r"(?:\x1b\[[\d;]{0,12}m)?"  # terminal escape
-_NAMED = re.compile(
-    rf"(?P<name>(?:{'|'.join(_NAMES_BEGIN)})\w{{0,20}})"
+_NAME_AND_VALUE = re.compile(
+    rf"(?P<name>(?:{'|'.join(_NAME_PREFIXES)})\w{{0,20}})"
     rf"(?P<between>(?:\\?[\"'])?{_COLOR}\s{{0,3}}[=:]{_COLOR}\s{{0,3}}{_COLOR}(?:b?\\?[\"'])?(?:(?:Bearer|Basic) )?)"
     r"(?P<value>[^\s\\\"'&;(){}\[\]<>\x1b]{8,200})",
     re.IGNORECASE,
 )
 _NAME_BEFORE = re.compile(r"(?:(?<=\\[nrt])[\w-]*|(?<!\\)[\w-]*)$")
-_PASSWORD_OF_ADDRESS = re.compile(rf"://[^/\s:@?#]*:({_PASSWORD})@")
-_INNER = re.compile(r"""["']?([A-Za-z_][\w.-]*)["']?\s*:\s*["']?(?=([^\s,}\]"']+))""")
+_URL_PASSWORD = re.compile(rf"://[^/\s:@?#]*:({_PASSWORD})@")
+_INNER_PAIR = re.compile(r"""["']?([A-Za-z_][\w.-]*)["']?\s*:\s*["']?(?=([^\s,}\]"']+))""")
 # A float has 17 digits, plus leading zeros; a longer integer may be a secret.
-_NO_SECRET = re.compile(
+_NUMBER_OR_CONSTANT = re.compile(
     r"(?i)null|true|false|nan|[-+]?(?:inf(?:inity)?|(?:\d{1,12}|\d{0,20}\.\d{1,24})(?:e[-+]?\d{1,3})?)"
 )
 # C0 and C1 controls except tab and newline, and marks that change the text direction
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_PLAIN = re.compile(r"[\w.@/-]+")
+_PLAIN_NAME = re.compile(r"[\w.@/-]+")
 _SHORTEST = 8  # minimum length of a value to search for: shorter ones would match in innocent words
 _LONGEST_WORD = 12
 _WORD_WITH_NUMBER = re.compile(r"[A-Z]?[a-z]{2,}[_-]?\d{1,3}(?:[_-]?[a-z]+)?")  # resnet50, adamw8bit, gpt2-medium
 _scanned: set[tuple[str, str]] = set()
-_known: dict[str, str] = {}  # value -> the variable that held it
+_values: dict[str, str] = {}  # value -> the variable that held it
 _public: set[str] = set()  # values of secret variables that are also names of options
-_seen: dict[object, object] | None = None  # the environment at the last scan
+_last_environment: dict[object, object] | None = None  # the environment at the last scan

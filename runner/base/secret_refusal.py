@@ -11,9 +11,9 @@ from runner.base.secret import find_secrets, find_secrets_in_arguments
 
 def refuse_secrets(arguments: Iterable[str], options: Callable[[], Collection[str]] = tuple) -> None:
     """Raise ConfigError if arguments contain a secret; see `find_secrets_in_arguments`."""
-    found = find_secrets_in_arguments(arguments, options)
-    if found:
-        raise ConfigError(Problem(_WHAT, name, _FIX_OF_ARGUMENTS) for name in found)
+    names = find_secrets_in_arguments(arguments, options)
+    if names:
+        raise ConfigError(Problem(_WHAT, name, _FIX_OF_ARGUMENTS) for name in names)
 
 
 def secret_problems(tree: Any, where: str) -> list[Problem]:

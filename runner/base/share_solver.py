@@ -19,18 +19,18 @@ from runner.base.shares import Caps, Shares, format_sum, split_proportionally
 
 DROP_MARGIN = 0.02  # minimum relative gain of fewer ranks
 DROP_CONFIRMATIONS = 3  # consecutive decisions
-NEAR = 0.75  # minimum ratio of two sample counts that are nearly equal
+SIMILAR_COUNTS = 0.75  # minimum ratio of two sample counts that are nearly equal
 TRIAL_UPDATES = 5
 TRIAL_EVERY = 5  # blocks between two trials of fewer ranks that are not known to be faster
 CLEAR_GAIN = 0.10  # a smaller gain must be found twice in a row
-ERRORS = 2.5  # standard errors that a gain must exceed
+MIN_GAIN_ERRORS = 2.5  # standard errors that a gain must exceed
 DRIFT = 0.05  # relative change of a rank's time that counts as a change of speed, if also above 3 standard errors
 PROBE_ROUNDS = 3  # repetitions of each probe split, so that the median tolerates one outlier
-KEPT = 10  # blocks stored per sample count
-KEPT_COUNTS = 8  # sample counts stored, the most recent ones
+MAX_BLOCKS = 10  # blocks stored per sample count
+MAX_COUNTS = 8  # sample counts stored, the most recent ones
 MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
 MAD_TO_SIGMA = 1.4826  # median absolute deviation to standard deviation, for normal noise
-LEAST_NOISE = 0.002  # relative; a few times that agree by chance are not exact
+MIN_NOISE = 0.002  # relative; a few times that agree by chance are not exact
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def fastest_shares(
     least = 0 if may_drop else 1
     assert len(lines) * least <= total <= sum(most), (total, caps)
     assert min(most) >= least, caps
-    start = _filled_until(total, lines, most, least)
+    start = _bisect_shares(total, lines, most, least)
     queue = [(line.seconds(n + 1), n, rank) for rank, (line, n) in enumerate(zip(lines, start, strict=True))]
     queue = [entry for entry in queue if entry[1] < most[entry[2]]]
     heapq.heapify(queue)
@@ -157,7 +157,7 @@ class ShareSolver:
         assert sum(self.current) == total, self.current
         assert min(self.current) > 0, self.current
         self._warm_up_left = warm_up
-        self._known = False  # whether the lines have been fitted
+        self._is_fitted = False  # whether the lines have been fitted
         splits = [self.current] * 0 if world_size == 1 else probe_splits(total, self.current, caps)
         self._trials: list[Shares] = splits * PROBE_ROUNDS
         self._block: list[UpdateTimes] = []
@@ -174,7 +174,7 @@ class ShareSolver:
     @property
     def lines(self) -> tuple[RankTiming, ...]:
         """Fitted lines of the ranks; empty before the first solution."""
-        return tuple(rank.fitted.line for rank in self.ranks) if self._known else ()
+        return tuple(rank.fitted.line for rank in self.ranks) if self._is_fitted else ()
 
     def ahead(self, num: int) -> Shares:
         """Return the samples per rank `num` updates after the next one, as far as already decided."""
@@ -190,26 +190,26 @@ class ShareSolver:
         exchange_s  seconds of communication during which no rank waits for another
         All ranks must pass the same values.
         """
-        seen = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
+        times = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
         if len(self.ranks) == 1:
             return None
         if self._warm_up_left:
             self._warm_up_left -= 1
             return None
         del self._trials[:1]
-        if all(isfinite(time) and time > 0 for time, n in zip(seen.seconds, seen.samples, strict=True) if n):
-            self._block.append(seen)
+        if all(isfinite(time) and time > 0 for time, n in zip(times.seconds, times.samples, strict=True) if n):
+            self._block.append(times)
         if self._trials or not self._is_due():
             return None
         block, self._block = self._block, []
-        return self._resolve(block) if self._known else self._solve(block)
+        return self._resolve(block) if self._is_fitted else self._solve(block)
 
     def state(self) -> dict[str, Any]:
         """Return the state for JSON; times of an incomplete block are omitted."""
         return {
             "total": self.total,
             "current": list(self.current),
-            "known": self._known,
+            "known": self._is_fitted,
             "ranks": [rank.state() for rank in self.ranks],
             "gained": self._is_unconfirmed_gain,
             "verdicts": self._confirmations,
@@ -220,10 +220,10 @@ class ShareSolver:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the state; start from scratch if it has another total, number of ranks or caps."""
         current = tuple(state["current"])
-        fits = state["total"] == self.total and len(current) == len(self.ranks) and _within(current, self.caps)
+        fits = state["total"] == self.total and len(current) == len(self.ranks) and _fits_caps(current, self.caps)
         if not fits or not state["known"]:
             return
-        self.current, self._known = current, True
+        self.current, self._is_fitted = current, True
         for rank, known in zip(self.ranks, state["ranks"], strict=True):
             rank.load(known)
         self._confirmations, self._until_trial = state["verdicts"], state["until_trial"]
@@ -232,21 +232,21 @@ class ShareSolver:
 
     def _is_due(self) -> bool:
         """Return whether the block is complete: all probes, or `every` updates."""
-        if self._known:
+        if self._is_fitted:
             return len(self._block) >= self.every
-        return all(any(seen.samples[rank] for seen in self._block) for rank in range(len(self.ranks)))
+        return all(any(times.samples[rank] for times in self._block) for rank in range(len(self.ranks)))
 
     def _solve(self, block: Sequence[UpdateTimes]) -> Decision:
         """Fit the lines for the first time and use the resulting shares, unless they gain too little."""
         for number, rank in enumerate(self.ranks):
             rank.add(_timings(block, number))
-        self._known = True
+        self._is_fitted = True
         new = fastest_shares(self.total, self.lines, self.caps)
         old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
         if new == self.current or new_s > old_s * (1 - self.threshold):
-            reason = f"the ranks are balanced: shares stay {_shares(self.current)}, {_ms(old_s)} ms per update"
+            reason = f"the ranks are balanced: shares stay {_format_shares(self.current)}, {_ms(old_s)} ms per update"
             return Decision(self.current, old_s, old_s, reason)
-        return self._change(new, old_s, new_s, _slow_rank(self.lines, self.total))
+        return self._change(new, old_s, new_s, _describe_slow_rank(self.lines, self.total))
 
     def _resolve(self, block: Sequence[UpdateTimes]) -> Decision | None:
         """Add a block of updates; change the shares if that gains, or report that fewer ranks would be faster."""
@@ -254,26 +254,29 @@ class ShareSolver:
         fits = [rank.fitted for rank in self.ranks]
         new = fastest_shares(self.total, self.lines, self.caps)
         old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
-        surely_old = max(each.seconds(n, -ERRORS) for each, n in zip(fits, self.current, strict=True))
-        surely_new = max(each.seconds(n, ERRORS) for each, n in zip(fits, new, strict=True))
+        surely_old = max(rank_fit.seconds(n, -MIN_GAIN_ERRORS) for rank_fit, n in zip(fits, self.current, strict=True))
+        surely_new = max(rank_fit.seconds(n, MIN_GAIN_ERRORS) for rank_fit, n in zip(fits, new, strict=True))
         gains = new_s < old_s * (1 - self.threshold) and surely_new < surely_old
         before, self._is_unconfirmed_gain = self._is_unconfirmed_gain, gains
         if gains and (before or new_s < old_s * (1 - CLEAR_GAIN)):
             self._confirmations, self._is_unconfirmed_gain = 0, False
-            return self._change(new, old_s, new_s, _changed(factors) or _slow_rank(self.lines, self.total))
-        return self._fewer(block)
+            return self._change(
+                new, old_s, new_s, _describe_speed_change(factors) or _describe_slow_rank(self.lines, self.total)
+            )
+        return self._check_fewer_ranks(block)
 
     def _change(self, new: Shares, old_s: float, new_s: float, why: str) -> Decision:
-        reason = f"{why}: shares {_shares(self.current)} -> {_shares(new)}, {_ms(old_s)} -> {_ms(new_s)} ms per update"
+        change = f"shares {_format_shares(self.current)} -> {_format_shares(new)}"
+        reason = f"{why}: {change}, {_ms(old_s)} -> {_ms(new_s)} ms per update"
         self.current = new
         return Decision(new, old_s, new_s, reason)
 
-    def _fewer(self, block: Sequence[UpdateTimes]) -> Decision | None:
+    def _check_fewer_ranks(self, block: Sequence[UpdateTimes]) -> Decision | None:
         """Report once which ranks to drop: faster in several consecutive trials."""
-        whole = [seen for seen in block if seen.samples == self.current]
-        if self._is_reported or not whole:
+        unprobed = [times for times in block if times.samples == self.current]
+        if self._is_reported or not unprobed:
             return None
-        together_s = median(max(seen.seconds) + seen.exchange_s for seen in whole)
+        together_s = median(max(times.seconds) + times.exchange_s for times in unprobed)
         more_s = max(0.0, together_s - slowest_seconds(self.lines, self.current))  # communication and noise
         shares = fastest_shares(self.total, self.lines, self.caps, more_s, may_drop=True)
         kept = tuple(rank for rank, share in enumerate(shares) if share)
@@ -289,17 +292,17 @@ class ShareSolver:
         if self._confirmations >= DROP_CONFIRMATIONS:
             self._is_reported = True
             return Decision(shares, together_s, alone_s, _reason_to_drop(drop, kept, together_s, alone_s), drop)
-        candidate = shares if faster else self._perhaps_alone(together_s)
+        candidate = shares if faster else self._promising_single_rank(together_s)
         if candidate and (faster or not self._until_trial):
-            self._trials = [_nearly(candidate, self.lines, self.caps)] * TRIAL_UPDATES
+            self._trials = [_nearly_without(candidate, self.lines, self.caps)] * TRIAL_UPDATES
             self._until_trial = TRIAL_EVERY
         return None
 
-    def _perhaps_alone(self, together_s: float) -> Shares:
+    def _promising_single_rank(self, together_s: float) -> Shares:
         """Return all samples for the one rank that may be faster alone; empty if there is none."""
         best = {
-            rank: each.seconds(self.total, -ERRORS)
-            for rank, each in enumerate(self.ranks)
+            rank: rank_fit.seconds(self.total, -MIN_GAIN_ERRORS)
+            for rank, rank_fit in enumerate(self.ranks)
             if self.caps is None or (cap := self.caps[rank]) is None or cap >= self.total
         }
         rank = min(best, key=lambda rank: (best[rank], rank), default=None)
@@ -336,7 +339,7 @@ class _Rank:
     def __init__(self) -> None:
         self._timings: dict[int, list[CountTiming]] = {}
         self._noises: list[float] = []
-        self._noise = LEAST_NOISE
+        self._noise = MIN_NOISE
         self.fitted = LineFit(RankTiming(0.0, 0.0), (0.0, 0.0, 0.0))
 
     def add(self, timings: Sequence[CountTiming]) -> float:
@@ -345,10 +348,10 @@ class _Rank:
         if factor != 1.0:
             self._scale(factor)
         for timing in timings:
-            self._timings[timing.samples] = [*self._timings.pop(timing.samples, []), timing][-KEPT:]
-        for count in list(self._timings)[:-KEPT_COUNTS]:
+            self._timings[timing.samples] = [*self._timings.pop(timing.samples, []), timing][-MAX_BLOCKS:]
+        for count in list(self._timings)[:-MAX_COUNTS]:
             del self._timings[count]
-        self._noises = [*self._noises, *(timing.noise for timing in timings if timing.num > PROBE_ROUNDS)][-KEPT:]
+        self._noises = [*self._noises, *(timing.noise for timing in timings if timing.num > PROBE_ROUNDS)][-MAX_BLOCKS:]
         self._fit()
         return factor
 
@@ -357,10 +360,10 @@ class _Rank:
 
         A line cannot model a limit beyond which everything is slower, so measurements take precedence.
         """
-        near = [count for count in self._timings if NEAR * samples <= count <= samples]
+        near = [count for count in self._timings if SIMILAR_COUNTS * samples <= count <= samples]
         if not near:
             return self.fitted.seconds(samples, errors)
-        tried = _merged(self._timings[max(near)])
+        tried = _merge(self._timings[max(near)])
         longer = self.fitted.line.seconds(samples) / self.fitted.line.seconds(tried.samples)
         return tried.seconds * longer * (1 + errors * MEDIAN_ERROR * self._noise / sqrt(tried.num))
 
@@ -376,8 +379,8 @@ class _Rank:
         self._fit()
 
     def _fit(self) -> None:
-        merged = [_merged(timings) for timings in self._timings.values()]
-        self._noise = max(LEAST_NOISE, median(self._noises or [timing.noise for timing in merged]))
+        merged = [_merge(timings) for timings in self._timings.values()]
+        self._noise = max(MIN_NOISE, median(self._noises or [timing.noise for timing in merged]))
         self.fitted = _regress(merged, self._noise)
 
     def _drift(self, timings: Sequence[CountTiming]) -> float:
@@ -392,7 +395,7 @@ class _Rank:
     def _scale(self, factor: float) -> None:
         """Rescale the timings to the new speed, with low confidence."""
         for count, timings in self._timings.items():
-            old = _merged(timings)
+            old = _merge(timings)
             self._timings[count] = [CountTiming(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
 
 
@@ -454,20 +457,20 @@ def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
     return counts
 
 
-def _merged(timings: Sequence[CountTiming]) -> CountTiming:
+def _merge(timings: Sequence[CountTiming]) -> CountTiming:
     """Merge timings of one sample count."""
     num = sum(timing.num for timing in timings)
     seconds = sum(timing.num * timing.seconds for timing in timings) / num
     return CountTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
 
 
-def _filled_until(total: int, lines: Sequence[RankTiming], most: Sequence[int], least: int) -> list[int]:
+def _bisect_shares(total: int, lines: Sequence[RankTiming], most: Sequence[int], least: int) -> list[int]:
     """Return the samples that each rank finishes by a common time, found by bisection, with few left to assign."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
     best = [least] * len(lines)
     for _ in range(64):
         middle = (low + high) / 2
-        shares = [max(least, min(cap, _done_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
+        shares = [max(least, min(cap, _samples_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
         if sum(shares) <= total:
             low, best = middle, shares
         else:
@@ -475,7 +478,7 @@ def _filled_until(total: int, lines: Sequence[RankTiming], most: Sequence[int], 
     return best
 
 
-def _done_by(seconds: float, line: RankTiming, cap: int) -> int:
+def _samples_by(seconds: float, line: RankTiming, cap: int) -> int:
     """Return how many samples, at most `cap`, the rank processes in `seconds`."""
     if line.seconds(cap) <= seconds:
         return cap
@@ -490,7 +493,7 @@ def _fastest_single(total: int, lines: Sequence[RankTiming], most: Sequence[int]
     return min(able, key=lambda rank: (lines[rank].seconds(total), rank), default=None)
 
 
-def _nearly(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> Shares:
+def _nearly_without(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> Shares:
     """Return shares that nearly exclude some ranks: 1 sample for each of these."""
     kept = [rank for rank, share in enumerate(shares) if share]
     rest = sum(shares) - (len(shares) - len(kept))
@@ -501,7 +504,7 @@ def _nearly(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> S
     return tuple(given.get(rank, 1) for rank in range(len(shares)))
 
 
-def _within(shares: Shares, caps: Caps | None) -> bool:
+def _fits_caps(shares: Shares, caps: Caps | None) -> bool:
     return caps is None or all(cap is None or share <= cap for share, cap in zip(shares, caps, strict=True))
 
 
@@ -510,7 +513,7 @@ def _feasible(shares: Shares | Problem) -> Shares:
     return shares
 
 
-def _slow_rank(lines: Sequence[RankTiming], total: int) -> str:
+def _describe_slow_rank(lines: Sequence[RankTiming], total: int) -> str:
     """Describe how the slowest rank compares with the fastest at equal shares."""
     share = max(1, total // len(lines))
     times = [line.seconds(share) for line in lines]
@@ -522,7 +525,7 @@ def _slow_rank(lines: Sequence[RankTiming], total: int) -> str:
     return f"rank {slow} takes {ratio:.{1 if ratio >= 1.15 else 2}f} times as long{than} per sample"
 
 
-def _changed(factors: Sequence[float]) -> str:
+def _describe_speed_change(factors: Sequence[float]) -> str:
     """Describe the rank whose speed changed most; empty if none did."""
     most = max(range(len(factors)), key=lambda rank: (max(factors[rank], 1 / factors[rank]), -rank))
     factor = factors[most]
@@ -544,7 +547,7 @@ def _reason_to_drop(drop: Shares, kept: Shares, together_s: float, alone_s: floa
     )
 
 
-def _shares(shares: Shares) -> str:
+def _format_shares(shares: Shares) -> str:
     return format_sum(shares).replace(" + ", "+")
 
 

@@ -25,14 +25,14 @@ def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None
     fractions, so the result is the same on every machine. Returns a Problem if the caps sum to less than `total`.
     """
     assert min(weights) >= 0 < max(weights), weights
-    taking = [rank for rank, weight in enumerate(weights) if weight > 0]
-    least = 1 if total >= len(taking) else 0
-    most = {rank: total if (cap := _cap(caps, rank)) is None else max(0, min(cap, total)) for rank in taking}
-    if sum(most.values()) < total:
-        return _does_not_fit(total, tuple(most.values()))
-    quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in taking}, least, most)
+    ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
+    minimum = 1 if total >= len(ranks) else 0
+    limits = {rank: total if (cap := _cap(caps, rank)) is None else max(0, min(cap, total)) for rank in ranks}
+    if sum(limits.values()) < total:
+        return _does_not_fit(total, tuple(limits.values()))
+    quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in ranks}, minimum, limits)
     shares = {rank: int(quota) for rank, quota in quotas.items()}
-    by_remainder = sorted(taking, key=lambda rank: (shares[rank] - quotas[rank], rank))
+    by_remainder = sorted(ranks, key=lambda rank: (shares[rank] - quotas[rank], rank))
     for rank in by_remainder[: total - sum(shares.values())]:  # these have a remainder, so they are below their cap
         shares[rank] += 1
     return tuple(shares.get(rank, 0) for rank in range(len(weights)))
@@ -64,7 +64,7 @@ def equal_shares(world_size: int, total: int) -> Shares | Problem:
 
 
 def fixed_shares(shares: Sequence[int], world_size: int, total: int) -> Shares | Problem:
-    """Return the user's shares, treated as proportions if they do not sum to `total`, or what is wrong with them."""
+    """Return the user's shares, treated as proportions if they do not sum to `total`, or a Problem."""
     where = f"parallelism.shares={format_shares(shares)}"
     if world_size > total:
         what = f"must be at least the number of ranks ({world_size}), but is {total}"
@@ -73,11 +73,11 @@ def fixed_shares(shares: Sequence[int], world_size: int, total: int) -> Shares |
         )
     if len(shares) != world_size:
         what = f"must have one number per rank ({world_size}), but has {len(shares)}"
-        return Problem(what, where, _one_per_rank(shares, world_size))
+        return Problem(what, where, _one_per_rank_fix(shares, world_size))
     if min(shares) < 1:
         rank = next(rank for rank, share in enumerate(shares) if share < 1)
         what = f"must be at least 1 for each rank, but is {shares[rank]} for rank {rank}"
-        return Problem(what, where, _without(shares))
+        return Problem(what, where, _drop_zero_fix(shares))
     return tuple(shares) if sum(shares) == total else split_proportionally(total, shares)
 
 
@@ -137,7 +137,7 @@ def format_identity(rows: Sequence[RankShare]) -> str:
     """
     lead = f"{sum(row.share for row in rows)} samples per update = "
     runs = [list(run) for _, run in groupby(rows, key=lambda row: (row.share, row.micro_batch_size))]
-    line = lead + " + ".join(_term(run) for run in runs)
+    line = lead + " + ".join(_format_term(run) for run in runs)
     return line if len(line) <= LINE_WIDTH else lead + format_sum([row.share for row in rows])
 
 
@@ -150,7 +150,7 @@ def format_sum(shares: Sequence[int]) -> str:
 def format_lines(rows: Sequence[RankShare]) -> list[str]:
     """Format the table as plain text with aligned columns: a header, then one line per rank."""
     heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "micro-batches")
-    return format_table([heading, *(_cells(row) for row in rows)], "><>>>><")
+    return format_table([heading, *(_format_cells(row) for row in rows)], "><>>>><")
 
 
 def format_shares(shares: Sequence[int]) -> str:
@@ -162,11 +162,11 @@ def _cap(caps: Caps | None, rank: int) -> int | None:
     return None if caps is None else caps[rank]
 
 
-def _quotas(total: int, weights: dict[int, Fraction], least: int, most: dict[int, int]) -> dict[int, Fraction]:
-    """Return fractions that sum to `total`, each its weight times one factor, clamped between `least` and its `most`.
+def _quotas(total: int, weights: dict[int, Fraction], minimum: int, limits: dict[int, int]) -> dict[int, Fraction]:
+    """Return fractions that sum to `total`, each its weight times a common factor, clamped to `minimum` and its limit.
 
-    Values that violate a bound are fixed there and the rest is distributed again: first those above `most` if their
-    total excess is larger than the total shortfall of the others, else those below `least`. So no value is fixed at a
+    Values that violate a bound are fixed there and the rest is distributed again: first those above `limits` if their
+    total excess is larger than the total shortfall of the others, else those below `minimum`. So no value is fixed at a
     wrong bound (the algorithm of CSS flexible lengths).
     """
     quotas: dict[int, Fraction] = {}
@@ -174,30 +174,30 @@ def _quotas(total: int, weights: dict[int, Fraction], least: int, most: dict[int
     while free:
         factor = (total - sum(quotas.values(), Fraction(0))) / sum(free.values(), Fraction(0))
         wanted = {rank: factor * weight for rank, weight in free.items()}
-        held = {rank: min(max(quota, Fraction(least)), Fraction(most[rank])) for rank, quota in wanted.items()}
-        excess = sum(wanted.values()) - sum(held.values())
-        if held == wanted or not excess:
-            return quotas | held
+        clamped = {rank: min(max(quota, Fraction(minimum)), Fraction(limits[rank])) for rank, quota in wanted.items()}
+        excess = sum(wanted.values()) - sum(clamped.values())
+        if clamped == wanted or not excess:
+            return quotas | clamped
         for rank, quota in wanted.items():
-            if (quota > held[rank]) if excess > 0 else (quota < held[rank]):
-                quotas[rank] = held[rank]
+            if (quota > clamped[rank]) if excess > 0 else (quota < clamped[rank]):
+                quotas[rank] = clamped[rank]
                 del free[rank]
     return quotas
 
 
 def _does_not_fit(total: int, caps: Sequence[int]) -> Problem:
     capacity = sum(caps)
-    what = f"must be at most what the ranks hold together ({format_sum(caps)}: {capacity}), but is {total}"
+    what = f"must be at most the capacity of all ranks ({format_sum(caps)}: {capacity}), but is {total}"
     return Problem(what, f"global_batch_size={total}", f"use global_batch_size={capacity}, or add ranks")
 
 
-def _one_per_rank(shares: Sequence[int], world_size: int) -> str:
+def _one_per_rank_fix(shares: Sequence[int], world_size: int) -> str:
     wanted = f"use parallelism.world_size={len(shares)}, or " if shares else "use "
     example = (*shares[:world_size], *(1,) * (world_size - len(shares)))
     return f"{wanted}{world_size} numbers, as in parallelism.shares={format_shares(example)}"
 
 
-def _without(shares: Sequence[int]) -> str:
+def _drop_zero_fix(shares: Sequence[int]) -> str:
     kept = [share for share in shares if share > 0]
     if len(kept) == len(shares) or not kept:
         return f"use parallelism.shares={format_shares([max(1, share) for share in shares])}"
@@ -205,14 +205,14 @@ def _without(shares: Sequence[int]) -> str:
     return f"use parallelism.world_size={len(kept)}{again}"
 
 
-def _term(run: Sequence[RankShare]) -> str:
+def _format_term(run: Sequence[RankShare]) -> str:
     first, last = run[0], run[-1]
     if len(run) == 1:
         return f"{first.share} (rank {first.rank}: {first.product})"
     return f"{len(run)} x {first.share} (ranks {first.rank}-{last.rank}: {first.product})"
 
 
-def _cells(row: RankShare) -> tuple[str, ...]:
+def _format_cells(row: RankShare) -> tuple[str, ...]:
     memory = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / GIB:.1f} GiB"
     micro = str(row.micro_batch_size)
     return str(row.rank), row.device, memory, str(row.share), f"{row.percent:.1f} %", micro, row.product

@@ -47,8 +47,8 @@ class Stopwatch:
     each  called with the lap of every update, in order, once it is known
     """
 
-    def __init__(self, each: Callable[[Lap], object] | None = None) -> None:
-        self.each = each
+    def __init__(self, on_lap: Callable[[Lap], object] | None = None) -> None:
+        self.on_lap = on_lap
         self.begin()
 
     def begin(self) -> None:
@@ -80,13 +80,13 @@ class Stopwatch:
     def stop(self, update: int) -> None:
         """End update number `update` and its last part."""
         self._update, self._before, self._stopped = update, self._stopped, dict(self._spent)
-        if self.each is not None:
-            self.each(Lap(update, _less(self._stopped, self._before)))
+        if self.on_lap is not None:
+            self.on_lap(Lap(update, _subtract(self._stopped, self._before)))
 
     @property
     def last(self) -> Lap | None:
-        """Return the newest completed update, with the time before it; None before the first."""
-        return Lap(self._update, _less(self._stopped, self._before)) if self._stopped else None
+        """Return the seconds of the newest completed update, including the time before it; None before the first."""
+        return Lap(self._update, _subtract(self._stopped, self._before)) if self._stopped else None
 
     def bookmark(self) -> Bookmark:
         """Return a function for the totals at the end of the last update, valid once the device has reached it."""
@@ -118,14 +118,14 @@ class _Group:
 
 
 class DeviceStopwatch(Stopwatch):
-    """Stopwatch that records events on a GPU stream; results lag behind by as much as the device does."""
+    """Stopwatch that records events on a GPU stream; results are available once the device has completed an update."""
 
-    def __init__(self, device: torch.device, each: Callable[[Lap], object] | None = None) -> None:
+    def __init__(self, device: torch.device, on_lap: Callable[[Lap], object] | None = None) -> None:
         from torch import Event
 
         self._new_event = partial(Event, device, enable_timing=True)
         self._free: list[torch.Event] = []  # for reuse: creating events takes longer
-        super().__init__(each)
+        super().__init__(on_lap)
 
     def begin(self) -> None:
         super().begin()
@@ -184,8 +184,8 @@ class DeviceStopwatch(Stopwatch):
         for part, spent in seconds.items():
             self._spent[part] += spent
         self._last = Lap(group.update, dict(seconds))
-        if self.each is not None and not group.is_rest:
-            self.each(self._last)
+        if self.on_lap is not None and not group.is_rest:
+            self.on_lap(self._last)
         group.spent = dict(self._spent)
         self._free += (event for _, event in group.marks[:-1])
 
@@ -195,15 +195,15 @@ class DeviceStopwatch(Stopwatch):
         return event
 
 
-def new_stopwatch(device: torch.device, each: Callable[[Lap], object] | None = None) -> Stopwatch:
+def new_stopwatch(device: torch.device, on_lap: Callable[[Lap], object] | None = None) -> Stopwatch:
     """Return the stopwatch for this device."""
-    return DeviceStopwatch(device, each) if device.type == "cuda" else Stopwatch(each)
+    return DeviceStopwatch(device, on_lap) if device.type == "cuda" else Stopwatch(on_lap)
 
 
 def seconds_between(since: Seconds, until: Seconds) -> dict[str, float]:
     """Return the seconds per part between two bookmarks; parts without time are missing."""
-    return _less(until, since)
+    return _subtract(until, since)
 
 
-def _less(until: Seconds, since: Seconds) -> dict[str, float]:
+def _subtract(until: Seconds, since: Seconds) -> dict[str, float]:
     return {part: spent for part in until if (spent := until[part] - since.get(part, 0.0)) > 0}

@@ -14,8 +14,8 @@ Update = Sequence[Mapping[str, float]]  # per rank, seconds of each part and of 
 
 WINDOW = 20  # updates per decision
 THRESHOLD = 0.10  # minimum lost fraction of an update
-LEAST_S = 0.001  # smaller losses are not reported
-OFTEN = 0.6  # minimum fraction of the updates with the same straggler
+MIN_LOST_S = 0.001  # smaller losses are not reported
+MIN_FREQUENCY = 0.6  # minimum fraction of the updates with the same straggler
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,21 @@ def find_straggler(
     medians = [median(row[rank] for row in busy) for rank in ranks]
     rank = max(ranks, key=lambda rank: (medians[rank], -rank))
     others = [other for other in ranks if other != rank]
-    often = sum(row[rank] >= max(row) for row in busy) / len(busy)
+    frequency = sum(row[rank] >= max(row) for row in busy) / len(busy)
     exchange_s = [min(times.get(WAIT, 0.0) for times in update) for update in updates]
-    whole_s = median(max(row) + wait for row, wait in zip(busy, exchange_s, strict=True))
+    update_s = median(max(row) + wait for row, wait in zip(busy, exchange_s, strict=True))
     lost_s = min(
         median(median(row[rank] - row[other] for other in others) for row in busy),
         median(median(_waited(update, other, rank) for other in others) for update in updates),
     )
-    if often < OFTEN or lost_s <= threshold * whole_s:
+    if frequency < MIN_FREQUENCY or lost_s <= threshold * update_s:
         return None
     own = {part: median(update[rank].get(part, 0.0) for update in updates) for part in PARTS}
     theirs = {part: median(_seconds(updates, other, part) for other in others) for part in PARTS}
     part = max(PARTS, key=lambda part: own[part] - theirs[part])
-    crowded = samples is not None and _only_has_more(updates, rank, others, part, samples)
+    crowded = samples is not None and _only_has_more_samples(updates, rank, others, part, samples)
     num_samples = (samples[rank], sum(samples)) if samples is not None and crowded else None
-    return Straggler(rank, part, lost_s, lost_s / whole_s, own[part], theirs[part], num_samples)
+    return Straggler(rank, part, lost_s, lost_s / update_s, own[part], theirs[part], num_samples)
 
 
 class StragglerDetector:
@@ -118,11 +118,11 @@ class StragglerDetector:
             return None
         found = find_straggler(tuple(self._updates), self._samples, self.threshold)
         self._updates.clear()
-        if found and found.lost_s < LEAST_S:
+        if found and found.lost_s < MIN_LOST_S:
             found = None
         suspected, self._suspected = self._suspected, found
         if found and not (suspected and (found.rank, found.part) == (suspected.rank, suspected.part)):
-            return None  # the first time may be another process on the machine
+            return None  # a single window may be slowed by another process
         before, self.found = self.found, found
         is_known = found and before and (found.rank, found.part) == (before.rank, before.part)
         return None if is_known else found
@@ -141,7 +141,7 @@ def _seconds(updates: Sequence[Update], rank: int, part: str) -> float:
     return median(update[rank].get(part, 0.0) for update in updates)
 
 
-def _only_has_more(
+def _only_has_more_samples(
     updates: Sequence[Update], rank: int, others: Sequence[int], part: str, samples: Sequence[int]
 ) -> bool:
     """Return whether the rank has more samples than the others and is not slower per sample."""

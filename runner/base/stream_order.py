@@ -26,14 +26,14 @@ def decode_index(code: int, num_shards: int) -> tuple[int, int]:
 
 
 class RoundRobin:
-    """Takes one element of each sequence in turn, leaving out those that have ended.
+    """Take one element of each sequence in turn, skipping those that have ended.
 
     lengths  of the sequences
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths, self.total = lengths, sum(lengths)
-        self._levels = [0, *sorted({length for length in lengths if length})][:-1]  # rounds where the turn gets shorter
+        self._levels = [0, *sorted({length for length in lengths if length})][:-1]  # rounds in which a sequence ends
         self._taking = [[which for which, length in enumerate(lengths) if length > level] for level in self._levels]
         self._starts = [sum(min(length, level) for length in lengths) for level in self._levels]
 
@@ -97,7 +97,7 @@ class StreamSampler(Sampler):
     def draw(self, seed: int, epoch: int, window: int) -> Indices:
         number, visit = self._updates.locate(window)
         group, first = self._groups[number], visit * self.global_batch_size
-        places = range(first, min(first + self.global_batch_size, group.total))
-        found = sorted(group.locate(place) for place in places)
+        positions = range(first, min(first + self.global_batch_size, group.total))
+        found = sorted(group.locate(position) for position in positions)
         offset = number * self.shards_per_update
         return [encode_index(offset + shard, item, self.num_shards) for shard, item in found]

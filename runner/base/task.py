@@ -175,7 +175,7 @@ class Task:
     def couple(self, embeddings: Any) -> Sum:
         """Return the loss of all samples of an update, summed over the items, and the number of items.
 
-        embeddings  what `embed` returned for each micro-batch on any rank, concatenated in the order of the samples
+        embeddings  results of `embed` for all micro-batches of all ranks, concatenated in sample order
         """
         raise NotImplementedError(f"{type(self).__name__} must define couple(embeddings) -> (loss_sum, num_items)")
 
@@ -186,8 +186,8 @@ class Task:
     def stream(self, split: str, shard: int, num_shards: int) -> Iterable[Any]:
         """Return the samples of a shard of `split`, in a fixed order: an iterable, instead of `dataset`.
 
-        Each sample belongs to one of the `num_shards` shards (`data.shards`). Called for each pass over a shard. What
-        it returns may have `len()`, `set_epoch(epoch)`, and `state_dict` and `load_state_dict`.
+        Each sample belongs to one of the `num_shards` shards (`data.shards`). Called for each pass over a shard. The
+        iterable may define `len()`, `set_epoch(epoch)`, and `state_dict` and `load_state_dict`.
         """
         raise NotImplementedError
 
@@ -234,9 +234,9 @@ class Task:
         By default these are the loss and its third value, named OBJECTIVE/loss and so on with several objectives.
         """
         if not self.objectives:
-            return _named(self.loss(model, batch))
-        answers = {name: self.loss(model, batch, name) for name in self.objectives}  # type: ignore[call-arg]
-        return {f"{name}/{key}": pair for name, answer in answers.items() for key, pair in _named(answer).items()}
+            return _as_metrics(self.loss(model, batch))
+        losses = {name: self.loss(model, batch, name) for name in self.objectives}  # type: ignore[call-arg]
+        return {f"{name}/{key}": pair for name, loss in losses.items() for key, pair in _as_metrics(loss).items()}
 
     def metrics(self, split: str) -> Mapping[str, Any]:
         """Return the metrics of `split` that are not sums: name -> torchmetrics.Metric or `Gather`.
@@ -295,7 +295,7 @@ class Task:
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost repeated modules in `model`, in the order of their registration."""
-    if isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _repeats(model)):
+    if isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _has_repeated_blocks(model)):
         lists = (nn.ModuleList, nn.ModuleDict)
         found = [block for item in model for block in (repeated_blocks(item) if isinstance(item, lists) else [item])]
     else:
@@ -303,7 +303,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _repeats(modules: nn.Sequential) -> bool:
+def _has_repeated_blocks(modules: nn.Sequential) -> bool:
     """Return whether there are several modules of one class, each with its own modules and parameters."""
     return (
         len(modules) > 1
@@ -318,17 +318,16 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
     The streams of different keys are independent, and differ from that of the order of an epoch.
     """
-    # Two words for each number: SeedSequence takes more than one for a number from 2**32 on, and what they are read as
-    # would depend on the numbers beside it.
+    # Two 32-bit words per number: SeedSequence splits numbers from 2**32 on, so that different keys could collide.
     words = [word for number in (epoch, index) for word in divmod(number, 2**32)]
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_OF_SAMPLES, *words))))
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(_SAMPLE_STREAM, *words))))
 
 
-def _named(answer: Any) -> dict[str, Sum]:
-    """Return what a loss returned as metrics."""
+def _as_metrics(answer: Any) -> dict[str, Sum]:
+    """Convert the return value of a loss to metrics."""
     if isinstance(answer, tuple) and len(answer) == 3:
         return {"loss": answer[:2], **answer[2]}
     return {"loss": answer}
 
 
-_OF_SAMPLES = 0x73616D70  # separate from other streams of the same seed
+_SAMPLE_STREAM = 0x73616D70  # separate from other streams of the same seed

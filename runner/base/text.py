@@ -104,16 +104,17 @@ def truncate(text: str) -> str:
     """Return the text without control characters, in at most 12 lines of at most 400 characters."""
     lines = strip_escapes(text).strip("\n").split("\n")
     cut = [
-        line if len(line) <= _WIDTH else f"{line[:_WIDTH]} ... ({len(line) - _WIDTH} more characters)" for line in lines
+        line if len(line) <= _MAX_COLUMNS else f"{line[:_MAX_COLUMNS]} ... ({len(line) - _MAX_COLUMNS} more characters)"
+        for line in lines
     ]
-    more = [f"... ({len(lines) - _LINES} more lines)"] if len(lines) > _LINES else []
-    return "\n".join(cut[:_LINES] + more).rstrip()
+    more = [f"... ({len(lines) - _MAX_LINES} more lines)"] if len(lines) > _MAX_LINES else []
+    return "\n".join(cut[:_MAX_LINES] + more).rstrip()
 
 
 def strip_escapes(text: str) -> str:
     """Return the text without terminal escapes, colors and characters that hide others."""
     plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
-    return "".join(char if char == "\n" or char.isprintable() else _escaped(char) for char in plain)
+    return "".join(char if char == "\n" or char.isprintable() else _escape(char) for char in plain)
 
 
 def format_table(
@@ -127,7 +128,7 @@ def format_table(
 ) -> list[str]:
     """Format rows of cells, header first, as the lines of a table. All tables on the terminal use this function.
 
-    A row of a single cell, among rows of several, is a title: it is printed as it is.
+    A row with a single cell among longer rows is a title and is printed unchanged.
 
     sides      alignment of each column: < or >; the last one is that of all further columns
     droppable  names of columns in the order in which they are dropped on a narrow screen
@@ -137,22 +138,22 @@ def format_table(
     """
     if not rows:
         return []
-    whole = [row for row in rows if len(row) == len(rows[0])]
-    widths = {at: max(len(row[at]) for row in whole) for at in range(len(rows[0]))}
+    full_rows = [row for row in rows if len(row) == len(rows[0])]
+    widths = {at: max(len(row[at]) for row in full_rows) for at in range(len(rows[0]))}
     widths = {at: min(width, (widest or {}).get(at, width)) for at, width in widths.items()}
-    left_out: list[str] = []
+    dropped: list[str] = []
     for name in droppable:
         if not columns or sum(widths.values()) + 2 * (len(widths) - 1) <= columns:
             break
         del widths[list(rows[0]).index(name)]
-        left_out.append(name)
+        dropped.append(name)
     sides = sides.ljust(len(rows[0]), sides[-1])
     lines = []
     for row in rows:
         is_title = len(row) < len(rows[0])
         cells = [row[0]] if is_title else [f"{row[at]:{sides[at]}{width}}" for at, width in widths.items()]
         lines.append(f"{indent}{'  '.join(cells)}".rstrip())
-    return [*lines, f"(no room for {', '.join(left_out)})"] if left_out else lines
+    return [*lines, f"(no room for {', '.join(dropped)})"] if dropped else lines
 
 
 def terminal_width(stream: IO[str] | None = None) -> int:
@@ -179,8 +180,8 @@ def wrap_help(text: str, stream: IO[str] | None = None) -> str:
 
     stream  default: standard output
     """
-    wanted = os.environ.get("COLUMNS", "")
-    columns = terminal_width(stream) or (int(wanted) if wanted.isdecimal() else 0)
+    columns_variable = os.environ.get("COLUMNS", "")
+    columns = terminal_width(stream) or (int(columns_variable) if columns_variable.isdecimal() else 0)
     return reflow(text, columns) if columns else text
 
 
@@ -199,8 +200,8 @@ def reflow(text: str, columns: int) -> str:
             joined[-1] = f"{before} {line.strip()}"
             continue
         joined.append(line)
-        cell = max((found.end() for found in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
-    return "\n".join(part for line in joined for part in _parts(line, columns, 0 if line[:1].isupper() else 2))
+        cell = max((match.end() for match in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
+    return "\n".join(part for line in joined for part in _wrap_line(line, columns, 0 if line[:1].isupper() else 2))
 
 
 def wrap(text: str, columns: int) -> str:
@@ -209,17 +210,17 @@ def wrap(text: str, columns: int) -> str:
     Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
     Commands are meant to be pasted: a terminal copies lines that it wraps itself as one.
     """
-    return "\n".join(part for line in text.split("\n") for part in _parts(line, columns))
+    return "\n".join(part for line in text.split("\n") for part in _wrap_line(line, columns))
 
 
-def _parts(line: str, columns: int, hanging: int = 2) -> list[str]:
+def _wrap_line(line: str, columns: int, hanging: int = 2) -> list[str]:
     if len(line) <= columns:
         return [line]
-    cells = [found.end() for found in re.finditer(r"\S {2,}(?=\S)", line) if found.end() <= columns // 2]
+    cells = [match.end() for match in re.finditer(r"\S {2,}(?=\S)", line) if match.end() <= columns // 2]
     text = line.lstrip()
     lead = len(line) - len(text)
     parts = textwrap.wrap(
-        _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
+        _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
         subsequent_indent=" " * (cells[-1] if cells else lead + hanging),
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
@@ -246,7 +247,7 @@ def format_rate(items_per_s: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds as `12.3 s`, `4 min 5 s` or `2 h 10 min`; `-` for what is not a duration."""
+    """Format seconds as `12.3 s`, `4 min 5 s` or `2 h 10 min`; `-` if it is invalid."""
     if not 0 <= seconds < 1e10:
         return "-"
     if seconds < 90:
@@ -273,11 +274,11 @@ def format_gib(gib: float) -> str:
     return format_bytes(gib * 2**30)
 
 
-def _escaped(char: str) -> str:
+def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode()
 
 
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # ECMA-48
 _COMMAND = re.compile(r"(?:(?<=  )|(?<=: )|^(?:\S+ {2,})?)accel-run \S+(?: (?:[-+./'\"]\S*|\S*=\S*))*")
 NOT_MEASURED = "not measured"
-_LINES, _WIDTH = 12, 400
+_MAX_LINES, _MAX_COLUMNS = 12, 400

@@ -31,7 +31,7 @@ def float32_matmul(level: Level, cudnn: bool) -> Iterator[None]:
 
 # torch has two sets of switches. From 2.9 to 2.13 the older set is the one to use: Inductor reads it, and writing only
 # the newer one makes those readers raise "mix of the legacy and new APIs" (pytorch issues 166387 and 189955). When
-# torch retires the older set, these two functions are all that changes.
+# torch removes the older set, only these two functions have to change.
 
 
 def _read() -> tuple[str, bool]:

@@ -80,7 +80,7 @@ class World:
         """All-gather a JSON-serializable value; return the list in rank order."""
         if self.world_size == 1:
             return [value]
-        mine = _encoded(value)
+        mine = _encode(value)
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(mine)
         dist.all_reduce(sizes)
@@ -88,18 +88,18 @@ class World:
         padded[: len(mine)] = mine
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(rows, padded)
-        return [_decoded(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return [_decode(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Broadcast the JSON-serializable value of rank 0; the arguments of other ranks are ignored."""
         if self.world_size == 1:
             return value
-        mine = _encoded(value if self.is_first else None)
+        mine = _encode(value if self.is_first else None)
         size = torch.tensor([len(mine)])
         dist.broadcast(size, 0)
         content = mine if self.is_first else torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(content, 0)
-        return _decoded(content)
+        return _decode(content)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -108,9 +108,9 @@ class World:
         return bool(self.max(torch.tensor([int(flag)])).item())
 
 
-def _encoded(value: Any) -> Tensor:
+def _encode(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _decoded(content: Tensor) -> Any:
+def _decode(content: Tensor) -> Any:
     return json.loads(content.numpy().tobytes())

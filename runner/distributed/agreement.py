@@ -17,7 +17,7 @@ def broadcast_model(model: nn.Module) -> None:
     """Copy the parameters and buffers of rank 0 to every rank."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            _copy_from_first(tensor)
+            _copy_from_rank_0(tensor)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
@@ -26,10 +26,11 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
     Raises TaskFault, on every rank, if their states differ in names, shapes or types.
     """
     kinds = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in state.items()}
-    of_ranks = world.gather(kinds)
-    if any(there != of_ranks[0] for there in of_ranks):
+    kinds_per_rank = world.gather(kinds)
+    if any(others != kinds_per_rank[0] for others in kinds_per_rank):
         raise TaskFault(
-            f"the state of a fit must have the same names, shapes and types with and without data, but is {of_ranks}",
+            "the state of a fit must have the same names, shapes and types with and without data,"
+            f" but is {kinds_per_rank}",
             fix="let add return tensors of the types that start returns",
         )
     result: State | None = None
@@ -48,7 +49,7 @@ def _broadcast(tensor: Tensor, rank: int) -> Tensor:
     return received
 
 
-def _copy_from_first(tensor: Tensor) -> None:
+def _copy_from_rank_0(tensor: Tensor) -> None:
     theirs = _broadcast(tensor, 0)
     mine = tensor.detach().clone(memory_format=torch.contiguous_format)
     if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):

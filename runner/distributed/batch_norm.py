@@ -2,8 +2,8 @@
 
 A rank alone normalizes over its own micro-batch, so unequal shares give unequal statistics. When synchronized, the
 micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must run
-the same number of forward passes. A dummy pass (see `dummy_pass.py`) contributes a count of zero, but joins the
-collectives and is normalized by the statistics of the others.
+the same number of forward passes. A dummy pass (see `dummy_pass.py`) contributes a count of zero: it joins the
+collectives and is normalized by the statistics of the other ranks.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ def synchronize_batch_norms(model: nn.Module, world: World) -> nn.Module:
     Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
     if world.world_size > 1:
-        _must_be_known(model)
+        _check_supported(model)
         for module in model.modules():
-            if type(module) in _PLAIN:
+            if type(module) in _SYNCED_CLASSES:
                 if world.device.type == "cuda":
                     module.__dict__["process_group"] = None  # all ranks
-                    module.__class__ = _OnGPU
+                    module.__class__ = _GPUSyncBatchNorm
                 else:
-                    module.__class__ = _PLAIN[type(module)]
+                    module.__class__ = _SYNCED_CLASSES[type(module)]
     return model
 
 
-def _must_be_known(model: nn.Module) -> None:
+def _check_supported(model: nn.Module) -> None:
     others = {
         name: type(module).__name__
-        for name, module in _training(model)
+        for name, module in _training_modules(model)
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and type(module) not in _PLAIN
+        and type(module) not in _SYNCED_CLASSES
         and not isinstance(module, CollectiveCounter)
     }
     if others:
-        named = abbreviate([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _NUM_NAMED)
+        named = abbreviate([f"{name or 'the model'} ({kind})" for name, kind in others.items()], _MAX_NAMED)
         what = f"must be per_rank where batch norms are not torch's own BatchNorm1d, 2d or 3d, but is sync: {named}"
         fix = "use parallelism.batch_norm=per_rank, or nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d in the model"
         raise ConfigError(Problem(what, "parallelism.batch_norm", fix))
 
 
-def _training(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _training_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules, with names, that train when the model does: its `train` method may exclude some."""
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -69,7 +69,7 @@ def _training(model: nn.Module) -> list[tuple[str, nn.Module]]:
             module.training = mode
 
 
-class _OverRanks(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
+class _SyncedBatchNorm(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
     """Synchronized batch norm for any device; a mixin for torch's class of each dimension, which checks its inputs."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -78,13 +78,13 @@ class _OverRanks(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        output, mean, variance, total = _Normalized.apply(input, self.weight, self.bias, self.eps, self.counts)  # type: ignore[no-untyped-call]
-        self._follow(mean, variance, total)
+        output, mean, variance, total = _Normalize.apply(input, self.weight, self.bias, self.eps, self.counts)  # type: ignore[no-untyped-call]
+        self._update_running_statistics(mean, variance, total)
         assert isinstance(output, Tensor)
         return output
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, total: Tensor) -> None:
         """Update the running statistics as torch does: unbiased variance, cumulative mean for `momentum=None`."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
@@ -94,28 +94,28 @@ class _OverRanks(CollectiveCounter, nn.modules.batchnorm._BatchNorm):
         self.running_var.add_((unbiased - self.running_var) * step)
 
 
-class _BatchNorm1d(_OverRanks, nn.BatchNorm1d):
+class _BatchNorm1d(_SyncedBatchNorm, nn.BatchNorm1d):
     pass
 
 
-class _BatchNorm2d(_OverRanks, nn.BatchNorm2d):
+class _BatchNorm2d(_SyncedBatchNorm, nn.BatchNorm2d):
     pass
 
 
-class _BatchNorm3d(_OverRanks, nn.BatchNorm3d):
+class _BatchNorm3d(_SyncedBatchNorm, nn.BatchNorm3d):
     pass
 
 
-class _OnGPU(CollectiveCounter, nn.SyncBatchNorm):
+class _GPUSyncBatchNorm(CollectiveCounter, nn.SyncBatchNorm):
     """torch's implementation, extended to join a dummy pass with a batch of no samples."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if self.counts or not self.training:
             return super().forward(input)
-        nothing = input[:0]
-        if nothing.dtype in (torch.float16, torch.bfloat16):
-            nothing = nothing.float()  # statistics are sent as float32, but those of no samples in the input's format
-        joined: Tensor = super().forward(nothing)
+        empty = input[:0]
+        if empty.dtype in (torch.float16, torch.bfloat16):
+            empty = empty.float()  # statistics are sent as float32, but those of no samples in the input's format
+        joined: Tensor = super().forward(empty)
         batch_alone = self.running_mean is None
         output = F.batch_norm(
             input, self.running_mean, self.running_var, self.weight, self.bias, batch_alone, 0.0, self.eps
@@ -123,15 +123,15 @@ class _OnGPU(CollectiveCounter, nn.SyncBatchNorm):
         return output + joined.sum().to(output.dtype)  # an empty sum, so that the backward pass joins too
 
 
-class _Normalized(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """(x, weight, bias, eps, counts) -> (normalized x, mean (C,), variance (C,), number of values per channel ())."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(_statistics_format(x))
-        mean, variance, total = _of_all_ranks(wide, counts)
+        wide = x.to(_statistics_dtype(x))
+        mean, variance, total = _gather_statistics(wide, counts)
         shape = _per_channel(x)
         scale = (variance + eps).rsqrt()
         hat = (wide - mean.view(shape)) * scale.view(shape)
@@ -147,23 +147,23 @@ class _Normalized(torch.autograd.Function):
         hat, weight, scale, total = ctx.saved_tensors
         if not ctx.counts:  # not a product with zero: normalized values may be infinite
             hat = torch.zeros_like(hat)
-        given = gradients[0].to(hat.dtype) if ctx.counts else hat
+        output_gradient = gradients[0].to(hat.dtype) if ctx.counts else hat
         dims, shape = _all_but_channels(hat), _per_channel(hat)
-        bias_gradient, weight_gradient = given.sum(dims), (given * hat).sum(dims)
+        bias_gradient, weight_gradient = output_gradient.sum(dims), (output_gradient * hat).sum(dims)
         x_gradient = None
         if ctx.needs_input_grad[0]:  # the same on all ranks
             both = torch.stack([bias_gradient, weight_gradient])  # a copy: the originals are local gradients
             dist.all_reduce(both)
             mean, slope = both / total
-            inner = given - mean.view(shape) - hat * slope.view(shape) if ctx.counts else hat
+            inner = output_gradient - mean.view(shape) - hat * slope.view(shape) if ctx.counts else hat
             x_gradient = inner * (scale if weight is None else scale * weight).view(shape)
             x_gradient = x_gradient.to(gradients[0].dtype)
-        of_weight = weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_bias = bias_gradient.to(weight.dtype) if ctx.needs_input_grad[2] else None
-        return x_gradient, of_weight, of_bias, None, None
+        weight_output = weight_gradient.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        bias_output = bias_gradient.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return x_gradient, weight_output, bias_output, None, None
 
 
-def _of_all_ranks(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _gather_statistics(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and variance (C,) over the values of all ranks, and the number of values per channel ()."""
     dims = _all_but_channels(x)
     channels = x.shape[1]
@@ -186,7 +186,7 @@ def _of_all_ranks(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]:
     return mean, variance, total
 
 
-def _statistics_format(x: Tensor) -> torch.dtype:
+def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
@@ -198,11 +198,11 @@ def _per_channel(x: Tensor) -> list[int]:
     return [-1 if dim == 1 else 1 for dim in range(x.dim())]
 
 
-_PLAIN: dict[type[nn.Module], type[_OverRanks]] = {
+_SYNCED_CLASSES: dict[type[nn.Module], type[_SyncedBatchNorm]] = {
     nn.BatchNorm1d: _BatchNorm1d,
     nn.BatchNorm2d: _BatchNorm2d,
     nn.BatchNorm3d: _BatchNorm3d,
 }
 
-_NUM_NAMED = 5
-"""Modules that an error names; a ResNet-50 has 53 batch norms."""
+_MAX_NAMED = 5
+"""Modules that an error lists; a ResNet-50 has 53 batch norms."""

@@ -27,8 +27,8 @@ from runner.base.text import abbreviate
 from runner.base.world import World
 
 
-class _Place(NamedTuple):
-    """The position of a buffer in the model and its properties.
+class _BufferRef(NamedTuple):
+    """A reference to a buffer of the model; the tensor itself may be replaced.
 
     is_statistic  running statistic of a norm, which each rank computes over its own micro-batches
     is_saved      whether checkpoints include it
@@ -45,8 +45,8 @@ class _Place(NamedTuple):
         return self.module._buffers.get(self.key)
 
 
-class _Seen(NamedTuple):
-    """A recorded buffer: torch increments a version for each in-place change of a tensor."""
+class _Recorded(NamedTuple):
+    """The recorded state of a buffer: torch increments the version at each in-place change of a tensor."""
 
     tensor: Tensor | None
     version: int
@@ -56,7 +56,7 @@ class BufferSync:
     """Synchronize the buffers of a model that changed on any rank.
 
     source   rank whose buffers are broadcast, except for running statistics of norms
-    others   modules to skip, because not every rank has them
+    others   modules to skip, because only some ranks have them
     modules  modules whose buffers are synchronized
 
     Per update, call `begin_update`, run forward passes, all-reduce `flags` over the ranks, and call `apply`.
@@ -69,7 +69,7 @@ class BufferSync:
         self._is_first = True
         self._before: list[Tensor | None] = []  # copies, during the first update
         self._unversioned: set[str] = set()  # buffers that change without a version increment
-        self._track(self._list_places())
+        self._track(self._list_buffers())
 
     def begin_phase(self) -> None:
         """Start a phase, which may change other buffers than the previous one."""
@@ -86,15 +86,15 @@ class BufferSync:
         """Start the forward passes of an update; before the first one every buffer is copied, to detect changes."""
         if self._is_first:
             self._record()
-            self._before = [_copied(place.tensor) for place in self._places]
+            self._before = [_copy_to_host(ref.tensor) for ref in self._refs]
 
     def flags(self) -> Tensor:
         """Return a change flag (0 or 1) per buffer of this rank, then one for buffers added, removed or resized."""
         if self._is_first:
             # A write through .data, by a norm's kernel or by compiled code increments no version: compare bits.
-            pairs = zip(self._places, self._before, strict=True)
-            self._unversioned |= {place.name for place, before in pairs if not _same(place.tensor, before)}
-        return torch.tensor([*map(float, self._changed()), float(self._is_rebuilt())])
+            pairs = zip(self._refs, self._before, strict=True)
+            self._unversioned |= {ref.name for ref, before in pairs if not _is_unchanged(ref.tensor, before)}
+        return torch.tensor([*map(float, self._changed_flags()), float(self._needs_rebuild())])
 
     def apply(self, flags: Tensor) -> None:
         """Synchronize what changed on any rank; `flags` are summed over the ranks.
@@ -105,12 +105,12 @@ class BufferSync:
         total = flags.tolist()
         if total[-1]:
             self._rebuild()
-            total = self.world.sum(torch.tensor([*map(float, self._changed()), 0.0])).tolist()
-        places = [place for place, changed in zip(self._places, total, strict=False) if changed and _is_plain(place)]
-        if places:
+            total = self.world.sum(torch.tensor([*map(float, self._changed_flags()), 0.0])).tolist()
+        refs = [ref for ref, changed in zip(self._refs, total, strict=False) if changed and _is_plain(ref)]
+        if refs:
             with torch.no_grad():
-                _average([place for place in places if place.is_statistic], self.world)
-                _broadcast([place for place in places if not place.is_statistic], self.source, self.world)
+                _average([ref for ref in refs if ref.is_statistic], self.world)
+                _broadcast([ref for ref in refs if not ref.is_statistic], self.source, self.world)
             self._record()
 
     def check(self) -> None:
@@ -118,76 +118,72 @@ class BufferSync:
 
         An evaluation or a save must not repair it: the result of training would then depend on when it runs.
         """
-        places = [place for place in self._places if place.is_saved and _is_plain(place)]
-        different = torch.zeros(len(places))
-        for packed in _packed([place for place in places if place.tensor is not None], bytewise=True):
+        refs = [ref for ref in self._refs if ref.is_saved and _is_plain(ref)]
+        different = torch.zeros(len(refs))
+        for packed in _pack([ref for ref in refs if ref.tensor is not None], bytewise=True):
             theirs = packed.flat.clone()
             dist.broadcast(theirs, self.source)
             if not torch.equal(theirs, packed.flat):
-                for place, mine, their in zip(packed.places, packed.split(), packed.split(theirs), strict=True):
-                    different[places.index(place)] = float(not torch.equal(mine, their))
+                for ref, mine, their in zip(packed.refs, packed.split(), packed.split(theirs), strict=True):
+                    different[refs.index(ref)] = float(not torch.equal(mine, their))
         # Changes by a task's begin_update since the last update are synchronized with the next one.
-        seen = {place.name for place, changed in zip(self._places, self._changed(), strict=True) if not changed}
-        different *= torch.tensor([float(place.name in seen) for place in places])
+        seen = {ref.name for ref, changed in zip(self._refs, self._changed_flags(), strict=True) if not changed}
+        different *= torch.tensor([float(ref.name in seen) for ref in refs])
         found = self.world.max(different).tolist()
-        names = [place.name for place, is_different in zip(places, found, strict=True) if is_different]
+        names = [ref.name for ref, is_different in zip(refs, found, strict=True) if is_different]
         if names:
             raise TaskFault(
-                f"buffers differ between ranks, and torch did not see them change: {abbreviate(names)}",
+                f"buffers differ between ranks, and torch did not record a change: {abbreviate(names)}",
                 fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
             )
 
     # ------------------------------------------------------------ detecting changes on this rank
 
-    def _list_places(self) -> list[_Place]:
-        return [place for place in _places(self.model) if place.module not in self.others]
+    def _list_buffers(self) -> list[_BufferRef]:
+        return [ref for ref in _refs(self.model) if ref.module not in self.others]
 
-    def _track(self, places: Sequence[_Place]) -> None:
-        self._places = places
+    def _track(self, refs: Sequence[_BufferRef]) -> None:
+        self._refs = refs
         self.modules = [module for module in self.model.modules() if module not in self.others]
         self._num_entries = self._count()
         self._record()
 
     def _record(self) -> None:
-        self._seen = [_seen(place.tensor) for place in self._places]
+        self._recorded = [_recorded(ref.tensor) for ref in self._refs]
 
     def _count(self) -> int:
         return sum(len(module._buffers) for module in self.modules)
 
-    def _changed(self) -> list[bool]:
+    def _changed_flags(self) -> list[bool]:
         found = [
-            place.name in self._unversioned or _is_another(place.tensor, seen)
-            for place, seen in zip(self._places, self._seen, strict=True)
+            ref.name in self._unversioned or _has_changed(ref.tensor, seen)
+            for ref, seen in zip(self._refs, self._recorded, strict=True)
         ]
         # torch increments the version of num_batches_tracked, but not of the running statistics beside it
-        norms = {
-            place.module for place, changed in zip(self._places, found, strict=True) if changed and place.is_statistic
-        }
-        return [changed or place.module in norms for place, changed in zip(self._places, found, strict=True)]
+        norms = {ref.module for ref, changed in zip(self._refs, found, strict=True) if changed and ref.is_statistic}
+        return [changed or ref.module in norms for ref, changed in zip(self._refs, found, strict=True)]
 
-    def _is_rebuilt(self) -> bool:
+    def _needs_rebuild(self) -> bool:
         if self._count() != self._num_entries:
             return True
-        pairs = zip(self._places, self._seen, strict=True)
-        return any(place.tensor is not seen.tensor and not _fits(place.tensor, seen.tensor) for place, seen in pairs)
+        pairs = zip(self._refs, self._recorded, strict=True)
+        return any(ref.tensor is not seen.tensor and not _same_shape(ref.tensor, seen.tensor) for ref, seen in pairs)
 
     def _rebuild(self) -> None:
         """Track buffers with the same shape on all ranks; a non-persistent cache may differ between ranks."""
-        seen = {place.name: seen for place, seen in zip(self._places, self._seen, strict=True)}
-        places = {place.name: place for place in self._list_places()}
-        of_ranks = self.world.gather({name: _kind(place.tensor) for name, place in places.items()})
+        seen = {ref.name: seen for ref, seen in zip(self._refs, self._recorded, strict=True)}
+        refs = {ref.name: ref for ref in self._list_buffers()}
+        of_ranks = self.world.gather({name: _kind(ref.tensor) for name, ref in refs.items()})
         alike = [name for name, kind in of_ranks[0].items() if all(there.get(name) == kind for there in of_ranks)]
-        saved = [
-            name for there in self.world.gather([name for name in places if places[name].is_saved]) for name in there
-        ]
+        saved = [name for there in self.world.gather([name for name in refs if refs[name].is_saved]) for name in there]
         other = sorted(set(saved) - set(alike))
         if other:
             raise TaskFault(
                 f"buffers must have the same names, shapes and types on all ranks, unlike {abbreviate(other)}",
                 fix="give them their final shape when the model is built, or register them with persistent=False",
             )
-        self._track([places[name] for name in alike])
-        self._seen = [seen.get(name, _Seen(None, -1)) for name in alike]
+        self._track([refs[name] for name in alike])
+        self._recorded = [seen.get(name, _Recorded(None, -1)) for name in alike]
 
 
 def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) -> None:
@@ -197,8 +193,8 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
     """
     if not copied:
         return
-    places = [place for place in _places(model) if place.module in copied and place.is_saved and _is_plain(place)]
-    bits = {place.name: hashlib.sha256(view_bytes(_tensor(place)).cpu().numpy().data).hexdigest() for place in places}
+    refs = [ref for ref in _refs(model) if ref.module in copied and ref.is_saved and _is_plain(ref)]
+    bits = {ref.name: hashlib.sha256(view_bytes(_tensor(ref)).cpu().numpy().data).hexdigest() for ref in refs}
     found: dict[str, set[str]] = {}
     for of_rank in world.gather(bits):
         for name, digest in of_rank.items():
@@ -212,9 +208,9 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
         )
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def _refs(model: nn.Module) -> list[_BufferRef]:
     return [
-        _Place(
+        _BufferRef(
             module,
             key,
             f"{prefix}.{key}" if prefix else key,
@@ -226,17 +222,17 @@ def _places(model: nn.Module) -> list[_Place]:
     ]
 
 
-def _seen(tensor: Tensor | None) -> _Seen:
-    return _Seen(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
+def _recorded(tensor: Tensor | None) -> _Recorded:
+    return _Recorded(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
 
 
-def _is_another(tensor: Tensor | None, seen: _Seen) -> bool:
+def _has_changed(tensor: Tensor | None, seen: _Recorded) -> bool:
     if tensor is not None and tensor.is_inference():
         return True  # its changes increment no version
     return tensor is not seen.tensor or (tensor is not None and tensor._version != seen.version)
 
 
-def _fits(one: Tensor | None, other: Tensor | None) -> bool:
+def _same_shape(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -246,16 +242,16 @@ def _kind(tensor: Tensor | None) -> list[Any] | None:
     return None if tensor is None else [list(tensor.shape), str(tensor.dtype)]
 
 
-def _is_plain(place: _Place) -> bool:
-    return place.tensor is not None and is_dense(place.tensor)
+def _is_plain(ref: _BufferRef) -> bool:
+    return ref.tensor is not None and is_dense(ref.tensor)
 
 
-def _copied(tensor: Tensor | None) -> Tensor | None:
+def _copy_to_host(tensor: Tensor | None) -> Tensor | None:
     """Return a copy on the host, because device memory may be full."""
     return None if tensor is None or not is_dense(tensor) else tensor.detach().to("cpu", copy=True)
 
 
-def _same(tensor: Tensor | None, before: Tensor | None) -> bool:
+def _is_unchanged(tensor: Tensor | None, before: Tensor | None) -> bool:
     if tensor is None or before is None or not is_dense(tensor):
         return tensor is before or (tensor is not None and not is_dense(tensor))
     return bitwise_equal(tensor, before)
@@ -264,70 +260,72 @@ def _same(tensor: Tensor | None, before: Tensor | None) -> bool:
 # ---------------------------------------------------------------- communication
 
 
-class _Packed(NamedTuple):
+class _PackedBuffers(NamedTuple):
     """Buffers of one device, concatenated in a flat tensor."""
 
-    places: list[_Place]
+    refs: list[_BufferRef]
     flat: Tensor
 
     def split(self, flat: Tensor | None = None) -> list[Tensor]:
         """Return the slice of each buffer."""
         flat = self.flat if flat is None else flat
         sizes = []
-        for place in self.places:
-            assert place.tensor is not None
-            sizes.append(place.tensor.nbytes if flat.dtype == torch.uint8 else place.tensor.numel())
+        for ref in self.refs:
+            assert ref.tensor is not None
+            sizes.append(ref.tensor.nbytes if flat.dtype == torch.uint8 else ref.tensor.numel())
         return list(torch.split(flat, sizes))
 
 
-def _packed(places: Sequence[_Place], dtype: torch.dtype = torch.uint8, *, bytewise: bool = False) -> list[_Packed]:
+def _pack(
+    refs: Sequence[_BufferRef], dtype: torch.dtype = torch.uint8, *, bytewise: bool = False
+) -> list[_PackedBuffers]:
     """Pack the buffers by device, as bytes or in one number format: few messages instead of many."""
     found = []
-    devices = dict.fromkeys(place.tensor.device for place in places if place.tensor is not None)
+    devices = dict.fromkeys(ref.tensor.device for ref in refs if ref.tensor is not None)
     for device in devices:
-        here = [place for place in places if place.tensor is not None and place.tensor.device == device]
+        here = [ref for ref in refs if ref.tensor is not None and ref.tensor.device == device]
         rows = []
-        for place in here:
-            assert place.tensor is not None
-            rows.append(view_bytes(place.tensor) if bytewise else place.tensor.detach().reshape(-1))
-        found.append(_Packed(here, torch.cat(rows).to(dtype)))
+        for ref in here:
+            assert ref.tensor is not None
+            rows.append(view_bytes(ref.tensor) if bytewise else ref.tensor.detach().reshape(-1))
+        found.append(_PackedBuffers(here, torch.cat(rows).to(dtype)))
     return found
 
 
-def _average(places: Sequence[_Place], world: World) -> None:
+def _average(refs: Sequence[_BufferRef], world: World) -> None:
     """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
-    floats = [place for place in places if place.tensor is not None and place.tensor.is_floating_point()]
-    for packed in _packed(floats, world.widest):
+    floats = [ref for ref in refs if ref.tensor is not None and ref.tensor.is_floating_point()]
+    for packed in _pack(floats, world.widest):
         dist.all_reduce(packed.flat)
         packed.flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
-        _put(packed, packed.split())
-    for packed in _packed([place for place in places if place not in floats], torch.int64):
+        _write_back(packed, packed.split())
+    for packed in _pack([ref for ref in refs if ref not in floats], torch.int64):
         dist.all_reduce(packed.flat, dist.ReduceOp.MAX)
-        _put(packed, packed.split())
+        _write_back(packed, packed.split())
 
 
-def _broadcast(places: Sequence[_Place], source: int, world: World) -> None:
-    for packed in _packed(places, bytewise=True):
+def _broadcast(refs: Sequence[_BufferRef], source: int, world: World) -> None:
+    for packed in _pack(refs, bytewise=True):
         dist.broadcast(packed.flat, source)
         if world.rank != source:
             parts = packed.split()
             # slices may start at any offset, but views of numbers must be aligned
-            _put(
+            _write_back(
                 packed,
-                [part.clone().view(_tensor(place).dtype) for place, part in zip(packed.places, parts, strict=True)],
+                [part.clone().view(_tensor(ref).dtype) for ref, part in zip(packed.refs, parts, strict=True)],
             )
 
 
-def _put(packed: _Packed, parts: Sequence[Tensor]) -> None:
-    for place, part in zip(packed.places, parts, strict=True):
-        buffer = _tensor(place)
+def _write_back(packed: _PackedBuffers, parts: Sequence[Tensor]) -> None:
+    for ref, part in zip(packed.refs, parts, strict=True):
+        buffer = _tensor(ref)
         value = part.view(buffer.shape)
         if is_writable(buffer):
             buffer.copy_(value)
         else:
-            place.module._buffers[place.key] = value.to(buffer.dtype).clone()
+            ref.module._buffers[ref.key] = value.to(buffer.dtype).clone()
 
 
-def _tensor(place: _Place) -> Tensor:
-    assert place.tensor is not None
-    return place.tensor
+def _tensor(ref: _BufferRef) -> Tensor:
+    assert ref.tensor is not None
+    return ref.tensor

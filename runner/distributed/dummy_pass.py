@@ -18,7 +18,7 @@ from runner.distributed.parallel import ForwardPasses
 
 
 class CollectiveCounter(nn.Module):
-    """A module with collectives in its passes, which can query whether the pass counts."""
+    """A module with collectives in its passes; `counts` is False during a dummy pass."""
 
     counts = True
 

@@ -10,7 +10,7 @@ from runner.base.world import World
 
 
 def catch_exception(function: Callable[[], Any]) -> Exception | None:
-    """Return the exception that the function raised; raise it again once the other ranks know of it."""
+    """Return the exception that the function raises, or None; the caller passes it to `raise_on_all_ranks`."""
     try:
         function()
     except Exception as error:  # of any type: the other ranks must be informed

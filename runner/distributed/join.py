@@ -29,56 +29,60 @@ TIMEOUT_S = 600.0  # s: timeout of collectives
 
 
 @contextmanager
-def join_process_group(member: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
-    """Initialize the process group of `member` and return its world; destroy the group on exit.
+def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: float = TIMEOUT_S) -> Iterator[World]:
+    """Initialize the process group of `rank_info` and return its world; destroy the group on exit.
 
     CPU tensors use gloo, those of a GPU NCCL. After an error the group is abandoned, not destroyed.
     Raises SystemLimit if the ranks cannot connect.
     """
-    is_ours = member.store.startswith("file:")  # our launcher's; other launchers end all ranks when one exits
-    folder = Path(member.store.removeprefix("file://")).parent if is_ours else None
-    world = World(device, member.rank, member.local_rank, member.world_size, member.num_local_ranks, folder)
+    has_own_launcher = rank_info.store.startswith("file:")  # other launchers end all ranks when one exits
+    folder = Path(rank_info.store.removeprefix("file://")).parent if has_own_launcher else None
+    world = World(device, rank_info.rank, rank_info.local_rank, rank_info.world_size, rank_info.num_local_ranks, folder)
     get_accelerator(device).activate()  # calls that name no device must not initialize the first GPU
-    if member.world_size == 1:
+    if rank_info.world_size == 1:
         yield world
         return
-    choose_interface(member)
+    choose_interface(rank_info)
     try:
-        if member.store.startswith("file:"):
-            _init_group(member, device, timeout_s)
+        if rank_info.store.startswith("file:"):
+            _init_group(rank_info, device, timeout_s)
         else:  # the port may belong to another program
-            call_with_timeout(_rendezvous_s(member, timeout_s) + 5.0, lambda: _init_group(member, device, timeout_s))
+            call_with_timeout(
+                _rendezvous_s(rank_info, timeout_s) + 5.0, lambda: _init_group(rank_info, device, timeout_s)
+            )
     except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
         raise SystemLimit(
-            f"rank {member.rank} of {member.world_size} cannot connect to the others: {str(error).splitlines()[0]}",
-            where=member.store,
+            f"rank {rank_info.rank} of {rank_info.world_size} cannot connect to the others: {reason}",
+            where=rank_info.store,
             fix="check that every rank was started and that the port is free, or use another one: MASTER_PORT=29501",
         ) from error
     try:
         yield world
     except BaseException:
-        _abandon_group(is_ours=is_ours)
+        _abandon_group(has_own_launcher=has_own_launcher)
         raise
     gc.collect()  # drop remaining references to the group before it is destroyed
     dist.destroy_process_group()
 
 
-def _abandon_group(*, is_ours: bool) -> None:
+def _abandon_group(*, has_own_launcher: bool) -> None:
     """Abandon the process group after an error, while other ranks may be inside a collective that this one never joins.
 
     Destroying an NCCL group waits for the kernels of such collectives until their timeout, and the cause would be lost.
-    A rank of our own launcher reports and ends by os._exit; the process of torchrun or srun first aborts its kernels.
+    A rank started by accel-run reports the error and ends by os._exit; under torchrun or srun, it first aborts its
+    kernels.
     """
-    if not is_ours:
+    if not has_own_launcher:
         with suppress(Exception):
             call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
 
 
 @contextmanager
 def simulated_world(rank: int, world_size: int) -> Iterator[World]:
-    """Return a world on the CPU without real other ranks: sent data is dropped, received integers are 1.
+    """Return a simulated world on the CPU: data sent to other ranks is dropped, and received integers are 1.
 
-    For tracing what a rank computes on fake tensors. All ranks are assumed to agree with this one.
+    For tracing the computation of a rank on fake tensors. All ranks are assumed to agree with this one.
     """
     import torch.distributed._tools.fake_collectives  # implements collectives for fake tensors
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -93,7 +97,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[World]:
 
 
 class _AgreeingRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Agree if torch's pipeline asks a missing rank whether it knows its shapes."""
+    """Fill received integers with 1, by which torch's pipeline asks a rank whether it knows its shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.recv_.default:
@@ -124,37 +128,37 @@ class _SimulatedWorld(World):
         return flag
 
 
-def _init_group(member: RankInfo, device: torch.device, timeout_s: float) -> None:
+def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> None:
     """Create the process group. Raises RuntimeError or OSError."""
     get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
-    store = _store(member, timedelta(seconds=_rendezvous_s(member, timeout_s)))
+    store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"attempt-{member.attempt}-of-{member.world_size}", store),
-        rank=member.rank,
-        world_size=member.world_size,
+        store=PrefixStore(f"attempt-{rank_info.attempt}-of-{rank_info.world_size}", store),
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
 
 
-def _rendezvous_s(member: RankInfo, timeout_s: float) -> float:
+def _rendezvous_s(rank_info: RankInfo, timeout_s: float) -> float:
     """Return the timeout of the rendezvous: NCCL connects ranks pairwise, which grows with their number."""
-    return min(timeout_s, RENDEZVOUS_S + 0.5 * member.world_size)
+    return min(timeout_s, RENDEZVOUS_S + 0.5 * rank_info.world_size)
 
 
-def _store(member: RankInfo, timeout: timedelta) -> Store:
+def _open_store(rank_info: RankInfo, timeout: timedelta) -> Store:
     """Return the rendezvous store: a file for one machine, rank 0's port for several."""
-    kind, _, place = member.store.partition("://")
+    kind, _, place = rank_info.store.partition("://")
     if kind == "file":
-        return FileStore(place, member.world_size)
+        return FileStore(place, rank_info.world_size)
     host, _, port = place.rpartition(":")
     hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
         host,
         int(port),
-        member.world_size,
-        is_master=member.rank == 0 and not hosted_elsewhere,
+        rank_info.world_size,
+        is_master=rank_info.rank == 0 and not hosted_elsewhere,
         timeout=timeout,
         multi_tenant=True,
     )

@@ -26,7 +26,7 @@ Example = Callable[[], Sequence[Tensor]]
 class PlacementRequest:
     """Constraints for placing layers; see Pipelined.
 
-    samples  per micro-batch, to scale costs measured on the example; None: as many as in the example
+    samples  samples per micro-batch, to scale costs measured on the example; None: as many as in the example
     """
 
     schedule: partition.Schedule = "1f1b"
@@ -78,15 +78,15 @@ def place_layers(
         "device": str(world.device),
         "costs": [vars(cost) for cost in costs],
     }
-    of_ranks = world.gather(mine)
-    costs = [LayerCost(**cost) for cost in of_ranks[0]["costs"]]
+    per_rank = world.gather(mine)
+    costs = [LayerCost(**cost) for cost in per_rank[0]["costs"]]
     devices = [
         partition.StageDevice(
             of_rank["memory"] // request.chunks,  # the stages of a rank share its device equally
-            _speed(of_ranks[0]["seconds"], of_rank["seconds"]),
+            _speed(per_rank[0]["seconds"], of_rank["seconds"]),
             f"rank {rank} ({of_rank['device']})",
         )
-        for rank, of_rank in enumerate(of_ranks)
+        for rank, of_rank in enumerate(per_rank)
     ] * request.chunks
     return plan_placement(costs, devices, request, world.world_size)
 
@@ -95,7 +95,7 @@ def plan_placement(
     costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], request: PlacementRequest, world_size: int
 ) -> Placement:
     """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "costs": [cost.seconds for cost in costs],
         "memory_bytes": [cost.state_bytes(request.bytes_per_parameter) for cost in costs],
         "devices": devices,
@@ -103,9 +103,9 @@ def plan_placement(
         "in_flight": partition.max_in_flight(request.schedule, world_size, request.num_microbatches, request.chunks),
     }
     if request.split is not None:
-        split = partition.split_from_sizes(request.split, **given)
+        split = partition.split_from_sizes(request.split, **options)
     else:
-        split = partition.split(**given, balance=request.balance)
+        split = partition.split(**options, balance=request.balance)
     if isinstance(split, Problem):
         raise ConfigError(split)
     return Placement(split, costs, devices, request.bytes_per_parameter)
@@ -160,13 +160,13 @@ def shared_modules(
 
 def layers_on_all_ranks(world: World, model: nn.Module, layers: Callable[[], Sequence[nn.Module]]) -> list[nn.Module]:
     """Return the layers; raises the same error on all ranks if they are invalid on any rank."""
-    found: list[nn.Module] = []
-    failure = catch_exception(lambda: found.extend(layers()))
+    result: list[nn.Module] = []
+    failure = catch_exception(lambda: result.extend(layers()))
     if isinstance(failure, NotImplementedError):
         failure = TaskFault(str(failure), where=WHERE, fix="use parallelism=fsdp, or define layers() in the task")
-    failure = failure or catch_exception(lambda: check_layers(model, found))
+    failure = failure or catch_exception(lambda: check_layers(model, result))
     raise_on_all_ranks(failure, world, WHERE)
-    return found
+    return result
 
 
 def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -186,25 +186,27 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         raise ConfigError(Problem(what, "compile=default", "use compile=regional or compile=off"))
 
 
-def free_layers(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], of_layers: set[nn.Module]) -> None:
-    """Replace parameters and buffers of other ranks' layers by meta tensors."""
-    ghosts: dict[Tensor, nn.Parameter] = {}
+def free_layers(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], layer_modules: set[nn.Module]) -> None:
+    """Replace parameters and buffers of other ranks' layers with meta tensors, which frees their memory."""
+    meta_weights: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight not in mine:
-                if weight not in ghosts:
-                    ghosts[weight] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
-                module._parameters[name] = ghosts[weight]
-        if module in of_layers and module not in kept:
+                if weight not in meta_weights:
+                    meta_weights[weight] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+                module._parameters[name] = meta_weights[weight]
+        if module in layer_modules and module not in kept:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to("meta")
 
 
-def move_buffers(model: nn.Module, of_layers: set[nn.Module], device: torch.device) -> None:
+def move_buffers(model: nn.Module, layer_modules: set[nn.Module], device: torch.device) -> None:
     """Move the buffers outside of the layers to this rank's device: the loss and predictions may use them."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if module not in of_layers and buffer is not None and buffer.device != device:  # fake ones cannot be moved
+            if (
+                module not in layer_modules and buffer is not None and buffer.device != device
+            ):  # fake ones cannot be moved
                 module._buffers[name] = buffer.to(device)
 
 

@@ -22,11 +22,11 @@ class SendFailed(NamedTuple):
 
 def send(value: Any, rank: int, device: torch.device) -> None:
     """Send a value to a rank that calls `receive`."""
-    head, tensors = _packed(value)
+    head, tensors = _pack(value)
     dist.send(torch.tensor([len(head)]), rank)
     dist.send(head, rank)
     for tensor in tensors:
-        dist.send(_bytes(tensor.to(device)), rank)
+        dist.send(_view_bytes(tensor.to(device)), rank)
 
 
 def receive(rank: int, device: torch.device) -> Any:
@@ -35,32 +35,32 @@ def receive(rank: int, device: torch.device) -> Any:
     dist.recv(size, rank)
     head = torch.empty(int(size), dtype=torch.uint8)
     dist.recv(head, rank)
-    tensors, structure = _room(head, device)
+    tensors, structure = _allocate(head, device)
     for tensor in tensors:
-        dist.recv(_bytes(tensor), rank)
-    return _unpacked(structure, tensors)
+        dist.recv(_view_bytes(tensor), rank)
+    return _unpack(structure, tensors)
 
 
 def broadcast(value: Any, source: int, world: World) -> Any:
     """Return the value of rank `source` on all ranks; values of other ranks are ignored."""
-    head, tensors = _packed(value if world.rank == source else None)
+    head, tensors = _pack(value if world.rank == source else None)
     size = torch.tensor([len(head)])
     dist.broadcast(size, source)
     head = head if world.rank == source else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(head, source)
     if world.rank == source:
         for tensor in tensors:
-            dist.broadcast(_bytes(tensor.to(world.device)), source)
+            dist.broadcast(_view_bytes(tensor.to(world.device)), source)
         return value
-    tensors, structure = _room(head, world.device)
+    tensors, structure = _allocate(head, world.device)
     for tensor in tensors:
-        dist.broadcast(_bytes(tensor), source)
-    return _unpacked(structure, tensors)
+        dist.broadcast(_view_bytes(tensor), source)
+    return _unpack(structure, tensors)
 
 
 def check_sendable(value: Any) -> None:
     """Raise TaskFault if a value cannot be sent."""
-    _packed(value)
+    _pack(value)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -68,7 +68,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _packed(value: Any) -> tuple[Tensor, list[Tensor]]:
+def _pack(value: Any) -> tuple[Tensor, list[Tensor]]:
     tensors: list[Tensor] = []
     structure = _structure(value, tensors)
     shapes = [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in tensors]
@@ -95,25 +95,25 @@ def _structure(value: Any, tensors: list[Tensor]) -> list[Any]:
     )
 
 
-def _room(head: Tensor, device: torch.device) -> tuple[list[Tensor], list[Any]]:
+def _allocate(head: Tensor, device: torch.device) -> tuple[list[Tensor], list[Any]]:
     structure, shapes = json.loads(head.numpy().tobytes())
     return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in shapes], structure
 
 
-def _unpacked(structure: list[Any], tensors: list[Tensor]) -> Any:
+def _unpack(structure: list[Any], tensors: list[Tensor]) -> Any:
     kind, content = structure
     if kind == "tensor":
         return tensors[content]
     if kind == "failed":
         return SendFailed(content)
     if kind == "dict":
-        return {key: _unpacked(part, tensors) for key, part in content.items()}
+        return {key: _unpack(part, tensors) for key, part in content.items()}
     if kind == "plain":
         return content
-    parts = [_unpacked(part, tensors) for part in content]
+    parts = [_unpack(part, tensors) for part in content]
     return tuple(parts) if kind == "tuple" else parts
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as bytes, because not all dtypes can be sent."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -40,10 +40,10 @@ def dense_gradient(weight: nn.Parameter, name: str = "") -> Tensor:
 
 
 class Discarded(Exception):
-    """Some rank ran out of memory: every rank raises this, and none applies the update."""
+    """Raised on every rank if one ran out of memory: no rank applies the update."""
 
 
-def _raised(error: Exception) -> None:
+def _reraise(error: Exception) -> None:
     raise error
 
 
@@ -63,7 +63,7 @@ class ForwardPasses(NamedTuple):
     forward: Callable[[], AbstractContextManager[Any]]
     backward: Callable[[Tensor], None]
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
-    failed: Callable[[Exception], None] = _raised
+    failed: Callable[[Exception], None] = _reraise
 
 
 class Sums(NamedTuple):
@@ -101,7 +101,7 @@ class Parallel:
     # ------------------------------------------------------------ the model
 
     def expect_inputs(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:
-        """Receive the expected inputs before `wrap`.
+        """Set the expected inputs; called before `wrap`.
 
         example           returns the arguments of one call of the model; raises NotImplementedError if unknown
         samples           per micro-batch
@@ -174,14 +174,14 @@ class Parallel:
         return found
 
     def attach_numbers(self, numbers: Tensor | None) -> bool:
-        """Add `numbers` up over the ranks with the gradients of the next updates, until others or None replace them.
+        """All-reduce `numbers` together with the gradients of the next updates, until others or None replace them.
 
-        They are on the host, as many on each rank. Returns False if this strategy sends no message that can carry them.
+        They are on the host, the same number on each rank. Returns False if this strategy does not support it.
         """
         return False
 
     def attached_sums(self) -> Tensor | None:
-        """Return the sums of what was sent along with the last update; None if nothing was."""
+        """Return the sums of the numbers attached to the last update; None if there were none."""
         return None
 
     def idle_fractions(self) -> Mapping[str, float]:
@@ -189,10 +189,10 @@ class Parallel:
         return {}
 
     def set_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Divide the parameters of the phase into groups that are updated separately; none: undo it."""
+        """Divide the parameters of the phase into groups that are updated separately; empty: a single group again."""
 
     def select_group(self, group: int) -> None:
-        """Make the next update that of a group; every rank calls it."""
+        """Select the group of the next update; every rank calls it."""
 
     # ------------------------------------------------------------ between updates
 

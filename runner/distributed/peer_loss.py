@@ -21,7 +21,7 @@ def is_peer_loss(error: BaseException) -> bool:
         return True
     if isinstance(error, AccelRunError):
         return error.exit_code == Exit.RANK_LOST
-    return bool(_PEER_IS_GONE.search(text)) and (
+    return bool(_PEER_LOSS_MESSAGE.search(text)) and (
         "DistError" in kinds or (isinstance(error, RuntimeError) and ("gloo" in text or _is_raised_by_torch(error)))
     )
 
@@ -33,7 +33,7 @@ def _is_raised_by_torch(error: BaseException) -> bool:
 
 
 # Messages of gloo, NCCL and the stores about a lost peer: torch 2.11 and 2.13.
-_PEER_IS_GONE = re.compile(
+_PEER_LOSS_MESSAGE = re.compile(
     r"connection (closed|reset|refused|was)|socket (closed|timeout|is not connected)|broken pipe|timed out|timeout"
     r"|remote process exited|ncclRemoteError|communicator was aborted|recv, got 0 bytes",
     re.IGNORECASE,

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline: torch's steps for each number of micro-batches, and how long devices are idle."""
+"""The schedule of a pipeline: torch's schedule for each number of micro-batches, and the idle time of devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.distributed.stages import Shapes, Stage, TimedStage
 
 
 class PipelineSchedule:
-    """Orders the passes of the micro-batches of an update.
+    """Order the forward and backward passes of the micro-batches of an update.
 
     kind    see `Pipelined`
     chunks  stages per rank
@@ -52,14 +52,14 @@ class PipelineSchedule:
     def step(self, stages: Sequence[Stage], count: int, key: int, shapes: Sequence[Shapes]) -> Any:
         """Return torch's schedule for `count` micro-batches; `key` identifies their shapes."""
         if (count, key) not in self._steps:
-            self._steps[count, key] = self._made(stages, count, shapes)
+            self._steps[count, key] = self._build_step(stages, count, shapes)
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end((count, key))
         self._counts.append(count)
         return self._steps[count, key]
 
-    def _made(self, stages: Sequence[Stage], count: int, shapes: Sequence[Shapes]) -> Any:
+    def _build_step(self, stages: Sequence[Stage], count: int, shapes: Sequence[Shapes]) -> Any:
         timed = [
             TimedStage(
                 stage,
@@ -77,9 +77,9 @@ class PipelineSchedule:
 
         if self.kind == "interleaved":
             return ScheduleInterleaved1F1B(timed, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
-        few = self.kind == "gpipe" or count < self.num_stages
-        made = ScheduleGPipe if few else Schedule1F1B
-        return made(timed[0], count, loss_fn=loss, scale_grads=False)
+        all_forward_first = self.kind == "gpipe" or count < self.num_stages
+        schedule = ScheduleGPipe if all_forward_first else Schedule1F1B
+        return schedule(timed[0], count, loss_fn=loss, scale_grads=False)
 
     def _output_shapes(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
         if number == self.num_stages - 1:
@@ -93,16 +93,16 @@ class PipelineSchedule:
         """
         last = watch.last
         mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._counts else None
-        of_ranks = self.world.gather(mine)
-        if not all(of_ranks):
+        per_rank = self.world.gather(mine)
+        if not all(per_rank):
             return None
-        number = sum(self._counts)
-        busy = sum(forward + backward for forward, backward, _ in of_ranks)
+        num_micro_batches = sum(self._counts)
+        busy = sum(forward + backward for forward, backward, _ in per_rank)
         if not busy:
             return None
-        spent = max(sum(parts) for parts in of_ranks)
-        forward = self._by_stage([row[0] / number for row in of_ranks])
-        backward = self._by_stage([row[1] / number for row in of_ranks])
+        spent = max(sum(parts) for parts in per_rank)
+        forward = self._by_stage([row[0] / num_micro_batches for row in per_rank])
+        backward = self._by_stage([row[1] / num_micro_batches for row in per_rank])
         simulated = ideal = 0.0  # seconds, summed over steps
         for count in self._counts:
             seconds = math.fsum([*forward, *backward]) * count / self.world.world_size

@@ -101,9 +101,9 @@ class Pipelined(Parallel):
         self._example: Example | None = None
         self.placement: Placement
         self._stages: list[Stage] = []
-        self._mine: set[nn.Parameter] = set()
+        self._parameters: set[nn.Parameter] = set()
         self._tied: list[Tie] = []
-        self._copied: list[nn.Module] = []
+        self._shared_modules: list[nn.Module] = []
         self._forward: Callable[..., Any] = self._evaluate
         self._shapes: dict[int, list[Shapes]] = {}
         self._placeholder: nn.Parameter | None = None
@@ -138,15 +138,15 @@ class Pipelined(Parallel):
             modules = [found[layer] for layer in self.placement.split.ranges[number]]
             self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.watch))
         kept = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
-        self._mine = {weight for stage in self._stages for weight in stage.parameters()}
+        self._parameters = {weight for stage in self._stages for weight in stage.parameters()}
         self._tied = shared_parameters(self.world, model, found, self.placement.split)
-        self._copied = shared_modules(self.world, model, found, self.placement.split)
-        of_layers = {module for layer in found for module in layer.modules()}
-        free_layers(model, kept, self._mine, of_layers)
-        move_buffers(model, of_layers, self.world.device)
+        self._shared_modules = shared_modules(self.world, model, found, self.placement.split)
+        layer_modules = {module for layer in found for module in layer.modules()}
+        free_layers(model, kept, self._parameters, layer_modules)
+        move_buffers(model, layer_modules, self.world.device)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
         last = (self.num_stages - 1) % self.world.world_size
-        self._buffers = BufferSync(model, self.world, last, others=of_layers)
+        self._buffers = BufferSync(model, self.world, last, others=layer_modules)
         for stage in self._stages:
             tensors = (*stage.parameters(), *stage.buffers())
             if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
@@ -166,7 +166,7 @@ class Pipelined(Parallel):
 
     def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's parameters, or a constant zero if it has none, because optimizers require at least one."""
-        mine = {name: weight for name, weight in named.items() if weight in self._mine}
+        mine = {name: weight for name, weight in named.items() if weight in self._parameters}
         self._placeholder = None
         if mine or not named:
             return mine
@@ -187,12 +187,12 @@ class Pipelined(Parallel):
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         self._buffers.begin_update()
-        micros, bad, failure = _read(batches)
+        micros, bad, failure = _read_update(batches)
         noise.start_pass(None)  # passes overlap: each step sets its own samples
         self.watch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
-        if failure is None and self._has(0):
+        if failure is None and self._owns_stage(0):
             failure = catch_exception(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
         tally = StageSums(self.world.zeros(), self.world.zeros())
@@ -236,7 +236,7 @@ class Pipelined(Parallel):
 
     def check_buffers(self) -> None:
         self._buffers.check()
-        check_copies(self._buffers.model, self._copied, self.world)
+        check_copies(self._buffers.model, self._shared_modules, self.world)
 
     def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         """Gather tensors by name; for a shared one, that of the first rank."""
@@ -277,7 +277,7 @@ class Pipelined(Parallel):
         """Give every batch to every rank; rank 0 counts them."""
         return [key if self.world.is_first else key._replace(counts=False) for key in keys]
 
-    # ------------------------------------------------------------ how well it runs
+    # ------------------------------------------------------------ efficiency
 
     def bubble(self) -> partition.Bubble | None:
         """Return the idle fractions of the devices in the last timed update; None before it. Collective."""
@@ -289,20 +289,20 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ inside an update
 
-    def _has(self, stage: int) -> bool:
+    def _owns_stage(self, stage: int) -> bool:
         return stage % self.world.world_size == self.world.rank
 
     def _model_calls(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
         """Yield the arguments with which the loss calls the model."""
 
-        def called(*inputs: Any, **named: Any) -> Any:
+        def raise_call(*inputs: Any, **named: Any) -> Any:
             raise ModelCalled(Call(inputs, named))
 
         for number, micro in enumerate(micros):
             seed_everything(micro_batch_seed(seed + number))
             noise.switch_pass(micro.samples)
             try:
-                with self._handle_calls(called), passes.forward():
+                with self._handle_calls(raise_call), passes.forward():
                     passes.loss(passes.model, micro.batch)
             except ModelCalled as found:
                 yield map_tensors(lambda tensor: tensor.detach(), found.call)
@@ -311,7 +311,7 @@ class Pipelined(Parallel):
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
         """Return rank 0's description of the micro-batches; raises on all ranks if one of them failed."""
-        first = self._has(0)
+        first = self._owns_stage(0)
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.world.max(message).tolist()
         if failed or most != -least:
@@ -330,8 +330,8 @@ class Pipelined(Parallel):
         step = self.schedule.step(self._stages, count, key, self._shapes[key])
         for stage in self._stages:
             stage.begin(work, self._shapes[key], self._handle_calls)
-        numbers = [torch.arange(count)] if self._has(0) else []
-        target = torch.arange(count) if self._has(self.num_stages - 1) else None
+        numbers = [torch.arange(count)] if self._owns_stage(0) else []
+        target = torch.arange(count) if self._owns_stage(self.num_stages - 1) else None
         try:
             step.step(*numbers, target=target, return_outputs=False)
         except Exception:
@@ -385,12 +385,12 @@ class Pipelined(Parallel):
         )
         text = text or (None if failure is None else format_error_line(failure))
         shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
-        answer = p2p_messages.broadcast(shared, last, self.world)
+        output = p2p_messages.broadcast(shared, last, self.world)
         if failure is not None:
             raise failure
-        if isinstance(answer, p2p_messages.SendFailed):
-            raise RankLost(answer.text, where=WHERE)
-        return answer
+        if isinstance(output, p2p_messages.SendFailed):
+            raise RankLost(output.text, where=WHERE)
+        return output
 
     def _dispatch(self, *inputs: Any, **named: Any) -> Any:
         """Handle a call of the model by the current handler."""
@@ -406,7 +406,7 @@ class Pipelined(Parallel):
             self._forward = before
 
 
-PLACEHOLDER = "pipeline.nothing"
+PLACEHOLDER = "pipeline.nothing"  # name of the constant parameter of a rank without parameters
 
 
 class _Keys(NamedTuple):
@@ -416,7 +416,7 @@ class _Keys(NamedTuple):
     keys: list[int]
 
 
-def _read(
+def _read_update(
     batches: Iterator[MicroBatch],
 ) -> tuple[list[MicroBatch], tuple[tuple[int, str], ...], Exception | None]:
     """Return all micro-batches of the update, skipped samples, and the error if reading failed."""

@@ -32,8 +32,8 @@ class _Bucket:
     missing     number of expected gradients that have not arrived
     position    number of gradients of the model that had arrived when the last one of this bucket did
     is_late     a gradient arrived after the bucket was launched: it must be exchanged again
-    is_patient  was late before, so it expects as many gradients as ever arrived
-    is_unused   no rank had a gradient for it in the previous update, so it is exchanged only if a rank has one now
+    was_late    it was late before, so it awaits as many gradients as ever arrived
+    is_unused   no rank had a gradient for it in the previous update, so it is all-reduced only if a rank has one now
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -49,7 +49,7 @@ class _Bucket:
             )
             start += weight.numel()
         self.awaited = Counter(map(id, parameters))
-        self.is_patient = self.is_unused = False
+        self.was_late = self.is_unused = False
         self.work: Any = None
         self.restart()
 
@@ -103,13 +103,13 @@ class Reducer:
     def __init__(self, parameters: Sequence[nn.Parameter], world: World, bucket_bytes: int) -> None:
         self.parameters = list(parameters)
         self.world = world
-        self.buckets = [_Bucket(group) for group in _grouped(self.parameters, bucket_bytes)]
+        self.buckets = [_Bucket(group) for group in _group_parameters(self.parameters, bucket_bytes)]
         self.is_last = False
         self._order = list(self.buckets)  # the same on all ranks
         self._next = 0  # next bucket of the order
         self._num_arrived = 0
         self._hooks = [
-            weight.register_post_accumulate_grad_hook(self._arrival_in(bucket))  # type: ignore[no-untyped-call]
+            weight.register_post_accumulate_grad_hook(self._arrival_hook(bucket))  # type: ignore[no-untyped-call]
             for bucket in self.buckets
             for weight in bucket.parameters
         ]
@@ -121,7 +121,7 @@ class Reducer:
         self._hooks.clear()
 
     def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
-        """Finish the all-reduce of all gradients; None if no rank had one.
+        """Finish the all-reduce of all gradients; those that no rank has become None.
 
         flags  arbitrary, on the host
 
@@ -157,7 +157,7 @@ class Reducer:
         self._next, self._num_arrived, self.is_last = 0, 0, False
         return numbers[: len(sums)], int(num_failed), rest
 
-    def _arrival_in(self, bucket: _Bucket) -> Callable[[Tensor], None]:
+    def _arrival_hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def arrival(weight: Tensor) -> None:
             if self.is_last:
                 self._num_arrived += 1
@@ -181,22 +181,22 @@ class Reducer:
 
         All arguments are all-reduced. What a rank awaits is its own prediction: ranks may use different parameters.
         """
-        nowhere = {id(weight) for weight, absent in zip(self.parameters, is_absent, strict=True) if absent}
+        absent_ids = {id(weight) for weight, absent in zip(self.parameters, is_absent, strict=True) if absent}
         for bucket, late in zip(self.buckets, num_late, strict=True):
-            is_unused = all(id(weight) in nowhere for weight in bucket.parameters)
+            is_unused = all(id(weight) in absent_ids for weight in bucket.parameters)
             if late or (bucket.is_unused and not is_unused):
                 bucket.launch()
                 bucket.wait()
-            bucket.is_patient |= late > 0
+            bucket.was_late |= late > 0
             bucket.is_unused = is_unused
             if self._num_arrived:
-                bucket.awaited = bucket.awaited | bucket.arrived if bucket.is_patient else bucket.arrived
+                bucket.awaited = bucket.awaited | bucket.arrived if bucket.was_late else bucket.arrived
         place = dict(zip(map(id, self.buckets), positions, strict=True))
         used = [bucket for bucket in self.buckets if not bucket.is_unused]
-        self._order = sorted(used, key=lambda bucket: (bucket.is_patient, place[id(bucket)]))
+        self._order = sorted(used, key=lambda bucket: (bucket.was_late, place[id(bucket)]))
 
 
-def _grouped(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+def _group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters from last to first, in groups of one dtype and about `bucket_bytes`."""
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
     group: list[nn.Parameter] = []

@@ -32,10 +32,10 @@ class Replicated(Parallel):
         self.in_step = in_step  # norms have collectives in each pass
         self.bucket_bytes = bucket_bytes
         self._reducer: Reducer | None = None
-        self._of_groups: list[Reducer] = []
+        self._group_reducers: list[Reducer] = []
         self._buffers: BufferSync
-        self._along: Tensor | None = None
-        self._sent_along: Tensor | None = None
+        self._attached: Tensor | None = None
+        self._attached_sums: Tensor | None = None
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
@@ -54,15 +54,15 @@ class Replicated(Parallel):
             self._reducer = None
 
     def set_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        for reducer in self._of_groups:
+        for reducer in self._group_reducers:
             reducer.close()
-        self._of_groups = [Reducer(group, self.world, self.bucket_bytes) for group in groups]
+        self._group_reducers = [Reducer(group, self.world, self.bucket_bytes) for group in groups]
         self._selected: set[int] = set()
 
     def select_group(self, group: int) -> None:
-        if self._reducer is not None and self._reducer not in self._of_groups:
+        if self._reducer is not None and self._reducer not in self._group_reducers:
             self._reducer.close()
-        self._reducer = self._of_groups[group]
+        self._reducer = self._group_reducers[group]
         if group not in self._selected:  # its forward passes may change other buffers
             self._selected.add(group)
             self._buffers.begin_phase()
@@ -113,9 +113,9 @@ class Replicated(Parallel):
         assert isinstance(sums.items, Tensor)
         numbers = torch.stack([sums.loss_sum, sums.items])
         flags = self._buffers.flags()
-        along = [] if self._along is None else [self._along]
+        along = [] if self._attached is None else [self._attached]
         total, num_failed, rest = self._reducer.finish(numbers, torch.cat([flags, *along]), failed=sums.failed)
-        changed, self._sent_along = rest[: len(flags)], rest[len(flags) :] if along else None
+        changed, self._attached_sums = rest[: len(flags)], rest[len(flags) :] if along else None
         if not num_failed:
             self._buffers.apply(changed)
         self.watch.lap("wait")
@@ -125,11 +125,11 @@ class Replicated(Parallel):
         return Sums(loss_sum, items, sums.bad)
 
     def attach_numbers(self, numbers: Tensor | None) -> bool:
-        self._along, self._sent_along = numbers, None
+        self._attached, self._attached_sums = numbers, None
         return self._reducer is not None
 
     def attached_sums(self) -> Tensor | None:
-        return self._sent_along
+        return self._attached_sums
 
     def buffer_update(self) -> AbstractContextManager[None]:
         return self._buffers.update()

@@ -1,4 +1,4 @@
-"""Gather tensors whose sizes differ between ranks: rows in rank order, or any tensors by rank."""
+"""Gather tensors whose sizes differ between ranks, as concatenated rows or as a list per rank."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class RowSpec(NamedTuple):
         return cls(len(rows), list(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), has_gradient)
 
 
-def gather_rows(mine: Tensor | None, of_ranks: Sequence[RowSpec | None], world: World) -> Tensor:
+def gather_rows(mine: Tensor | None, specs: Sequence[RowSpec | None], world: World) -> Tensor:
     """Return the rows of all ranks, (sum of N, ...), without gradients; every rank calls it.
 
     mine      rows of this rank, (N, ...); None: it has none
-    of_ranks  specification of each rank's rows; None: it has none
+    specs  specification of each rank's rows; None: it has none
     """
     if world.world_size == 1:
         assert mine is not None, "the only rank has the rows"
         return mine.detach()
-    spec = next(each for each in of_ranks if each is not None)
-    counts = [0 if each is None else each.size for each in of_ranks]
+    spec = next(spec_of_rank for spec_of_rank in specs if spec_of_rank is not None)
+    counts = [0 if spec_of_rank is None else spec_of_rank.size for spec_of_rank in specs]
     dtype = getattr(torch, spec.dtype)
     gathered = torch.zeros(sum(counts), *spec.shape, dtype=dtype, device=world.device)
     start = sum(counts[: world.rank])
@@ -53,19 +53,27 @@ def gather_rows(mine: Tensor | None, of_ranks: Sequence[RowSpec | None], world: 
 def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
     """Return the tensors of each rank; shapes, dtypes and number may differ between ranks. Every rank calls it."""
     if world.world_size == 1:
-        return [[each.detach() for each in mine]]
-    specs = world.gather([[list(each.shape), str(each.dtype).removeprefix("torch.")] for each in mine])
+        return [[tensor.detach() for tensor in mine]]
+    specs = world.gather([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in mine])
     packed = torch.cat(
-        [torch.zeros(0, dtype=torch.uint8, device=world.device), *(view_bytes(each).to(world.device) for each in mine)]
+        [
+            torch.zeros(0, dtype=torch.uint8, device=world.device),
+            *(view_bytes(tensor).to(world.device) for tensor in mine),
+        ]
     )
-    sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in there] for there in specs]
-    of_ranks = [None if not sum(there) else RowSpec(sum(there), [], "uint8", has_gradient=False) for there in sizes]
+    sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in rank_specs] for rank_specs in specs]
+    of_ranks = [
+        None if not sum(rank_specs) else RowSpec(sum(rank_specs), [], "uint8", has_gradient=False)
+        for rank_specs in sizes
+    ]
     if not any(of_ranks):
-        return [[torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in there] for there in specs]
+        return [
+            [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in rank_specs] for rank_specs in specs
+        ]
     rows = gather_rows(packed if len(packed) else None, of_ranks, world)
-    parts = iter(torch.split(rows, [size for there in sizes for size in there]))
+    parts = iter(torch.split(rows, [size for rank_specs in sizes for size in rank_specs]))
     return [
         # a slice may start at any offset, but views of numbers must be aligned
-        [next(parts).clone().view(getattr(torch, dtype)).view(shape) for shape, dtype in there]
-        for there in specs
+        [next(parts).clone().view(getattr(torch, dtype)).view(shape) for shape, dtype in rank_specs]
+        for rank_specs in specs
     ]

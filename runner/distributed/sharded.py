@@ -30,7 +30,7 @@ from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, copy_to_host
 
-Travel = Literal["float32", "bfloat16", "float16"]
+CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
 
 class Sharded(Parallel):
@@ -52,7 +52,7 @@ class Sharded(Parallel):
         world: World,
         *,
         reshard_after_forward: bool = True,
-        communicate: Travel = "float32",
+        communicate: CommunicationDtype = "float32",
         saves_parts: bool = False,
     ) -> None:
         super().__init__(world)
@@ -61,12 +61,12 @@ class Sharded(Parallel):
         self.communicate = communicate
         self._root: FSDPModule | None = None
         self._buffers: BufferSync
-        self._whole: dict[nn.Parameter, _Scalar] = {}
+        self._scalars: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a counted pass gave it a gradient in this update
         self._counts = True
         self._is_gathered = False
         self._trained: list[nn.Parameter] = []
-        self._whole_gradients: list[Tensor] = []
+        self._scalar_gradients: list[Tensor] = []
 
     # ------------------------------------------------------------ the model
 
@@ -78,7 +78,7 @@ class Sharded(Parallel):
         Raises ConfigError or TaskFault with all parts of the model that cannot be sharded.
         """
         units = [block for block in dict.fromkeys(blocks) if block is not model]
-        _check(model, units, self.communicate)
+        _check_shardable(model, units, self.communicate)
         broadcast_model(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
@@ -97,7 +97,7 @@ class Sharded(Parallel):
         model._get_fsdp_state()._lazy_init()
         self._root = model
         self._watch_gradients(model)
-        self._keep_scalars_whole(model, mesh)
+        self._replicate_scalars(model, mesh)
         model.register_forward_hook(self._free_without_backward)
         self._buffers = BufferSync(model, self.world)
         return model
@@ -109,7 +109,7 @@ class Sharded(Parallel):
         if self.communicate != "float32":
             half = getattr(torch, self.communicate)
             policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32, **more)
-        module.register_forward_hook(_without_views)  # before torch's own, which marks the outputs
+        module.register_forward_hook(_clone_views)  # before torch's own, which marks the outputs
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
 
     def _watch_gradients(self, model: nn.Module) -> None:
@@ -120,10 +120,10 @@ class Sharded(Parallel):
             part.unshard()
             for name, gathered in part.named_parameters():
                 if gathered is not sharded[name] and gathered.requires_grad:
-                    gathered.register_hook(self._seen(sharded[name]))  # type: ignore[no-untyped-call]
+                    gathered.register_hook(self._use_recorder(sharded[name]))  # type: ignore[no-untyped-call]
             part.reshard()
 
-    def _keep_scalars_whole(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def _replicate_scalars(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Replicate scalar parameters, which cannot be sharded, on every rank; optimizers see DTensors."""
         tied: dict[nn.Parameter, _Scalar] = {}
         for module in model.modules():
@@ -132,29 +132,29 @@ class Sharded(Parallel):
                     if weight not in tied:
                         tied[weight] = scalar = _Scalar(weight, mesh)
                         if weight.requires_grad:
-                            weight.register_hook(self._seen(scalar.outside))  # type: ignore[no-untyped-call]
+                            weight.register_hook(self._use_recorder(scalar.dtensor))  # type: ignore[no-untyped-call]
                     tied[weight].places.append((module, name))
-        self._whole = {scalar.outside: scalar for scalar in tied.values()}
-        for scalar in self._whole.values():
-            scalar.show_outside()
-        if self._whole:
-            model.register_forward_pre_hook(lambda *_: self._swap_scalars(inside=True))
+        self._scalars = {scalar.dtensor: scalar for scalar in tied.values()}
+        for scalar in self._scalars.values():
+            scalar.use_dtensor()
+        if self._scalars:
+            model.register_forward_pre_hook(lambda *_: self._swap_scalars(plain=True))
 
     def _free_without_backward(self, model: nn.Module, *_: Any) -> None:
         """Free the gathered parameters after a forward pass without gradients, which no backward pass frees."""
         if not torch.is_grad_enabled() and not self._is_gathered:
-            self._swap_scalars(inside=False)
+            self._swap_scalars(plain=False)
             for part in _parts(model):
                 part.reshard()
 
-    def _swap_scalars(self, *, inside: bool) -> None:
-        for scalar in self._whole.values():
-            if inside:
-                scalar.show_inside()
+    def _swap_scalars(self, *, plain: bool) -> None:
+        for scalar in self._scalars.values():
+            if plain:
+                scalar.use_plain()
             else:
-                scalar.show_outside()
+                scalar.use_dtensor()
 
-    def _seen(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
+    def _use_recorder(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor | None]:
         def note(gradient: Tensor) -> Tensor | None:
             if self._counts:
                 self._used[weight] = True
@@ -188,7 +188,7 @@ class Sharded(Parallel):
             self._counts = counts
             with nullcontext() if counts else without_side_effects(passes.model):
                 with passes.forward():
-                    loss, count = _loss_of(passes, batch)
+                    loss, count = _compute_loss(passes, batch)
                 watch.lap("forward")
                 passes.backward(loss)
                 watch.lap("backward")
@@ -197,7 +197,7 @@ class Sharded(Parallel):
                 items += count.to(device) if isinstance(count, Tensor) else count
                 bad += skipped
         self._counts = True
-        self._swap_scalars(inside=False)
+        self._swap_scalars(plain=False)
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:
@@ -208,8 +208,8 @@ class Sharded(Parallel):
         used = torch.cat([used, self._buffers.flags()])
         pending = dist.all_reduce(used, async_op=True)  # gloo, on the host: no device synchronization
         for weight in self._trained:
-            if weight in self._whole:
-                self._whole[weight].reduce()
+            if weight in self._scalars:
+                self._scalars[weight].reduce()
         loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
         pending.wait()
         for weight, times in zip(self._trained, used[:num_trained].tolist(), strict=True):
@@ -222,14 +222,14 @@ class Sharded(Parallel):
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         found = [weight for weight in parameters if weight.grad is not None]
-        self._whole_gradients = [_local(weight.grad) for weight in found if weight in self._whole]
+        self._scalar_gradients = [_local(weight.grad) for weight in found if weight in self._scalars]
         return [_local(weight.grad) for weight in found]
 
     def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm over all shards; replicated parameters count once."""
         square = local.to(self.world.widest).square()
         if not self.world.is_first:
-            for gradient in self._whole_gradients:
+            for gradient in self._scalar_gradients:
                 square = square - gradient.to(self.world.widest).square().sum()
         return self.world.sum(square).sqrt().to(local.dtype)
 
@@ -258,7 +258,7 @@ class Sharded(Parallel):
             return self.gather_full(tensors, copy)
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            if _is_in_rows(tensor):
+            if _is_row_sharded(tensor):
                 kept[name] = copy(tensor.to_local())
             else:
                 kept |= self.gather_full({name: tensor}, copy)
@@ -267,8 +267,10 @@ class Sharded(Parallel):
     def checkpoint_bytes(self, tensors: Iterable[Tensor]) -> int:
         if not self.saves_parts:
             return super().checkpoint_bytes(tensors)
-        rows = self.world.is_first  # that rank saves all others
-        return sum(each.to_local().nbytes if _is_in_rows(each) else rows * each.nbytes for each in tensors)
+        is_first = self.world.is_first  # rank 0 saves all other tensors
+        return sum(
+            tensor.to_local().nbytes if _is_row_sharded(tensor) else is_first * tensor.nbytes for tensor in tensors
+        )
 
     def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         """Load this rank's shards of the full tensors."""
@@ -277,8 +279,8 @@ class Sharded(Parallel):
                 if name not in saved:
                     continue
                 if isinstance(tensor, DTensor):
-                    given = saved[name].to(tensor.device)
-                    tensor.copy_(distribute_tensor(given, tensor.device_mesh, tensor.placements, src_data_rank=None))
+                    full = saved[name].to(tensor.device)
+                    tensor.copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))
                 else:
                     tensor.copy_(saved[name])
 
@@ -294,7 +296,7 @@ class Sharded(Parallel):
         Any method of the model can be called, not only `forward`. Each device needs memory for all parameters.
         """
         self._is_gathered = True
-        self._swap_scalars(inside=True)
+        self._swap_scalars(plain=True)
         for part in _parts(model):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
@@ -302,7 +304,7 @@ class Sharded(Parallel):
             yield
         finally:
             self._is_gathered = False
-            self._swap_scalars(inside=False)
+            self._swap_scalars(plain=False)
             for part in _parts(model):
                 part.set_reshard_after_forward(part is not self._root and self.reshard_after_forward, recurse=False)
                 part.reshard()
@@ -332,28 +334,28 @@ class _Scalar:
     """
 
     def __init__(self, weight: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.inside = weight
+        self.plain = weight
         self.mesh = mesh
-        self.outside = nn.Parameter(self._replicated(weight.detach()), requires_grad=weight.requires_grad)
+        self.dtensor = nn.Parameter(self._replicated(weight.detach()), requires_grad=weight.requires_grad)
         self.places: list[tuple[nn.Module, str]] = []
 
-    def show_inside(self) -> None:
-        self.inside.requires_grad_(self.outside.requires_grad)
-        self._show(self.inside)
+    def use_plain(self) -> None:
+        self.plain.requires_grad_(self.dtensor.requires_grad)
+        self._assign(self.plain)
 
-    def show_outside(self) -> None:
-        self._show(self.outside)
+    def use_dtensor(self) -> None:
+        self._assign(self.dtensor)
 
     def reduce(self) -> None:
         """All-reduce its gradient."""
-        gradient = torch.zeros_like(self.inside) if self.inside.grad is None else self.inside.grad
+        gradient = torch.zeros_like(self.plain) if self.plain.grad is None else self.plain.grad
         dist.all_reduce(gradient)
-        self.outside.grad = self._replicated(gradient)
-        self.inside.grad = None
-        for hook in (self.outside._post_accumulate_grad_hooks or {}).values():
-            hook(self.outside)
+        self.dtensor.grad = self._replicated(gradient)
+        self.plain.grad = None
+        for hook in (self.dtensor._post_accumulate_grad_hooks or {}).values():
+            hook(self.dtensor)
 
-    def _show(self, weight: nn.Parameter) -> None:
+    def _assign(self, weight: nn.Parameter) -> None:
         for module, name in self.places:
             module._parameters[name] = weight
 
@@ -372,14 +374,18 @@ def _unify_dtypes(root: nn.Module) -> None:
     """
     for part in _parts(root):
         for group in part._get_fsdp_state()._fsdp_param_groups:
-            for cut in group.fsdp_params:
-                if cut.reduce_dtype and cut.sharded_param.requires_grad and cut.unsharded_accumulated_grad is None:
-                    cut.unsharded_accumulated_grad = torch.zeros(
-                        cut.sharded_param.shape, dtype=cut.reduce_dtype, device=group.device
+            for fsdp_param in group.fsdp_params:
+                if (
+                    fsdp_param.reduce_dtype
+                    and fsdp_param.sharded_param.requires_grad
+                    and fsdp_param.unsharded_accumulated_grad is None
+                ):
+                    fsdp_param.unsharded_accumulated_grad = torch.zeros(
+                        fsdp_param.sharded_param.shape, dtype=fsdp_param.reduce_dtype, device=group.device
                     )
 
 
-def _is_in_rows(tensor: Tensor) -> TypeGuard[DTensor]:
+def _is_row_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether each rank holds some rows of the tensor, in the order of the ranks."""
     return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
 
@@ -390,12 +396,12 @@ def _local(gradient: Tensor | None) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+def _clone_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Copy views: an in-place operation on one, such as `x += y`, would lose the hook of the backward pass."""
     return map_tensors(lambda tensor: tensor.clone() if tensor._is_view() and tensor.requires_grad else tensor, output)
 
 
-def _loss_of(passes: ForwardPasses, batch: Any) -> Sum:
+def _compute_loss(passes: ForwardPasses, batch: Any) -> Sum:
     try:
         return passes.loss(passes.model, batch)
     except RuntimeError as error:
@@ -408,7 +414,7 @@ def _loss_of(passes: ForwardPasses, batch: Any) -> Sum:
         ) from error
 
 
-def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> None:
+def _check_shardable(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> None:
     """Raise ConfigError with all parts of the model that cannot be sharded."""
     problems = []
     named = dict(model.named_parameters())
@@ -421,7 +427,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
                 "use memory.channels_last=false",
             )
         )
-    groups = _groups(model, units)
+    groups = _communication_groups(model, units)
     for where, names in groups.items():
         formats = {str(named[name].dtype).removeprefix("torch.") for name in names if named[name].requires_grad}
         if len(formats) > 1:
@@ -433,7 +439,7 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
                     "give them one dtype in the task, or use parallelism=ddp",
                 )
             )
-    shared = _shared(model, units)
+    shared = _names_in_several_groups(model, units)
     if shared:
         problems.append(
             Problem(
@@ -455,18 +461,18 @@ def _check(model: nn.Module, units: Sequence[nn.Module], communicate: str) -> No
         raise ConfigError(problems)
 
 
-def _groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, list[str]]:
+def _communication_groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[str, list[str]]:
     """Return the names of parameters that are communicated together, by block; the rest as "the rest of the model"."""
-    block_of = _blocks(model, units)
+    block_of = _block_finder(model, units)
     groups: dict[str, list[str]] = {}
     for name in dict(model.named_parameters()):
         groups.setdefault(block_of(name), []).append(name)
     return groups
 
 
-def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
+def _names_in_several_groups(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
     """Return the names of parameters that belong to more than one group."""
-    block_of = _blocks(model, units)
+    block_of = _block_finder(model, units)
     holders: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
@@ -476,7 +482,7 @@ def _shared(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
     return [names[key] for key, places in holders.items() if len(places) > 1]
 
 
-def _blocks(model: nn.Module, units: Sequence[nn.Module]) -> Callable[[str], str]:
+def _block_finder(model: nn.Module, units: Sequence[nn.Module]) -> Callable[[str], str]:
     """Return a function from a parameter's name to its innermost block, or "the rest of the model"."""
     paths = {id(module): path for path, module in model.named_modules()}
     blocks = sorted((paths[id(unit)] for unit in units), key=len, reverse=True)

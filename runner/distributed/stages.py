@@ -1,4 +1,4 @@
-"""Pipeline stages: the interface that torch's schedules call, and the loss's view of the model meanwhile."""
+"""Pipeline stages, as torch's schedules call them, and the handling of the loss's calls of the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 class ModelCalled(BaseException):
-    """Raised when the loss calls the model; no Exception, so that tasks do not catch it."""
+    """Raised when the loss calls the model; not an Exception, so that tasks do not catch it."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Stage(nn.Module):
         self.world, self.watch = world, watch
         self.failure: Exception | None = None
         inner = set(model.modules())
-        self._of_model = [model]  # in a list, so that it is not registered as a submodule
+        self._model = [model]  # in a list, so that it is not registered as a submodule
         self._helpers = [layer for layer in layers if layer not in inner]
         self._works_in_place = any(getattr(module, "inplace", False) for module in self.layers.modules())
         self._work: StageWork
@@ -148,7 +148,7 @@ class Stage(nn.Module):
     def compute(self, call: Call | None, value: Any) -> Any:
         """Apply the layers to the model's inputs, or to the output of the previous stage."""
         for helper in self._helpers:
-            helper.training = self._of_model[0].training
+            helper.training = self._model[0].training
         for number, layer in enumerate(self.layers):
             if number == 0 and self.number == 0:
                 assert call is not None, "the first stage receives the arguments of the model"
@@ -171,17 +171,17 @@ class Stage(nn.Module):
 class TimedStage(PipelineStage):
     """A stage that times its passes; time between them is idle."""
 
-    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
         stage.watch.lap("wait")
-        output = super().forward_one_chunk(*given, **named)
+        output = super().forward_one_chunk(*args, **kwargs)
         stage.watch.lap("forward")
         return output
 
-    def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
         stage.watch.lap("wait")
-        output = super().backward_one_chunk(*given, **named)
+        output = super().backward_one_chunk(*args, **kwargs)
         stage.watch.lap("backward")
         return output
 
@@ -255,9 +255,9 @@ def micro_batch_seed(number: int, stage: int = 0) -> int:
 
 def hash_shapes(call: Call) -> int:
     """Return a hash of the shapes and dtypes of a call, the same in every process."""
-    found: list[str] = []
-    map_tensors(lambda tensor: found.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
-    return int.from_bytes(hashlib.blake2b("; ".join(found).encode(), digest_size=7).digest(), "big")
+    shapes: list[str] = []
+    map_tensors(lambda tensor: shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
+    return int.from_bytes(hashlib.blake2b("; ".join(shapes).encode(), digest_size=7).digest(), "big")
 
 
 def _sendable(tensor: Tensor) -> Tensor:
@@ -271,13 +271,13 @@ def check_stage_output(value: Any, stage: int) -> None:
     if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
         raise TaskFault(
             "the output of a stage must be a floating-point tensor or a tuple of such, but is"
-            f" {_kind_of(value)} after stage {stage}",
+            f" {_describe_type(value)} after stage {stage}",
             where="parallelism=pipeline",
             fix="split the model at other points in layers()",
         )
 
 
-def _kind_of(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype}"
-    return f"a tuple ({', '.join(map(_kind_of, value))})" if type(value) is tuple else type(value).__name__
+    return f"a tuple ({', '.join(map(_describe_type, value))})" if type(value) is tuple else type(value).__name__

@@ -6,29 +6,29 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def call_with_timeout(limit_s: float, call: Callable[[], Made]) -> Made:
+def call_with_timeout(limit_s: float, call: Callable[[], Result]) -> Result:
     """Call a function and return its result, or raise TimeoutError after `limit_s` seconds.
 
     The call runs in a separate thread, which is abandoned if it does not return: torch's store waits forever
     for a reply from a port at which another program listens.
     """
-    made: list[Made] = []
-    raised: list[BaseException] = []
+    results: list[Result] = []
+    errors: list[BaseException] = []
 
-    def make() -> None:
+    def run() -> None:
         try:
-            made.append(call())
+            results.append(call())
         except BaseException as error:
-            raised.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=make, daemon=True)  # not joined at exit
+    thread = threading.Thread(target=run, daemon=True)  # not joined at exit
     thread.start()
     thread.join(limit_s)
-    if raised:
-        raise raised[0]
-    if not made:
+    if errors:
+        raise errors[0]
+    if not results:
         raise TimeoutError(f"no answer within {limit_s:g} s")
-    return made[0]
+    return results[0]

@@ -69,7 +69,7 @@ class ReplayedUpdate:
 
     def indices(self, micro: MicroBatchKey) -> list[int]:
         """Return the samples of a micro-batch in the data set."""
-        return self.fetcher.real(micro.indices)
+        return self.fetcher.dataset_indices(micro.indices)
 
 
 def locate_error(error: NotFinite, update: ReplayedUpdate, parts: Parts) -> AccelRunError:
@@ -278,7 +278,7 @@ def _find_bad_samples(update: ReplayedUpdate, *micros: MicroBatchKey) -> list[in
         for index in micro.indices:
             with suppress(Exception):  # collate needs more than one sample
                 if not is_finite(update.fetcher[micro._replace(indices=[index])].batch):
-                    bad += update.fetcher.real([index])
+                    bad += update.fetcher.dataset_indices([index])
     return bad
 
 

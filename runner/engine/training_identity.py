@@ -34,11 +34,11 @@ Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
 def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
-    """Return, per split, the data set length and the hashes of its `Fetcher.probes`.
+    """Return, per split, the data set length and the hashes of its `Fetcher.probe_indices`.
 
     If a sample is slow to read, the others are skipped, because training waits for this.
     """
-    hashes = _hash_samples(fetchers, {split: fetcher.probes for split, fetcher in fetchers.items()}, loader)
+    hashes = _hash_samples(fetchers, {split: fetcher.probe_indices for split, fetcher in fetchers.items()}, loader)
     return {split: {"samples": len(fetcher), "hashes": hashes.get(split, {})} for split, fetcher in fetchers.items()}
 
 

@@ -126,7 +126,7 @@ def test_each_call_reports_the_requested_and_the_used_kernel() -> None:
     assert (dropped.kernel, dropped.dropout) == ("math", 0.1)
     assert "dropout" in dropped.refusals["flash"]
     assert chosen.kernel == "math"
-    assert "choice of attention" in chosen.refusals["flash"]
+    assert "attention option" in chosen.refusals["flash"]
     assert "flash_for_cpu" in causal.refusals["math"]
     for each in (causal, masked):
         assert set(each.refusals) == {"efficient", "cudnn", "math"}

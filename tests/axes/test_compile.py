@@ -147,7 +147,7 @@ def test_regional_compiles_each_block_once_and_not_the_model(calls: list[Any]) -
 
 def test_regional_without_blocks_compiles_the_model_and_reports_it(calls: list[Any]) -> None:
     model = stack()
-    with pytest.warns(UserWarning, match="names no blocks"):
+    with pytest.warns(UserWarning, match="defines no blocks"):
         regional(model, [], CPU, backend="eager")
     assert [module for module, _ in calls] == [model]
 

@@ -229,7 +229,7 @@ def test_checkpointing_stores_fewer_activations() -> None:
 
 @pytest.mark.parametrize("function", [checkpoint, selective, budget])
 def test_checkpointing_without_blocks_reports_no_effect(function: Any) -> None:
-    with pytest.warns(UserWarning, match="names no blocks"):
+    with pytest.warns(UserWarning, match="defines no blocks"):
         report = function(nn.Linear(2, 2), [], CPU)
     assert "no effect" in report.lines[0]
 

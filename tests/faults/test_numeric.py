@@ -72,7 +72,7 @@ FAULTS = {
     "a part without use": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
     "half precision": Fault(
         "task.fault=half precision=fp16 precision.max_skips=4 precision.growth_interval=1000",
-        "4 updates in a row were skipped for float16 overflowed",
+        "4 consecutive updates were skipped because float16 overflowed",
         saved=0,
     ),
 }
