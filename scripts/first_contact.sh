@@ -2,7 +2,7 @@
 # Check without a GPU what accel-run assumes of the CUDA build of torch.
 #
 #   scripts/first_contact.sh hollow [CHECK]     CHECK: allocator, attention, waits, contexts, host_buffer, forks,
-#                                               prediction or compiled; all without it
+#                                               prediction, compiled or graphs; all without it
 #
 # Runs torch's own host code on a hollow GPU (tests/stand_ins/hollow): a CUDA runtime whose memory is the host's and
 # whose kernels do nothing. Prints ok or DIFFERS for each check and exits with 1 if anything differs. The first call

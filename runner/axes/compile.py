@@ -76,6 +76,8 @@ def reduce_overhead(
     if device.type != "cuda":
         warnings.warn(f"compile=reduce-overhead has no effect beyond compile=default on {device.type}", stacklevel=2)
     _compile(model, mode="reduce-overhead", dynamic=dynamic, fullgraph=fullgraph)
+    if device.type == "cuda":
+        _copy_gradients_before_replay(model)
 
 
 def max_autotune(
@@ -99,6 +101,8 @@ def max_autotune(
     _check_compiler(device, "inductor")
     mode = "max-autotune" if cuda_graphs else "max-autotune-no-cudagraphs"
     _compile(model, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
+    if cuda_graphs and device.type == "cuda":
+        _copy_gradients_before_replay(model)
 
 
 def regional(
@@ -149,6 +153,27 @@ def _compile(module: nn.Module, **options: Any) -> None:
         module.compile(**options)
     finally:
         del module._call_impl
+
+
+def _copy_gradients_before_replay(module: nn.Module) -> None:
+    """Before each call, copy gradients out of the memory of CUDA graphs, because the call overwrites them.
+
+    Autograd does not copy the first gradient of a parameter: it is memory of the graph, and the backward pass of the
+    next micro-batch would add to it. torch raises an error then. Without accumulation, there are no gradients here.
+    Those of fsdp, DTensors, are in memory of its reduce-scatter.
+    """
+    compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+    copied: dict[nn.Parameter, int] = {}  # address of the copy; memory of graphs is never at the same address
+
+    def call(*given: Any, **named: Any) -> Any:
+        for parameter in module.parameters():
+            gradient = parameter.grad
+            if type(gradient) is torch.Tensor and copied.get(parameter) != gradient.data_ptr():
+                parameter.grad = gradient.clone()
+                copied[parameter] = parameter.grad.data_ptr()
+        return compiled(*given, **named)
+
+    module._compiled_call_impl = call
 
 
 def _split_backend(backend: str, part_bytes: int) -> Callable[..., Any]:

@@ -170,6 +170,53 @@ def test_cuda_graphs_without_cuda_are_reported_as_having_no_effect(calls: list[A
     assert len(calls) == 1
 
 
+class InOneMemory(torch.autograd.Function):
+    """A matrix product whose gradient is always in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.memory = memory
+        return inputs @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        (inputs,) = ctx.saved_tensors
+        ctx.memory.copy_(inputs.T @ gradient)
+        return None, ctx.memory.detach(), None  # another tensor over it, which becomes `weight.grad`
+
+
+class Replayed(nn.Module):
+    """A layer that overwrites its gradients at each call, as the replay of a CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.unused = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(1))
+        self.memory = torch.zeros(4, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.memory.fill_(torch.nan)
+        return InOneMemory.apply(inputs, self.weight, self.memory)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("option", ["reduce-overhead", "max-autotune"])
+def test_gradients_that_a_replay_overwrites_are_accumulated(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(axis, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    model = Replayed()
+    COMPILES[option](model, [], torch.device("cuda"))
+    batches = torch.arange(24.0).view(3, 2, 4)
+    for _ in range(2):  # updates
+        for batch in batches:
+            model(batch).sum().backward()
+        expected = batches.sum((0, 1)).unsqueeze(1).expand(4, 2)
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, expected)
+        assert model.unused.grad is None, "the optimizer leaves it alone"
+        model.weight.grad = None
+
+
 def test_a_model_that_is_not_one_graph_is_refused_with_fullgraph() -> None:
     class Broken(nn.Module):
         def forward(self, inputs: Tensor) -> Tensor:

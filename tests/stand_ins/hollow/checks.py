@@ -273,6 +273,19 @@ def compiled(capability: str) -> Iterator[Result]:
         yield name, agree, f"{len(made)} kernels for sm_{', sm_'.join(sorted(targets)) or 'none'}"
 
 
+def graphs(words: str) -> Iterator[Result]:
+    """CUDA graphs with accumulation and evaluation: torch refuses outputs that a later replay has overwritten."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
+    task = Path(__file__).parents[2] / "gpu" / "task_for_gpus.py"
+    own = ["--task", str(task), "device=cuda:0", "run=r", f"output_root={out}", "monitor=off", "log_every=1"]
+    size = ["updates=6", "global_batch_size=16", "evaluate.every=2", "evaluate.samples=16"]
+    run(["train", *own, *size, *words.split()])
+    library = ctypes.CDLL("libhollow.so")
+    captures, replays = library.hollow_captures(), library.hollow_replays()
+    yield words, 0 < captures < replays, f"6 updates, {captures} graphs captured, {replays} replays"
+
+
 def _machine_code() -> list[Path]:
     return sorted(Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin"))
 
@@ -297,7 +310,7 @@ def run(words: Sequence[str]) -> None:
 
 CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
     function.__name__: function
-    for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, compiled)
+    for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, compiled, graphs)
 }
 # check, its arguments, what is different from one GPU of 8 GiB and capability 8.0
 PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
@@ -339,6 +352,15 @@ PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
         )
     ),
     *(("compiled", (capability,), {"capability": capability}) for capability in ("7.5", "8.0", "9.0")),
+    *(
+        ("graphs", (f"compile={mode} micro_batch_size={size}",), {"capability": capability})
+        for mode, size, capability in (
+            ("reduce-overhead precision=bf16", 16, "8.0"),
+            ("reduce-overhead precision=bf16", 4, "8.0"),
+            ("reduce-overhead precision=fp32 averaging=ema", 8, "7.5"),
+            ("max-autotune precision=bf16", 8, "8.0"),
+        )
+    ),
 )
 LIMIT_S = 400
 

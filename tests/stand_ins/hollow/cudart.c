@@ -257,6 +257,65 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMe
 cudaError_t cudaMemset(void *to, int value, size_t size) { return memset(to, value, size), begin(); }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t s) { return memset(to, value, size), begin(); }
 
+// ---------------------------------------------------------------- graphs, which record nothing
+
+static cudaStream_t captured;  // the one stream whose work is being captured
+static int is_capturing, is_invalid;
+static char graph[8];  // what is being captured: nobody looks inside
+static unsigned long long num_captures;
+static long num_replays;
+
+// A host wait while work is captured: CUDA refuses it, and the capture is invalid.
+static cudaError_t end_capture_of_wait(void) {
+  if (!is_capturing) return cudaSuccess;
+  is_invalid = 1;
+  return ended(cudaErrorStreamCaptureUnsupported);
+}
+
+static enum cudaStreamCaptureStatus status_of(cudaStream_t stream) {
+  if (!is_capturing || stream != captured) return cudaStreamCaptureStatusNone;
+  return is_invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+  if (is_capturing) return ended(cudaErrorIllegalState);
+  captured = stream;
+  is_capturing = 1;
+  is_invalid = 0;
+  num_captures++;
+  return begin();
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *found) {
+  is_capturing = 0;
+  *found = is_invalid ? NULL : (cudaGraph_t)malloc(8);
+  return is_invalid ? ended(cudaErrorStreamCaptureInvalidated) : begin();
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+  return *status = status_of(stream), cudaSuccess;
+}
+
+cudaError_t cudaStreamGetCaptureInfo(
+    cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *found,
+    const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+  *status = status_of(stream);
+  if (id) *id = *status ? num_captures : 0;
+  if (found) *found = (cudaGraph_t)graph;
+  if (nodes) *nodes = NULL;
+  if (edges) *edges = NULL;
+  if (count) *count = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGraphGetNodes(cudaGraph_t found, cudaGraphNode_t *nodes, size_t *count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t found, unsigned long long flags) {
+  return *made = (cudaGraphExec_t)malloc(8), cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t made, cudaStream_t stream) { return num_replays++, use_context(); }
+cudaError_t cudaGraphDestroy(cudaGraph_t found) { return free(found), cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t made) { return free(made), cudaSuccess; }
+
 // ---------------------------------------------------------------- streams and events
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
@@ -265,18 +324,9 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return num_waits++, begin(); }
-cudaError_t cudaDeviceSynchronize(void) { return num_waits++, use_context(); }
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) { return *status = 0, cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return num_waits++, end_capture_of_wait() ?: begin(); }
+cudaError_t cudaDeviceSynchronize(void) { return num_waits++, end_capture_of_wait() ?: use_context(); }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { return *priority = 0, cudaSuccess; }
-
-cudaError_t cudaStreamGetCaptureInfo(
-    cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
-    const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
-  *status = 0;
-  if (id) *id = 0;
-  return cudaSuccess;
-}
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
   *least = 0;
@@ -407,4 +457,6 @@ cudaError_t cudaGetDriverEntryPointByVersion(
 
 long hollow_launches(void) { return num_launches; }
 long hollow_waits(void) { return num_waits; }
+long hollow_captures(void) { return num_captures; }
+long hollow_replays(void) { return num_replays; }
 int hollow_context(int device) { return has_context[device]; }
