@@ -28,7 +28,7 @@ from runner.engine.task_loading import task_errors
 from runner.engine.trained_run import TrainedModel, open_trained
 from runner.records.events import Console
 
-TOLERANCE = 1e-4  # largest output difference relative to the largest output; float32 kernels differ by less
+TOLERANCE = 1e-4  # maximum output difference relative to the largest output; float32 kernels differ by less
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ Run = Callable[[Outputs], Outputs]
 
 
 def export(request: Request, formats: Sequence[str], checkpoint: str | None = None) -> Exit:
-    """Write export/ in the run directory; a format that fails reports why, and the others are still written.
+    """Write export/ in the run directory; if a format fails, the reason is printed and the others are still written.
 
     checkpoint  best, last or an update; None: the best one if there is one, else the last one
     Raises ConfigError for an unknown format, or if no format could be written.
@@ -67,8 +67,8 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     if problems:
         raise ConfigError(problems)
     console = Console()
-    made: dict[str, Parity] = {}
-    refused: list[Problem] = []
+    parities: dict[str, Parity] = {}
+    failures: list[Problem] = []
     with ExitStack() as stack:
         trained = open_trained(request, console, stack, checkpoint)
         task = trained.parts.task
@@ -77,43 +77,43 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
             fix = "example(self) returns the arguments of one call of the model, for a batch of two"
             raise ConfigError(Problem(what, fix=fix))
         with task_errors(trained.parts.source, "example"):
-            inputs = task.example()
+            example = task.example()
         model = trained.parts.bare.cpu()
         if trained.plan.choices["adapter"].function != "none":
             merge(model)
         folder = trained.directory.inner("export")
-        # Third-party writers follow links, so they write into a private folder.
+        # Third-party writers follow symbolic links, so they write into a private folder.
         draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
         with eval_mode(model, torch.device("cpu")), torch.no_grad():
             for name in formats or FORMATS:
                 file = draft / f"model.{FORMATS[name].suffix}"
                 try:
-                    made[name] = _compared(model, inputs, file, FORMATS[name].write(model, inputs, file))
+                    parities[name] = _compare(model, example, file, FORMATS[name].write(model, example, file))
                     rename(file, folder / file.name)
-                except MissingPackage as missing:
-                    refused.append(missing.problems[0])
+                except MissingPackage as error:
+                    failures.append(error.problems[0])
                 except Exception as error:  # any exception type is possible
                     if isinstance(error, AccelRunError):
                         raise
                     if exists(file):
                         remove(file)
                     what = f"cannot be exported: {str(error).splitlines()[0]}"
-                    refused.append(
+                    failures.append(
                         Problem(what, f"format={name}", "use format=safetensors, which contains only the weights")
                     )
-    for problem in refused:
+    for problem in failures:
         console.warning(str(problem))
-    if not made:
-        raise ConfigError(refused)
-    _leave_parity(trained, made)
+    if not parities:
+        raise ConfigError(failures)
+    _write_parity(trained, parities)
     shown = trained.directory.shown / folder.name
-    for name, parity in made.items():
+    for name, parity in parities.items():
         verdict = "equal but for rounding" if parity.holds else "DIFFERENT"
         console.info(
             f"{name:<12} {shown / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
             f" (largest difference {parity.largest_difference:.1e})"
         )
-    wrong = [name for name, parity in made.items() if not parity.holds]
+    wrong = [name for name, parity in parities.items() if not parity.holds]
     if wrong:
         fix = "export the formats that agree: format=NAME; models that draw at random in eval mode cannot be compared"
         raise AccelRunError(
@@ -124,72 +124,74 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     return Exit.DONE
 
 
-def _leave_parity(trained: TrainedModel, made: Mapping[str, Parity]) -> None:
+def _write_parity(trained: TrainedModel, parities: Mapping[str, Parity]) -> None:
     content: dict[str, Any] = {"checkpoint_update": trained.update, "tolerance": TOLERANCE}
-    content |= {name: asdict(parity) for name, parity in made.items()}
+    content |= {name: asdict(parity) for name, parity in parities.items()}
     trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")
 
 
-def _compared(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
-    """Run both models on the example and on its first sample alone, which reveals a batch size fixed by tracing."""
+def _compare(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
+    """Compare both models on the example and on its first sample, which reveals a batch size fixed by tracing."""
     largest, sizes = 0.0, (len(inputs[0]), 1)
     for size in sizes:
-        given = tuple(value[:size] if value.dim() else value for value in inputs)
-        wanted, found = _flat(model(*given)), run(given)
-        if len(wanted) != len(found):
-            raise ValueError(f"gives {len(found)} outputs, the model {len(wanted)}")
-        largest = max(largest, *(_difference(one, other) for one, other in zip(wanted, found, strict=True)))
+        args = tuple(value[:size] if value.dim() else value for value in inputs)
+        expected, outputs = _flatten(model(*args)), run(args)
+        if len(expected) != len(outputs):
+            raise ValueError(f"it returns {len(outputs)} outputs, the model {len(expected)}")
+        largest = max(largest, *map(_difference, expected, outputs))
     return Parity(file.name, file.stat().st_size, sizes, largest)
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _difference(expected: Tensor, output: Tensor) -> float:
     """Return the largest difference relative to the largest value, or infinity for non-numerical differences."""
-    if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
+    if expected.shape != output.shape or expected.is_floating_point() != output.is_floating_point():
         return math.inf
-    if not one.is_floating_point():
-        return 0.0 if torch.equal(one, other) else math.inf
-    one, other = one.double(), other.double()
-    finite = one.isfinite()
-    if not torch.equal(finite, other.isfinite()) or not torch.equal(_kind(one[~finite]), _kind(other[~finite])):
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(expected, output) else math.inf
+    expected, output = expected.double(), output.double()
+    finite = expected.isfinite()
+    if not torch.equal(finite, output.isfinite()):
+        return math.inf
+    if not torch.equal(_classify_non_finite(expected[~finite]), _classify_non_finite(output[~finite])):
         return math.inf
     if not bool(finite.any()):
         return 0.0
-    return float((one - other)[finite].abs().max() / one[finite].abs().max().clamp(min=1e-6))
+    return float((expected - output)[finite].abs().max() / expected[finite].abs().max().clamp(min=1e-6))
 
 
-def _kind(values: Tensor) -> Tensor:
+def _classify_non_finite(values: Tensor) -> Tensor:
     """Return -1 for minus infinity, 0 for NaN and 1 for infinity."""
     return values.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
 
 
-def _flat(output: Any) -> Outputs:
+def _flatten(output: Any) -> Outputs:
     """Return the tensors of a model's output in order."""
     leaves = torch.utils._pytree.tree_leaves(output)
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+def _write_safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     """Write only the weights; they are verified in a copy of the model."""
     import copy
 
     from safetensors.torch import load_model, save_model
 
     save_model(model, str(file))
-    other = copy.deepcopy(model)
-    for value in other.state_dict().values():
+    copied = copy.deepcopy(model)
+    for value in copied.state_dict().values():
         value.zero_()
-    load_model(other, str(file))
-    return lambda given: _flat(other(*given))
+    load_model(copied, str(file))
+    return lambda args: _flatten(copied(*args))
 
 
-def _program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+def _write_program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     """Write a graph of torch operators that runs without the model's code (torch.export.load)."""
-    torch.export.save(_traced(model, inputs), str(file))
+    torch.export.save(_trace(model, inputs), str(file))
     program = torch.export.load(str(file)).module()
-    return lambda given: _flat(program(*given))
+    return lambda args: _flatten(program(*args))
 
 
-def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+def _write_onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     """Write an ONNX graph; it is compared as executed by onnxruntime."""
     require("onnxscript", "onnx")
     runtime = require("onnxruntime", "onnx")
@@ -197,20 +199,20 @@ def _onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(_traced(model, inputs), inputs, dynamo=True, verbose=False, external_data=False)
+        program = torch.onnx.export(_trace(model, inputs), inputs, dynamo=True, verbose=False, external_data=False)
     assert program is not None
     program.save(str(file))
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [item.name for item in session.get_inputs()]
 
-    def run(given: Outputs) -> Outputs:
-        fed = {name: value.numpy() for name, value in zip(names, given, strict=True)}
-        return tuple(torch.from_numpy(value) for value in session.run(None, fed))
+    def run(args: Outputs) -> Outputs:
+        feeds = {name: value.numpy() for name, value in zip(names, args, strict=True)}
+        return tuple(torch.from_numpy(value) for value in session.run(None, feeds))
 
     return run
 
 
-def _traced(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
+def _trace(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
     """Return the model as a graph with a dynamic batch size; fused attention is replaced, being kernel-specific."""
     batch = torch.export.Dim("batch", min=1, max=4096)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
@@ -228,7 +230,7 @@ class ExportFormat:
 
 
 FORMATS: Mapping[str, ExportFormat] = {
-    "safetensors": ExportFormat("safetensors", _safetensors),
-    "program": ExportFormat("pt2", _program),
-    "onnx": ExportFormat("onnx", _onnx),
+    "safetensors": ExportFormat("safetensors", _write_safetensors),
+    "program": ExportFormat("pt2", _write_program),
+    "onnx": ExportFormat("onnx", _write_onnx),
 }

@@ -40,24 +40,24 @@ if TYPE_CHECKING:
     from runner.plan.run_plan import Plan
 
 
-_NO_MORE = object()
+_END = object()
 
 
 def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     """Run predictions and write predictions/ and plots/ in the run directory; return the exit code and the summary.
 
     plan   for the device of this process alone
-    world  ranks, each of which computes one shard of the predictions; rank 0 prints the summary
+    world  each rank computes one shard of the predictions; rank 0 prints the summary
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
-    console = Console(speaks=world.is_first)  # does not fail on a broken pipe, as in `| head`
+    console = Console(speaks=world.is_first)  # a broken pipe, as in `| head`, is no error
 
     from runner.engine.oom_retry import release
     from runner.engine.task_loading import check_packages
     from runner.engine.trained_run import open_source
     from runner.engine.watchdog import PREDICTION, HangTraces, run_watchdog
 
-    own = f"-rank{world.rank}" if world.rank else ""
+    suffix = f"-rank{world.rank}" if world.rank else ""
     if world.world_size > 1:
         shard = {"shard": world.rank, "num_shards": world.world_size}
         plan = dataclasses.replace(plan, inference={**plan.inference, **shard})
@@ -68,36 +68,36 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         check_packages(parts.task, [INFERENCE], parts.source)
         get_accelerator(parts.world.device).reset_peak_memory()
         restart_host_peak()
-        watch = plan.choices["monitor"]
+        monitor_choice = plan.choices["monitor"]
         gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
         directory.inner("predictions")
-        monitor = make(MONITORS, watch.function, directory.predictions / f"gpu{own}.csv", gpus, **watch.options)
+        file = directory.predictions / f"gpu{suffix}.csv"
+        monitor = make(MONITORS, monitor_choice.function, file, gpus, **monitor_choice.options)
         monitor.enter_phase(INFERENCE)
         stack.enter_context(monitor)
-        stacks = f"predictions/stacks{own}.txt"
+        stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         progress_mark = stack.enter_context(run_watchdog(plan, parts.world, traces))
         names: set[str] = set()
 
-        def predicted(now: Plan) -> PredictionSummary:
-            """Write all predictions; return their number and time."""
+        def predict_all(current_plan: Plan) -> PredictionSummary:
+            """Write all predictions; return their number and their time."""
             num = items = 0
             names.clear()
 
-            def begins() -> None:
+            def on_next() -> None:
                 progress_mark.now = (PREDICTION, num + 1)
 
             began = time.perf_counter()
             with time_calls(parts.model, parts.world.device) as calls, Outbox(directory, console.info) as outbox:
-                with closing(iterate_predictions(now, parts, begins)) as predictions:
+                with closing(iterate_predictions(current_plan, parts, on_next)) as predictions:
                     for prediction in predictions:
                         progress_mark.completed_kinds.add(PREDICTION)
                         num += prediction.items > 0
                         items += prediction.items
-                        _refuse_taken(prediction.files, str(parts.source))
+                        _check_names(prediction.files, str(parts.source))
                         contents = {
-                            f"predictions/{name}": _as_bytes(name, content)
-                            for name, content in prediction.files.items()
+                            f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
                         } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
                         names.update(contents)
                         heading = f"\n--- {', '.join(prediction.files)}\n"
@@ -108,15 +108,15 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         world.gather(None)  # timing starts when every rank has its model
         while True:
             try:
-                made = predicted(plan)
+                result = predict_all(plan)
                 break
             except (DeviceMemoryError, HostMemoryError) as error:
-                plan = _in_smaller_batches(plan, error, console)
+                plan = _halve_batch_size(plan, error, console)
             release(parts.world.device)
-        made = _of_all_ranks(made, names, world, str(parts.source))
-        if not made.num:
+        result = _merge_ranks(result, names, world, str(parts.source))
+        if not result.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
-        summary = summarize_predictions(made, parts.task.item, trained.update)
+        summary = summarize_predictions(result, parts.task.item, trained.update)
         summary["world_size"] = world.world_size
         summary["peak_host_gib"] = host_peak_gib()
         if peak := get_accelerator(parts.world.device).peak_memory():
@@ -126,28 +126,29 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         if notice.level == "warning":
             console.warning(notice.text)
     if monitor.latest():
-        directory.write(f"predictions/monitor{own}.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
+        directory.write(f"predictions/monitor{suffix}.json", json.dumps(monitor.summary().to_json(), indent=2) + "\n")
     if world.is_first:
         directory.write("predictions/summary.json", json.dumps(summary, indent=2) + "\n")
-        console.info(f"\n{_in_words(made, parts.task.item)}")
+        console.info(f"\n{_format_summary(result, parts.task.item)}")
         console.info(f"written to {directory.shown / directory.predictions.name}")
     return Exit.DONE, summary
 
 
-def _of_all_ranks(made: PredictionSummary, names: Collection[str], world: World, where: str) -> PredictionSummary:
-    """Return the predictions of all ranks; their time is that of the slowest one."""
-    calls = [made.calls.seconds, made.calls.samples]
-    found = world.gather([made.num, made.items, made.seconds, calls, sorted(names)])
-    nums, items, seconds, of_calls, of_names = zip(*found, strict=True)
+def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World, where: str) -> PredictionSummary:
+    """Merge the summaries of all ranks; the time is that of the slowest one."""
+    calls = [result.calls.seconds, result.calls.samples]
+    gathered = world.gather([result.num, result.items, result.seconds, calls, sorted(names)])
+    nums, items, seconds, rank_calls, rank_names = zip(*gathered, strict=True)
     seen: set[str] = set()
-    for name in (name for there in of_names for name in there):
+    for name in itertools.chain.from_iterable(rank_names):
         if name in seen:
             fix = "yield prediction i where i % num_shards == shard, with i in its file names"
             raise TaskFault(f"two ranks wrote {name}", where=where, fix=fix)
         seen.add(name)
-    first = [pair for there in of_calls for pair in list(zip(*there, strict=True))[:1]]
-    later = [pair for there in of_calls for pair in list(zip(*there, strict=True))[1:]]
-    merged = PredictCalls([pair[0] for pair in first + later], [pair[1] for pair in first + later], len(first))
+    calls_by_rank = [list(zip(*calls, strict=True)) for calls in rank_calls]  # (seconds, samples) of each call
+    first = [call for calls in calls_by_rank for call in calls[:1]]
+    later = [call for calls in calls_by_rank for call in calls[1:]]
+    merged = PredictCalls([call[0] for call in first + later], [call[1] for call in first + later], len(first))
     return PredictionSummary(sum(nums), sum(items), max(seconds), merged)
 
 
@@ -177,27 +178,27 @@ class PredictionSummary:
 
 @contextmanager
 def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]:
-    """Record the calls of `model(...)` in the context; complete on exit. Does not synchronize the device before.
+    """Record the calls of `model(...)` in the context. The device is synchronized on exit only.
 
-    Nested calls count as part of the outer call. A compiled model is timed around its graph: torch.compile would
-    trace hooks and their clock with the model.
+    Nested calls count as part of the outer call. A compiled model is timed around its graph, because torch.compile
+    would trace module hooks with the model.
     """
     from runner.base.batch import first_shape
     from runner.profiling.module_times import called_through
 
     calls, depth = PredictCalls(), 0
 
-    def ended(lap: Lap) -> None:
+    def on_lap(lap: Lap) -> None:
         calls.seconds.append(lap.seconds.get(CALL, 0.0))
 
-    watch = new_stopwatch(device, ended)
+    watch = new_stopwatch(device, on_lap)
 
-    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
             watch.lap("between")
-            shape = first_shape([*given, *named.values()])
+            shape = first_shape([*args, *kwargs.values()])
             calls.samples.append(int(shape[0]) if isinstance(shape, tuple) and shape else 1)
 
     def leave(*_: object) -> None:
@@ -207,17 +208,17 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
             watch.lap(CALL)
             watch.stop(len(calls.samples))
 
-    def around(graph: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        enter(model, given, named)
+    def run_timed(graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        enter(model, args, kwargs)
         try:
-            return graph(*given, **named)
+            return graph(*args, **kwargs)
         finally:
             leave()
 
     with ExitStack() as stack:
         stack.callback(watch.finish)
         if model._compiled_call_impl is not None:
-            stack.callback(called_through(model, around))
+            stack.callback(called_through(model, run_timed))
         else:
             stack.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(model.register_forward_hook(leave, always_call=True).remove)
@@ -227,10 +228,10 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
 class Outbox:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    Files wait for at most `OUTBOX_S`, however long the next prediction takes, and the next predictions do not wait for
-    that write. Completed predictions are written even if a later prediction fails.
+    Files are written after `OUTBOX_S` at the latest, in another thread. Completed predictions are written even if a
+    later one fails.
 
-    show  prints the text of a prediction once its files are on disk, so shown predictions are never lost
+    show  prints the text of a prediction once its files are on disk, so that printed predictions are never lost
     """
 
     def __init__(self, directory: RunDirectory, show: Callable[[str], object]) -> None:
@@ -239,7 +240,9 @@ class Outbox:
         self._texts: list[str] = []
         self._size = 0
         self._lock = threading.Lock()  # of the queue
-        self._writing = threading.Lock()  # held for a whole write: writes are in order, each text after its files
+        self._writing = (
+            threading.Lock()
+        )  # held during a write: writes are in order, and each text is printed after its files
         self._timer: threading.Timer | None = None
         self._error: Exception | None = None  # set by the timer thread
 
@@ -251,7 +254,7 @@ class Outbox:
             self._size += sum(map(len, contents.values()))
             is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES or self._error is not None
             if not is_full and self._timer is None:
-                self._timer = threading.Timer(OUTBOX_S, self._write_late)
+                self._timer = threading.Timer(OUTBOX_S, self._write_on_timer)
                 self._timer.daemon = True
                 self._timer.start()
         if is_full:
@@ -271,18 +274,18 @@ class Outbox:
         if error is not None:
             raise error
         if contents:
-            self._write_as_many_as_possible(contents)
+            self._write_best_effort(contents)
         for text in texts:
             self.show(text)
 
-    def _write_as_many_as_possible(self, contents: Mapping[str, bytes]) -> None:
+    def _write_best_effort(self, contents: Mapping[str, bytes]) -> None:
         try:
             self.directory.write_all(contents)
-        except StorageError:  # a full disk may have room for some of them
+        except StorageError:  # the disk may have space for some of them
             for name, content in contents.items():
                 self.directory.write(name, content)
 
-    def _write_late(self) -> None:
+    def _write_on_timer(self) -> None:
         with self._writing:
             try:
                 self._write_queued()
@@ -293,14 +296,16 @@ class Outbox:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        with suppress(Exception) if kind else nullcontext():  # the first error is the cause
+        with suppress(Exception) if kind else nullcontext():  # report the first error
             self.write()
 
 
-def iterate_predictions(plan: Plan, parts: Parts, begins: Callable[[], object] = lambda: None) -> Generator[Prediction]:
+def iterate_predictions(
+    plan: Plan, parts: Parts, on_next: Callable[[], object] = lambda: None
+) -> Generator[Prediction]:
     """Yield the predictions of the task with the current model.
 
-    begins  called before each of them
+    on_next  called before each prediction
     """
     import torch
 
@@ -314,57 +319,57 @@ def iterate_predictions(plan: Plan, parts: Parts, begins: Callable[[], object] =
     generator = torch.Generator(parts.world.device).manual_seed(seed)
     with eval_mode(parts.bare, parts.world.device), torch.no_grad(), parts.precision.forward():
         with seeded_generators(seed, "predict"), task_errors(parts.source, "predict"):
-            found = parts.task.predict(parts.model, generator, **options)
-        predictions = _each(found, parts)
+            result = parts.task.predict(parts.model, generator, **options)
+        predictions = _get_iterator(result, parts)
         for number in itertools.count():
-            begins()
+            on_next()
             # Random draws in a data set read by `predict` must not depend on earlier predictions.
             with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict"):
-                prediction = next(predictions, _NO_MORE)
-            if prediction is _NO_MORE:
+                prediction = next(predictions, _END)
+            if prediction is _END:
                 return
             yield validate_prediction(prediction, parts.task.predict, parts.source)
 
 
-def _each(found: Any, parts: Parts) -> Iterator[Any]:
+def _get_iterator(result: Any, parts: Parts) -> Iterator[Any]:
     """Return an iterator over the result of `predict`. Raises TaskFault if it is not iterable."""
     from runner.engine.contract_checks import describe_value
     from runner.engine.error_diagnosis import locate_definition
 
-    if isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping):
-        return iter(found)
+    if isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping):
+        return iter(result)
     raise TaskFault(
-        f"predict must yield Predictions, but returned {describe_value(found)}",
+        f"predict must yield Predictions, but returned {describe_value(result)}",
         where=locate_definition(parts.task.predict, parts.source),
         fix='yield Prediction({"sample.txt": text}), from runner.base.task',
     )
 
 
-def _in_smaller_batches(plan: Plan, error: AccelRunError, console: Console) -> Plan:
-    """Return the plan with half the batch size; raises `error` if the batch size cannot be halved."""
+def _halve_batch_size(plan: Plan, error: AccelRunError, console: Console) -> Plan:
+    """Return the plan with half the batch size. Raises `error` if the batch size cannot be halved."""
     from runner.base.oom_errors import halve
 
     size = plan.inference.get("batch_size")
-    less = halve(size) if isinstance(size, int) else None
-    if less is None or plan.settings.on_oom == "stop":
+    halved_size = halve(size) if isinstance(size, int) else None
+    if halved_size is None or plan.settings.on_oom == "stop":
         raise error
     console.warning(
-        f"{error.problems[0].what.rstrip('.')}. The predictions are recomputed with batch_size={less} instead of"
-        f" {size}; use inference.batch_size={less} to start with it"
+        f"{error.problems[0].what.rstrip('.')}. The predictions are recomputed with batch_size={halved_size} instead of"
+        f" {size}; use inference.batch_size={halved_size} to start with it"
     )
-    return dataclasses.replace(plan, inference={**plan.inference, "batch_size": less})
+    return dataclasses.replace(plan, inference={**plan.inference, "batch_size": halved_size})
 
 
-def _refuse_taken(names: Iterable[str], where: str) -> None:
-    """Raise TaskFault for a file name that the runner uses itself."""
-    taken = [name for name in names if INFERENCE_FILES.fullmatch(name)]
-    if taken:
+def _check_names(names: Iterable[str], where: str) -> None:
+    """Raise TaskFault for a file name that is reserved."""
+    reserved = [name for name in names if INFERENCE_FILES.fullmatch(name)]
+    if reserved:
         raise TaskFault(
-            f"a prediction must not be named {taken[0]}, which the runner uses itself", where=where, fix="rename it"
+            f"a prediction must not be named {reserved[0]}, which the runner uses itself", where=where, fix="rename it"
         )
 
 
-def _as_bytes(name: str, content: Content) -> bytes:
+def _encode(name: str, content: Content) -> bytes:
     if isinstance(content, bytes):
         return content
     if isinstance(content, str):
@@ -374,20 +379,20 @@ def _as_bytes(name: str, content: Content) -> bytes:
     return buffer.getvalue()
 
 
-def summarize_predictions(made: PredictionSummary, item: str, update: int) -> dict[str, Any]:
+def summarize_predictions(result: PredictionSummary, item: str, update: int) -> dict[str, Any]:
     """Return the content of summary.json.
 
     seconds, items_per_s  wall-clock time, including reading, plotting and writing
     model                 device time of model calls only; `latency_ms` excludes the first call of each rank
     """
-    calls = made.calls
+    calls = result.calls
     return {
         "checkpoint_update": update,
-        "predictions": made.num,
-        "items": made.items,
+        "predictions": result.num,
+        "items": result.items,
         "item": item,
-        "seconds": made.seconds,
-        "items_per_s": made.items / made.seconds,
+        "seconds": result.seconds,
+        "items_per_s": result.items / result.seconds,
         "model": {
             "calls": len(calls.seconds),
             "seconds": sum(calls.seconds),
@@ -400,36 +405,32 @@ def summarize_predictions(made: PredictionSummary, item: str, update: int) -> di
 
 
 def _latency_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return mean and percentile latencies; a percentile is None if there are too few values for it."""
+    """Return mean and percentile latencies; a percentile is None if there are too few values."""
     ms = 1e3 * np.array(seconds)
-    percentiles = {
-        "median": (50, 1),
-        "p95": (95, 20),
-        "p99": (99, 100),
-    }  # percentile, and the minimum number of values for it
+    percentiles = {"median": (50, 1), "p95": (95, 20), "p99": (99, 100)}  # percentile, minimum number of values
     return {
         "mean": float(ms.mean()) if len(ms) else None,
         **{
-            name: float(np.percentile(ms, percent)) if len(ms) >= least else None
-            for name, (percent, least) in percentiles.items()
+            name: float(np.percentile(ms, percent)) if len(ms) >= min_values else None
+            for name, (percent, min_values) in percentiles.items()
         },
     }
 
 
-def _in_words(made: PredictionSummary, item: str) -> str:
-    summary = summarize_predictions(made, item, 0)
-    text = f"{made.num} prediction{'s' * (made.num > 1)}"
-    text += f", {format_rate(summary['items_per_s'])} {item}s/s with reading and writing"
+def _format_summary(result: PredictionSummary, item: str) -> str:
+    summary = summarize_predictions(result, item, 0)
+    text = f"{result.num} prediction{'s' * (result.num > 1)}"
+    text += f", {format_rate(summary['items_per_s'])} {item}s/s including reading and writing"
     model, latency = summary["model"], summary["latency_ms"]
     if not model["calls"]:
         return f"{text}; predict does not call model(...), so its latency is unknown"
-    known = ", ".join(f"{name} {value:.3g}" for name, value in latency.items() if value is not None)
-    each = f"{model['samples_per_call']:.3g} samples" if model["samples_per_call"] != 1 else "1 sample"
+    latencies = ", ".join(f"{name} {value:.3g}" for name, value in latency.items() if value is not None)
+    samples = f"{model['samples_per_call']:.3g} samples" if model["samples_per_call"] != 1 else "1 sample"
     return (
-        f"{text}\nmodel: {model['calls']} calls of {each}, ms of a call: {known};"
-        f" {model['ms_per_sample']:.3g} ms a sample; the first call {model['first_call_ms']:.3g} ms"
+        f"{text}\nmodel: {model['calls']} calls of {samples}; latency in ms per call: {latencies};"
+        f" {model['ms_per_sample']:.3g} ms per sample; first call: {model['first_call_ms']:.3g} ms"
     )
 
 
-CALL = "call"  # name of the time part in which the model computes
+CALL = "call"  # the part of the stopwatch in which the model computes
 OUTBOX_FILES, OUTBOX_BYTES, OUTBOX_S = 256, 64 << 20, 2.0  # limits of files waiting to be written
