@@ -59,8 +59,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/tools/doctor/isolated_check.py", "__init__", "tempfile.TemporaryFile"): "without a name: what a check prints",
     ("runner/tools/doctor/isolated_check.py", "send", "os.write"): "a pipe to the process that waits for the check",
     ("runner/tools/doctor/examine.py", "leave", "shutil.rmtree"): "the folder itself, where a signal ends the process at once",
-    ("runner/profiling/instruments.py", "_exported", "tempfile.TemporaryDirectory"): "in it, for the trace",
-    ("runner/profiling/instruments.py", "_exported", ".export_chrome_trace"): "torch writes to a path only; what it wrote is handed on",
+    ("runner/profiling/instruments.py", "_export_trace", "tempfile.TemporaryDirectory"): "in it, for the trace",
+    ("runner/profiling/instruments.py", "_export_trace", ".export_chrome_trace"): "torch writes to a path only; what it wrote is handed on",
     # Elsewhere.
     ("runner/tools/doctor/examine.py", "leave", "os.write"): "standard error, in a signal handler",
     ("runner/base/picture.py", "encode_png", ".savefig"): "into memory",

@@ -184,7 +184,7 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
     would trace module hooks with the model.
     """
     from runner.base.batch import first_shape
-    from runner.profiling.module_times import called_through
+    from runner.profiling.module_times import wrap_compiled_call
 
     calls, depth = PredictCalls(), 0
 
@@ -218,7 +218,7 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
     with ExitStack() as stack:
         stack.callback(watch.finish)
         if model._compiled_call_impl is not None:
-            stack.callback(called_through(model, run_timed))
+            stack.callback(wrap_compiled_call(model, run_timed))
         else:
             stack.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(model.register_forward_hook(leave, always_call=True).remove)

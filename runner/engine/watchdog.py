@@ -325,7 +325,7 @@ def hang_error(
     calls = (stacks.user_frame(stacks.parse_main_thread(text)) for text in thread_stacks.values())
     place = next(filter(None, calls), None)
     error = Hang(
-        f"{what} hangs: durations {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
+        f"{what} hangs: waited {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
         where=": ".join(filter(None, (rank_name, str(place) if place else ""))),
         fix=format_hang(thread_stacks, f"watchdog.{key}={_round_limit(4 * heartbeat.limit_s)}", file),
     )

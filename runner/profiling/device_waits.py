@@ -19,7 +19,7 @@ from torch import nn
 
 from runner.base.accelerator import warn_on_synchronization
 
-IsOfTask = Callable[[str], bool]  # of a file's name
+IsTaskFile = Callable[[str], bool]  # path of a file -> whether it belongs to the task
 Line = tuple[str, int]  # file, number
 
 
@@ -40,29 +40,29 @@ class Wait:
 class DeviceWaits:
     """Record device synchronizations between `start` and `stop`; evaluations are excluded."""
 
-    def __init__(self, model: nn.Module, is_task_file: IsOfTask) -> None:
+    def __init__(self, model: nn.Module, is_task_file: IsTaskFile) -> None:
         self.model, self.is_task_file = model, is_task_file
-        self._is_aside = False
-        self._found: Counter[_Place] = Counter()
+        self._is_excluded = False
+        self._counts: Counter[_Location] = Counter()
         self._open = ExitStack()
         self._num_updates = 0
 
     def start(self) -> None:
         """Start recording."""
-        self._open.enter_context(_reported(self._note))
+        self._open.enter_context(_intercept_warnings(self._record))
 
     def stop(self) -> None:
         """Stop recording."""
         self._open.close()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def exclude(self) -> Iterator[None]:
         """Exclude synchronizations inside the context."""
-        self._is_aside = True
+        self._is_excluded = True
         try:
             yield
         finally:
-            self._is_aside = False
+            self._is_excluded = False
 
     def update(self) -> None:
         """End an update."""
@@ -71,87 +71,91 @@ class DeviceWaits:
     def table(self) -> list[Wait]:
         """Return the recorded lines: task lines first, most frequent first."""
         rows = [
-            Wait(place.shown, count / max(1, self._num_updates), place.line is not None)
-            for place, count in self._found.items()
+            Wait(place.text, count / max(1, self._num_updates), place.line is not None)
+            for place, count in self._counts.items()
         ]
         return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
 
     def lines(self) -> dict[Line, float]:
         """Return task lines -> average synchronizations per update, most frequent first."""
         counts: Counter[Line] = Counter()
-        for place, count in self._found.items():
+        for place, count in self._counts.items():
             if place.line is not None:
                 counts[place.line] += count
         return {line: count / max(1, self._num_updates) for line, count in counts.most_common()}
 
-    def _note(self) -> None:
+    def _record(self) -> None:
         """Record a synchronization at the current task line, or at the current library if there is none."""
-        if self.model.training and not self._is_aside:
-            self._found[_place(self.is_task_file)] += 1
+        if self.model.training and not self._is_excluded:
+            self._counts[_locate(self.is_task_file)] += 1
 
 
 @contextmanager
-def _reported(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` for each synchronization that torch reports in the context."""
+def _intercept_warnings(callback: Callable[[], None]) -> Iterator[None]:
+    """Call `callback` for each synchronization that torch reports in the context."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=_SYNCHRONIZING)
-        warnings.filterwarnings("ignore", message=_PROTOTYPE)  # the report covers it
+        warnings.filterwarnings("always", message=SYNC_WARNING)
+        warnings.filterwarnings("ignore", message=PROTOTYPE_WARNING)  # the report covers it
         show = warnings.showwarning
 
-        def noted(message: Any, *rest: Any, **named: Any) -> None:
-            if _SYNCHRONIZING in str(message):
-                note()
+        def show_warning(message: Any, *args: Any, **kwargs: Any) -> None:
+            if SYNC_WARNING in str(message):
+                callback()
             else:
-                show(message, *rest, **named)
+                show(message, *args, **kwargs)
 
-        warnings.showwarning = noted
+        warnings.showwarning = show_warning
         with warn_on_synchronization():
             yield
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Code that makes the host wait, and its line if it is in the task."""
+class _Location:
+    """Description of the code that synchronizes, and its line if it is in the task."""
 
-    shown: str
+    text: str
     line: Line | None = None
 
 
-def _place(is_task_file: IsOfTask) -> _Place:
+def _locate(is_task_file: IsTaskFile) -> _Location:
     """Return the innermost current task line, or a description of the running code if there is none."""
     frame: Any = sys._getframe(2)
     other = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if is_task_file(file):
-            return _Place(f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}", (file, frame.f_lineno))
-        if frame.f_code.co_name == _ENGINE and file.startswith(_TORCH):  # on CUDA torch tells of it afterwards
-            return _Place(other or _of_backward())
-        if not other and not _is_between(file):
-            other = f"{_shown(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return _Location(_describe_frame(frame), (file, frame.f_lineno))
+        if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):  # on CUDA, torch warns after the pass
+            return _Location(other or _describe_backward_node())
+        if not other and not _is_internal(file):
+            other = _describe_frame(frame)
         frame = frame.f_back
-    return _Place(_of_backward() if torch._C._current_graph_task_id() != -1 else other)
+    return _Location(_describe_backward_node() if torch._C._current_graph_task_id() != -1 else other)
 
 
-def _of_backward() -> str:
+def _describe_frame(frame: Any) -> str:
+    return f"{_shorten_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _describe_backward_node() -> str:
     """Return the current node of torch's backward pass, if known."""
-    node: Any = torch._C._current_autograd_node()  # typed as if there always were one
+    node: Any = torch._C._current_autograd_node()  # its type does not include None
     return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
 
 
-def _is_between(file: str) -> bool:
+def _is_internal(file: str) -> bool:
     """Return True if a file only forwards calls: torch, this file, the standard library."""
     return file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
 
 
-def _shown(file: str) -> str:
+def _shorten_path(file: str) -> str:
     """Return a file path relative to the working directory, or the file with its parent folder."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_SYNCHRONIZING = "called a synchronizing"
-_PROTOTYPE = "Synchronization debug mode"
+SYNC_WARNING = "called a synchronizing"
+PROTOTYPE_WARNING = "Synchronization debug mode"
 _IN_BACKWARD = " in the backward pass"
-_ENGINE = "_engine_run_backward"
+BACKWARD_ENTRY = "_engine_run_backward"

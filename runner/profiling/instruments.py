@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from runner.host.scratch import shared_folder
 from runner.profiling import trace_file
-from runner.profiling.device_waits import DeviceWaits, IsOfTask
+from runner.profiling.device_waits import DeviceWaits, IsTaskFile
 from runner.profiling.module_times import ModuleTimes
 from runner.profiling.profile_report import Findings, Kernel, Operator, OperatorFindings
 from runner.profiling.trace_file import TraceFile
@@ -31,10 +31,10 @@ from runner.profiling.trace_file import TraceFile
 class Subject:
     """The training that is profiled.
 
-    folder        of its files in profile/, ending with a slash; "" for the only phase
+    folder        folder of its files in profile/, ending with a slash; "" for the only phase
     ranks         number of ranks; the profile is of rank 0
-    is_task_file  return whether a file belongs to the task
-    settle        wait until no message to other ranks is pending
+    is_task_file  returns whether a file belongs to the task
+    settle        waits until no message to other ranks is pending
     """
 
     phase: str
@@ -42,7 +42,7 @@ class Subject:
     model: nn.Module
     device: torch.device
     ranks: int
-    is_task_file: IsOfTask
+    is_task_file: IsTaskFile
     settle: Callable[[], None]
 
 
@@ -60,61 +60,61 @@ class TraceOptions:
 
     @property
     def num_updates(self) -> int:
-        """Updates that all of it takes."""
-        return self.skip + 3 * self.updates + _FEW
+        """Number of updates of a complete profile."""
+        return self.skip + 3 * self.updates + EXTRA_UPDATES
 
-    def fitted(self, total: int) -> TraceOptions:
-        """Return options that `total` updates are enough for, where there is any way."""
+    def fit_to(self, total: int) -> TraceOptions:
+        """Return options for a phase of `total` updates: with fewer updates per instrument if necessary."""
         if self.num_updates <= total:
             return self
         skip = min(self.skip, total // 4)
-        return TraceOptions(**{**vars(self), "skip": skip, "updates": max(1, (total - skip - _FEW) // 3)})
+        return TraceOptions(**{**vars(self), "skip": skip, "updates": max(1, (total - skip - EXTRA_UPDATES) // 3)})
 
 
 class ProfiledUpdates:
-    """Some updates with one instrument, or with none.
+    """Some updates with one instrument; this base class has none.
 
-    name   what is done in them
-    lead   updates at the beginning that do not count
-    num    updates that count
-    seconds  of one of those, None before the first is over
+    name         label in the report and in summary.json
+    num          updates that count
+    num_warm_up  updates before them that do not count
+    seconds      per update that counts; None before the first one is over
     """
 
-    def __init__(self, name: str, num: int, lead: int = 0) -> None:
-        self.name, self.num, self.lead = name, num, lead
+    def __init__(self, name: str, num: int, num_warm_up: int = 0) -> None:
+        self.name, self.num, self.num_warm_up = name, num, num_warm_up
         self.seconds: float | None = None
 
     def start(self) -> None:
-        """The next update is the first."""
+        """Start the instrument before its first update."""
 
     def fetch(self, batches: Iterator[Any]) -> Any:
         """Return the next batch."""
         return next(batches)
 
     def update(self) -> None:
-        """An update is over."""
+        """End an update."""
 
-    def aside(self) -> AbstractContextManager[object]:
-        """Return a context in which nothing counts; the device has nothing to do at both ends."""
+    def exclude(self) -> AbstractContextManager[object]:
+        """Return a context that does not count; the device is idle when it is entered and left."""
         return nullcontext()
 
     def stop(self) -> None:
-        """Nothing is measured any more."""
+        """Stop the instrument."""
 
-    def tell(self, findings: Findings) -> None:
-        """Add what was found."""
+    def add_to_findings(self, findings: Findings) -> None:
+        """Add the results to the findings."""
 
 
 class Operators(ProfiledUpdates):
-    """torch's profiler, for operators, the trace and the shares of the time."""
+    """torch's profiler: operators, kernels, the trace and the time breakdown."""
 
     def __init__(self, subject: Subject, options: TraceOptions) -> None:
-        super().__init__("operators recorded", options.updates, lead=1)
+        super().__init__("operators recorded", options.updates, num_warm_up=1)
         self.subject, self.options = subject, options
-        self.profile = _recorder(
+        self.profile = _make_profiler(
             subject.device, self.num, with_stack=options.with_stack, record_shapes=options.record_shapes
         )
-        self._known: dict[str, bool] = {}  # file -> whether it is the task's
+        self._is_task_file: dict[str, bool] = {}  # file -> whether it belongs to the task
 
     def start(self) -> None:
         self.profile.start()
@@ -126,42 +126,42 @@ class Operators(ProfiledUpdates):
     def update(self) -> None:
         self.profile.step()
 
-    def aside(self) -> AbstractContextManager[object]:
-        return record_function(trace_file.ASIDE)
+    def exclude(self) -> AbstractContextManager[object]:
+        return record_function(trace_file.EXCLUDED)
 
     def stop(self) -> None:
         self.profile.stop()
 
-    def tell(self, findings: Findings) -> None:
+    def add_to_findings(self, findings: Findings) -> None:
         if not self.seconds:
             return
-        content = _exported(self.profile)
+        content = _export_trace(self.profile)
         trace = TraceFile(content)
-        found = findings.operators
-        found.sort_by, found.trace = self.options.sort_by, gzip.compress(content, compresslevel=5, mtime=0)
+        operators = findings.operators
+        operators.sort_by, operators.trace = self.options.sort_by, gzip.compress(content, compresslevel=5, mtime=0)
         num = len(trace.updates)
         if not num:
             return
-        found.shares, found.data_share = trace.shares(), trace.data_share()
-        found.device_calls = trace.device_waits()
-        averages = recorded(self.profile.events()).key_averages(
+        operators.shares, operators.data_share = trace.shares(), trace.data_share()
+        operators.device_calls = trace.device_waits()
+        averages = filter_events(self.profile.events()).key_averages(
             group_by_input_shapes=self.options.record_shapes,
-            group_by_stack_n=_STACK if self.options.with_stack else 0,
+            group_by_stack_n=MAX_STACK_LINES if self.options.with_stack else 0,
         )
-        self.add_rows(found, averages, num)
-        by = "self_device_time_total" if found.kernels else "self_cpu_time_total"
-        found.table = averages.table(sort_by=by, row_limit=100)
+        self.add_rows(operators, averages, num)
+        by = "self_device_time_total" if operators.kernels else "self_cpu_time_total"
+        operators.table = averages.table(sort_by=by, row_limit=100)
 
-    def add_rows(self, found: OperatorFindings, averages: Iterable[Any], num: int) -> None:
-        """Add the operators and the kernels of `num` updates: torch has the time of a kernel in both rows."""
+    def add_rows(self, operators: OperatorFindings, averages: Iterable[Any], num: int) -> None:
+        """Add the operators and the kernels of `num` updates; torch counts the time of a kernel in both rows."""
         named = [row for row in averages if _is_named_by_torch(row)]
-        found.kernels = _kernels([row for row in named if row.device_type != DeviceType.CPU], num)
-        rows = _added(self._operator(row, num) for row in named if row.device_type == DeviceType.CPU)
-        key = partial(_key, self.options.sort_by, bool(found.kernels))
-        found.rows = sorted(rows, key=key, reverse=True)
+        operators.kernels = _sum_kernels([row for row in named if row.device_type != DeviceType.CPU], num)
+        rows = _merge_rows(self._operator(row, num) for row in named if row.device_type == DeviceType.CPU)
+        key = partial(_sort_key, self.options.sort_by, bool(operators.kernels))
+        operators.rows = sorted(rows, key=key, reverse=True)
 
     def _operator(self, row: Any, num: int) -> Operator:
-        place = next(filter(self._is_of_task, row.stack or ()), "")
+        place = next(filter(self._is_task_line, row.stack or ()), "")
         return Operator(
             name=row.key,
             calls=row.count / num,
@@ -173,25 +173,25 @@ class Operators(ProfiledUpdates):
             place=place,
         )
 
-    def _is_of_task(self, line: str) -> bool:
+    def _is_task_line(self, line: str) -> bool:
         """Return whether a line of a stack belongs to the task; torch omits folders from which Python imports."""
         file = line.partition("(")[0]
-        if file not in self._known:
+        if file not in self._is_task_file:
             paths = [Path(folder, file) for folder in ("", *sys.path)]
-            self._known[file] = any(self.subject.is_task_file(str(path)) and path.is_file() for path in paths)
-        return self._known[file]
+            self._is_task_file[file] = any(self.subject.is_task_file(str(path)) and path.is_file() for path in paths)
+        return self._is_task_file[file]
 
 
 class Modules(ProfiledUpdates):
-    """Marks at the borders of modules."""
+    """Time per module."""
 
     def __init__(self, subject: Subject, options: TraceOptions) -> None:
         super().__init__("modules timed", options.updates)
         self.times = ModuleTimes(subject.model, subject.device, depth=options.depth, ranks=subject.ranks)
         self.start, self.update, self.stop = self.times.start, self.times.update, self.times.stop  # type: ignore[method-assign]
-        self.fetch, self.aside = self.times.fetch, self.times.aside  # type: ignore[method-assign]
+        self.fetch, self.exclude = self.times.fetch, self.times.exclude  # type: ignore[method-assign]
 
-    def tell(self, findings: Findings) -> None:
+    def add_to_findings(self, findings: Findings) -> None:
         findings.modules = self.times.table()
 
 
@@ -201,72 +201,72 @@ class HiddenWaits(ProfiledUpdates):
     def __init__(self, subject: Subject) -> None:
         super().__init__("waits searched", 2)
         self.waits = DeviceWaits(subject.model, subject.is_task_file)
-        self._made = 0
+        self._num_updates = 0
 
     def start(self) -> None:
         self.waits.start()
 
     def update(self) -> None:
-        self._made += 1
+        self._num_updates += 1
         self.waits.update()
 
-    def aside(self) -> AbstractContextManager[object]:
-        return self.waits.aside()
+    def exclude(self) -> AbstractContextManager[object]:
+        return self.waits.exclude()
 
     def stop(self) -> None:
         self.waits.stop()
 
-    def tell(self, findings: Findings) -> None:
-        if self._made:
+    def add_to_findings(self, findings: Findings) -> None:
+        if self._num_updates:
             findings.waits = self.waits.table()
 
 
-def _recorder(device: torch.device, updates: int, **what: Any) -> Any:
-    """Return torch's profiler for so many updates after one that does not count, for it starts slowly."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would write its stages to standard error
+def _make_profiler(device: torch.device, updates: int, **options: Any) -> Any:
+    """Return torch's profiler for this number of updates after one warm-up update, because it starts slowly."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to standard error
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    if what.get("with_stack"):  # without it no operator has its stack
-        what["experimental_config"] = torch._C._profiler._ExperimentalConfig(verbose=True)
+    if options.get("with_stack"):  # private, but without it no operator has a stack
+        options["experimental_config"] = torch._C._profiler._ExperimentalConfig(verbose=True)
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=updates, repeat=1)
-    return torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True, **what)
+    return torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True, **options)
 
 
-def _exported(profile: Any) -> bytes:
+def _export_trace(profile: Any) -> bytes:
     # torch writes to a path and follows links, so it writes to a private folder.
-    with TemporaryDirectory(prefix="profile-", dir=shared_folder()) as made:
-        draft = Path(made) / "trace.json"
-        profile.export_chrome_trace(str(draft))
-        return draft.read_bytes()
+    with TemporaryDirectory(prefix="profile-", dir=shared_folder()) as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return path.read_bytes()
 
 
-def recorded(events: Any) -> Any:
-    """Return the events of torch's profiler less Python functions and calls of CUDA, whose time is their caller's.
+def filter_events(events: Any) -> Any:
+    """Return the events of torch's profiler without Python functions and CUDA calls, whose time counts for the caller.
 
-    What was set aside is left out: the device has nothing to do at both ends of that.
+    Events in excluded spans are removed; the device is idle when such a span starts and ends.
     """
-    spans = [event.time_range for event in events if event.name == trace_file.ASIDE]
+    spans = [event.time_range for event in events if event.name == trace_file.EXCLUDED]
 
     def counts(event: Any) -> bool:
-        is_aside = any(span.start <= event.time_range.start < span.end for span in spans)
-        return not (is_aside or event.is_python_function or event.activity_type in _CALLS_OF_CUDA)
+        is_excluded = any(span.start <= event.time_range.start < span.end for span in spans)
+        return not (is_excluded or event.is_python_function or event.activity_type in CUDA_CALLS)
 
-    kept: Any = EventList(list(filter(counts, events)), use_device=events._use_device)  # type: ignore[no-untyped-call]
-    for event in kept:
+    filtered: Any = EventList(list(filter(counts, events)), use_device=events._use_device)  # type: ignore[no-untyped-call]
+    for event in filtered:
         event.cpu_children, event.cpu_parent = [], None
-    kept._build_tree()
-    return kept
+    filtered._build_tree()
+    return filtered
 
 
-def _kernels(rows: Iterable[Any], num: int) -> list[Kernel]:
-    """Return what the device did, the longest first; rows of one kernel are added up."""
-    found: dict[str, Kernel] = {}
+def _sum_kernels(rows: Iterable[Any], num: int) -> list[Kernel]:
+    """Return the kernels and copies, longest first; rows of the same kernel are added."""
+    kernels: dict[str, Kernel] = {}
     for row in rows:
-        before = found.get(row.key, Kernel(row.key, 0.0, 0.0))
-        more = row.self_device_time_total / 1e3 / num
-        found[row.key] = Kernel(row.key, before.calls + row.count / num, before.ms + more)
-    return sorted(found.values(), key=lambda kernel: -kernel.ms)
+        before = kernels.get(row.key, Kernel(row.key, 0.0, 0.0))
+        ms = row.self_device_time_total / 1e3 / num
+        kernels[row.key] = Kernel(row.key, before.calls + row.count / num, before.ms + ms)
+    return sorted(kernels.values(), key=lambda kernel: -kernel.ms)
 
 
 def _is_named_by_torch(row: Any) -> bool:
@@ -274,18 +274,18 @@ def _is_named_by_torch(row: Any) -> bool:
     return not row.is_user_annotation and not row.key.startswith(("ProfilerStep", "[memory]", "accel-run: "))
 
 
-def _added(rows: Iterable[Operator]) -> list[Operator]:
-    """Return the rows with those of one operator, shape and line added up: stacks differ above the line of the task."""
-    found: dict[tuple[str, str, str], Operator] = {}
+def _merge_rows(rows: Iterable[Operator]) -> list[Operator]:
+    """Add the rows of the same operator, shape and task line: their stacks differ above the task line."""
+    operators: dict[tuple[str, str, str], Operator] = {}
     for row in rows:
         key = (row.name, row.shapes, row.place)
-        before = vars(found[key]) if key in found else {}
-        sums = {name: value + vars(row)[name] for name, value in before.items() if name not in _WORDS}
-        found[key] = replace(row, **sums)
-    return list(found.values())
+        before = vars(operators[key]) if key in operators else {}
+        sums = {name: value + vars(row)[name] for name, value in before.items() if name not in TEXT_FIELDS}
+        operators[key] = replace(row, **sums)
+    return list(operators.values())
 
 
-def _key(sort_by: str, is_of_device: bool, row: Operator) -> float:
+def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
     if sort_by == "calls":
         return row.calls
     if sort_by == "total":
@@ -293,13 +293,7 @@ def _key(sort_by: str, is_of_device: bool, row: Operator) -> float:
     return row.self_device_ms if is_of_device else row.self_cpu_ms
 
 
-_FEW = 3  # updates besides those that are asked for: one to settle, two for waits
-
-
-_CALLS_OF_CUDA = ("cuda_runtime", "cuda_driver")
-
-
-_WORDS = ("name", "shapes", "place")
-
-
-_STACK = 32  # lines of Python above an operator that are kept
+EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
+CUDA_CALLS = ("cuda_runtime", "cuda_driver")
+TEXT_FIELDS = ("name", "shapes", "place")  # of Operator
+MAX_STACK_LINES = 32  # Python lines that are kept per operator

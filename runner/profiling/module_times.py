@@ -1,7 +1,8 @@
-"""Measure forward and backward time per module from markers at module boundaries, without synchronizing.
+"""Measure forward and backward time per module from events at module boundaries, without synchronizing.
 
-A module has the time in which it and no module inside it was at work. In a backward pass a node of the graph belongs
-to the module that was at work when the node was made, which its sequence number tells; the graph is not changed.
+A module's self time is the time in which it runs, but none of its submodules. In a backward pass, a node of the graph
+belongs to the module that was running when the node was created, which its sequence number shows; the graph is not
+changed.
 """
 
 from __future__ import annotations
@@ -25,23 +26,21 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 class TimeOwner(NamedTuple):
-    """Whose time it is: a module by its path, "" for the model, or something beside the model, in round brackets."""
+    """Owner of a time span: the path of a module, "" for the model, or a part outside of the model in parentheses."""
 
     path: str
-    way: str = FORWARD
+    direction: str = FORWARD
 
 
 OUTSIDE, DATA, OPTIMIZER = TimeOwner("(loss and the rest)"), TimeOwner("(data)"), TimeOwner("(optimizer)")
-_OURS = TimeOwner("(profiler)")  # looking through the graph, and what is set aside: shown nowhere
-COMMUNICATION = TimeOwner(
-    "(communication)", BACKWARD
-)  # with other ranks, between the nodes of a backward pass and after
-BESIDE = (DATA.path, COMMUNICATION.path, OPTIMIZER.path, OUTSIDE.path)
+_PROFILER = TimeOwner("(profiler)")  # walking the graph, and excluded spans; not reported
+COMMUNICATION = TimeOwner("(communication)", BACKWARD)  # with other ranks, between and after backward nodes
+NON_MODULES = (DATA.path, COMMUNICATION.path, OPTIMIZER.path, OUTSIDE.path)
 
 
 @dataclass(frozen=True)
 class TimeSpread:
-    """Seconds of an update, over several of them; `std` is that of a sample, 0 for a single update."""
+    """Statistics of the seconds per update; `std` is the sample standard deviation, 0 for a single update."""
 
     mean: float
     std: float
@@ -51,20 +50,20 @@ class TimeSpread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> TimeSpread:
-        """Return what the numbers, at least one, are on the whole."""
+        """Return the statistics of at least one number."""
         std = statistics.stdev(seconds) if len(seconds) > 1 else 0.0
         return cls(statistics.fmean(seconds), std, min(seconds), statistics.median(seconds), max(seconds))
 
 
 @dataclass(frozen=True)
 class ModuleTime:
-    """A module, or what is beside the model, and the seconds it takes of an update.
+    """Seconds per update of a module, or of a part outside of the model.
 
     path      as in the names of its parameters; "" for the model itself
-    kind      its class, with a word where its inside is one graph; "" beside the model
-    calls     forward passes of an update, on average
-    own       without the modules inside it, both ways
-    forward, backward, total  with them
+    kind      its class, with a note if it is compiled to one graph; "" outside of the model
+    calls     average number of forward passes per update
+    own       forward and backward, without submodules
+    forward, backward, total  including submodules
     """
 
     path: str
@@ -78,37 +77,39 @@ class ModuleTime:
 
 @dataclass
 class _Update:
-    """The marks of an update, in order: what went before each of them was its owner's."""
+    """The events of an update in order, each with the owner of the time before it."""
 
-    marks: list[tuple[TimeOwner, Any]] = field(default_factory=list)
+    events: list[tuple[TimeOwner, Any]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
 
 
 class ModuleTimes:
-    """Marks the borders of modules from `start` to `stop`; `update` ends an update, `table` says what they took.
+    """Records events at module boundaries from `start` to `stop`; `update` ends an update, `table` returns the times.
 
     depth  modules nested deeper than this count toward their parent
     ranks  with several, the time between the nodes of a backward pass is communication, in a separate row
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, depth: int, ranks: int = 1) -> None:
-        self.model, self.depth, self.is_alone = model, depth, ranks == 1
-        self._mark: Callable[[], Any] = partial(_mark, device) if device.type == "cuda" else time.perf_counter
+        self.model, self.depth, self.has_one_rank = model, depth, ranks == 1
+        self._record_event: Callable[[], Any] = (
+            partial(_record_event, device) if device.type == "cuda" else time.perf_counter
+        )
         self._on_device = device.type == "cuda"
         self._hooks = ExitStack()
         self._updates: list[_Update] = []
         self._current = _Update()
-        self._now = OUTSIDE
-        self._inside: list[TimeOwner] = []  # modules that are at work, the innermost last
-        self._borders: list[tuple[int, TimeOwner]] = []  # from which node of the graph on, and whose they are
+        self._owner = OUTSIDE
+        self._open_modules: list[TimeOwner] = []  # running modules, innermost last
+        self._boundaries: list[tuple[int, TimeOwner]] = []  # sequence number of the first node, and its owner
         self.kinds: dict[str, str] = {}
 
     def start(self) -> None:
-        """The next update begins, and is measured."""
-        for path, module, is_graph in _parts(self.model, self.depth):
+        """Register the hooks; the next update is measured."""
+        for path, module, is_graph in _timed_modules(self.model, self.depth):
             self.kinds[path] = type(module).__name__ + (", one graph" if is_graph else "")
             if is_graph:
-                self._hooks.callback(called_through(module, partial(self._through, path)))
+                self._hooks.callback(wrap_compiled_call(module, partial(self._call_graph, path)))
                 continue
             enter = module.register_forward_pre_hook(partial(self._enter, path), prepend=True)
             leave = module.register_forward_hook(partial(self._leave, path), always_call=True)
@@ -119,47 +120,47 @@ class ModuleTimes:
             (register_optimizer_step_post_hook, OUTSIDE),
         ):
             self._hooks.callback(register(partial(self._optimizer, owner)).remove)
-        self._begin()
+        self._begin_update()
 
     def stop(self) -> None:
-        """The model is as it was; the update that was not ended does not count."""
+        """Remove the hooks; an incomplete update does not count."""
         self._hooks.close()
 
     def update(self) -> None:
-        """An update is over."""
+        """End an update."""
         self._lap(OUTSIDE)
         self._updates.append(self._current)
-        self._begin()
+        self._begin_update()
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch; the time until it is there is that of the data."""
+        """Return the next batch; waiting for it counts as data time."""
         self._lap(DATA)
         batch = next(batches)
         self._lap(OUTSIDE)
         return batch
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """The time until the end belongs to no module."""
-        following = self._now
-        self._lap(_OURS)
+    def exclude(self) -> Iterator[None]:
+        """Exclude the time inside the context."""
+        owner = self._owner
+        self._lap(_PROFILER)
         yield
-        self._lap(following)
+        self._lap(owner)
 
     def table(self) -> list[ModuleTime]:
-        """Return a row per module, a module before those inside it, then what is beside the model.
+        """Return a row per module, parents first, then the parts outside of the model.
 
-        The marks of a device must have been passed: synchronize first.
+        On a device, the events must have completed: synchronize first.
         """
         own = [self._own_seconds(update) for update in self._updates]
         if not own:
             return []
-        paths = [*self.kinds, *(path for path in BESIDE if not self.is_alone or path != COMMUNICATION.path)]
+        paths = [*self.kinds, *(path for path in NON_MODULES if not self.has_one_rank or path != COMMUNICATION.path)]
         calls = {path: sum(update.calls.get(path, 0) for update in self._updates) / len(own) for path in paths}
 
-        def spread(path: str, *ways: str, inner: bool) -> TimeSpread:
-            within = [one for one in self.kinds if is_inside(one, path)] if inner else []
-            owners = [TimeOwner(one, way) for one in (path, *within) for way in ways]
+        def spread(path: str, *directions: str, inner: bool) -> TimeSpread:
+            submodules = [module for module in self.kinds if is_inside(module, path)] if inner else []
+            owners = [TimeOwner(module, direction) for module in (path, *submodules) for direction in directions]
             return TimeSpread.of([sum(update.get(owner, 0.0) for owner in owners) for update in own])
 
         return [
@@ -173,98 +174,94 @@ class ModuleTimes:
         ]  # fmt: skip
 
     def update_seconds(self) -> list[float]:
-        """Return what each update took, all in all."""
+        """Return the total seconds of each update."""
         return [sum(self._own_seconds(update).values()) for update in self._updates]
 
-    # ------------------------------------------------------------ borders
-
-    def _begin(self) -> None:
+    def _begin_update(self) -> None:
         self._current = _Update()
-        self._now, self._inside = OUTSIDE, []
-        self._current.marks.append((_OURS, self._mark()))
+        self._owner, self._open_modules = OUTSIDE, []
+        self._current.events.append((_PROFILER, self._record_event()))
 
-    def _lap(self, following: TimeOwner) -> None:
-        """What went before belongs to who was at work, what comes now to `following`."""
-        self._current.marks.append((self._now, self._mark()))
-        self._now = following
+    def _lap(self, owner: TimeOwner) -> None:
+        """End the span of the current owner; the time from now on belongs to `owner`."""
+        self._current.events.append((self._owner, self._record_event()))
+        self._owner = owner
 
-    def _optimizer(self, following: TimeOwner, *_: Any) -> None:
-        self._lap(following)
+    def _optimizer(self, owner: TimeOwner, *_: Any) -> None:
+        self._lap(owner)
 
     def _enter(self, path: str, *_: Any) -> None:
-        # Computed again in the backward pass, or for an evaluation: the first is the time of who goes back.
+        # Recomputation in a backward pass belongs to the backward node; evaluations are excluded.
         if not _is_backward() and self.model.training:
-            if not self._inside:
-                self._borders = []
+            if not self._open_modules:
+                self._boundaries = []
             self._current.calls[path] = self._current.calls.get(path, 0) + 1
-            self._inside.append(TimeOwner(path))
-            self._begin_part(TimeOwner(path))
+            self._open_modules.append(TimeOwner(path))
+            self._begin_module(TimeOwner(path))
 
-    def _leave(self, path: str, module: nn.Module, given: Any, output: Any) -> None:
-        if _is_backward() or not self._inside or self._inside[-1].path != path:
+    def _leave(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        if _is_backward() or not self._open_modules or self._open_modules[-1].path != path:
             return
-        self._inside.pop()
-        if self._inside:
-            self._begin_part(self._inside[-1])
+        self._open_modules.pop()
+        if self._open_modules:
+            self._begin_module(self._open_modules[-1])
             return
-        self._lap(_OURS)
-        self._watch(output)
+        self._lap(_PROFILER)
+        self._hook_graph(output)
         self._lap(OUTSIDE)
 
-    def _through(self, path: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _call_graph(self, path: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter(path)
         output = None
         try:
-            output = call(*given, **named)
+            output = call(*args, **kwargs)
         finally:
-            self._leave(path, self.model, given, output)
+            self._leave(path, self.model, args, output)
         return output
 
-    def _begin_part(self, owner: TimeOwner) -> None:
-        self._borders.append((torch._C._autograd._get_sequence_nr(), owner))
+    def _begin_module(self, owner: TimeOwner) -> None:
+        self._boundaries.append((torch._C._autograd._get_sequence_nr(), owner))
         self._lap(owner)
 
-    def _watch(self, output: Any) -> None:
-        """Each node of the graph of the call that has just ended says whose it is before it goes to work."""
-        starts = [start for start, _ in self._borders]
-        waiting = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
-            place = bisect_right(starts, node._sequence_nr()) - 1
-            if place < 0 or node.name() == _LEAF:  # made before the call, or for all calls
+    def _hook_graph(self, output: Any) -> None:
+        """Register hooks on the backward nodes of the call that has just ended, each with its owner."""
+        starts = [start for start, _ in self._boundaries]
+        queue = [tensor.grad_fn for tensor in iterate_tensors(output) if tensor.grad_fn is not None]
+        seen = set(queue)
+        while queue:
+            node = queue.pop()
+            index = bisect_right(starts, node._sequence_nr()) - 1
+            if index < 0 or node.name() == _ACCUMULATE_GRAD:  # created before the call, or shared by all calls
                 continue
-            owner = self._borders[place][1]._replace(way=BACKWARD)
-            node.register_prehook(partial(self._go_back, owner))
-            if not self.is_alone:
-                node.register_hook(self._communicate)
-            following = {other for other, _ in node.next_functions if other is not None} - seen
-            seen |= following
-            waiting += following
+            owner = self._boundaries[index][1]._replace(direction=BACKWARD)
+            node.register_prehook(partial(self._begin_node, owner))
+            if not self.has_one_rank:
+                node.register_hook(self._end_node)
+            inputs = {other for other, _ in node.next_functions if other is not None} - seen
+            seen |= inputs
+            queue += inputs
 
-    def _go_back(self, owner: TimeOwner, *_: Any) -> None:
-        if self._now.way != BACKWARD:
-            following = partial(self._lap, OUTSIDE) if self.is_alone else self._end_of_communication
-            torch.autograd.Variable._execution_engine.queue_callback(following)
-        if self._now != owner:
+    def _begin_node(self, owner: TimeOwner, *_: Any) -> None:
+        if self._owner.direction != BACKWARD:  # the first node of the pass
+            at_end = partial(self._lap, OUTSIDE) if self.has_one_rank else self._queue_end_of_pass
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        if self._owner != owner:
             self._lap(owner)
 
-    def _communicate(self, *_: Any) -> None:
+    def _end_node(self, *_: Any) -> None:
         self._lap(COMMUNICATION)
 
-    def _end_of_communication(self) -> None:
-        """What waits for the other ranks at the end of the pass came to the queue meanwhile: go behind it."""
+    def _queue_end_of_pass(self) -> None:
+        """Queue the end behind callbacks that wait for other ranks, which were queued during the pass."""
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._lap, OUTSIDE))
 
-    # ------------------------------------------------------------ what the marks say
-
     def _own_seconds(self, update: _Update) -> dict[TimeOwner, float]:
-        found: dict[TimeOwner, float] = {}
-        for (_, before), (owner, after) in pairwise(update.marks):
+        seconds_by_owner: dict[TimeOwner, float] = {}
+        for (_, before), (owner, after) in pairwise(update.events):
             seconds = before.elapsed_time(after) / 1e3 if self._on_device else after - before
-            if owner != _OURS:
-                found[owner] = found.get(owner, 0.0) + seconds
-        return found
+            if owner != _PROFILER:
+                seconds_by_owner[owner] = seconds_by_owner.get(owner, 0.0) + seconds
+        return seconds_by_owner
 
 
 def is_inside(path: str, outer: str) -> bool:
@@ -272,7 +269,7 @@ def is_inside(path: str, outer: str) -> bool:
     return path != outer and (outer == "" or path.startswith(f"{outer}."))
 
 
-def _parts(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module, bool]]:
+def _timed_modules(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield path, module and whether it is compiled, down to `depth`; modules inside a graph cannot be separated."""
     graphs: list[str] = []
     for path, module in model.named_modules():
@@ -283,10 +280,13 @@ def _parts(model: nn.Module, depth: int) -> Iterator[tuple[str, nn.Module, bool]
         yield path, module, is_graph
 
 
-def called_through(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of a compiled module go through `around`, whose first argument is the graph; return what undoes it."""
-    graph = module._compiled_call_impl
-    module._compiled_call_impl = partial(around, graph)
+def wrap_compiled_call(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Call `wrapper` instead of a compiled module, with the graph as first argument; return a function to undo this.
+
+    Forward hooks of a compiled module run inside its graph, so they cannot time it.
+    """
+    graph = module._compiled_call_impl  # private in torch 2.13
+    module._compiled_call_impl = partial(wrapper, graph)
 
     def undo() -> None:
         module._compiled_call_impl = graph
@@ -294,8 +294,8 @@ def called_through(module: nn.Module, around: Callable[..., Any]) -> Callable[[]
     return undo
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch or an output, also those that an object of a class of the task's own holds."""
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a batch or an output, including those in attributes of the task's own classes."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -307,10 +307,10 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _mark(device: torch.device) -> torch.Event:
+def _record_event(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record()
     return event
 
 
-_LEAF = "torch::autograd::AccumulateGrad"
+_ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"

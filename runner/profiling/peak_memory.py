@@ -12,9 +12,9 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 def restart_host_peak() -> None:
-    """Count the peak of resident memory from now on, where the system lets us (Linux); else from the start."""
+    """Restart the measurement of peak resident memory; without effect on systems other than Linux."""
     with suppress(OSError):
-        _CLEAR.write_text("5")  # man 5 proc_pid_clear_refs: resets VmHWM to the present size
+        _CLEAR.write_text("5")  # resets VmHWM to the current size, see proc_pid_clear_refs(5)
 
 
 def host_peak_gib() -> float:
@@ -27,11 +27,11 @@ def host_peak_gib() -> float:
 
 
 def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
-    """Return what belongs into a row of metrics of torch's memory_stats, in GiB, shares and counts.
+    """Return the columns of a metrics row from torch's memory_stats: GiB, shares and counts.
 
-    fragmentation  share of what torch has taken from the driver that is free, but in pieces beside what is in use
-    retries        times that torch gave back all that it had cached and asked the driver again, since the start
-    ooms           times that this did not help either
+    fragmentation  share of the reserved memory that is free, but in blocks next to memory in use
+    retries        how often torch released its cache and called cudaMalloc again, since the start
+    ooms           how often this call failed, too
     """
     reserved = stats.get("reserved_bytes.all.current", 0)
     return {
@@ -45,20 +45,20 @@ def allocator_metrics(stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def allocator_notes(retries: int | None, fragmentation: float | None, reserved_gib: float | None) -> list[str]:
-    """Return what a person should know of a run's allocator at its end; None is unknown."""
-    found = []
+    """Return notes on the allocator for the end of a run; None is unknown."""
+    notes = []
     if retries:
-        found.append(
-            f"the GPU was nearly full: torch had to give memory back {retries} times, which is slow;"
-            " a smaller micro_batch_size, or memory.allocator=expandable_segments:True"
+        notes.append(
+            f"the GPU was nearly full: torch had to release its cache {retries} times, which is slow;"
+            " use a smaller micro_batch_size, or memory.allocator=expandable_segments:True"
         )
-    if fragmentation is not None and (reserved_gib or 0) >= WORTH_GIB and fragmentation > FRAGMENTED:
-        found.append(
+    if fragmentation is not None and (reserved_gib or 0) >= MIN_RESERVED_GIB and fragmentation > MIN_FRAGMENTATION:
+        notes.append(
             f"{fragmentation:.0%} of the {reserved_gib:.2f} GiB that torch has reserved is fragmented;"
-            " memory.allocator=expandable_segments:True"
+            " use memory.allocator=expandable_segments:True"
         )
-    return found
+    return notes
 
 
-WORTH_GIB = 0.5  # of reserved memory: the fragments of less are not worth a setting
-FRAGMENTED = 0.2  # of the reserved memory: below it there is little to gain
+MIN_RESERVED_GIB = 0.5  # fragments of less memory do not justify a setting
+MIN_FRAGMENTATION = 0.2  # of the reserved memory; there is little to gain below it

@@ -16,7 +16,7 @@ import torch
 
 from runner.base.text import format_table
 from runner.profiling.device_waits import Wait
-from runner.profiling.module_times import BESIDE, ModuleTime
+from runner.profiling.module_times import NON_MODULES, ModuleTime
 
 TOP = 10  # operators shown
 ROWS = 20  # modules shown
@@ -71,7 +71,7 @@ class OperatorFindings:
 
 @dataclass
 class Findings:
-    """The findings in a phase; what is empty or None was not measured.
+    """The findings in a phase; empty or None: not measured.
 
     skipped    warm-up updates before the profile
     update_ms  part of the profile -> milliseconds of an update in it; num_updates -> number of updates
@@ -89,41 +89,41 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
 
-def report(findings: Findings, folder: Path, width: int | None = None) -> str:
+def format_profile(findings: Findings, folder: Path, width: int | None = None) -> str:
     """Return the text for the screen, no line longer than `width`, by default that of the terminal."""
     width = width or min(max(shutil.get_terminal_size((120, 24)).columns, 60), 140)
-    of_rank = f", rank 0 of {findings.ranks}" if findings.ranks > 1 else ""
-    title = f"profile of phase {findings.phase} on {findings.device}{of_rank}"
+    rank = f", rank 0 of {findings.ranks}" if findings.ranks > 1 else ""
+    title = f"profile of phase {findings.phase} on {findings.device}{rank}"
     trace = ["  trace.json.gz opens in ui.perfetto.dev"] if findings.operators.trace else []
     parts = [
-        [title, *_times(findings), *_shares(findings.operators)],
-        _operators(findings.operators, width),
-        _kernels(findings.operators.kernels, width),
-        _modules(findings, width),
-        _waits(findings.waits),
+        [title, *_format_times(findings), *_format_shares(findings.operators)],
+        _format_operators(findings.operators, width),
+        _format_kernels(findings.operators.kernels, width),
+        _format_modules(findings, width),
+        _format_waits(findings.waits),
         [f"note: {note}" for note in findings.notes],
         [f"files in {folder}", *trace],
     ]
-    return "\n\n".join("\n".join(_fitted(line, width) for line in part) for part in parts if part)
+    return "\n\n".join("\n".join(_wrap_line(line, width) for line in part) for part in parts if part)
 
 
-def files(findings: Findings) -> dict[str, bytes]:
+def make_files(findings: Findings) -> dict[str, bytes]:
     """Return name -> content of the files in profile/, except the text."""
-    found: dict[str, bytes] = {"summary.json": (json.dumps(summary(findings), indent=2) + "\n").encode()}
+    found: dict[str, bytes] = {"summary.json": (json.dumps(make_summary(findings), indent=2) + "\n").encode()}
     operators = findings.operators
     if operators.trace:
         found["trace.json.gz"] = operators.trace
     if operators.rows:
         found["operators.txt"] = operators.table.encode()
-        found["operators.csv"] = _csv([asdict(row) for row in operators.rows])
+        found["operators.csv"] = _encode_csv([asdict(row) for row in operators.rows])
     if operators.kernels:
-        found["kernels.csv"] = _csv([asdict(row) for row in operators.kernels])
+        found["kernels.csv"] = _encode_csv([asdict(row) for row in operators.kernels])
     if findings.modules:
-        found["modules.csv"] = _csv([_flat(row) for row in findings.modules])
+        found["modules.csv"] = _encode_csv([_flatten(row) for row in findings.modules])
     return found
 
 
-def summary(findings: Findings) -> dict[str, Any]:
+def make_summary(findings: Findings) -> dict[str, Any]:
     """Return the figures for JSON."""
     operators = findings.operators
     return {
@@ -145,17 +145,14 @@ def summary(findings: Findings) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- text
-
-
-def _times(findings: Findings) -> list[str]:
-    plain = findings.update_ms.get(AS_IT_IS)
+def _format_times(findings: Findings) -> list[str]:
+    plain = findings.update_ms.get(NO_INSTRUMENT)
     rows = []
     for name, ms in findings.update_ms.items():
         overhead = f"({ms / plain - 1:+.0%})" if plain and ms >= plain else "(within noise)"
         updates = findings.num_updates[name]
-        shown = overhead if plain and name != AS_IT_IS else ""
-        rows.append((name, f"{ms:.2f} ms per update", shown, f"{updates} update{'s' * (updates > 1)}"))
+        note = overhead if plain and name != NO_INSTRUMENT else ""
+        rows.append((name, f"{ms:.2f} ms per update", note, f"{updates} update{'s' * (updates > 1)}"))
     if not rows:
         return []
     skipped = f", after {findings.skipped} warm-up updates" if findings.skipped else ""
@@ -168,7 +165,7 @@ def _times(findings: Findings) -> list[str]:
     return lines
 
 
-def _shares(found: OperatorFindings) -> list[str]:
+def _format_shares(found: OperatorFindings) -> list[str]:
     if not found.shares:
         return []
     line = f"  of the recorded time: {', '.join(f'{name} {share:.1%}' for name, share in found.shares.items())}"
@@ -178,78 +175,83 @@ def _shares(found: OperatorFindings) -> list[str]:
     return [line, *([f"  calls that wait for the device, per update: {calls}"] if calls else [])]
 
 
-def _operators(found: OperatorFindings, width: int) -> list[str]:
+def _format_operators(found: OperatorFindings, width: int) -> list[str]:
     rows = found.rows[:TOP]
     if not rows:
         return []
     cpu = sum(row.self_cpu_ms for row in found.rows)
     device = sum(kernel.ms for kernel in found.kernels)
-    columns: dict[str, list[str]] = {"operator": [_shortened(row.name) for row in rows]}
-    columns["calls"] = [_count(row.calls) for row in rows]
+    columns: dict[str, list[str]] = {"operator": [_truncate(row.name) for row in rows]}
+    columns["calls"] = [_format_calls(row.calls) for row in rows]
     if found.kernels:
         columns["GPU self"] = [f"{row.self_device_ms:.3f}" for row in rows]
-        columns["of GPU"] = [_share(row.self_device_ms, device) for row in rows]
+        columns["of GPU"] = [_format_share(row.self_device_ms, device) for row in rows]
         columns["GPU total"] = [f"{row.device_ms:.3f}" for row in rows]
     columns["CPU self"] = [f"{row.self_cpu_ms:.3f}" for row in rows]
-    columns["of CPU"] = [_share(row.self_cpu_ms, cpu) for row in rows]
+    columns["of CPU"] = [_format_share(row.self_cpu_ms, cpu) for row in rows]
     columns["CPU total"] = [f"{row.cpu_ms:.3f}" for row in rows]
     by = {"self": "self time", "total": "total time, including what they call", "calls": "calls"}[found.sort_by]
     where = " on the GPU" if found.kernels and found.sort_by != "calls" else ""
-    head, *table = _table(columns, width)
+    head, *table = _format_columns(columns, width)
     lines = [f"operators by {by}{where}: ms per update, top {len(rows)} of {len(found.rows)}", head]
     for row, line in zip(rows, table, strict=False):
         lines += [line, *(f"      {text}" for text in (row.place, row.shapes) if text)]
     return [*lines, *table[len(rows) :]]
 
 
-def _kernels(kernels: Sequence[Kernel], width: int) -> list[str]:
+def _format_kernels(kernels: Sequence[Kernel], width: int) -> list[str]:
     rows = kernels[:TOP]
     total = sum(kernel.ms for kernel in kernels)
     if not total:
         return []
     columns = {
-        "kernel": [_shortened(row.name) for row in rows],
-        "calls": [_count(row.calls) for row in rows],
+        "kernel": [_truncate(row.name) for row in rows],
+        "calls": [_format_calls(row.calls) for row in rows],
         "GPU": [f"{row.ms:.3f}" for row in rows],
-        "share": [_share(row.ms, total) for row in rows],
+        "share": [_format_share(row.ms, total) for row in rows],
     }
-    return [f"kernels and copies by time: ms per update, top {len(rows)} of {len(kernels)}", *_table(columns, width)]
-
-
-def _modules(findings: Findings, width: int) -> list[str]:
-    """Return a tree of the slowest modules, with their share of the update."""
-    modules = [row for row in findings.modules if row.path not in BESIDE]
-    if not modules:
-        return []
-    whole = sum(row.own.mean for row in findings.modules)
-    slowest = sorted((row for row in modules if row.total.max), key=lambda row: -row.total.mean)[:ROWS]
-    shown = [row for row in modules if row in slowest]  # in the order of the model
-    rows = [*shown, *(row for row in findings.modules if row.path in BESIDE)]
-    columns = {
-        "module": [_shortened(_tree_name(row)) for row in rows],
-        "calls": [_count(row.calls) if row in shown else "" for row in rows],
-        "own": [_ms(row.own.mean) for row in rows],
-        "forward": [_ms(row.forward.mean) if row in shown else "" for row in rows],
-        "backward": [_ms(row.backward.mean) if row in shown else "" for row in rows],
-        "total": [_ms(row.total.mean) for row in rows],
-        "share": [_share(row.total.mean, whole) for row in rows],
-    }
-    of_the_total = ""
-    if findings.num_updates.get("modules timed", 1) > 1:
-        of_the_total = "; std to max: of the total"
-        for name in ("std", "min", "median", "max"):
-            columns[name] = [_ms(asdict(row.total)[name]) for row in rows]
-    left_out = f", {len(shown)} of {len(modules)}; all in modules.csv" if len(shown) < len(modules) else ""
-    most = max(modules, key=lambda row: row.own.mean)
-    of_most = f"{most.path or '(model)'} ({most.kind}), {_ms(most.own.mean)} ms, {_share(most.own.mean, whole)}"
     return [
-        f"modules: ms per update (own: without the modules inside{of_the_total}){left_out}",
-        *_table(columns, width),
-        *([f"  most self time: {of_most} of the update"] if most.own.mean else []),
+        f"kernels and copies by time: ms per update, top {len(rows)} of {len(kernels)}",
+        *_format_columns(columns, width),
     ]
 
 
-def _waits(waits: Sequence[Wait] | None) -> list[str]:
+def _format_modules(findings: Findings, width: int) -> list[str]:
+    """Return a tree of the slowest modules, with their share of the update."""
+    modules = [row for row in findings.modules if row.path not in NON_MODULES]
+    if not modules:
+        return []
+    total = sum(row.own.mean for row in findings.modules)
+    slowest = sorted((row for row in modules if row.total.max), key=lambda row: -row.total.mean)[:ROWS]
+    selected = [row for row in modules if row in slowest]  # in the order of the model
+    rows = [*selected, *(row for row in findings.modules if row.path in NON_MODULES)]
+    columns = {
+        "module": [_truncate(_tree_name(row)) for row in rows],
+        "calls": [_format_calls(row.calls) if row in selected else "" for row in rows],
+        "own": [_format_ms(row.own.mean) for row in rows],
+        "forward": [_format_ms(row.forward.mean) if row in selected else "" for row in rows],
+        "backward": [_format_ms(row.backward.mean) if row in selected else "" for row in rows],
+        "total": [_format_ms(row.total.mean) for row in rows],
+        "share": [_format_share(row.total.mean, total) for row in rows],
+    }
+    columns_note = ""
+    if findings.num_updates.get("modules timed", 1) > 1:
+        columns_note = "; std to max: of the total"
+        for name in ("std", "min", "median", "max"):
+            columns[name] = [_format_ms(asdict(row.total)[name]) for row in rows]
+    omitted = f", {len(selected)} of {len(modules)}; all in modules.csv" if len(selected) < len(modules) else ""
+    most = max(modules, key=lambda row: row.own.mean)
+    most_text = (
+        f"{most.path or '(model)'} ({most.kind}), {_format_ms(most.own.mean)} ms, {_format_share(most.own.mean, total)}"
+    )
+    return [
+        f"modules: ms per update (own: without the modules inside{columns_note}){omitted}",
+        *_format_columns(columns, width),
+        *([f"  most self time: {most_text} of the update"] if most.own.mean else []),
+    ]
+
+
+def _format_waits(waits: Sequence[Wait] | None) -> list[str]:
     if waits is None:
         return []
     own, others = ([row for row in waits if row.in_task is in_task] for in_task in (True, False))
@@ -263,50 +265,47 @@ def _waits(waits: Sequence[Wait] | None) -> list[str]:
     return lines
 
 
-def _table(columns: Mapping[str, Sequence[str]], width: int) -> list[str]:
+def _format_columns(columns: Mapping[str, Sequence[str]], width: int) -> list[str]:
     """Return a header and a line per row; the last columns are dropped if there is no room."""
     rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     return format_table(rows, "<>", droppable=list(columns)[:1:-1], columns=width - 2, indent="  ")
 
 
 def _tree_name(row: ModuleTime) -> str:
-    if row.path in BESIDE:
+    if row.path in NON_MODULES:
         return row.path
     depth = row.path.count(".") + 1 if row.path else 0
     return f"{'  ' * depth}{row.path.rpartition('.')[2] or '(model)'} {row.kind}"
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f}" if seconds < 0.1 else f"{1e3 * seconds:.1f}"
 
 
-def _count(calls: float) -> str:
+def _format_calls(calls: float) -> str:
     return f"{calls:.1f}".removesuffix(".0")
 
 
-def _share(part: float, whole: float) -> str:
+def _format_share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else ""
 
 
-def _fitted(line: str, width: int) -> str:
+def _wrap_line(line: str, width: int) -> str:
     return line if len(line) <= width else textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False)
 
 
-def _shortened(text: str, room: int = 36) -> str:
-    return text if len(text) <= room else f"{text[: room - 3]}..."
+def _truncate(text: str, width: int = 36) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
-# ---------------------------------------------------------------- files
-
-
-def _flat(row: ModuleTime) -> dict[str, Any]:
+def _flatten(row: ModuleTime) -> dict[str, Any]:
     found: dict[str, Any] = {"module": row.path, "class": row.kind, "calls": row.calls}
     for name in ("own", "forward", "backward", "total"):
         found |= {f"{name}_{figure}_ms": 1e3 * value for figure, value in asdict(row)[name].items()}
     return found
 
 
-def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
+def _encode_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -314,4 +313,4 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-AS_IT_IS = "as it is"
+NO_INSTRUMENT = "as it is"

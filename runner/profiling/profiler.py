@@ -1,7 +1,7 @@
 """Profile a few updates: operators, modules and synchronizations, each in separate updates.
 
 One instrument slows down what another one measures, so they run one after the other: first warm-up updates, then some
-that are only timed, then those with an instrument. Nothing here changes a number of the run.
+that are only timed, then those with an instrument. A profile does not change the results of the run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ from runner.profiling.instruments import (
     Subject,
     TraceOptions,
 )
-from runner.profiling.profile_report import AS_IT_IS, Findings, files, report
+from runner.profiling.profile_report import NO_INSTRUMENT, Findings, format_profile, make_files
 
-Keep = Callable[
-    [str, bytes], Path
-]  # the file of this name is in the run directory, with this content; returns its path
+WriteFile = Callable[[str, bytes], Path]  # (name, content) -> path of the file in the run directory
 
 
 class Profiler:
-    """Receives the start of each phase and every update; this one does nothing.
+    """Receives the start of each phase and every update; this base class does nothing.
 
     limit   updates after which the phase ends
     only    the run is for the profile alone: it neither evaluates nor saves
-    note    a line for the end of the run, "" where nothing was profiled
-    report  what was found, to be read
+    note    a line for the end of the run, "" if nothing was profiled
+    report  text of the report
     """
 
     limit: float = math.inf
@@ -50,140 +48,140 @@ class Profiler:
     report = ""
 
     def begin(self, subject: Subject, batches: Iterator[Any], total: int) -> Iterator[Any]:
-        """A phase of `total` more updates begins; return its batches, which may be looked at on their way."""
+        """Start a phase of `total` more updates; return its batches, which a subclass may wrap."""
         return batches
 
     def __call__(self, update: int) -> None:
-        """Note that an update is done."""
+        """End an update."""
 
-    def aside(self) -> AbstractContextManager[object]:
-        """Return a context that is no part of an update: an evaluation or a save."""
+    def exclude(self) -> AbstractContextManager[object]:
+        """Return a context that is no part of an update, such as an evaluation or a save."""
         return nullcontext()
 
     def close(self) -> None:
-        """The phase is over, or broken off: write what was recorded."""
+        """End the phase, complete or not, and write the results."""
 
 
-class OtherRank(Profiler):
-    """Ends each phase together with the rank that records."""
+class OtherRankProfiler(Profiler):
+    """Ends each phase after the same update as rank 0, which records."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self.only = limit, limit < math.inf
 
 
 class Trace(Profiler):
-    """Takes its instruments through the updates of a phase, one after the other, and then writes what they say."""
+    """Runs the instruments one after the other in the updates of a phase, and writes the results."""
 
-    def __init__(self, keep: Keep, options: TraceOptions) -> None:
-        self.keep, self.options, self.only = keep, options, options.only
+    def __init__(self, write: WriteFile, options: TraceOptions) -> None:
+        self.write, self.options, self.only = write, options, options.only
         self.limit = options.num_updates if options.only else math.inf
         self._open: Session | None = None
         self.note = self.report = ""
 
     def begin(self, subject: Subject, batches: Iterator[Any], total: int) -> Iterator[Any]:
-        options = self.options.fitted(total)
+        options = self.options.fit_to(total)
         self._open = Session(subject, options, shortened=options != self.options)
-        return self._open.fed(batches)
+        return self._open.iterate(batches)
 
     def __call__(self, update: int) -> None:
         if self._open is not None and self._open.update():
             self.close()
 
-    def aside(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._open is None else self._open.aside()
+    def exclude(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._open is None else self._open.exclude()
 
     def close(self) -> None:
         if self._open is None:
             return
         session, self._open = self._open, None
-        skipped = session.num_skipped
+        skipped = session.describe_skipped
         findings = session.close()
         if findings is None:
-            self.report = self.report or (f"nothing was profiled: broken off after {skipped}" if skipped else "")
+            self.report = self.report or (f"nothing was profiled: stopped after {skipped}" if skipped else "")
             return
         folder = session.subject.folder
-        for name, content in files(findings).items():
-            path = self.keep(f"{folder}{name}", content)
-        text = report(findings, path.parent)
-        self.keep(f"{folder}report.txt", text.encode())
+        for name, content in make_files(findings).items():
+            path = self.write(f"{folder}{name}", content)
+        text = format_profile(findings, path.parent)
+        self.write(f"{folder}report.txt", text.encode())
         self.report = f"{self.report}\n\n{text}" if self.report else text
         self.note = f"profile: {path.parent}/report.txt; trace.json.gz there opens in ui.perfetto.dev"
 
 
-# ---------------------------------------------------------------- the instruments
-
-
 class Session:
-    """One phase that is being profiled."""
+    """The profile of one phase.
+
+    shortened  the phase has too few updates, so each instrument has fewer than requested
+    """
 
     def __init__(self, subject: Subject, options: TraceOptions, *, shortened: bool) -> None:
         self.subject, self.options, self.shortened = subject, options, shortened
         self.parts = [
             ProfiledUpdates("skipped", options.skip),
-            ProfiledUpdates(AS_IT_IS, options.updates),
+            ProfiledUpdates(NO_INSTRUMENT, options.updates),
             Operators(subject, options),
             Modules(subject, options),
             *([HiddenWaits(subject)] if subject.device.type == "cuda" else []),
         ]
         self._index = -1
-        self._made, self._since = 0, 0.0
-        self._is_aside = False
-        self._next()
+        self._num_updates, self._since = 0, 0.0
+        self._is_excluded = False
+        self._start_next_part()
 
-    def fed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches, each fetched by the instrument whose turn it is."""
-        return iter(lambda: self.part.fetch(batches), None)  # no generator: that would end with the first error
+    def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches, each fetched by the current instrument."""
+        return iter(lambda: self.part.fetch(batches), None)  # not a generator, which would end with the first error
 
     @property
     def part(self) -> ProfiledUpdates:
-        return self.parts[self._index] if self._index < len(self.parts) else _NOTHING
+        return self.parts[self._index] if self._index < len(self.parts) else _NO_PART
 
     @property
-    def num_skipped(self) -> str:
-        """How many of the updates to skip were made, in words; "" where none was."""
+    def describe_skipped(self) -> str:
+        """Return the number of warm-up updates as text, "" if there was none."""
         part = self.parts[0]
-        made = self._made if self.part is part else part.num
-        return f"{made} of the {part.num} updates that are skipped" if made else ""
+        done = self._num_updates if self.part is part else part.num
+        return f"{done} of the {part.num} updates that are skipped" if done else ""
 
     def update(self) -> bool:
         """Record the end of an update; return whether it was the last one to profile."""
         part = self.part
-        self._made += 1
-        is_last = self._made == part.lead + part.num
-        if self._made == part.lead:  # what was given to the device before is not recorded
-            self._now()
-        if is_last:  # before the instrument looks at what it has
-            self._time()
-            # A collective that ends after torch's profiler does writes into memory that is gone (torch 2.13).
-            with record_function(trace_file.OWN):
+        self._num_updates += 1
+        is_last = self._num_updates == part.num_warm_up + part.num
+        if self._num_updates == part.num_warm_up:  # kernels of earlier updates are not recorded
+            self._synchronize()
+        if is_last:  # before the instrument analyzes its data
+            self._record_time()
+            # A collective that ends after torch's profiler writes into freed memory (torch 2.13).
+            with record_function(trace_file.PROFILER_WAIT):
                 self.subject.settle()
         part.update()
-        if self._made == part.lead:
+        if self._num_updates == part.num_warm_up:
             self._since = time.perf_counter()
         if is_last:
             part.stop()
-            self._next()
-        return is_last and self.part is _NOTHING
+            self._start_next_part()
+        return is_last and self.part is _NO_PART
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens is no part of an update; a save may be made in an evaluation."""
-        if self._is_aside:
+    def exclude(self) -> Iterator[None]:
+        """Exclude the context from the updates; contexts may be nested, as for a save in an evaluation."""
+        if self._is_excluded:
             yield
             return
-        self._is_aside, began = True, self._now()
+        self._is_excluded, began = True, self._synchronize()
         try:
-            with self.part.aside():
+            with self.part.exclude():
                 yield
-                ended = self._now()
+                ended = self._synchronize()
         finally:
-            self._is_aside = False
+            self._is_excluded = False
         self._since += ended - began
 
     def close(self) -> Findings | None:
-        """Return what was found; None where no update was looked at."""
-        if self.part is not _NOTHING:
-            self._time()
+        """Return the findings, or None if no update was measured."""
+        if self.part is not _NO_PART:
+            self._record_time()
             self.part.stop()
             self._index = len(self.parts)
         if not any(part.seconds for part in self.parts[1:]):
@@ -191,71 +189,65 @@ class Session:
         subject = self.subject
         findings = Findings(
             phase=subject.phase,
-            device=_name(subject.device),
+            device=_device_name(subject.device),
             ranks=subject.ranks,
             skipped=self.parts[0].num,
             update_ms={part.name: 1e3 * part.seconds for part in self.parts[1:] if part.seconds},
             num_updates={part.name: part.num for part in self.parts[1:] if part.seconds},
         )
         if self.shortened:
-            findings.notes.append("the phase has too few updates for all that was asked for: each part has fewer")
+            findings.notes.append("the phase has too few updates for the requested profile: each part has fewer")
         if any(part.seconds is None for part in self.parts[1:]):
             missing = [part.name for part in self.parts[1:] if part.seconds is None]
-            findings.notes.append(f"broken off: no {', '.join(missing)}")
+            findings.notes.append(f"incomplete: no {', '.join(missing)}")
         if _is_compiled(subject.model):
-            findings.notes.append("compiled: what is inside a graph is not told apart; its time is that of the graph")
+            findings.notes.append("compiled: modules inside a graph are not distinguished; their time is the graph's")
         for part in self.parts:
-            part.tell(findings)
+            part.add_to_findings(findings)
         return findings
 
-    def _next(self) -> None:
-        """Let the next part begin that has updates to make."""
+    def _start_next_part(self) -> None:
+        """Start the next part that has updates."""
         self._index += 1
-        while self.part is not _NOTHING and self.part.num == 0:
+        while self.part is not _NO_PART and self.part.num == 0:
             self._index += 1
-        self._made = 0
+        self._num_updates = 0
         self.part.start()
-        self._since = self._now()
+        self._since = self._synchronize()
 
-    def _time(self) -> None:
-        """The updates of this part that were made are all that count, and their time is known."""
-        part, counted = self.part, self._made - self.part.lead
+    def _record_time(self) -> None:
+        """Record the time of this part from its completed updates, which may be fewer than requested."""
+        part, counted = self.part, self._num_updates - self.part.num_warm_up
         if counted > 0:
-            part.seconds = (self._now() - self._since) / counted
+            part.seconds = (self._synchronize() - self._since) / counted
             part.num = counted
 
-    def _now(self) -> float:
-        """Return the time at which all is done that the device was given: between parts, and only there."""
+    def _synchronize(self) -> float:
+        """Wait for the device and return the time; called between parts only."""
         if self.subject.device.type == "cuda":
-            with record_function(trace_file.OWN):
+            with record_function(trace_file.PROFILER_WAIT):
                 torch.accelerator.synchronize(self.subject.device)
         return time.perf_counter()
-
-
-# ---------------------------------------------------------------- torch's profiler
 
 
 def _is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return get_accelerator(device).name() or device.type
 
 
-_NOTHING = ProfiledUpdates("", 0)
+_NO_PART = ProfiledUpdates("", 0)
 
 
-# ---------------------------------------------------------------- the options
-
-
-def off(keep: Keep | None) -> Profiler:
+def off(write: WriteFile | None) -> Profiler:
     """No profiling."""
     return Profiler()
 
 
 def trace(
-    keep: Keep | None,
+    write: WriteFile | None,
     *,
     skip: Count = 5,
     updates: Annotated[int, Range("a whole number from 1 to 500", low=1, high=500)] = 10,
@@ -276,9 +268,9 @@ def trace(
     only           end each phase after its profile; nothing is evaluated or saved
     """
     options = TraceOptions(skip, updates, depth, sort_by, with_stack, record_shapes, only)
-    if keep is None:
-        return OtherRank(options.num_updates if only else math.inf)
-    return Trace(keep, options)
+    if write is None:
+        return OtherRankProfiler(options.num_updates if only else math.inf)
+    return Trace(write, options)
 
 
 PROFILERS: Mapping[str, Callable[..., Profiler]] = {"off": off, "trace": trace}

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-DATA = "accel-run: data"  # the annotation around the wait for a batch
-OWN = "accel-run: wait of the profiler"  # no wait of the run
-ASIDE = "accel-run: aside"  # an evaluation or a save: no part of an update
+# Annotations in a trace.
+DATA = "accel-run: data"  # the wait for a batch
+PROFILER_WAIT = "accel-run: wait of the profiler"  # not a wait of the run
+EXCLUDED = "accel-run: aside"  # an evaluation or a save, which is no part of an update
 
 Interval = tuple[float, float]  # microseconds from, to
 
@@ -31,59 +32,59 @@ class TraceFile:
 
     @cached_property
     def thread(self) -> object:
-        """The thread that makes the updates."""
+        """The thread that runs the updates."""
         return next((event["tid"] for event in self._annotations("ProfilerStep#")), None)
 
     def shares(self) -> dict[str, float]:
-        """Return part -> share of the time of the recorded updates; they add up to 1, and are none without updates.
+        """Return part -> share of the time of the recorded updates; the shares add up to 1. Empty without updates.
 
-        Where a device worked: kernels, copies (while no kernel ran) and idle. Else: operators, data (until a batch is
-        there, whatever is done for it), and between operators.
+        On a device: kernels, copies (while no kernel ran) and idle. Otherwise: data (the wait for a batch), operators,
+        and between operators.
         """
         if not self.updates:
             return {}
-        kernels = _merged(self._of("kernel", "gpu_memset"))
-        copies = _merged(self._of("gpu_memcpy"))
+        kernels = _merge(self._intervals("kernel", "gpu_memset"))
+        copies = _merge(self._intervals("gpu_memcpy"))
         start, end = self.updates[0][0], self.updates[-1][1]
         if kernels or copies:
             end = max(end, *(interval[1] for interval in (*kernels[-1:], *copies[-1:])))
             first, second, names = kernels, copies, ("kernels", "copies", "idle")
         else:
-            first, second = self.data, _merged(map(_interval, self._operators()))
+            first, second = self.data, _merge(map(_interval, self._operators()))
             names = ("data", "operators", "between operators")
-        window = _without([(start, end)], self.aside)
-        first = _common(first, window)
-        second = _without(_common(second, window), first)
-        found = [_length(first) / _length(window), _length(second) / _length(window)]
-        return dict(zip(names, (*found, max(0.0, 1.0 - sum(found))), strict=True))
+        window = _subtract([(start, end)], self.excluded)
+        first = _intersect(first, window)
+        second = _subtract(_intersect(second, window), first)
+        result = [_total_length(first) / _total_length(window), _total_length(second) / _total_length(window)]
+        return dict(zip(names, (*result, max(0.0, 1.0 - sum(result))), strict=True))
 
     def data_share(self) -> float | None:
         """Return the share of the recorded updates in which the host waited for a batch; None without updates."""
         if not self.updates:
             return None
-        window = _without([(self.updates[0][0], self.updates[-1][1])], self.aside)
-        return _length(_common(self.data, window)) / _length(window)
+        window = _subtract([(self.updates[0][0], self.updates[-1][1])], self.excluded)
+        return _total_length(_intersect(self.data, window)) / _total_length(window)
 
     def device_waits(self) -> dict[str, float]:
-        """Return the call of CUDA in which the host waited -> how often in an update, without the profiler's own."""
-        own = _merged([*map(_interval, self._annotations(OWN)), *self.aside])
-        counted = _without(_merged(self.updates), own)
-        found: dict[str, float] = {}
+        """Return CUDA call in which the host waits -> calls per update, without those of the profiler."""
+        profiler = _merge([*map(_interval, self._annotations(PROFILER_WAIT)), *self.excluded])
+        counted = _subtract(_merge(self.updates), profiler)
+        result: dict[str, float] = {}
         for event in self.events:
             is_of_cuda = event.get("cat") in ("cuda_runtime", "cuda_driver")
-            if is_of_cuda and event["name"] in _WAITING and _holds(counted, event["ts"]):
-                found[event["name"]] = found.get(event["name"], 0.0) + 1.0 / max(1, len(self.updates))
-        return found
+            if is_of_cuda and event["name"] in WAITING_CALLS and _contains(counted, event["ts"]):
+                result[event["name"]] = result.get(event["name"], 0.0) + 1.0 / max(1, len(self.updates))
+        return result
 
     @cached_property
     def data(self) -> list[Interval]:
-        """When the host waited for a batch."""
-        return _merged(_interval(event) for event in self._annotations(DATA))
+        """Intervals in which the host waited for a batch."""
+        return _merge(_interval(event) for event in self._annotations(DATA))
 
     @cached_property
-    def aside(self) -> list[Interval]:
-        """When something was done that is no part of an update."""
-        return _merged(_interval(event) for event in self._annotations(ASIDE))
+    def excluded(self) -> list[Interval]:
+        """Intervals that are no part of an update."""
+        return _merge(_interval(event) for event in self._annotations(EXCLUDED))
 
     def _annotations(self, start: str) -> Iterable[dict[str, Any]]:
         return (
@@ -92,70 +93,67 @@ class TraceFile:
             if event.get("cat") == "user_annotation" and event["name"].startswith(start) and event["ph"] == "X"
         )
 
-    def _of(self, *kinds: str) -> Iterable[Interval]:
+    def _intervals(self, *kinds: str) -> Iterable[Interval]:
         return (_interval(event) for event in self.events if event.get("cat") in kinds and event["ph"] == "X")
 
     def _operators(self) -> Iterable[dict[str, Any]]:
-        """Return what computes on the thread of the updates: operators and graphs, not the Python around them."""
+        """Yield the operators and compiled graphs on the thread of the updates, without Python functions."""
         for event in self.events:
             if event["ph"] != "X" or event.get("tid") != self.thread:
                 continue
             name = event["name"]
             is_operator = "::" in name and not name.startswith(("autograd::", "torch::autograd"))
-            if (event.get("cat") == "cpu_op" and is_operator) or name.startswith(_GRAPHS):
+            if (event.get("cat") == "cpu_op" and is_operator) or name.startswith(GRAPH_NAMES):
                 yield event
-
-
-# ---------------------------------------------------------------- intervals
 
 
 def _interval(event: Mapping[str, Any]) -> Interval:
     return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))
 
 
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+def _merge(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union, in order and without overlap."""
-    found: list[Interval] = []
+    result: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            result.append((start, end))
+    return result
 
 
-def _common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what is in both unions."""
-    found, first, second = [], 0, 0
+def _intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the intersection of two unions."""
+    result, first, second = [], 0, 0
     while first < len(one) and second < len(other):
         start, end = max(one[first][0], other[second][0]), min(one[first][1], other[second][1])
         if start < end:
-            found.append((start, end))
+            result.append((start, end))
         if one[first][1] < other[second][1]:
             first += 1
         else:
             second += 1
-    return found
+    return result
 
 
-def _without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return what is in the first union and not in the second."""
+def _subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the first union without the second."""
     edges = [float("-inf"), *(edge for interval in other for edge in interval), float("inf")]
     gaps = [(edges[index], edges[index + 1]) for index in range(0, len(edges), 2)]
-    return _common(one, gaps)
+    return _intersect(one, gaps)
 
 
-def _length(union: Iterable[Interval]) -> float:
+def _total_length(union: Iterable[Interval]) -> float:
     return sum(end - start for start, end in union)
 
 
-def _holds(union: Sequence[Interval], when: float) -> bool:
+def _contains(union: Sequence[Interval], when: float) -> bool:
     index = bisect_right(union, (when, float("inf"))) - 1
     return index >= 0 and when <= union[index][1]
 
 
-_GRAPHS = ("## Call Compiled", "Torch-Compiled Region", "CompiledFunction", "Call CompiledFxGraph")
-_WAITING = {
+GRAPH_NAMES = ("## Call Compiled", "Torch-Compiled Region", "CompiledFunction", "Call CompiledFxGraph")
+WAITING_CALLS = {
     "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize",
     "cuCtxSynchronize", "cuEventSynchronize",
 }  # fmt: skip

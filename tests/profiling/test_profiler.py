@@ -10,8 +10,8 @@ from torch import nn
 from torch._C._autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from runner.profiling.instruments import Operators, Subject, TraceOptions, recorded
-from runner.profiling.profile_report import Findings, report
+from runner.profiling.instruments import Operators, Subject, TraceOptions, filter_events
+from runner.profiling.profile_report import Findings, format_profile
 from runner.profiling.profiler import Session
 
 OPTIONS = TraceOptions(0, 2, 3, "self", with_stack=False, record_shapes=False, only=True)
@@ -41,7 +41,7 @@ def test_the_time_of_a_kernel_counts_once() -> None:
         use_device="cuda",
     )  # fmt: skip
     findings = Findings("train", "a GPU", 1, 0, {}, {})
-    Operators(SUBJECT, OPTIONS).add_rows(findings.operators, recorded(events).key_averages(), 1)
+    Operators(SUBJECT, OPTIONS).add_rows(findings.operators, filter_events(events).key_averages(), 1)
     assert [(row.name, row.self_device_ms, row.self_cpu_ms) for row in findings.operators.rows] == [
         ("aten::mm", 0.075, 0.010),
         ("aten::relu", 0.025, 0.010),
@@ -50,16 +50,16 @@ def test_the_time_of_a_kernel_counts_once() -> None:
         ("gemm", 1, 0.075),
         ("clamp", 1, 0.025),
     ]
-    text = report(findings, Path("profile"), 140)
+    text = format_profile(findings, Path("profile"), 140)
     assert text.count("75.0%") == text.count("25.0%") == 2  # once of the operators, once of the kernels
 
 
 def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     # lint-tests: private: without a GPU nothing else shows when the device is waited for
-    now = Session._now
+    now = Session._synchronize
     # lint-tests: private: as above
-    monkeypatch.setattr(Session, "_now", lambda self: (done.append("wait"), now(self))[1])
+    monkeypatch.setattr(Session, "_synchronize", lambda self: (done.append("wait"), now(self))[1])
     session = Session(SUBJECT, OPTIONS, shortened=False)
     session.parts[2].update = lambda: done.append("step")  # type: ignore[method-assign]
     session.update(), session.update()  # as it is
@@ -83,7 +83,7 @@ def test_batches_continue_after_an_unreadable_one() -> None:
             return batch
 
     session = Session(SUBJECT, OPTIONS, shortened=False)
-    fed = session.fed(Batches())  # type: ignore[arg-type]
+    fed = session.iterate(Batches())  # type: ignore[arg-type]
     with pytest.raises(MemoryError):
         next(fed)
     assert len(list(fed)) == 1

@@ -176,7 +176,7 @@ class Checkpointing(Hook):
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
             self.saver.add_best(value, self.phase.number)
         elif self._can_hold() and broadcast(self.saver.has_no_budget()):
-            with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
+            with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.exclude():
                 self._hold(value)
         else:
             self.save(value)
@@ -198,7 +198,7 @@ class Checkpointing(Hook):
         too_late = self._deadline_problem()
         if too_late:
             return too_late
-        with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.aside():
+        with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.exclude():
             self._save_now(value, overwrite=overwrite)
         return None
 

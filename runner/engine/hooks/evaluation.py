@@ -84,7 +84,7 @@ class Evaluation(Hook):
 
     def _evaluate(self) -> None:
         if self.held_out is not None and not self.is_done:
-            with self.phase.watch.during("evaluation"), self.phase.run_.observers.profiler.aside():
+            with self.phase.watch.during("evaluation"), self.phase.run_.observers.profiler.exclude():
                 self._run_evaluation(self.held_out)
 
     def _run_evaluation(self, held_out: Loader) -> None:
