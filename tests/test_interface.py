@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import runner
 from runner.base.errors import ConfigError, TaskFault
 from runner.base.world import World
-from runner.interface import Chosen, DeviceStage, PipelineParallel, auto_parallelize
+from runner.interface import DeviceStage, ParallelChoice, PipelineParallel, auto_parallelize
 from tests.distributed.ranks import run_ranks
 
 GIB = 2**30
@@ -213,7 +213,7 @@ def test_foreign_layers_are_refused() -> None:
 # ---------------------------------------------------------------- a choice and its reason
 
 
-def chosen(*given: Any, **options: Any) -> tuple[Chosen, list[str]]:
+def chosen(*given: Any, **options: Any) -> tuple[ParallelChoice, list[str]]:
     said: list[str] = []
     return auto_parallelize(*given, say=said.append, **options), said
 
