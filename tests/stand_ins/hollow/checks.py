@@ -358,6 +358,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
             ("reduce-overhead precision=bf16", 16, "8.0"),
             ("reduce-overhead precision=bf16", 4, "8.0"),
             ("reduce-overhead precision=fp32 averaging=ema", 8, "7.5"),
+            ("reduce-overhead precision=bf16 memory=checkpoint task.dropout=0.5 task.batch_norm=true", 8, "8.0"),
             ("max-autotune precision=bf16", 8, "8.0"),
         )
     ),

@@ -261,13 +261,14 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t s) { 
 
 static cudaStream_t captured;  // the one stream whose work is being captured
 static int is_capturing, is_invalid;
+static __thread int captures_here;
 static char graph[8];  // what is being captured: nobody looks inside
 static unsigned long long num_captures;
 static long num_replays;
 
-// A host wait while work is captured: CUDA refuses it, and the capture is invalid.
-static cudaError_t end_capture_of_wait(void) {
-  if (!is_capturing) return cudaSuccess;
+// A host wait of the capturing thread or for the captured stream: CUDA refuses it, and the capture is invalid.
+static cudaError_t invalidate(int is_affected) {
+  if (!is_capturing || !is_affected) return cudaSuccess;
   is_invalid = 1;
   return ended(cudaErrorStreamCaptureUnsupported);
 }
@@ -280,14 +281,14 @@ static enum cudaStreamCaptureStatus status_of(cudaStream_t stream) {
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
   if (is_capturing) return ended(cudaErrorIllegalState);
   captured = stream;
-  is_capturing = 1;
+  is_capturing = captures_here = 1;
   is_invalid = 0;
   num_captures++;
   return begin();
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *found) {
-  is_capturing = 0;
+  is_capturing = captures_here = 0;
   *found = is_invalid ? NULL : (cudaGraph_t)malloc(8);
   return is_invalid ? ended(cudaErrorStreamCaptureInvalidated) : begin();
 }
@@ -324,8 +325,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return cudaStreamCreateWithPriority(stream, flags, 0); }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return num_waits++, end_capture_of_wait() ?: begin(); }
-cudaError_t cudaDeviceSynchronize(void) { return num_waits++, end_capture_of_wait() ?: use_context(); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return num_waits++, invalidate(stream == captured) ?: begin(); }
+cudaError_t cudaDeviceSynchronize(void) { return num_waits++, invalidate(captures_here) ?: use_context(); }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { return *priority = 0, cudaSuccess; }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
@@ -428,6 +429,8 @@ const char *cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorInitializationError: return "initialization error";
+    case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
+    case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";
     case cudaErrorHostMemoryAlreadyRegistered: return "part or all of the requested memory range is already mapped";
     default: return "unknown error";
   }
