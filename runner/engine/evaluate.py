@@ -35,47 +35,47 @@ class EvaluationResult(NamedTuple):
     metrics: dict[str, float]
     empty: tuple[str, ...] = ()
 
-    def known(self) -> dict[str, float]:
-        """Return the metrics that were measured."""
+    def measured(self) -> dict[str, float]:
+        """Return the metrics that have items."""
         return {name: value for name, value in self.metrics.items() if name not in self.empty}
 
 
 @dataclass
-class Sizes:
+class BatchSizes:
     """Maximum batch sizes of an evaluation.
 
-    asked     size in which batches are distributed to the ranks
-    failed    (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
-    now       current size on this rank; smaller than `asked` after an out-of-memory error
-    of_ranks  (size before the last evaluation, size after it) of each rank
-    coupled   number of samples whose coupled loss is computed together; 0: all samples
+    requested  size of the batches that are distributed to the ranks
+    on_error   (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
+    current    size on this rank, smaller than `requested` after an out-of-memory error
+    by_rank    (size before the last evaluation, size after it) of each rank
+    coupled    number of samples whose coupled loss is computed together; 0: all samples
     """
 
-    asked: int
-    failed: Callable[[Exception, int], int] | None = None
-    now: int = 0
-    of_ranks: list[tuple[int, int]] = field(default_factory=list)
+    requested: int
+    on_error: Callable[[Exception, int], int] | None = None
+    current: int = 0
+    by_rank: list[tuple[int, int]] = field(default_factory=list)
     coupled: int = 0
 
     def __post_init__(self) -> None:
-        self.now = self.now or self.asked
+        self.current = self.current or self.requested
 
 
 def evaluate(
     parts: Parts,
     loader: Loader,
     samples: Indices,
-    sizes: Sizes,
+    sizes: BatchSizes,
     *,
-    stopped: Callable[[], bool] = lambda: False,
-    all_measured: Callable[[], object] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_last_batch: Callable[[], object] = lambda: None,
     split: str = "val",
 ) -> EvaluationResult | None:
-    """Return the metrics over `samples`, each counted once, or None if `stopped` returned True on any rank.
+    """Return the metrics over `samples`, each counted once, or None if `should_stop` returned True on any rank.
 
-    stopped       called before each batch
-    all_measured  called after the last batch, before `summarize`
-    split         of the samples, for `Task.metrics`
+    should_stop    called before each batch
+    on_last_batch  called after the last batch, before `summarize`
+    split          of the samples, for `Task.metrics`
 
     After an out-of-memory error, this rank repeats all of its batches in smaller ones, without a collective.
 
@@ -83,14 +83,16 @@ def evaluate(
     model is in train mode again and the generators have their previous state.
     """
     task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
-    world, before = parallel.world, sizes.now
-    batch_size = sizes.now if parallel.in_step else sizes.asked  # in lockstep, all ranks run the same number of batches
+    world, size_before = parallel.world, sizes.current
+    batch_size = (
+        sizes.current if parallel.in_step else sizes.requested
+    )  # in lockstep, all ranks run the same number of batches
     states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
         MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
         for part in split_positions(len(samples), batch_size, sizes.coupled if states.is_coupled else 0)
     ]
-    mine = parallel.evaluation_batches(keys)
+    local_batches = parallel.evaluation_batches(keys)
 
     def run_batches() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
@@ -102,13 +104,13 @@ def evaluate(
             noise.without_samples(),
         ):
             seed_everything(rank_seed(seed, world.rank))
-            for micro in parts.prefetch(iter(loader.batches(_split_batches(mine, sizes.now)))):
-                if stopped() and not parallel.in_step:  # in lockstep, the other ranks would block
+            for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
+                if should_stop() and not parallel.in_step:  # in lockstep, the other ranks would block
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
-                    found = validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, source)
-                for name, pair in found.items() if micro.counts else ():
+                    metrics = validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, source)
+                for name, pair in metrics.items() if micro.counts else ():
                     pairs.setdefault(name, []).append((_copy_number(pair[0]), _copy_number(pair[1])))
         return False, pairs
 
@@ -117,21 +119,21 @@ def evaluate(
             is_stopped, pairs = run_batches()
             break
         except Exception as error:
-            if parallel.in_step or sizes.failed is None:
+            if parallel.in_step or sizes.on_error is None:
                 raise
-            sizes.now = sizes.failed(error, sizes.now)
+            sizes.current = sizes.on_error(error, sizes.current)
         release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive
-    all_measured()
-    found = {name: _sum_pairs(batch_pairs, world) for name, batch_pairs in pairs.items()}
-    gathered = world.gather([is_stopped, found, [before, sizes.now]])
-    sizes.of_ranks = [(old, new) for _, _, (old, new) in gathered]
-    if any(stopped_there for stopped_there, _, _ in gathered):
+    on_last_batch()
+    sums_by_name = {name: _sum_pairs(batch_pairs, world) for name, batch_pairs in pairs.items()}
+    gathered = world.gather([is_stopped, sums_by_name, [size_before, sizes.current]])
+    sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
+    if any(is_stopped for is_stopped, _, _ in gathered):
         return None
-    of_ranks = [there for _, there, _ in gathered]
+    sums_by_rank = [sums for _, sums, _ in gathered]
     metrics_by_name: dict[str, float] = {}
     non_finite: set[str] = set()  # metrics whose sum is not finite: their NaN is a result, not a lack of items
-    for name in dict.fromkeys(name for there in of_ranks for name in there):
-        rows = [there[name] for there in of_ranks if name in there]
+    for name in dict.fromkeys(name for sums in sums_by_rank for name in sums):
+        rows = [sums[name] for sums in sums_by_rank if name in sums]
         for _, _, min_count in rows:
             check_count(min_count, f"evaluate ({name})", task.evaluate, source)
         total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])

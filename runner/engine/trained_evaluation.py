@@ -19,7 +19,7 @@ from runner.config.schema import did_you_mean
 from runner.durable.signals import StopRequest
 from runner.engine import oom_history
 from runner.engine.assemble import Parts
-from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
+from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
 from runner.engine.watchdog import EVALUATION, SUMMARY, HangTraces, run_watchdog
 from runner.plan.run_plan import PhasePlan, Plan
@@ -66,7 +66,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             progress_mark.now = (SUMMARY, trained.update)
 
         began = time.perf_counter()
-        result = evaluate(parts, Loader(fetcher), samples, sizes, stopped=must_stop, all_measured=begin_summary)
+        result = evaluate(parts, Loader(fetcher), samples, sizes, should_stop=must_stop, on_last_batch=begin_summary)
         seconds = time.perf_counter() - began
         if result is None:
             return Exit.INTERRUPTED, None
@@ -99,7 +99,7 @@ def _make_fetcher(parts: Parts, split: str) -> Fetcher:
         raise
 
 
-def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> Sizes:
+def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], None]) -> BatchSizes:
     """Return the batch size of the run, with its recorded reductions after out of memory."""
     plan, world, requested = trained.plan, trained.parts.world, phase.batch.micro_batch_size
 
@@ -110,12 +110,12 @@ def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], N
         warn(f"out of memory: the batches of this evaluation have {less} samples instead of {size}")
         return less
 
-    sizes = Sizes(requested, reduce if plan.settings.on_oom == "retry" else None)
+    sizes = BatchSizes(requested, reduce if plan.settings.on_oom == "retry" else None)
     current = ("evaluation", phase.name, world.world_size, requested)
     for row in oom_history.read_reductions(trained.directory.path):
         is_same = (row.use, row.phase, row.world_size, row.asked) == current
         if is_same and (trained.parts.parallel.in_step or row.applies_to(world.rank)):
-            sizes.now = min(sizes.now, row.size)
+            sizes.current = min(sizes.current, row.size)
     return sizes
 
 

@@ -22,7 +22,7 @@ from runner.base.task import Prediction, Task
 from runner.base.text import NOT_MEASURED
 from runner.base.world import World
 from runner.engine import infer
-from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
+from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.run import Observers
 from runner.engine.task_loading import CheckedLoss
 from tests.distributed.ranks import run_ranks
@@ -62,7 +62,7 @@ def loss_of(task: Task) -> Any:
 def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_size: int = 2) -> EvaluationResult:
     samples = [torch.tensor(float(number)) for number in range(num_samples)]
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
-    found = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), Sizes(batch_size))
+    found = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), BatchSizes(batch_size))
     assert found is not None
     return found
 
@@ -193,19 +193,19 @@ def test_a_metric_without_items_is_nan_and_is_named() -> None:
     found = metrics_of(Wrong(evaluate=lambda x: answer))
     assert math.isnan(found.metrics["rare"])
     assert set(found.empty) == {"rare", "odd"}
-    assert found.known() == {"often": 0.5}
+    assert found.measured() == {"often": 0.5}
 
 
 def test_a_metric_with_a_nan_sum_counts_as_measured() -> None:
     found = metrics_of(Wrong(evaluate=lambda x: {"loss": (torch.tensor(math.nan), 2)}))
-    assert math.isnan(found.known()["loss"])
+    assert math.isnan(found.measured()["loss"])
 
 
 def test_a_metric_without_items_is_distinguished_from_a_nan_metric() -> None:
     answer = {"loss": (torch.tensor(math.nan), 2), "rare": (torch.tensor(0.0), 0)}
     found = metrics_of(Wrong(evaluate=lambda x: answer))
     assert found.empty == ("rare",)
-    assert set(found.known()) == {"loss"}
+    assert set(found.measured()) == {"loss"}
 
 
 def test_a_tracker_receives_the_rows_of_the_file() -> None:

@@ -48,8 +48,8 @@ class Drift(runner.Hook):
             self.phase.model.weight += self.sum
         self.phase.log({"drift/sum": self.sum, "drift/seen": self.seen})
 
-    def after_evaluation(self, found):
-        self.phase.log({"drift/evaluated": found.metrics["val/loss"]})
+    def after_evaluation(self, result):
+        self.phase.log({"drift/evaluated": result.metrics["val/loss"]})
 
     def state_dict(self):
         return {"seen": self.seen, "sum": self.sum}

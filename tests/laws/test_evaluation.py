@@ -13,7 +13,7 @@ from runner.axes.dataloader import Fetcher, Loader
 from runner.base.batch import MicroBatch
 from runner.base.task import Sum, Task
 from runner.base.world import World
-from runner.engine.evaluate import Sizes, evaluate
+from runner.engine.evaluate import BatchSizes, evaluate
 from tests.parts import parts_of
 from tests.rounding import allowed
 
@@ -34,7 +34,7 @@ class Sampling(Task):
         return {"mean": (batch[counted].sum(), counted.sum()), "drawn": (drawn.sum(), len(batch))}
 
 
-def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: Sizes | None = None) -> dict[str, float]:
+def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: BatchSizes | None = None) -> dict[str, float]:
     samples = [torch.tensor(float(number)) for number in range(11)]
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
 
@@ -42,7 +42,7 @@ def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: Sizes | None
         return batches
 
     parts = parts_of(task, Path(__file__), WORLD, seed=seed, prefetch=as_it_is)
-    found = evaluate(parts, loader, list(range(11)), sizes or Sizes(batch_size))
+    found = evaluate(parts, loader, list(range(11)), sizes or BatchSizes(batch_size))
     assert found is not None
     return found.metrics
 

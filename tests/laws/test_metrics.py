@@ -21,7 +21,7 @@ from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.base.world import World
-from runner.engine.evaluate import EvaluationResult, Sizes, evaluate
+from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
 from tests.distributed.ranks import CPU, run_ranks
 from tests.parts import parts_of
 from tests.rounding import PROMISED
@@ -114,9 +114,9 @@ def measured(world: World, task: Task, size: int, coupled: int = 16, number: int
     model = parallel.wrap(task.model, list, [])
     loader = Loader(Fetcher(list(zip(*data(), strict=True)), default_collate, bad_samples="stop"))
     parts = parts_of(task, HERE, world, model=model, parallel=parallel, prefetch=Prefetch(CPU))
-    found = evaluate(parts, loader, list(range(number)), Sizes(size, coupled=coupled))
+    found = evaluate(parts, loader, list(range(number)), BatchSizes(size, coupled=coupled))
     assert isinstance(found, EvaluationResult)
-    return found.known()
+    return found.measured()
 
 
 @pytest.mark.sampled(4)

@@ -56,7 +56,7 @@ class Checkpointing(Hook):
         start = phase.start
         self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run_.directory.checkpoints
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
-        phase.progress_mark.write_progress = self._writing
+        phase.progress_mark.write_progress = self._write_progress
 
     def _make_saver(self, start: Loaded | None) -> Saver:
         run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
@@ -109,9 +109,9 @@ class Checkpointing(Hook):
         ) and self._has_next_update():
             self.save()  # `end` saves the last update
 
-    def after_evaluation(self, found: EvaluationResult) -> None:
+    def after_evaluation(self, result: EvaluationResult) -> None:
         self.phase.finish_work()  # a best checkpoint of the last evaluation must be marked as finished
-        self.save_if_best(found.metrics)
+        self.save_if_best(result.metrics)
 
     def state_dict(self) -> list[dict[str, float]]:
         return self.phase.run_.save_cost.state()
@@ -276,7 +276,7 @@ class Checkpointing(Hook):
         numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.progress.kept]
         return tuple(checkpoints.path_of(self.phase.run_.directory.checkpoints, number) for number in numbers)
 
-    def _writing(self) -> tuple[int, object] | None:
+    def _write_progress(self) -> tuple[int, object] | None:
         """Return the update whose checkpoint is being written, and a counter of disk progress."""
         writing = self.saver.writer.under_way
         return (writing[0] - self.phase.run_.progress.updates_before, writing) if writing else None
@@ -357,7 +357,7 @@ class Checkpointing(Hook):
                 tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
                 states[name] = {key: value for key, value in state.items() if key not in tensors[name]}
         # A stage of a pipeline may have no tensors while others do; all ranks gather them together.
-        gathered = self.phase.parts.world.gather([name for name, there in tensors.items() if there])
+        gathered = self.phase.parts.world.gather([name for name, tensors_ in tensors.items() if tensors_])
         return states, {name: tensors[name] for name in dict.fromkeys(name for names in gathered for name in names)}
 
     def _check_finite(self, snapshot: Snapshot) -> None:

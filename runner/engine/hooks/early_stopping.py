@@ -40,7 +40,7 @@ class EarlyStopping(Hook):
         name = self.settings.metric
         if self.settings.patience is not None and name not in result.metrics:
             warn_unknown_metric(self.phase, "early_stopping.metric", name, result.metrics)
-        value = result.known().get(name)
+        value = result.measured().get(name)
         if value is None:
             return
         sign = 1.0 if self.settings.best_is == "min" else -1.0

@@ -38,8 +38,8 @@ class Evaluation(Hook):
     @cached_property
     def every(self) -> int:
         """Updates between evaluations; 0: only at the end."""
-        work, wanted = self.phase.work, self.phase.planned.evaluate.every
-        every = wanted if work.has_interim_evaluation else 0
+        work, setting = self.phase.work, self.phase.planned.evaluate.every
+        every = setting if work.has_interim_evaluation else 0
         return max(1, work.total // 10) if every == "auto" else int(every)
 
     @property
@@ -101,8 +101,8 @@ class Evaluation(Hook):
                 held_out,
                 self.samples,
                 oom.sizes,
-                stopped=self._must_stop,
-                all_measured=self._mark_summary,
+                should_stop=self._must_stop,
+                on_last_batch=self._mark_summary,
             )
         oom.report_evaluation_reductions()
         phase.progress_mark.completed_kinds.add(SUMMARY)
@@ -120,10 +120,10 @@ class Evaluation(Hook):
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **result.metrics})
         phase.record.metrics |= result.metrics
         run.observers.screen.show_metrics(update, result.metrics, result.empty)
-        non_finite = [name for name, value in result.known().items() if not math.isfinite(value)]
+        non_finite = [name for name, value in result.measured().items() if not math.isfinite(value)]
         if non_finite:
             run.observers.screen.warn(f"not finite at update {update}: {', '.join(non_finite)}")
-        phase.work.observe(result.known())
+        phase.work.observe(result.measured())
         for hook in phase.hooks:
             hook.after_evaluation(result)
 

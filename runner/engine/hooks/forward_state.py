@@ -55,13 +55,15 @@ class ForwardState(Hook):
         self._buffer_copies: dict[str, Tensor] = {}  # copies of non-persistent buffers, during the first update
         # Read requires_grad before the phase freezes the parameters that it does not train: other phases train them.
         self._frozen = {
-            name: seen for name, seen in _track_parameters(phase.parts.bare) if not seen.tensor.requires_grad
+            name: tracked for name, tracked in _track_parameters(phase.parts.bare) if not tracked.tensor.requires_grad
         }
         self._buffers: dict[str, _TrackedTensor] = {}
 
     def begin(self) -> None:
         self._record_versions()
-        self._buffer_copies = {name: seen.tensor.detach().to("cpu", copy=True) for name, seen in self._buffers.items()}
+        self._buffer_copies = {
+            name: tracked.tensor.detach().to("cpu", copy=True) for name, tracked in self._buffers.items()
+        }
 
     def after_update(self, step: StepInfo) -> None:
         if not self._is_first:
@@ -116,27 +118,27 @@ class ForwardState(Hook):
     # ------------------------------------------------------------ detecting changes
 
     def _record_versions(self) -> None:
-        self._frozen = {name: _track(*seen[:3]) for name, seen in self._frozen.items()}
+        self._frozen = {name: _track(*tracked[:3]) for name, tracked in self._frozen.items()}
         self._buffers = {
             name: _track(module, key, buffer)
             for name, module, key, buffer in _non_persistent_buffers(self.phase.parts.bare)
         }
 
     def _has_same_bits(self, name: str, before: Tensor) -> bool:
-        seen = self._buffers[name]
-        now = seen.module._buffers.get(seen.key)
+        tracked = self._buffers[name]
+        now = tracked.module._buffers.get(tracked.key)
         return now is None or now.shape != before.shape or bitwise_equal(now, before)
 
     def _find_changed_frozen(self) -> list[str]:
         """Return the frozen parameters that changed since the last check, on any rank."""
-        changed = [name for name, seen in self._frozen.items() if seen.is_changed]
+        changed = [name for name, tracked in self._frozen.items() if tracked.is_changed]
         return sorted({name for names in self.phase.parts.world.gather(changed) for name in names})
 
     def _record_changes(self) -> None:
         """Record what has changed since the last check."""
-        for name, seen in self._buffers.items():
-            now = seen.module._buffers.get(seen.key)
-            if seen.is_changed and now is not None and now.shape == seen.tensor.shape:
+        for name, tracked in self._buffers.items():
+            now = tracked.module._buffers.get(tracked.key)
+            if tracked.is_changed and now is not None and now.shape == tracked.tensor.shape:
                 self._names.buffers.add(name)
         changed = self._convert_changed()
         if changed and not self.phase.has_one_rank:  # ranks did not synchronize them in earlier updates
@@ -156,16 +158,16 @@ class ForwardState(Hook):
         return changed
 
     @staticmethod
-    def _is_replaced(seen: _TrackedTensor) -> bool:
-        return getattr(seen.module, seen.key, None) is not seen.tensor
+    def _is_replaced(tracked: _TrackedTensor) -> bool:
+        return getattr(tracked.module, tracked.key, None) is not tracked.tensor
 
     def _convert_to_buffers(self, names: Collection[str]) -> None:
         """Convert these parameters to buffers, so that evaluations and ranks treat them as such."""
         for name in names:
-            seen = self._frozen.pop(name, None)
-            if seen is not None:
+            tracked = self._frozen.pop(name, None)
+            if tracked is not None:
                 for module in self.phase.parts.bare.modules():  # several modules may share it
-                    for key in [key for key, weight in module._parameters.items() if weight is seen.tensor]:
+                    for key in [key for key, weight in module._parameters.items() if weight is tracked.tensor]:
                         module._buffers[key] = module._parameters.pop(key)
         self._names.frozen.update(names)
 

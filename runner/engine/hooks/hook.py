@@ -216,7 +216,7 @@ class Hook:
         """Return a context for the forward passes of an evaluation."""
         return nullcontext()
 
-    def after_evaluation(self, found: EvaluationResult) -> None:
+    def after_evaluation(self, result: EvaluationResult) -> None:
         """Called on all ranks with the same metrics."""
 
     def state_dict(self) -> Any:

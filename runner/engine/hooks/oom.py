@@ -8,7 +8,7 @@ from contextlib import suppress
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost, TaskFault
 from runner.base.oom_errors import BETWEEN, OomCause, find_oom_cause, halve
 from runner.engine import oom_history
-from runner.engine.evaluate import Sizes
+from runner.engine.evaluate import BatchSizes
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.oom_history import ReducedMicroBatch
 from runner.engine.oom_report import MemoryAccount, format_report, measure_memory, suggest_settings
@@ -32,9 +32,9 @@ class OutOfMemory(Hook):
         self.last_problem: Problem | None = None
         batch = phase.planned.batch
         failed = self._reduce_evaluation_batch if self.is_on else None
-        self.sizes = Sizes(batch.micro_batch_size, failed, coupled=batch.global_batch_size)
+        self.sizes = BatchSizes(batch.micro_batch_size, failed, coupled=batch.global_batch_size)
         for row in self._rows_for("evaluation"):
-            self.sizes.now = min(self.sizes.now, row.size)
+            self.sizes.current = min(self.sizes.current, row.size)
 
     @property
     def smaller(self) -> tuple[tuple[int, int], ...]:
@@ -72,7 +72,7 @@ class OutOfMemory(Hook):
         if cause.place in ("optimizer", BETWEEN):
             samples = 0
         else:
-            samples = self.sizes.now if self._is_evaluating else self._size()
+            samples = self.sizes.current if self._is_evaluating else self._size()
         shape_text = str(tuple(shape)) if isinstance(shape, tuple) and samples and not self._is_evaluating else ""
         rank = self.run.plan.ranks[self.world.rank]
         self.memory = MemoryAccount(cause, samples, shape_text, None, None, None)
@@ -149,7 +149,7 @@ class OutOfMemory(Hook):
 
     def report_evaluation_reductions(self) -> None:
         """Record and report reduced batch sizes; all ranks know the sizes before and after the evaluation."""
-        for rank, (old, new) in enumerate(self.sizes.of_ranks):
+        for rank, (old, new) in enumerate(self.sizes.by_rank):
             if new < old:
                 self._add_row(
                     ReducedMicroBatch(
@@ -208,7 +208,7 @@ class OutOfMemory(Hook):
         self, cause: OomCause, error: AccelRunError, obstacle: str, *, is_final: bool = False
     ) -> AccelRunError:
         phase = self.phase
-        size = self.sizes.now if self._is_evaluating else self._size()
+        size = self.sizes.current if self._is_evaluating else self._size()
         reduced = None if is_final else halve(size)
         (problem,) = error.problems
         pass_size = size if cause.place != BETWEEN else 0

@@ -64,8 +64,8 @@ class StreamPosition(Hook):
         if self._fetcher is None:
             return None
         furthest: dict[int, list[Any]] = {}
-        mine = [[shard, *mark._replace(note="")] for shard, mark in self._marks.items()]
-        for shard, *mark in itertools.chain.from_iterable(self.phase.parts.world.gather(mine)):
+        marks = [[shard, *mark._replace(note="")] for shard, mark in self._marks.items()]
+        for shard, *mark in itertools.chain.from_iterable(self.phase.parts.world.gather(marks)):
             furthest[shard] = max(furthest.get(shard, mark), mark, key=_mark_order)
         return {"shards": [[shard, *mark] for shard, mark in furthest.items()], "replays": self._is_replayed}
 

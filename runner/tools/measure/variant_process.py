@@ -39,7 +39,7 @@ from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
-from runner.engine.evaluate import Sizes, evaluate
+from runner.engine.evaluate import BatchSizes, evaluate
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
@@ -421,10 +421,10 @@ class TrainingVariant:
         evaluation = phase.hook(Evaluation)
         if evaluation.held_out is None:
             return {"more_s": 0.0}
-        size, samples = phase.hook(OutOfMemory).sizes.asked, evaluation.samples
+        size, samples = phase.hook(OutOfMemory).sizes.requested, evaluation.samples
         for _ in range(2):
             began = time.perf_counter()
-            evaluate(parts, evaluation.held_out, samples[: size + len(samples) % size], Sizes(size))
+            evaluate(parts, evaluation.held_out, samples[: size + len(samples) % size], BatchSizes(size))
             parts.world.synchronize()
             took.append(time.perf_counter() - began)
         return {"more_s": max(0.0, took[0] - took[1])}
