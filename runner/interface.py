@@ -77,14 +77,14 @@ def auto_parallelize(
     need = _needed_bytes(model, example, bytes_per_parameter)
     largest = limits.index(max(limits))
     if has_joined and dist.get_world_size() > 1:
-        chosen = _replicated_choice(model, places[largest], need, limits[largest])
+        choice = _replicated_choice(model, places[largest], need, limits[largest])
     elif need <= max(limits) and (parts is None or max(limits) <= 1.1 * min(limits)):
         reason = (
             f"the model needs {_format_size(need)}, and {places[largest]} has {_format_size(limits[largest])} available"
         )
         if len(places) > 1:
             reason += f"; {len(places)} processes, one per device, could each train a replica: use torchrun"
-        chosen = ParallelChoice(model.to(places[largest]), "single", reason)
+        choice = ParallelChoice(model.to(places[largest]), "single", reason)
     elif len(places) > 1 and parts is not None:
         piped = PipelineParallel(
             model,
@@ -95,11 +95,11 @@ def auto_parallelize(
             example=example,
             bytes_per_parameter=bytes_per_parameter,
         )
-        chosen = _pipeline_choice(piped, limits, need)
+        choice = _pipeline_choice(piped, limits, need)
     else:
         raise ConfigError(_does_not_fit(model, places, limits, need, parts))
-    say(str(chosen))
-    return chosen
+    say(str(choice))
+    return choice
 
 
 class PipelineParallel(nn.Module):
@@ -323,19 +323,19 @@ def _resolve_devices(devices: Sequence[Place] | None) -> list[torch.device]:
     return [current_device() if str(place) == "cuda" else place for place in resolved]
 
 
-def _capacities(places: Sequence[torch.device], given: Sequence[int] | None) -> list[int]:
+def _capacities(places: Sequence[torch.device], capacities: Sequence[int] | None) -> list[int]:
     """Return the memory of each device in bytes; a device listed several times is shared evenly."""
-    if given is not None:
-        if len(given) != len(places):
-            what = f"must have one size for each of the {len(places)} devices, but has {len(given)}"
+    if capacities is not None:
+        if len(capacities) != len(places):
+            what = f"must have one size for each of the {len(places)} devices, but has {len(capacities)}"
             raise ConfigError(Problem(what, "capacities"))
-        return list(given)
+        return list(capacities)
     return [device_bytes(place) // places.count(place) for place in places]
 
 
-def _layers(model: nn.Module, given: Sequence[nn.Module] | None) -> list[nn.Module] | None:
-    if given is not None:
-        return list(given)
+def _layers(model: nn.Module, layers: Sequence[nn.Module] | None) -> list[nn.Module] | None:
+    if layers is not None:
+        return list(layers)
     return list(model) if isinstance(model, nn.Sequential) else None
 
 

@@ -263,8 +263,8 @@ def _flash_head_refusal(call: _Call) -> str:
 def _efficient_dtype_refusal(call: _Call) -> str:
     if call.dtype == torch.bfloat16:
         return "" if call.capability >= (8, 0) else f"bfloat16: {_capability_refusal(call, (8, 0))}"
-    known = call.dtype in (torch.float16, torch.float32)
-    return "" if known else f"inputs must be float16, bfloat16 or float32, but are {_dtype_name(call.dtype)}"
+    is_supported = call.dtype in (torch.float16, torch.float32)
+    return "" if is_supported else f"inputs must be float16, bfloat16 or float32, but are {_dtype_name(call.dtype)}"
 
 
 def _efficient_head_refusal(call: _Call) -> str:

@@ -68,7 +68,9 @@ class Fetcher:
         self.collate = collate
         self.model = model
         self.skip_bad = bad_samples == "skip"
-        self.rows: Callable[[list[int]], Any] | None = _tensor_row_reader(dataset) if _is_default(collate) else None
+        self.read_rows: Callable[[list[int]], Any] | None = (
+            _tensor_row_reader(dataset) if _is_default(collate) else None
+        )
         self.read_many: Callable[[list[int]], Any] | None = _batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
@@ -85,11 +87,11 @@ class Fetcher:
             with seeded_generators(key.seed, self.streams.split, "set_epoch", key.epoch):
                 self.set_epoch(key.epoch)
             self._epoch = key.epoch
-        if self.rows is not None:  # runs no code that could draw random numbers
+        if self.read_rows is not None:  # runs no code that could draw random numbers
             with suppress(IndexError):  # of a Subset; `_read` reports the sample
                 samples = _batch_samples(key, range(len(key.indices)))
                 return MicroBatch(
-                    self.rows(self.dataset_indices(key.indices)), key.last, counts=key.counts, samples=samples
+                    self.read_rows(self.dataset_indices(key.indices)), key.last, counts=key.counts, samples=samples
                 )
         item = self.streams.read(self._read, key)
         return item if key.counts else item._replace(counts=False, bad=())
@@ -533,11 +535,11 @@ def _tensor_row_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
         return None
     tensors = dataset.tensors
 
-    def rows(indices: list[int]) -> list[Tensor]:
+    def read_rows(indices: list[int]) -> list[Tensor]:
         positions = torch.tensor(indices)
         return [tensor.index_select(0, positions.to(tensor.device)) for tensor in tensors]
 
-    return rows
+    return read_rows
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -302,17 +302,17 @@ def _limit_memory(device: torch.device, fraction: float | None) -> list[str]:
 
 def _report_allocator(device: torch.device, allocator: str | None) -> list[str]:
     """Report the allocator's settings, which torch read from the environment when it was imported."""
-    wanted = allocator_environment(allocator).get(_ALLOCATOR_VARIABLE, "")
-    found = os.environ.get(_ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if wanted and device.type != "cuda":
+    requested = allocator_environment(allocator).get(_ALLOCATOR_VARIABLE, "")
+    actual = os.environ.get(_ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if requested and device.type != "cuda":
         warnings.warn(f"memory.allocator has no effect on {device.type}", stacklevel=4)
         return [f"memory.allocator: no effect on {device.type}"]
-    if wanted and wanted != found:
+    if requested and requested != actual:
         warnings.warn(
-            f"memory.allocator has no effect: {_ALLOCATOR_VARIABLE} is {found or 'not set'} in this process",
+            f"memory.allocator has no effect: {_ALLOCATOR_VARIABLE} is {actual or 'not set'} in this process",
             stacklevel=4,
         )
-    return [f"memory.allocator: {found}"] if found else []
+    return [f"memory.allocator: {actual}"] if actual else []
 
 
 @dataclass(frozen=True)

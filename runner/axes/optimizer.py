@@ -357,7 +357,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            toward, kept = group["betas"]
+            update_decay, momentum_decay = group["betas"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
@@ -366,8 +366,8 @@ class Lion(Optimizer):
                     state["exp_avg"] = torch.zeros_like(weight)
                 momentum = state["exp_avg"]
                 weight.mul_(1.0 - group["lr"] * group["weight_decay"])
-                weight.add_(momentum.lerp(weight.grad, 1.0 - toward).sign_(), alpha=-group["lr"])
-                momentum.lerp_(weight.grad, 1.0 - kept)
+                weight.add_(momentum.lerp(weight.grad, 1.0 - update_decay).sign_(), alpha=-group["lr"])
+                momentum.lerp_(weight.grad, 1.0 - momentum_decay)
 
 
 class MuonWithAdamW(Optimizer):
@@ -479,16 +479,16 @@ def _groups(
     return list(groups.values())
 
 
-def _unmatched_problems(wanted: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
+def _unmatched_problems(prefixes: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
     return [
         Problem(f"no parameter's name starts with {prefix}", key, did_you_mean(prefix, module_prefixes(names)))
-        for prefix in wanted
+        for prefix in prefixes
         if not any(is_under(name, prefix) for name in names)
     ]
 
 
-def _refuse_unmatched(wanted: Iterable[str], names: Sequence[str], key: str) -> None:
-    if problems := _unmatched_problems(wanted, names, key):
+def _refuse_unmatched(prefixes: Iterable[str], names: Sequence[str], key: str) -> None:
+    if problems := _unmatched_problems(prefixes, names, key):
         raise ConfigError(problems)
 
 

@@ -31,8 +31,8 @@ class NotFinite(NumericError):
         self.late = late
 
 
-def _local_flag(found: Tensor) -> Tensor:
-    return found
+def _local_flag(flag: Tensor) -> Tensor:
+    return flag
 
 
 class Precision:
@@ -165,21 +165,21 @@ class ScaledHalf(Precision):
 
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         self.scaler.unscale_(optimizer)
-        for found in self.scaler._found_inf_per_device(optimizer).values():
-            found.copy_(overflow(found))
+        for flag in self.scaler._found_inf_per_device(optimizer).values():
+            flag.copy_(overflow(flag))
 
     def step(
         self, optimizer: torch.optim.Optimizer, loss: Tensor | None = None, grad_norm: Tensor | None = None
     ) -> None:
         self.num_skipped()  # resolves the previous update
-        found = sum(self.scaler._found_inf_per_device(optimizer).values())
-        assert isinstance(found, Tensor)
+        overflow = sum(self.scaler._found_inf_per_device(optimizer).values())
+        assert isinstance(overflow, Tensor)
         self.scaler.step(optimizer)
-        self._statistics.restore_if_overflowed(found)
+        self._statistics.restore_if_overflowed(overflow)
         self.scaler.update()
         scale = self.scaler._get_scale_async()  # private, checked on torch 2.13; get_scale would wait for the device
         assert scale is not None, "unscale has created it"
-        self._pending = start_copy(torch.stack([found, scale]))
+        self._pending = start_copy(torch.stack([overflow, scale]))
 
     def fork(self, model: nn.Module) -> Precision:
         forked = copy.copy(self)
@@ -195,8 +195,8 @@ class ScaledHalf(Precision):
     def num_skipped(self) -> int:
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            found, self._scale = pending.read().tolist()
-            overflowed = int(found > 0)
+            overflow, self._scale = pending.read().tolist()
+            overflowed = int(overflow > 0)
             self._skipped += overflowed
             self._consecutive_skips = (self._consecutive_skips + 1) * overflowed
             if self._consecutive_skips >= self.max_skips:

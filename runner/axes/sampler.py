@@ -160,10 +160,10 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
     def draw_epoch(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)
         order = np.lexsort((rng.random(size), rounded))
-        whole, rest = divmod(size, batch)
-        starts = np.arange(whole) * batch
+        num_full, rest = divmod(size, batch)
+        starts = np.arange(num_full) * batch
         if rest:  # the incomplete update is at a random length, or drop_last would always drop the longest samples
-            cut = int(rng.integers(whole + 1))
+            cut = int(rng.integers(num_full + 1))
             starts[cut:] += rest
             last = order[cut * batch : cut * batch + rest]
         else:

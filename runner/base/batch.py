@@ -73,11 +73,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def are_equal(one: Any, other: Any) -> bool:
     """Return whether two batches hold equal tensors (NaN equals NaN); values other than tensors are not compared."""
-    ours: list[Tensor] = []
-    theirs: list[Tensor] = []
-    map_tensors(ours.append, one)
-    map_tensors(theirs.append, other)
-    return len(ours) == len(theirs) and all(map(_tensors_equal, ours, theirs))
+    first_tensors: list[Tensor] = []
+    other_tensors: list[Tensor] = []
+    map_tensors(first_tensors.append, one)
+    map_tensors(other_tensors.append, other)
+    return len(first_tensors) == len(other_tensors) and all(map(_tensors_equal, first_tensors, other_tensors))
 
 
 def _tensors_equal(one: Tensor, other: Tensor) -> bool:

@@ -43,8 +43,8 @@ class Batch:
     def __str__(self) -> str:
         if self.stages > 1:
             parts = [f"{self.accumulation_steps} micro-batches of {self.micro_batch_size}"]
-            whole, rest = divmod(self.global_batch_size, self.micro_batch_size)
-            parts = [f"{whole} micro-batches of {self.micro_batch_size}", f"one of {rest}"] if rest else parts
+            num_full, rest = divmod(self.global_batch_size, self.micro_batch_size)
+            parts = [f"{num_full} micro-batches of {self.micro_batch_size}", f"one of {rest}"] if rest else parts
             return f"{self.global_batch_size} samples per update = {' and '.join(parts)}, through {self.stages} stages"
         product = self.micro_batch_size * self.accumulation_steps * self.world_size
         if product == self.global_batch_size:

@@ -31,10 +31,10 @@ def to_json(content: Any, indent: int | None = 2) -> str:
 def parse_object(content: bytes | str) -> dict[str, Any] | None:
     """Parse a JSON object; return None if the text is damaged or has another type."""
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def as_dict(value: object) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -229,9 +229,9 @@ def _number_call(current: _Pass, name: str) -> tuple[_Pass, int]:
     """Return the pass of this call, and its number."""
     number = current.calls.get(name, 0)
     tag = _tag()
-    known: tuple[_Pass, int] | None = _numbers.get(tag)
-    if known is not None:  # recomputation in a backward pass
-        return known
+    first_call: tuple[_Pass, int] | None = _numbers.get(tag)
+    if first_call is not None:  # recomputation in a backward pass
+        return first_call
     current.calls[name] = number + 1
     _remember(tag, (current, number))
     return current, number
@@ -242,9 +242,9 @@ def _number_draw(following: int) -> tuple[int, int]:
     if torch.compiler.is_compiling():  # compiled graphs handle recomputation themselves
         return following, following + 1
     tag = _tag()
-    known = _numbers.get(tag)
-    if known is not None:
-        return known, following
+    first_number = _numbers.get(tag)
+    if first_number is not None:
+        return first_number, following
     _remember(tag, following)
     return following, following + 1
 
@@ -312,15 +312,15 @@ def _copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _first_tensor(batch: Any) -> Tensor:
-    found = batch
-    while not isinstance(found, Tensor):
-        values = found.values() if isinstance(found, Mapping) else found if isinstance(found, (tuple, list)) else ()
-        found = next((value for value in values if isinstance(value, (Tensor, tuple, list, Mapping))), None)
-        if found is None:
-            raise TypeError(
-                f"per_sample_noise(batch) needs a batch that holds a tensor, but {type(batch).__name__} holds none"
-            )
-    return found
+    current = batch
+    while not isinstance(current, Tensor):
+        parts: Iterable[Any] = current if isinstance(current, (tuple, list)) else ()
+        if isinstance(current, Mapping):
+            parts = current.values()
+        current = next((part for part in parts if isinstance(part, (Tensor, tuple, list, Mapping))), None)
+        if current is None:
+            raise TypeError(f"per_sample_noise(batch) needs a batch with a tensor, but {type(batch).__name__} has none")
+    return current
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio

@@ -95,8 +95,8 @@ def _detect_side(kinds: Sequence[str], text: str) -> Side | None:
 
 
 def _requested_bytes(text: str) -> int | None:
-    found = _REQUESTED.search(text)
-    return int(float(found[1].replace(",", "")) * _UNITS[found[2].lower()]) if found else None
+    match = _REQUESTED.search(text)
+    return int(float(match[1].replace(",", "")) * _UNITS[match[2].lower()]) if match else None
 
 
 def _find_place(error: BaseException) -> str:

@@ -215,9 +215,9 @@ def _differences(name: str, part: Tensor, saved: Tensor | None) -> list[str]:
     if saved is None:
         return [f"{name} is missing"]
     return [
-        f"{name} must be {_format_value(wanted)}, but is {_format_value(found)}"
-        for wanted, found in ((tuple(part.shape), tuple(saved.shape)), (part.dtype, saved.dtype))
-        if wanted != found
+        f"{name} must be {_format_value(expected)}, but is {_format_value(found)}"
+        for expected, found in ((tuple(part.shape), tuple(saved.shape)), (part.dtype, saved.dtype))
+        if expected != found
     ]
 
 
@@ -262,11 +262,11 @@ def _new_sgd_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
 
 
 def _new_bitsandbytes_state(optimizer: Any, slot: _Slot) -> dict[str, Any]:
-    kept = optimizer.state.pop(slot.parameter, None)
+    previous = optimizer.state.pop(slot.parameter, None)
     optimizer.init_state(slot.group, slot.parameter, slot.group_index, slot.position)
     state: dict[str, Any] = optimizer.state.pop(slot.parameter)
-    if kept is not None:
-        optimizer.state[slot.parameter] = kept
+    if previous is not None:
+        optimizer.state[slot.parameter] = previous
     return state
 
 
@@ -289,8 +289,10 @@ def _new_nadam_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
 
 
 def _new_rmsprop_state(optimizer: Optimizer, slot: _Slot) -> dict[str, Any]:
-    wanted = {"square_avg": True, "momentum_buffer": slot.group["momentum"], "grad_avg": slot.group["centered"]}
-    means = {name: torch.zeros_like(slot.parameter, requires_grad=False) for name, is_used in wanted.items() if is_used}
+    is_needed = {"square_avg": True, "momentum_buffer": slot.group["momentum"], "grad_avg": slot.group["centered"]}
+    means = {
+        name: torch.zeros_like(slot.parameter, requires_grad=False) for name, is_used in is_needed.items() if is_used
+    }
     return {"step": _zero_step_count(), **means}
 
 

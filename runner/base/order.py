@@ -81,9 +81,9 @@ class EvenUpdates(Sampler):
     def __init__(
         self, num_samples: int, global_batch_size: int, order: Callable[[int, int], Permutation], *, drop_last: bool
     ) -> None:
-        whole, rest = divmod(num_samples, global_batch_size)
+        num_full, rest = divmod(num_samples, global_batch_size)
         self.num_samples, self.global_batch_size = num_samples, global_batch_size
-        self.updates_per_epoch = whole + (0 if drop_last or not rest else 1)
+        self.updates_per_epoch = num_full + (0 if drop_last or not rest else 1)
         self._order = lru_cache(maxsize=2)(order)
 
     def start(self, seed: int, epoch: int, window: int) -> int:

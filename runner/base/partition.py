@@ -297,15 +297,16 @@ class _Layers:
         in_flight: Sequence[int] | None,
     ) -> None:
         self.count, self.devices = len(costs), devices
-        self.fixed, self.kept = memory_bytes, activation_bytes or [0] * self.count
+        activation_bytes = activation_bytes or [0] * self.count
         self.in_flight = in_flight or [1] * len(devices)
-        assert len(memory_bytes) == len(self.kept) == self.count, "one number for each layer"
+        assert len(memory_bytes) == len(activation_bytes) == self.count, "one number for each layer"
         assert len(self.in_flight) == len(devices), "one number for each stage"
         self.seconds = [[math.fsum(costs[i:j]) for j in range(self.count + 1)] for i in range(self.count + 1)]
-        self._fixed, self._kept = _prefix_sums(memory_bytes), _prefix_sums(self.kept)
+        self._memory_sums, self._activation_sums = _prefix_sums(memory_bytes), _prefix_sums(activation_bytes)
 
     def used(self, stage: int, start: int, stop: int) -> int:
-        return self._fixed[stop] - self._fixed[start] + self.in_flight[stage] * (self._kept[stop] - self._kept[start])
+        activations = self._activation_sums[stop] - self._activation_sums[start]
+        return self._memory_sums[stop] - self._memory_sums[start] + self.in_flight[stage] * activations
 
 
 def _prefix_sums(numbers: Sequence[int]) -> list[int]:

@@ -270,10 +270,10 @@ def _to_state(words: bytes, gauss_next: float | None) -> tuple[int, tuple[int, .
 def _marks(generators: Sequence[GlobalGenerator]) -> list[Any]:
     """Return a mark of each; called twice per batch, so the first three are unrolled."""
     of_torch, of_numpy, of_python = generators[:3]
-    found = [of_torch.mark(), of_numpy.mark(), of_python.mark()]
-    if len(generators) > len(found):
-        found += [generator.mark() for generator in generators[len(found) :]]
-    return found
+    marks = [of_torch.mark(), of_numpy.mark(), of_python.mark()]
+    if len(generators) > len(marks):
+        marks += [generator.mark() for generator in generators[len(marks) :]]
+    return marks
 
 
 def _derive_seeds(seed: int, *what: object) -> bytes:

@@ -24,8 +24,8 @@ def keep_counters_in_state(optimizer: Optimizer) -> Optimizer:
 def _load_counters(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         states = (optimizer.state[weight] for weight in group["params"] if weight in optimizer.state)
-        known = next((state for state in states if COUNTERS[0] in state), None)
-        group.update({name: known[name] for name in COUNTERS} if known else {})
+        counters = next((state for state in states if COUNTERS[0] in state), None)
+        group.update({name: counters[name] for name in COUNTERS} if counters else {})
 
 
 def _store_counters(optimizer: Optimizer, *_: Any) -> None:

@@ -27,7 +27,7 @@ def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None
     assert min(weights) >= 0 < max(weights), weights
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
     minimum = 1 if total >= len(ranks) else 0
-    limits = {rank: total if (cap := _cap(caps, rank)) is None else max(0, min(cap, total)) for rank in ranks}
+    limits = {rank: total if caps is None or (cap := caps[rank]) is None else max(0, min(cap, total)) for rank in ranks}
     if sum(limits.values()) < total:
         return _does_not_fit(total, tuple(limits.values()))
     quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in ranks}, minimum, limits)
@@ -156,10 +156,6 @@ def format_lines(rows: Sequence[RankShare]) -> list[str]:
 def format_shares(shares: Sequence[int]) -> str:
     """Format shares as on the command line: `[19,13]`."""
     return "[" + ",".join(str(share) for share in shares) + "]"
-
-
-def _cap(caps: Caps | None, rank: int) -> int | None:
-    return None if caps is None else caps[rank]
 
 
 def _quotas(total: int, weights: dict[int, Fraction], minimum: int, limits: dict[int, int]) -> dict[int, Fraction]:

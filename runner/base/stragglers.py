@@ -101,7 +101,7 @@ class StragglerDetector:
         self.found: Straggler | None = None
 
     def observe(self, update: Update, samples: Sequence[int]) -> Straggler | None:
-        """Add an update; return the straggler if it is new, else None; `found` always has it.
+        """Add an update; return the straggler if it is new, else None; `found` is the current one.
 
         A change of shares resets the window; the smaller last update of an epoch is ignored.
         """
@@ -116,16 +116,16 @@ class StragglerDetector:
         self._updates.append(update)
         if len(self._updates) < self.window:
             return None
-        found = find_straggler(tuple(self._updates), self._samples, self.threshold)
+        current = find_straggler(tuple(self._updates), self._samples, self.threshold)
         self._updates.clear()
-        if found and found.lost_s < MIN_LOST_S:
-            found = None
-        suspected, self._suspected = self._suspected, found
-        if found and not (suspected and (found.rank, found.part) == (suspected.rank, suspected.part)):
+        if current and current.lost_s < MIN_LOST_S:
+            current = None
+        suspected, self._suspected = self._suspected, current
+        if current and not (suspected and (current.rank, current.part) == (suspected.rank, suspected.part)):
             return None  # a single window may be slowed by another process
-        before, self.found = self.found, found
-        is_known = found and before and (found.rank, found.part) == (before.rank, before.part)
-        return None if is_known else found
+        previous, self.found = self.found, current
+        is_known = current and previous and (current.rank, current.part) == (previous.rank, previous.part)
+        return None if is_known else current
 
 
 def _busy(times: Mapping[str, float]) -> float:

@@ -49,10 +49,10 @@ class RoundRobin:
             return list(self.lengths)
         segment = bisect_right(self._starts, position) - 1
         rounds, place = divmod(position - self._starts[segment], len(self._taking[segment]))
-        found = [min(length, self._levels[segment] + rounds) for length in self.lengths]
+        counts = [min(length, self._levels[segment] + rounds) for length in self.lengths]
         for which in self._taking[segment][:place]:
-            found[which] += 1
-        return found
+            counts[which] += 1
+        return counts
 
 
 class StreamSampler(Sampler):
@@ -98,6 +98,6 @@ class StreamSampler(Sampler):
         number, visit = self._updates.locate(window)
         group, first = self._groups[number], visit * self.global_batch_size
         positions = range(first, min(first + self.global_batch_size, group.total))
-        found = sorted(group.locate(position) for position in positions)
+        samples = sorted(group.locate(position) for position in positions)
         offset = number * self.shards_per_update
-        return [encode_index(offset + shard, item, self.num_shards) for shard, item in found]
+        return [encode_index(offset + shard, item, self.num_shards) for shard, item in samples]

@@ -162,8 +162,8 @@ class Task:
         The loss is then `loss(model, batch, objective)`, called for each. Keys: `trains` (names or prefixes of
         parameters), `every`, `shares`, `optimizer`, `scheduler` and their keys, `max_grad_norm`.
         """
-        found: Mapping[str, Mapping[str, Any]] = getattr(sys.modules.get(type(self).__module__), "OBJECTIVES", {})
-        return found
+        objectives: Mapping[str, Mapping[str, Any]] = getattr(sys.modules.get(type(self).__module__), "OBJECTIVES", {})
+        return objectives
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
         """Return the embeddings of this batch: a tensor with a row per sample, or a tuple or dict of such tensors.
@@ -297,10 +297,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the outermost repeated modules in `model`, in the order of their registration."""
     if isinstance(model, nn.ModuleList) or (isinstance(model, nn.Sequential) and _has_repeated_blocks(model)):
         lists = (nn.ModuleList, nn.ModuleDict)
-        found = [block for item in model for block in (repeated_blocks(item) if isinstance(item, lists) else [item])]
+        blocks = [block for item in model for block in (repeated_blocks(item) if isinstance(item, lists) else [item])]
     else:
-        found = [block for child in model.children() for block in repeated_blocks(child)]
-    return list(dict.fromkeys(found))
+        blocks = [block for child in model.children() for block in repeated_blocks(child)]
+    return list(dict.fromkeys(blocks))
 
 
 def _has_repeated_blocks(modules: nn.Sequential) -> bool:

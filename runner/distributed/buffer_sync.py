@@ -129,8 +129,8 @@ class BufferSync:
         # Changes by a task's begin_update since the last update are synchronized with the next one.
         seen = {ref.name for ref, changed in zip(self._refs, self._changed_flags(), strict=True) if not changed}
         different *= torch.tensor([float(ref.name in seen) for ref in refs])
-        found = self.world.max(different).tolist()
-        names = [ref.name for ref, is_different in zip(refs, found, strict=True) if is_different]
+        is_different_anywhere = self.world.max(different).tolist()
+        names = [ref.name for ref, is_different in zip(refs, is_different_anywhere, strict=True) if is_different]
         if names:
             raise TaskFault(
                 f"buffers differ between ranks, and torch did not record a change: {abbreviate(names)}",
@@ -155,13 +155,13 @@ class BufferSync:
         return sum(len(module._buffers) for module in self.modules)
 
     def _changed_flags(self) -> list[bool]:
-        found = [
+        flags = [
             ref.name in self._unversioned or _has_changed(ref.tensor, seen)
             for ref, seen in zip(self._refs, self._recorded, strict=True)
         ]
         # torch increments the version of num_batches_tracked, but not of the running statistics beside it
-        norms = {ref.module for ref, changed in zip(self._refs, found, strict=True) if changed and ref.is_statistic}
-        return [changed or ref.module in norms for ref, changed in zip(self._refs, found, strict=True)]
+        norms = {ref.module for ref, changed in zip(self._refs, flags, strict=True) if changed and ref.is_statistic}
+        return [changed or ref.module in norms for ref, changed in zip(self._refs, flags, strict=True)]
 
     def _needs_rebuild(self) -> bool:
         if self._count() != self._num_entries:
@@ -195,11 +195,11 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
         return
     refs = [ref for ref in _refs(model) if ref.module in copied and ref.is_saved and _is_plain(ref)]
     bits = {ref.name: hashlib.sha256(view_bytes(_tensor(ref)).cpu().numpy().data).hexdigest() for ref in refs}
-    found: dict[str, set[str]] = {}
+    digests_by_name: dict[str, set[str]] = {}
     for of_rank in world.gather(bits):
         for name, digest in of_rank.items():
-            found.setdefault(name, set()).add(digest)
-    names = [name for name, digests in found.items() if len(digests) > 1]
+            digests_by_name.setdefault(name, set()).add(digest)
+    names = [name for name, digests in digests_by_name.items() if len(digests) > 1]
     if names:
         raise TaskFault(
             f"buffers differ between stages of the pipeline that share a module: {abbreviate(names)}",
@@ -280,7 +280,7 @@ def _pack(
     refs: Sequence[_BufferRef], dtype: torch.dtype = torch.uint8, *, bytewise: bool = False
 ) -> list[_PackedBuffers]:
     """Pack the buffers by device, as bytes or in one number format: few messages instead of many."""
-    found = []
+    packed = []
     devices = dict.fromkeys(ref.tensor.device for ref in refs if ref.tensor is not None)
     for device in devices:
         here = [ref for ref in refs if ref.tensor is not None and ref.tensor.device == device]
@@ -288,8 +288,8 @@ def _pack(
         for ref in here:
             assert ref.tensor is not None
             rows.append(view_bytes(ref.tensor) if bytewise else ref.tensor.detach().reshape(-1))
-        found.append(_PackedBuffers(here, torch.cat(rows).to(dtype)))
-    return found
+        packed.append(_PackedBuffers(here, torch.cat(rows).to(dtype)))
+    return packed
 
 
 def _average(refs: Sequence[_BufferRef], world: World) -> None:

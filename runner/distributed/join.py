@@ -44,7 +44,7 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
         return
     choose_interface(rank_info)
     try:
-        if rank_info.store.startswith("file:"):
+        if has_own_launcher:
             _init_group(rank_info, device, timeout_s)
         else:  # the port may belong to another program
             call_with_timeout(

@@ -78,7 +78,7 @@ def measure_costs(
     with restore_buffers(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            kept, value_after = measure_saved_bytes(layer, call, detach_inputs(value), forward)
+            saved, value_after = measure_saved_bytes(layer, call, detach_inputs(value), forward)
             seconds = [_seconds(layer, call, detach_inputs(value), forward, synchronize) for _ in range(repeats + 1)][
                 1:
             ]
@@ -87,7 +87,7 @@ def measure_costs(
                     cost.name,
                     cost.num_trained,
                     cost.constant_bytes,
-                    math.ceil(kept * scale),
+                    math.ceil(saved * scale),
                     statistics.median(seconds) * scale,
                 )
             )
@@ -97,13 +97,13 @@ def measure_costs(
 
 def layer_names(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
     """Return the name of each layer in the model; for a layer that is not in it, the names of its parts."""
-    known: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if name}
-    weights: dict[nn.Parameter, str] = {weight: name for name, weight in model.named_parameters()}
+    module_names: dict[nn.Module, str] = {module: name for name, module in model.named_modules() if name}
+    weight_names: dict[nn.Parameter, str] = {weight: name for name, weight in model.named_parameters()}
     names = []
     for number, layer in enumerate(layers):
-        parts = [known[child] for child in layer.children() if child in known]
-        parts += [weights[weight] for weight in layer.parameters(recurse=False) if weight in weights]
-        names.append(known.get(layer) or "+".join(dict.fromkeys(parts)) or f"{type(layer).__name__} {number}")
+        parts = [module_names[child] for child in layer.children() if child in module_names]
+        parts += [weight_names[weight] for weight in layer.parameters(recurse=False) if weight in weight_names]
+        names.append(module_names.get(layer) or "+".join(dict.fromkeys(parts)) or f"{type(layer).__name__} {number}")
     return names
 
 
@@ -116,17 +116,17 @@ def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Param
 @contextmanager
 def record_saved_storages(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
     """Record storage -> bytes saved for the backward pass inside the context, each once, without `lasting`."""
-    known = {tensor.untyped_storage()._cdata for tensor in lasting}  # identifies fake tensors as well
-    kept: dict[int, int] = {}
+    excluded = {tensor.untyped_storage()._cdata for tensor in lasting}  # identifies fake tensors as well
+    saved: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
-            kept[storage._cdata] = storage.nbytes()
+        if storage._cdata not in excluded:
+            saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        yield kept
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        yield saved
 
 
 def measure_saved_bytes(
@@ -149,7 +149,7 @@ def _seconds(
     trained: list[Tensor] = [weight for weight in layer.parameters() if weight.requires_grad]
     map_tensors(lambda tensor: trained.append(tensor) if tensor.requires_grad else None, value)
     synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     with forward():
         output = call(value)
     ends: list[Tensor] = []
@@ -157,7 +157,7 @@ def _seconds(
     if ends and trained:
         torch.autograd.grad(ends, trained, [torch.ones_like(end) for end in ends], allow_unused=True)
     synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def detach_inputs(value: Any) -> Any:

@@ -186,16 +186,18 @@ def check_layers(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         raise ConfigError(Problem(what, "compile=default", "use compile=regional or compile=off"))
 
 
-def free_layers(model: nn.Module, kept: set[nn.Module], mine: set[nn.Parameter], layer_modules: set[nn.Module]) -> None:
+def free_layers(
+    model: nn.Module, own_modules: set[nn.Module], own_parameters: set[nn.Parameter], layer_modules: set[nn.Module]
+) -> None:
     """Replace parameters and buffers of other ranks' layers with meta tensors, which frees their memory."""
     meta_weights: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is not None and weight not in mine:
+            if weight is not None and weight not in own_parameters:
                 if weight not in meta_weights:
                     meta_weights[weight] = nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
                 module._parameters[name] = meta_weights[weight]
-        if module in layer_modules and module not in kept:
+        if module in layer_modules and module not in own_modules:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to("meta")
 

@@ -45,8 +45,8 @@ def _route_address(host: str, port: int) -> str:
 
 
 def _interface_name(address: str) -> str:
-    found = [name for name, rows in psutil.net_if_addrs().items() if any(row.address == address for row in rows)]
-    return found[0] if found else ""
+    names = [name for name, rows in psutil.net_if_addrs().items() if any(row.address == address for row in rows)]
+    return names[0] if names else ""
 
 
 _EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737), so it is reached by the default route

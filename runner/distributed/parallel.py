@@ -169,9 +169,9 @@ class Parallel:
         """Return the norm of all gradients, given the norm of those that `gradients` returned."""
         return local
 
-    def any_overflow(self, found: Tensor) -> Tensor:
+    def any_overflow(self, overflow: Tensor) -> Tensor:
         """Return whether a gradient overflowed on any rank, given this rank's flag; 0 or 1."""
-        return found
+        return overflow
 
     def attach_numbers(self, numbers: Tensor | None) -> bool:
         """All-reduce `numbers` together with the gradients of the next updates, until others or None replace them.

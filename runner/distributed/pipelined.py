@@ -130,19 +130,19 @@ class Pipelined(Parallel):
 
         The model may be on the CPU: only this rank's layers are moved to its device. All ranks raise the same error.
         """
-        found = layers_on_all_ranks(self.world, model, layers)
+        all_layers = layers_on_all_ranks(self.world, model, layers)
         if not self.world.is_simulated:
             broadcast_model(model)
-        self.placement = place_layers(self.world, model, found, self.request, self._example)
+        self.placement = place_layers(self.world, model, all_layers, self.request, self._example)
         for number in range(self.world.rank, self.num_stages, self.world.world_size):
-            modules = [found[layer] for layer in self.placement.split.ranges[number]]
+            modules = [all_layers[layer] for layer in self.placement.split.ranges[number]]
             self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.watch))
-        kept = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
+        own_modules = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
         self._parameters = {weight for stage in self._stages for weight in stage.parameters()}
-        self._tied = shared_parameters(self.world, model, found, self.placement.split)
-        self._shared_modules = shared_modules(self.world, model, found, self.placement.split)
-        layer_modules = {module for layer in found for module in layer.modules()}
-        free_layers(model, kept, self._parameters, layer_modules)
+        self._tied = shared_parameters(self.world, model, all_layers, self.placement.split)
+        self._shared_modules = shared_modules(self.world, model, all_layers, self.placement.split)
+        layer_modules = {module for layer in all_layers for module in layer.modules()}
+        free_layers(model, own_modules, self._parameters, layer_modules)
         move_buffers(model, layer_modules, self.world.device)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
         last = (self.num_stages - 1) % self.world.world_size
@@ -229,8 +229,8 @@ class Pipelined(Parallel):
             square = torch.where(torch.isfinite(square), (square - twice).clamp(min=0), square)
         return self.world.sum(square).sqrt().to(local.dtype)
 
-    def any_overflow(self, found: Tensor) -> Tensor:
-        return self.world.max(found)
+    def any_overflow(self, overflow: Tensor) -> Tensor:
+        return self.world.max(overflow)
 
     # ------------------------------------------------------------ between updates
 
@@ -284,8 +284,8 @@ class Pipelined(Parallel):
         return self.schedule.bubble(self.watch)
 
     def idle_fractions(self) -> Mapping[str, float]:
-        found = self.bubble()
-        return {} if found is None else {f"pipeline/{name}": value for name, value in found._asdict().items()}
+        bubble = self.bubble()
+        return {} if bubble is None else {f"pipeline/{name}": value for name, value in bubble._asdict().items()}
 
     # ------------------------------------------------------------ inside an update
 
@@ -304,8 +304,8 @@ class Pipelined(Parallel):
             try:
                 with self._handle_calls(raise_call), passes.forward():
                     passes.loss(passes.model, micro.batch)
-            except ModelCalled as found:
-                yield map_tensors(lambda tensor: tensor.detach(), found.call)
+            except ModelCalled as interruption:
+                yield map_tensors(lambda tensor: tensor.detach(), interruption.call)
             else:
                 raise model_not_called_error()
 

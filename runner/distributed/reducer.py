@@ -130,8 +130,8 @@ class Reducer:
         """
         absent = [float(weight.grad is None) for weight in self.parameters]
         late = [float(bucket.is_late) for bucket in self.buckets]
-        known = torch.tensor([*absent, *late, *self._positions(), float(failed)], dtype=torch.float64)
-        mine = torch.cat([known, flags])
+        host_numbers = torch.tensor([*absent, *late, *self._positions(), float(failed)], dtype=torch.float64)
+        mine = torch.cat([host_numbers, flags])
         while self._next < len(self._order):  # first, as on ranks whose buckets were launched earlier
             self._launch()
         on_host = sums.device.type == "cpu"

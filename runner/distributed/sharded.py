@@ -221,9 +221,9 @@ class Sharded(Parallel):
         return Sums(loss_sum, items, sums.bad)
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        found = [weight for weight in parameters if weight.grad is not None]
-        self._scalar_gradients = [_local(weight.grad) for weight in found if weight in self._scalars]
-        return [_local(weight.grad) for weight in found]
+        updated = [weight for weight in parameters if weight.grad is not None]
+        self._scalar_gradients = [_local(weight.grad) for weight in updated if weight in self._scalars]
+        return [_local(weight.grad) for weight in updated]
 
     def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm over all shards; replicated parameters count once."""
@@ -233,8 +233,8 @@ class Sharded(Parallel):
                 square = square - gradient.to(self.world.widest).square().sum()
         return self.world.sum(square).sqrt().to(local.dtype)
 
-    def any_overflow(self, found: Tensor) -> Tensor:
-        return self.world.max(found)
+    def any_overflow(self, overflow: Tensor) -> Tensor:
+        return self.world.max(overflow)
 
     # ------------------------------------------------------------ between updates
 
@@ -246,23 +246,23 @@ class Sharded(Parallel):
 
     def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         """Gather one tensor at a time: the device needs memory for the largest one only."""
-        kept: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self.world.is_first:
-                kept[name] = copy(full)
-        return kept
+                result[name] = copy(full)
+        return result
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
         if not self.saves_parts:
             return self.gather_full(tensors, copy)
-        kept: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if _is_row_sharded(tensor):
-                kept[name] = copy(tensor.to_local())
+                result[name] = copy(tensor.to_local())
             else:
-                kept |= self.gather_full({name: tensor}, copy)
-        return kept
+                result |= self.gather_full({name: tensor}, copy)
+        return result
 
     def checkpoint_bytes(self, tensors: Iterable[Tensor]) -> int:
         if not self.saves_parts:
@@ -312,18 +312,18 @@ class Sharded(Parallel):
     @contextmanager
     def edit_parameters(self, model: nn.Module) -> Iterator[None]:
         """Gather all parameters on every rank inside the context; changes are kept."""
-        kept = model.state_dict().keys()
+        saved_names = model.state_dict().keys()
         with self.gather_parameters(model):
             yield
             named = [*model.named_parameters(), *model.named_buffers()]
-            edited = {name: tensor.detach().clone() for name, tensor in named if name in kept}
+            edited = {name: tensor.detach().clone() for name, tensor in named if name in saved_names}
         self.load(model, edited)
 
     def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:
         """Give every rank the same number of batches, filled up with dummy ones."""
         mine = list(keys[self.world.rank :: self.world.world_size])
-        wanted = -(-len(keys) // self.world.world_size)
-        return mine if len(mine) == wanted else [*mine, keys[-1]._replace(counts=False)]
+        count = -(-len(keys) // self.world.world_size)
+        return mine if len(mine) == count else [*mine, keys[-1]._replace(counts=False)]
 
 
 class _Scalar:
