@@ -1,7 +1,7 @@
 """Train a LightningModule: its steps, its data loaders' data sets, its optimizer and its schedule.
 
 A task file of a few lines, see docs/examples/own_lightning.py. Lightning need not be installed: any nn.Module with
-these methods works. What has no counterpart is refused by name when the task is built.
+these methods works. Methods without a counterpart are rejected by name when the task is built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.base.errors import TaskFault
 from runner.base.task import Dataset, Progress, Sum, Task
 
 # method of the module -> what to use instead
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(
         ("backward", "manual_backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
         "remove it, or write a task with OBJECTIVES",
@@ -44,8 +44,8 @@ REFUSED: Mapping[str, str] = {
     ),
 }  # fmt: skip
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
-_modules: WeakSet[nn.Module] = WeakSet()  # of the tasks of this process
-_configured: list[nn.Module] = []  # the one whose optimizer was configured last
+_modules: WeakSet[nn.Module] = WeakSet()  # modules of the tasks of this process
+_configured: list[nn.Module] = []  # the module whose optimizer was configured last
 
 
 class LightningTask(Task):
@@ -63,9 +63,9 @@ class LightningTask(Task):
 
     def __init__(self, module: nn.Module, *, items: Callable[[Any], int] | None = None) -> None:
         _check(module)
-        self.module, self.items = module, items or samples_in
-        self.facts = TrainerFacts()
-        self.model = LightningSteps(module, self.facts)
+        self.module, self.items = module, items or count_samples
+        self.trainer = TrainerStub()
+        self.model = LightningSteps(module, self.trainer)
         self._loaders: dict[str, Any] = {}
         _modules.add(module)
         self._call("prepare_data")
@@ -78,8 +78,8 @@ class LightningTask(Task):
         loader = self._loader(split)
         if loader is None:
             raise NotImplementedError(f"the module has no {split}_dataloader")
-        found: Dataset = loader.dataset
-        return found
+        dataset: Dataset = loader.dataset
+        return dataset
 
     def loss(self, model: nn.Module, batch: Any) -> Sum:
         mean, logged = model("training_step", batch)
@@ -93,8 +93,8 @@ class LightningTask(Task):
             return {"loss": self.loss(model, batch)[:2]}
         mean, logged = model(step, batch)
         count = self.items(batch)
-        found = {} if mean is None else {"loss": (mean * count, count)}
-        return {**found, **self._sums(logged, batch, "val")}
+        sums = {} if mean is None else {"loss": (mean * count, count)}
+        return {**sums, **self._sums(logged, batch, "val")}
 
     def begin_phase(self, phase: str) -> None:
         super().begin_phase(phase)
@@ -102,7 +102,7 @@ class LightningTask(Task):
         self._call("on_train_start")
 
     def begin_update(self, progress: Progress) -> None:
-        trainer, epoch = self.facts, int(progress.epoch)
+        trainer, epoch = self.trainer, int(progress.epoch)
         is_new, trainer.current_epoch, trainer.global_step = epoch != trainer.current_epoch, epoch, progress.update
         if is_new or not progress.update:
             self._call("on_train_epoch_start")
@@ -112,63 +112,63 @@ class LightningTask(Task):
         """The split whose data set was requested last."""
         return next(reversed(self._loaders), "train")
 
-    def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, lead: str) -> dict[str, Sum]:
+    def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, prefix: str) -> dict[str, Sum]:
         """Return logged means as sums and counts, without the prefix of their split."""
-        found: dict[str, Sum] = {}
+        sums: dict[str, Sum] = {}
         for name, (value, size) in logged.items():
             count = self.items(batch) if size is None else size
-            found[name.removeprefix(f"{lead}_").removeprefix(f"{lead}/")] = value * count, count
-        return found
+            sums[name.removeprefix(f"{prefix}_").removeprefix(f"{prefix}/")] = value * count, count
+        return sums
 
     def _loader(self, split: str) -> Any:
-        found = self._loaders.pop(split, None)
-        if found is None:
+        loader = self._loaders.pop(split, None)
+        if loader is None:
             name = f"{split}_dataloader"
-            found = getattr(self.module, name)() if _has(self.module, name) else None
-            if isinstance(found, (list, tuple)):
-                what = f"{split}_dataloader returns {len(found)} loaders"
+            loader = getattr(self.module, name)() if _has(self.module, name) else None
+            if isinstance(loader, (list, tuple)):
+                what = f"{split}_dataloader returns {len(loader)} loaders"
                 raise TaskFault(what, fix="return one, of a torch.utils.data.ConcatDataset")
-        self._loaders[split] = found
-        return found
+        self._loaders[split] = loader
+        return loader
 
-    def _call(self, name: str, *given: Any) -> None:
+    def _call(self, name: str, *args: Any) -> None:
         if _has(self.module, name):
-            getattr(self.module, name)(*given)
+            getattr(self.module, name)(*args)
 
 
 class LightningSteps(nn.Module):
     """Call a step of the module through `forward`, to which wrappers of the model and compilation apply."""
 
-    def __init__(self, module: nn.Module, trainer: TrainerFacts) -> None:
+    def __init__(self, module: nn.Module, trainer: TrainerStub) -> None:
         super().__init__()
         self.module = module
         self._logged: dict[str, tuple[Tensor, int | None]] = {}
         module.log = self._log  # type: ignore[assignment]
         module.log_dict = self._log_dict  # type: ignore[assignment]
-        attach(module, trainer)
+        attach_trainer(module, trainer)
 
     def forward(self, step: str, batch: Any) -> tuple[Tensor | None, dict[str, tuple[Tensor, int | None]]]:
         self._logged.clear()
         method = getattr(self.module, step)
-        given = (batch, 0)[: len(inspect.signature(method).parameters)]
-        found = method(*given)
-        if isinstance(found, Mapping):
-            found = found["loss"]
-        return found, dict(self._logged)
+        args = (batch, 0)[: len(inspect.signature(method).parameters)]
+        loss = method(*args)
+        if isinstance(loss, Mapping):
+            loss = loss["loss"]
+        return loss, dict(self._logged)
 
-    def _log(self, name: str, value: Any, *given: Any, batch_size: int | None = None, **options: Any) -> None:
+    def _log(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **options: Any) -> None:
         if isinstance(value, nn.Module) or not isinstance(value, (Tensor, float, int)):
             what = f"self.log({name!r}) gets {type(value).__name__}, and only numbers can be added over batches"
             raise TaskFault(what, fix="define metrics(split) and evaluate in a subclass of LightningTask")
         self._logged[name] = torch.as_tensor(value).detach(), batch_size
 
-    def _log_dict(self, values: Mapping[str, Any], *given: Any, **options: Any) -> None:
+    def _log_dict(self, values: Mapping[str, Any], *args: Any, **options: Any) -> None:
         for name, value in values.items():
-            self._log(name, value, **{key: each for key, each in options.items() if key == "batch_size"})
+            self._log(name, value, **{key: value for key, value in options.items() if key == "batch_size"})
 
 
-class TrainerFacts:
-    """What a module may ask its trainer. Anything else raises AttributeError with the name."""
+class TrainerStub:
+    """Replaces the trainer of a module. Attributes of a trainer that are not here raise AttributeError."""
 
     def __init__(self) -> None:
         self.estimated_stepping_batches = self.max_steps = 1  # until the length of the run is known
@@ -177,25 +177,25 @@ class TrainerFacts:
         self.training, self.sanity_checking, self.logger = True, False, None
 
 
-def attach(module: nn.Module, trainer: TrainerFacts) -> None:
-    """Set `trainer` of the module, and of a LightningModule what its own properties read."""
-    if _is_of_lightning(module):
+def attach_trainer(module: nn.Module, trainer: TrainerStub) -> None:
+    """Set `trainer` of the module; of a LightningModule, the private attribute behind the property."""
+    if _is_lightning_module(module):
         module._trainer = trainer  # type: ignore[assignment]  # lightning 2.0 to 2.6: the setter wants a Trainer
     else:
         module.trainer = trainer  # type: ignore[assignment]
 
 
 def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Return the optimizer of the module's configure_optimizers, of these parameters."""
-    given = {id(parameter) for _, parameter in parameters}
-    owner = next((each for each in _modules if any(id(one) in given for one in each.parameters())), None)
+    """Return the optimizer of the module's configure_optimizers for these parameters."""
+    ids = {id(parameter) for _, parameter in parameters}
+    owner = next((module for module in _modules if any(id(weight) in ids for weight in module.parameters())), None)
     if owner is None:
         raise TaskFault("no LightningTask of this process has these parameters", fix="return LightningTask from build")
     _configured[:] = [owner]
-    optimizer, _ = configured(owner)
+    optimizer, _ = configure(owner)
     for group in optimizer.param_groups:
         group["lr"] = group.pop("initial_lr", group["lr"])  # a schedule has set the first rate
-        group["params"] = [each for each in group["params"] if id(each) in given]
+        group["params"] = [weight for weight in group["params"] if id(weight) in ids]
     vars(optimizer).pop("step", None)  # a schedule counts calls
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer
@@ -210,7 +210,7 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
     module: Any = _configured[0]
     module.trainer.estimated_stepping_batches = module.trainer.max_steps = updates
     module.trainer.max_epochs = epochs
-    optimizer, config = configured(module)
+    optimizer, config = configure(module)
     if config is None:
         return lambda update: 1.0
     scheduler, per_update = config["scheduler"], config.get("interval", "epoch") == "step"
@@ -225,7 +225,7 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
 
 def _factors(optimizer: Optimizer, scheduler: Any, steps: int, every: int) -> Callable[[int], float]:
     """Return update -> factor, by stepping the schedule `steps` times."""
-    found = []
+    factors = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the optimizer was not stepped
         for _ in range(steps):
@@ -234,12 +234,12 @@ def _factors(optimizer: Optimizer, scheduler: Any, steps: int, every: int) -> Ca
                 what = "the schedule gives parameter groups different factors"
                 raise TaskFault(what, fix="use optimizer.lr_scales and scheduler=NAME")
             group = optimizer.param_groups[0]
-            found.append(group["lr"] / group["initial_lr"])
+            factors.append(group["lr"] / group["initial_lr"])
             scheduler.step()
-    return lambda update: found[min(update // every, steps - 1)]
+    return lambda update: factors[min(update // every, steps - 1)]
 
 
-def configured(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
+def configure(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
     """Return the one optimizer of configure_optimizers, and the configuration of its schedule. Raises TaskFault."""
     answer: Any = module.configure_optimizers()  # type: ignore[operator]
     config: Any = None
@@ -259,11 +259,11 @@ def configured(module: nn.Module) -> tuple[Optimizer, dict[str, Any] | None]:
     return answer, config if config is None or isinstance(config, Mapping) else {"scheduler": config}  # type: ignore[return-value]
 
 
-def samples_in(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Return the length of the first tensor in the batch."""
     if isinstance(batch, Tensor):
         return len(batch)
-    return samples_in(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
+    return count_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
 
 
 def _check(module: nn.Module) -> None:
@@ -275,7 +275,7 @@ def _check(module: nn.Module) -> None:
     if not getattr(module, "automatic_optimization", True):
         what = "automatic_optimization=False: the module steps its optimizers itself"
         raise TaskFault(what, fix="write a task with OBJECTIVES")
-    for name, fix in REFUSED.items():
+    for name, fix in UNSUPPORTED.items():
         if _has(module, name):
             raise TaskFault(f"{type(module).__name__}.{name} would never be called", fix=fix)
 
@@ -286,5 +286,5 @@ def _has(module: nn.Module, name: str) -> bool:
     return name in vars(module) or any(name in vars(kind) for kind in kinds)
 
 
-def _is_of_lightning(module: nn.Module) -> bool:
+def _is_lightning_module(module: nn.Module) -> bool:
     return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)

@@ -46,35 +46,35 @@ class TransformersTask(Task):
         compute_metrics: Callable[[tuple[Any, Any]], Mapping[str, float]] | None = None,
     ) -> None:
         self.model = model
-        self.data = data if isinstance(data, Mapping) else _opened(Path(data))
-        self.sum_of = loss or loss_of(model)
+        self.data = data if isinstance(data, Mapping) else _load_data(Path(data))
+        self.loss_function = loss or select_loss(model)
         self.compute_metrics = compute_metrics
         self._collate = collator or require("transformers", "transformers").default_data_collator
         self._inputs = set(inspect.signature(model.forward).parameters) | set(_LABELS)
         self._is_seq2seq = bool(getattr(model.config, "is_encoder_decoder", False))
-        self.item = "token" if _kind_of(model) in _OF_TOKENS else "sample"
+        self.item = "token" if _head_type(model) in _TOKEN_HEADS else "sample"
 
     def dataset(self, split: str) -> Dataset:
         name = next((name for name in _SPLITS.get(split, (split,)) if name in self.data), None)
         if name is None:
             raise NotImplementedError(f"the data has no split for {split}; it has {', '.join(self.data)}")
-        found = self.data[name]
-        unused = [column for column in getattr(found, "column_names", ()) if column not in self._inputs]
-        kept: Dataset = found.remove_columns(unused) if unused else found
+        dataset = self.data[name]
+        unused = [column for column in getattr(dataset, "column_names", ()) if column not in self._inputs]
+        kept: Dataset = dataset.remove_columns(unused) if unused else dataset
         return kept
 
     def collate(self, samples: Sequence[Any]) -> Mapping[str, Tensor]:
         return dict(self._collate(samples))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
-        return self.sum_of(self._outputs(model, batch), batch)
+        return self.loss_function(self._outputs(model, batch), batch)
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Any]:
         outputs = self._outputs(model, batch)
-        found: dict[str, Any] = {"loss": self.sum_of(outputs, batch)}
+        returned: dict[str, Any] = {"loss": self.loss_function(outputs, batch)}
         if self.compute_metrics is not None:
-            found["metrics"] = outputs.logits.float(), batch["labels"]
-        return found
+            returned["metrics"] = outputs.logits.float(), batch["labels"]
+        return returned
 
     def metrics(self, split: str) -> Mapping[str, Any]:
         compute = self.compute_metrics
@@ -83,19 +83,19 @@ class TransformersTask(Task):
         return {"metrics": Gather(lambda logits, labels: compute((logits.cpu().numpy(), labels.cpu().numpy())))}
 
     def _outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-        """Call the model; with labels only where they are also the inputs of a decoder."""
+        """Call the model; with labels only if they are also the inputs of a decoder."""
         kept = {"labels"} if self._is_seq2seq else set()
-        given: dict[str, Any] = {name: value for name, value in batch.items() if name in kept or name not in _LABELS}
-        if "use_cache" in self._inputs:  # a block that is computed again would add its keys to the cache twice
-            given["use_cache"] = False
-        return model(**given)
+        inputs: dict[str, Any] = {name: value for name, value in batch.items() if name in kept or name not in _LABELS}
+        if "use_cache" in self._inputs:  # a recomputed block would add its keys to the cache twice
+            inputs["use_cache"] = False
+        return model(**inputs)
 
 
-def loss_of(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:
+def select_loss(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:
     """Return the loss of a head as a sum. Raises TaskFault for one that is not known."""
-    kind = _kind_of(model)
+    kind = _head_type(model)
     if kind == "ForSequenceClassification":
-        return _OF_SEQUENCES[_problem_type(model)]
+        return _SEQUENCE_LOSSES[_problem_type(model)]
     if kind not in _LOSSES:
         known = ", ".join(["ForSequenceClassification", *_LOSSES])
         what = f"the loss of {type(model).__name__} ({kind}) is not known; known: {known}"
@@ -103,7 +103,7 @@ def loss_of(model: nn.Module) -> Callable[[Any, Mapping[str, Tensor]], Sum]:
     return _LOSSES[kind]
 
 
-def _kind_of(model: nn.Module) -> str:
+def _head_type(model: nn.Module) -> str:
     """Return the name of the head; older ones for causal language models have no loss_type."""
     name = type(model).__name__
     return str(getattr(model, "loss_type", None) or ("ForCausalLM" if name.endswith("LMHeadModel") else name))
@@ -116,11 +116,11 @@ def _problem_type(model: nn.Module) -> str:
     return "regression" if config.num_labels == 1 else "single_label_classification"
 
 
-def _opened(folder: Path) -> Mapping[str, Any]:
+def _load_data(folder: Path) -> Mapping[str, Any]:
     if not folder.is_dir():
         raise InputMissing(f"{folder} is not a folder", where="data.path", fix="name one that save_to_disk wrote")
-    found: Any = require("datasets", "transformers").load_from_disk(str(folder))
-    return found if isinstance(found, Mapping) else {"train": found}
+    loaded: Any = require("datasets", "transformers").load_from_disk(str(folder))
+    return loaded if isinstance(loaded, Mapping) else {"train": loaded}
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Sum:
@@ -128,40 +128,40 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Sum:
     return total, (labels != IGNORED).sum()
 
 
-def _next_tokens(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+def _next_token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
     return _cross_entropy(outputs.logits[:, :-1], batch["labels"][:, 1:])
 
 
-def _tokens(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+def _token_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
     return _cross_entropy(outputs.logits, batch["labels"])
 
 
-def _spans(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+def _span_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
     ends = ((outputs.start_logits, batch["start_positions"]), (outputs.end_logits, batch["end_positions"]))
     losses = [F.cross_entropy(logits.float(), place, reduction="sum") for logits, place in ends]
     return (losses[0] + losses[1]) / 2, len(batch["start_positions"])
 
 
-def _regression(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+def _regression_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
     difference = outputs.logits.float().flatten() - batch["labels"].float().flatten()
     return difference.square().sum(), difference.numel()
 
 
-def _several_labels(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
+def _multi_label_loss(outputs: Any, batch: Mapping[str, Tensor]) -> Sum:
     labels = batch["labels"].float()
     return F.binary_cross_entropy_with_logits(outputs.logits.float(), labels, reduction="sum"), labels.numel()
 
 
-_OF_TOKENS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
+_TOKEN_HEADS = ("ForCausalLM", "ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration")
 _LOSSES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
-    "ForCausalLM": _next_tokens,
-    "ForMaskedLM": _tokens,
-    "ForTokenClassification": _tokens,
-    "ForConditionalGeneration": _tokens,
-    "ForQuestionAnswering": _spans,
+    "ForCausalLM": _next_token_loss,
+    "ForMaskedLM": _token_loss,
+    "ForTokenClassification": _token_loss,
+    "ForConditionalGeneration": _token_loss,
+    "ForQuestionAnswering": _span_loss,
 }
-_OF_SEQUENCES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
-    "single_label_classification": _tokens,
-    "multi_label_classification": _several_labels,
-    "regression": _regression,
+_SEQUENCE_LOSSES: Mapping[str, Callable[[Any, Mapping[str, Tensor]], Sum]] = {
+    "single_label_classification": _token_loss,
+    "multi_label_classification": _multi_label_loss,
+    "regression": _regression_loss,
 }

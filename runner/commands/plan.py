@@ -67,7 +67,7 @@ def _needs(configuration: Configuration, inventory: Inventory, on_wait: Callable
     """Return the resource demand of the run, traced in a subprocess."""
     from runner.launch.traced_demand import needs_in_subprocess
 
-    return needs_in_subprocess(configuration, inventory, beyond=True, on_wait=on_wait)
+    return needs_in_subprocess(configuration, inventory, alternatives=True, on_wait=on_wait)
 
 
 def _memory(
@@ -80,11 +80,11 @@ def _memory(
     changes: Sequence[FittingChange] = ()
     untried: Sequence[tuple[str, ...]] = ()
     if not all(each.prediction.fits for each in plan.memory):
-        from runner.forecast.remedies import changes_of
+        from runner.forecast.remedies import find_changes
         from runner.host.subprocesses import run_in_subprocess
 
         changes, untried = run_in_subprocess(
-            changes_of, configuration, inventory, plan, needs, profiles, on_wait=on_wait
+            find_changes, configuration, inventory, plan, needs, profiles, on_wait=on_wait
         )
     return sheet(plan, needs, peaks_of_ranks(plan, profiles), changes, untried), changes
 

@@ -44,8 +44,8 @@ class NotTraceable(Exception):
 
 
 @dataclass
-class CheckpointedBlock:
-    """A storage, which a tensor and its views share.
+class StorageBlock:
+    """A storage, shared by a tensor and its views.
 
     kind   its use, a field of `Bytes`
     layer  module in whose forward pass it was allocated
@@ -68,34 +68,34 @@ class AllocationLedger:
     kind: str = "temporary"
     stage: str = ""
     events: list[Event] = field(default_factory=list)
-    blocks: list[CheckpointedBlock] = field(default_factory=list)
+    blocks: list[StorageBlock] = field(default_factory=list)
     work: dict[str, ComputeCost] = field(default_factory=dict)
     layers: list[str] = field(default_factory=lambda: [""])
-    flops_of: dict[str, int] = field(default_factory=dict)  # layer -> operations of forward passes
-    _alive: dict[int, tuple[CheckpointedBlock, Any]] = field(default_factory=dict)  # storage address -> block
+    layer_flops: dict[str, int] = field(default_factory=dict)  # layer -> operations of forward passes
+    _in_use: dict[int, tuple[StorageBlock, Any]] = field(default_factory=dict)  # storage address -> block
     _ignored: set[int] = field(default_factory=set)
 
-    def saw(self, tensor: Tensor, kind: str = "") -> CheckpointedBlock | None:
+    def record_tensor(self, tensor: Tensor, kind: str = "") -> StorageBlock | None:
         """Record the storage of a tensor once, with its kind if given; return None for tensors without storage."""
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around others
             return None
         address, size = storage._cdata, storage.nbytes()
-        known = self._alive.get(address)
-        if known is not None and known[0].size != size:  # resized in place
-            self._end(address)
-            kind, known = kind or known[0].kind, None
-        if known is None:
+        entry = self._in_use.get(address)
+        if entry is not None and entry[0].size != size:  # resized in place
+            self._record_free(address)
+            kind, entry = kind or entry[0].kind, None
+        if entry is None:
             if not size or address in self._ignored:
                 return None
-            block = CheckpointedBlock(len(self.blocks), size, kind or self.kind, self.layers[-1])
+            block = StorageBlock(len(self.blocks), size, kind or self.kind, self.layers[-1])
             self.blocks.append(block)
             self.events.append((block.number, size))
-            self._alive[address] = known = (block, weakref.ref(storage, lambda _: self._end(address)))
+            self._in_use[address] = entry = (block, weakref.ref(storage, lambda _: self._record_free(address)))
         elif kind:
-            known[0].kind = kind
-        return known[0]
+            entry[0].kind = kind
+        return entry[0]
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count the storage of this tensor: it represents one that is already counted."""
@@ -105,85 +105,84 @@ class AllocationLedger:
             self._ignored.add(address)
             weakref.finalize(storage, self._ignored.discard, address)
 
-    def alive(self) -> list[CheckpointedBlock]:
+    def blocks_in_use(self) -> list[StorageBlock]:
         """Return the blocks in use."""
-        return [block for block, _ in self._alive.values()]
+        return [block for block, _ in self._in_use.values()]
 
-    def did(self, flops: int, moved: int, launches: int) -> None:
-        """Record the operations of an operator."""
+    def record_operation(self, flops: int, moved: int, launches: int) -> None:
+        """Record the cost of an operation."""
         self.work[self.stage] = self.work.get(self.stage, ComputeCost()) + ComputeCost(flops, moved, launches)
         if self.stage == "forward":
             layer = self.layers[-1]
-            self.flops_of[layer] = self.flops_of.get(layer, 0) + flops
+            self.layer_flops[layer] = self.layer_flops.get(layer, 0) + flops
 
-    def _end(self, address: int) -> None:
-        known = self._alive.pop(address, None)
-        if known is not None:
-            self.events.append((known[0].number, 0))
+    def _record_free(self, address: int) -> None:
+        entry = self._in_use.pop(address, None)
+        if entry is not None:
+            self.events.append((entry[0].number, 0))
 
 
 class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Compute operations on real tensors, trace operations on fake ones, and record both.
 
     A real tensor into which a fake one was written counts as fake. While `answers` is True, `item()` of a fake tensor
-    returns 0, for the runner's checks for finite numbers; otherwise it raises NotTraceable.
+    returns 0, as the runner's checks for finite numbers require; otherwise it raises NotTraceable.
 
-    refused  the last operation that could not be traced: a task may catch its exception
-
-    cached   False: compute the outputs of each operation, also of those seen before; the results are the same
+    untraceable  the last operation that could not be traced, recorded because a task may catch the exception
+    cached       False: trace each operation, also if it is in the cache; the results are the same
     """
 
     def __init__(self, ledger: AllocationLedger, *, cached: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
-        self.answers = True
-        self.refused = ""
+        self.answers_zero = True
+        self.untraceable = ""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.is_cached = cached
         self._cache = OutputCache(self.fakes)
-        self._written: set[int] = set()  # storages of real tensors that were written from fake ones
+        self._overwritten: set[int] = set()  # storages of real tensors that were written from fake ones
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # most calls of a trace, and no operation
+        if func is _DEVICE:  # the most frequent call, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        if not any(map(self.is_fake, given)):
-            answer = func(*args, **kwargs)
-            self._count(func, args, kwargs, given, answer)
-            return answer
-        if func in _NUMBERS:
-            if not self.answers:
-                self.refused = f"{func} needs a value of a tensor that depends on the weights"
-                raise NotTraceable(self.refused)
-            return _NUMBERS[func]
-        key = self._key(func, args, kwargs, given)
-        known = None if key is None else self._cache.get(key)
-        if known is not None:
-            answer = self._cache.outputs(known, given)
-            for tensor in _tensors(answer):
-                self.ledger.saw(tensor)
-            if known.cost:
-                self.ledger.did(*known.cost)
-            return answer
+        tensors = _tensors((args, kwargs))
+        if not any(map(self.is_fake, tensors)):
+            result = func(*args, **kwargs)
+            self._count(func, args, kwargs, tensors, result)
+            return result
+        if func in _CONSTANT_RESULTS:
+            if not self.answers_zero:
+                self.untraceable = f"{func} needs a value of a tensor that depends on the weights"
+                raise NotTraceable(self.untraceable)
+            return _CONSTANT_RESULTS[func]
+        key = self._key(func, args, kwargs, tensors)
+        entry = None if key is None else self._cache.get(key)
+        if entry is not None:
+            result = self._cache.outputs(entry, tensors)
+            for tensor in _tensors(result):
+                self.ledger.record_tensor(tensor)
+            if entry.cost:
+                self.ledger.record_operation(*entry.cost)
+            return result
         try:
-            answer = self._followed(func, args, kwargs, given)
-        except _NOT_FOLLOWED as error:
-            self.refused = f"{func} cannot be traced: {type(error).__name__}"
+            result = self._trace(func, args, kwargs, tensors)
+        except _UNTRACEABLE as error:
+            self.untraceable = f"{func} cannot be traced: {type(error).__name__}"
             raise
-        cost = self._count(func, args, kwargs, given, answer)
+        cost = self._count(func, args, kwargs, tensors, result)
         if key is not None and key not in self._cache:
-            self._cache.put(key, given, answer, cost)
-        return answer
+            self._cache.put(key, tensors, result, cost)
+        return result
 
-    def _key(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+    def _key(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Return the key of the operation in the cache, or None if it reads a mask, or real tensors without content.
 
         A view of such a tensor shares the storage of the fake one that stands for it, which is not counted.
         """
         if not self.is_cached or func in _INDEXING or func is _aten.masked_select.default:
             return None
-        real = [tensor for tensor in given if type(tensor) is not FakeTensor]
+        real = [tensor for tensor in tensors if type(tensor) is not FakeTensor]
         if real and (func._schema.is_mutable or func.is_view or any(map(self.is_fake, real))):
             return None
         return self._cache.key(func, args, kwargs)
@@ -191,10 +190,10 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def is_fake(self, tensor: Tensor) -> bool:
         """Return whether the tensor has no content or an invalid one."""
         return isinstance(tensor, FakeTensor) or (
-            bool(self._written) and tensor.untyped_storage()._cdata in self._written
+            bool(self._overwritten) and tensor.untyped_storage()._cdata in self._overwritten
         )
 
-    def faked(self, tensor: Tensor) -> Tensor:
+    def to_fake(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor like this one; its memory is counted as that of the original."""
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -203,73 +202,74 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fake
 
     @contextmanager
-    def building(self) -> Iterator[None]:
+    def fake_parameters(self) -> Iterator[None]:
         """Replace parameters that modules register inside the context by fake ones."""
 
-        def replaced(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
+        def replace(module: nn.Module, name: str, weight: nn.Parameter | None) -> nn.Parameter | None:
             if weight is None or isinstance(weight, FakeTensor) or is_lazy(weight):  # no shape yet: in its first pass
                 return weight
-            fake: Any = self.fakes.from_tensor(
-                weight
-            )  # the same fake tensor for the same weight, so that tied weights stay tied
+            # from_tensor returns the same fake tensor for the same weight, so tied weights stay tied.
+            fake: Any = self.fakes.from_tensor(weight)
             return fake  # type: ignore[no-any-return]
 
-        hook = register_module_parameter_registration_hook(replaced)  # type: ignore[arg-type]
+        hook = register_module_parameter_registration_hook(replace)  # type: ignore[arg-type]
         try:
             yield
         finally:
             hook.remove()
 
-    def _followed(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
-        real = {id(fake): tensor for tensor in given if (fake := self.faked(tensor)) is not tensor}
+    def _trace(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        real = {id(fake): tensor for tensor in tensors if (fake := self.to_fake(tensor)) is not tensor}
         if func in _INDEXING:  # the number of elements of a real mask is known, that of a fake one is not
-            args = (args[0], [index for given in args[1] for index in self._places(given)], *args[2:])
+            args = (args[0], [index for tensors in args[1] for index in self._mask_to_indices(tensors)], *args[2:])
         elif func is _aten.masked_select.default and not self.is_fake(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
-            func, args = _aten.index.Tensor, (args[0].expand(shape), [*self._places(args[1].expand(shape))])
+            func, args = _aten.index.Tensor, (args[0].expand(shape), [*self._mask_to_indices(args[1].expand(shape))])
         if not all(type(tensor) is FakeTensor for tensor in _tensors((args, kwargs))):
-            args, kwargs = tree_map(lambda leaf: self.faked(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        answer = self.fakes.dispatch(func, (), args, kwargs)
-        correct = _CORRECTED.get(func)
+            args, kwargs = tree_map(
+                lambda leaf: self.to_fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+            )
+        result = self.fakes.dispatch(func, (), args, kwargs)
+        correct = _CORRECTIONS.get(func)
         if correct is not None:
             with self.fakes:
-                answer = correct(args, answer)
+                result = correct(args, result)
         if real and func._schema.is_mutable:
-            for fake in _written(func, args, kwargs):
+            for fake in _written_tensors(func, args, kwargs):
                 if id(fake) in real:
                     storage = real[id(fake)].untyped_storage()
-                    self._written.add(storage._cdata)
-                    weakref.finalize(storage, self._written.discard, storage._cdata)
-            answer = tree_map(lambda leaf: real.get(id(leaf), leaf), answer)
-        return answer
+                    self._overwritten.add(storage._cdata)
+                    weakref.finalize(storage, self._overwritten.discard, storage._cdata)
+            result = tree_map(lambda leaf: real.get(id(leaf), leaf), result)
+        return result
 
-    def _places(self, index: Tensor | None) -> Sequence[Tensor | None]:
+    def _mask_to_indices(self, index: Tensor | None) -> Sequence[Tensor | None]:
         """Convert a real mask to index tensors, whose number of elements is known."""
         if index is None or index.dtype not in (torch.bool, torch.uint8) or self.is_fake(index):
             return [index]
         return index.nonzero().unbind(1)
 
     def _count(
-        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], answer: Any
+        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], result: Any
     ) -> tuple[int, int, int] | None:
         """Record outputs and cost of an operation; return the cost: operations, bytes, launches; None for a view."""
-        made = _tensors(answer)
-        for tensor in made:
-            self.ledger.saw(tensor)
+        outputs = _tensors(result)
+        for tensor in outputs:
+            self.ledger.record_tensor(tensor)
         if func.is_view:
             return None
         flops = _FLOPS.get(func.overloadpacket)
-        count = int(flops(*args, **kwargs, out_val=answer)) if flops else 0
-        written = _written(func, args, kwargs) if func._schema.is_mutable else made
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in [*given, *written])
+        count = int(flops(*args, **kwargs, out_val=result)) if flops else 0
+        written = _written_tensors(func, args, kwargs) if func._schema.is_mutable else outputs
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *written])
         cost = (count, moved, int(func.namespace != "prim" and func.overloadpacket not in _WITHOUT_KERNEL))
-        self.ledger.did(*cost)
+        self.ledger.record_operation(*cost)
         return cost
 
 
 @contextmanager
-def in_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
-    """Record in the ledger which module of the model runs."""
+def record_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
+    """Record the running module of the model in the ledger."""
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, _: Any) -> None:
@@ -300,7 +300,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return _tensors([*value.values()]) if isinstance(value, dict) else []
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors into which an operation writes."""
     places = {argument.name: argument for argument in func._schema.arguments}
     values = {**dict(zip(places, args, strict=False)), **kwargs}
@@ -312,14 +312,14 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     ]
 
 
-def _group_norm(args: Any, made: Any) -> Any:
-    """Return output, means and deviations; the latter have the weight's dtype, not the input's as in torch."""
-    return made if args[1] is None else (made[0], *(one.to(args[1].dtype) for one in made[1:]))
+def _group_norm(args: Any, outputs: Any) -> Any:
+    """Return output, means and deviations; the latter two with the weight's dtype instead of the input's."""
+    return outputs if args[1] is None else (outputs[0], *(output.to(args[1].dtype) for output in outputs[1:]))
 
 
-def _group_norm_backward(args: Any, made: Any) -> Any:
-    """Return the three gradients; the first has the input's dtype, not the weight's as in torch."""
-    return made if made[0] is None else (made[0].to(args[1].dtype), *made[1:])
+def _group_norm_backward(args: Any, outputs: Any) -> Any:
+    """Return the three gradients; the first one with the input's dtype instead of the weight's."""
+    return outputs if outputs[0] is None else (outputs[0].to(args[1].dtype), *outputs[1:])
 
 
 def _flash_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -339,9 +339,8 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _flash_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
 }
-_CORRECTED: dict[
-    Any, Callable[[Any, Any], Any]
-] = {  # observed in torch 2.13 with 16-bit inputs and float32 weights, on a CPU
+# Dtypes that fake kernels of torch 2.13 get wrong for 16-bit inputs and float32 weights on a CPU.
+_CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
@@ -362,10 +361,10 @@ _INDEXING = {
     _aten._unsafe_index.Tensor,
     _aten._unsafe_index_put.default,
 }
-_NOT_FOLLOWED = (
+_UNTRACEABLE = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-_NUMBERS: dict[Any, Any] = {_aten._local_scalar_dense.default: 0, _aten.equal.default: True}
+_CONSTANT_RESULTS: dict[Any, Any] = {_aten._local_scalar_dense.default: 0, _aten.equal.default: True}

@@ -33,7 +33,7 @@ from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import make_phase_kind
 from runner.engine.phase_kinds import GradientPhase
 from runner.engine.train_order import make_order
-from runner.forecast.fake_mode import AllocationLedger, CheckpointedBlock, FakeRun, NotTraceable, in_layers
+from runner.forecast.fake_mode import AllocationLedger, FakeRun, NotTraceable, StorageBlock, record_layers
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensors_within
 from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSizes, Traced
@@ -41,39 +41,39 @@ from runner.plan.planner import make_plan
 from runner.plan.recompute_budget import Blocks, computed_again
 from runner.plan.run_plan import PhasePlan, Plan
 
-FEW = 2  # number of samples of a real run if a task cannot be traced
-PASSING = ("activations", "temporary")
-FEW_BYTES = 1024  # size of losses and norms, in bytes
-UPDATES = 2  # the first update creates the optimizer state
+NUM_MEASURED = 2  # samples of a real run if a task cannot be traced
+PASS_KINDS = ("activations", "temporary")
+MIN_GROWTH_BYTES = 1024  # less may be losses and norms
+NUM_UPDATES = 2  # the first update creates the optimizer state
 
 
 def forecast(configuration: Configuration, inventory: Inventory, micro_batch_sizes: Sequence[int]) -> list[Traced]:
     """Return the demand of a single process on a device of the inventory, per training phase and micro-batch size.
 
     Precision, optimizer kernel and similar options are those planned for the device; the kernels run on a CPU and
-    nothing is compiled. Raises what the task raises. Call it in a subprocess.
+    nothing is compiled. Raises the exceptions of the task. Call it in a subprocess.
     """
-    with Forecast(configuration, inventory) as made:
-        return [traced for size in micro_batch_sizes for traced in made.of(size)]
+    with Forecast(configuration, inventory) as prediction:
+        return [traced for size in micro_batch_sizes for traced in prediction.trace(size)]
 
 
 class Forecast:
     """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
 
-    A model that cannot be traced on fake weights is built for real and measured with few samples if the machine has
-    enough memory; otherwise only parameter sizes are known. Both cases are marked in the result.
+    A model that cannot be traced on fake weights is built with real ones and measured with few samples if the machine
+    has enough memory; otherwise only parameter sizes are known. Both cases are marked in the result.
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
-        of_ranks = make_plan(configuration, inventory)
-        self.shares = {phase.name: max(phase.batch.shares) for phase in of_ranks.phases}
-        plan = make_plan(alone(configuration), inventory)
-        self.keeps_ahead = plan.choices["prefetch"].function == "stream"
+        full_plan = make_plan(configuration, inventory)
+        self.shares = {phase.name: max(phase.batch.shares) for phase in full_plan.phases}
+        plan = make_plan(single_process(configuration), inventory)
+        self.prefetches = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
-        self.plan = on_the_host(plan)
-        self.limit = _limit(of_ranks)
-        self.has_buckets = of_ranks.choices["parallelism"].function == "ddp" and of_ranks.world_size > 1
+        self.plan = plan_for_host(plan)
+        self.limit = _budget_limit(full_plan)
+        self.has_buckets = full_plan.choices["parallelism"].function == "ddp" and full_plan.world_size > 1
         self.phases = [phase for phase in self.plan.selected if phase.kind == "train"]
         self._stack = ExitStack()
         self._parts: Parts | None = None
@@ -88,60 +88,60 @@ class Forecast:
         self._parts = None
         self._stack.close()
 
-    def of(self, micro_batch_size: int) -> list[Traced]:
+    def trace(self, micro_batch_size: int) -> list[Traced]:
         """Return the demand of each training phase with this micro-batch size."""
         if not self.limit:
-            return self._all(micro_batch_size)
+            return self._trace_phases(micro_batch_size)
         known: dict[Blocks, list[Traced]] = {}
 
-        def with_these(blocks: Blocks) -> list[Traced]:
+        def trace_with(blocks: Blocks) -> list[Traced]:
             if blocks not in known:
-                known[blocks] = self._all(micro_batch_size, blocks)
+                known[blocks] = self._trace_phases(micro_batch_size, blocks)
             return known[blocks]
 
         def takes(blocks: Blocks) -> int:
-            return max(traced.peak.total + traced.model.trained * self.has_buckets for traced in with_these(blocks))
+            return max(traced.peak.total + traced.model.trained * self.has_buckets for traced in trace_with(blocks))
 
-        largest = max(with_these(()), key=lambda traced: traced.peak.total)
+        largest = max(trace_with(()), key=lambda traced: traced.peak.total)
         chosen = computed_again(largest.blocks, takes, self.limit)
-        return [dataclasses.replace(traced, recompute=chosen) for traced in with_these(chosen)]
+        return [dataclasses.replace(traced, recompute=chosen) for traced in trace_with(chosen)]
 
-    def _all(self, size: int, recompute: Blocks = ()) -> list[Traced]:
+    def _trace_phases(self, size: int, recompute: Blocks = ()) -> list[Traced]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not self._why_not:
                 try:
-                    return [self._followed(phase, size, recompute) for phase in self.phases]
+                    return [self._trace_phase(phase, size, recompute) for phase in self.phases]
                 except Exception as error:
                     if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
                         raise  # the real run would raise it too
-                    self._why_not = _words(error, self._source)
+                    self._why_not = _describe_failure(error, self._source)
                     if self._parts is not None and not has_room(self._parts.bare):
                         self._is_too_large = True
                     else:
                         self.__exit__()
             if self._is_too_large:
-                return [self._of_parameters(phase, size) for phase in self.phases]
-            return [self._measured(phase, size, recompute) for phase in self.phases]
+                return [self._count_parameters(phase, size) for phase in self.phases]
+            return [self._measure_phase(phase, size, recompute) for phase in self.phases]
 
     @property
     def least(self) -> int:
-        """Smallest number of samples that is traced, once the model is built."""
-        return 1 if self._parts is None else least_samples(self._parts.bare)
+        """Smallest batch size that can be traced, once the model is built."""
+        return 1 if self._parts is None else min_batch_size(self._parts.bare)
 
     @property
     def _source(self) -> Path:
         file = self.plan.task_file
         return task_source(self.plan.choices["task"].name, Path(file) if file else None)
 
-    def _built(self) -> Parts:
+    def _build(self) -> Parts:
         if self._parts is None:
-            with self._fake_run, nullcontext() if self._why_not else self._fake_run.building():
+            with self._fake_run, nullcontext() if self._why_not else self._fake_run.fake_parameters():
                 self._parts = assemble(self.plan, self._stack)
         return self._parts
 
-    def _followed(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
-        parts = self._built()
+    def _trace_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
+        parts = self._build()
         steps = -(-self.shares[phase.name] // size)
         caveat = ""
         if is_coupled(parts.task, phase.name):  # inputs and embeddings of all micro-batches are held
@@ -149,24 +149,24 @@ class Forecast:
         else:
             steps = min(2, steps)  # further micro-batches use no more memory than two
         batch = Batch(size * steps, size, (size * steps,))
-        phase = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
+        phase = dataclasses.replace(phase, batch=batch, updates=NUM_UPDATES, epochs=None)
         blocks = list(dict.fromkeys(parts.task.blocks()))
         with recompute_blocks([blocks[number] for number in recompute]), self.autocast():
-            return Follower(parts, phase, self._fake_run, self.keeps_ahead, caveat).follow()
+            return PhaseTracer(parts, phase, self._fake_run, self.prefetches, caveat).trace()
 
-    def _measured(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
+    def _measure_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Measure a few samples and scale the result to the requested size."""
-        few = min(size, FEW)
-        why_not = f"{self._why_not}; measured with {few} sample{'s' * (few > 1)} and multiplied"
-        return times(self._followed(phase, few, recompute), size / few, size, why_not)
+        measured = min(size, NUM_MEASURED)
+        why_not = f"{self._why_not}; measured with {measured} sample{'s' * (measured > 1)} and multiplied"
+        return scale_trace(self._trace_phase(phase, measured, recompute), size / measured, size, why_not)
 
-    def _of_parameters(self, phase: PhasePlan, size: int) -> Traced:
+    def _count_parameters(self, phase: PhasePlan, size: int) -> Traced:
         """Return the known part of the demand: parameters, gradients and optimizer state."""
-        model = self._built().bare
+        model = self._build().bare
         trained = [
             (name, weight)
             for name, weight in model.named_parameters()
-            if weight.requires_grad and (phase.trains is None or any(is_under(name, one) for one in phase.trains))
+            if weight.requires_grad and (phase.trains is None or any(is_under(name, prefix) for prefix in phase.trains))
         ]
         optimizer = build_optimizer(phase.optimizer.function, trained, phase.optimizer.options)
         sizes = {
@@ -175,7 +175,7 @@ class Forecast:
             "gradients": sum(weight.nbytes for _, weight in trained),
             "optimizer": expected_state_bytes(optimizer),
         }
-        if _averages(self.plan):
+        if _keeps_average(self.plan):
             sizes["optimizer"] += sizes["gradients"]
         why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
         events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
@@ -193,35 +193,35 @@ class Forecast:
             why_not=why_not,
         )
         without = known.peak.total - known.peak.gradients
-        found = _sizes_of(model, self._built().task.blocks(), [weight for _, weight in trained])
+        found = _measure_model(model, self._build().task.blocks(), [weight for _, weight in trained])
         return dataclasses.replace(known, without_bytes=without, model=found)
 
 
-def least_samples(model: nn.Module) -> int:
+def min_batch_size(model: nn.Module) -> int:
     """Return the smallest batch size for training the model: batch norm over vectors needs two samples."""
     return 2 if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) else 1
 
 
-class Follower:
+class PhaseTracer:
     """Trace one phase with one micro-batch size."""
 
-    def __init__(self, parts: Parts, phase: PhasePlan, phantom: FakeRun, keeps_ahead: bool, caveat: str = "") -> None:
+    def __init__(self, parts: Parts, phase: PhasePlan, fake_run: FakeRun, prefetches: bool, caveat: str = "") -> None:
         self.caveat = caveat  # why a run may need more than what is traced
-        self.parts, self.phase, self.phantom, self.keeps_ahead = parts, phase, phantom, keeps_ahead
-        self.ledger = phantom.ledger = AllocationLedger()
-        self.kept: list[CheckpointedBlock] = []  # activations of the latest forward pass
+        self.parts, self.phase, self.fake_run, self.prefetches = parts, phase, fake_run, prefetches
+        self.ledger = fake_run.ledger = AllocationLedger()
+        self.saved_blocks: list[StorageBlock] = []  # activations of the latest forward pass
         self.trained: list[nn.Parameter] = []
-        self.left: list[int] = []  # bytes of tensors that were created in passes and are alive after each update
+        self.kept_bytes: list[int] = []  # of tensors created in passes that are alive after each update
         self.batches: list[int] = []  # bytes of each batch
 
-    def follow(self) -> Traced:
+    def trace(self) -> Traced:
         """Trace two updates and return their demand."""
         parts, phase, ledger = self.parts, self.phase, self.ledger
-        self.phantom.refused = ""
+        self.fake_run.untraceable = ""
         for kind, tensors in (("parameters", parts.bare.parameters()), ("buffers", parts.bare.buffers())):
             for tensor in tensors:
                 if tensor.device.type != "meta":  # tensors of other pipeline stages are on meta
-                    ledger.saw(tensor, kind)
+                    ledger.record_tensor(tensor, kind)
         parts.task.begin_phase(phase.name)
         fetcher = parts.fetcher("train")
         micro = phase.batch.micro_batch_size
@@ -234,86 +234,90 @@ class Follower:
             for key in order.from_update(0):
                 with _disable_current_modes():
                     item = fetcher[key]
-                size = self._received(item.batch)
+                size = self._record_inputs(item.batch)
                 if len(key.indices) == phase.batch.micro_batch_size:
                     self.batches.append(size)
                 yield item
                 del item
 
-        with self.phantom, in_layers(ledger, parts.bare), without_samples(), ExitStack() as stack:
+        with self.fake_run, record_layers(ledger, parts.bare), without_samples(), ExitStack() as stack:
             ledger.kind = "optimizer"
             work = make_phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "phases without gradients are not traced"
             self.trained = [*work.owned.values()]
-            averages = [weight.detach().clone() for weight in self.trained] if _averages(parts.plan) else []
+            averages = [weight.detach().clone() for weight in self.trained] if _keeps_average(parts.plan) else []
             ledger.kind = "temporary"
             stack.callback(averages.clear)
             stack.callback(work.release)
             for weight in self.trained:
-                hook = weight.register_post_accumulate_grad_hook(self._note_gradient)  # type: ignore[no-untyped-call]
+                hook = weight.register_post_accumulate_grad_hook(self._record_gradient)  # type: ignore[no-untyped-call]
                 stack.callback(hook.remove)
-            training = work.inputs.wrap_forward(self._watched)
-            stack.enter_context(self._noticed(parts.parallel))
-            batches = self._handed_out(read())
-            for _ in range(UPDATES):
+            training = work.inputs.wrap_forward(self._wrap_loss)
+            stack.enter_context(self._mark_update(parts.parallel))
+            batches = self._prefetch(read())
+            for _ in range(NUM_UPDATES):
                 ledger.work.clear()
-                ledger.flops_of.clear()
+                ledger.layer_flops.clear()
                 ledger.stage = "forward"
-                parts.task.begin_update(Progress(phase.name, position.update, UPDATES, 0.0))
+                parts.task.begin_update(Progress(phase.name, position.update, NUM_UPDATES, 0.0))
                 next(train_updates(training, batches, position.update + 1))
                 for tensor in (tensor for optimizer in training.optimizers for tensor in state_tensors(optimizer)):
-                    ledger.saw(tensor, "optimizer")
-                self.updated()
-            if self.phantom.refused:  # the task caught the exception, so it took a path that a real run would not take
-                raise NotTraceable(self.phantom.refused)
-            return self._told(tuple(ledger.events))
+                    ledger.record_tensor(tensor, "optimizer")
+                self.after_update()
+            if (
+                self.fake_run.untraceable
+            ):  # the task caught the exception, so it took a path that a real run would not take
+                raise NotTraceable(self.fake_run.untraceable)
+            return self._make_result(tuple(ledger.events))
 
-    def _received(self, batch: Any) -> int:
+    def _record_inputs(self, batch: Any) -> int:
         """Return the bytes of a batch, which count as inputs from now on."""
-        blocks: list[CheckpointedBlock | None] = []
-        map_tensors(lambda tensor: blocks.append(self.ledger.saw(tensor, "inputs")), batch)
+        blocks: list[StorageBlock | None] = []
+        map_tensors(lambda tensor: blocks.append(self.ledger.record_tensor(tensor, "inputs")), batch)
         return sum(block.size for block in blocks if block)
 
-    def updated(self) -> None:
+    def after_update(self) -> None:
         """Record which tensors of the update's passes are still alive."""
-        self.left.append(sum(block.size for block in self.ledger.alive() if block.kind in PASSING))
+        self.kept_bytes.append(sum(block.size for block in self.ledger.blocks_in_use() if block.kind in PASS_KINDS))
 
-    def _handed_out(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _prefetch(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the batches and keep each alive until the next is requested, as prefetching does."""
         batch = next(batches)
         while True:
-            following = next(batches) if self.keeps_ahead else None
+            following = next(batches) if self.prefetches else None
             yield batch
             batch = following or next(batches)
 
-    def _watched(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def watched(model: Any, batch: Any) -> Any:
+    def _wrap_loss(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def wrapped(model: Any, batch: Any) -> Any:
             with self.forward():
                 return loss(model, batch)
 
-        return watched
+        return wrapped
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record tensors created inside that are alive at exit as saved for the backward pass."""
         first = len(self.ledger.blocks)
-        self.ledger.stage, self.phantom.answers = "forward", False
+        self.ledger.stage, self.fake_run.answers_zero = "forward", False
         try:
             yield
         finally:
-            self.phantom.answers = True
-        self.kept = [b for b in self.ledger.alive() if b.number >= first and b.kind in ("temporary", "activations")]
-        for block in self.kept:
+            self.fake_run.answers_zero = True
+        self.saved_blocks = [
+            b for b in self.ledger.blocks_in_use() if b.number >= first and b.kind in ("temporary", "activations")
+        ]
+        for block in self.saved_blocks:
             block.kind = "activations"
         self.ledger.stage = "backward"
 
     @contextmanager
-    def _noticed(self, parallel: Parallel) -> Iterator[None]:
+    def _mark_update(self, parallel: Parallel) -> Iterator[None]:
         """After the passes of the strategy, attribute the work inside to the update."""
-        made = parallel.accumulate
+        prediction = parallel.accumulate
 
         def accumulate(passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-            sums = made(passes, batches)
+            sums = prediction(passes, batches)
             self.ledger.stage = "update"
             return sums
 
@@ -323,16 +327,16 @@ class Follower:
         finally:
             del vars(parallel)["accumulate"]
 
-    def _note_gradient(self, weight: Tensor) -> None:
+    def _record_gradient(self, weight: Tensor) -> None:
         if weight.grad is not None:
-            self.ledger.saw(weight.grad, "gradients")
+            self.ledger.record_tensor(weight.grad, "gradients")
 
-    def _told(self, events: tuple[Event, ...]) -> Traced:
+    def _make_result(self, events: tuple[Event, ...]) -> Traced:
         ledger, steps = self.ledger, self.phase.batch.accumulation_steps
-        by_layer: dict[str, int] = dict.fromkeys(ledger.flops_of, 0)
-        for block in self.kept:
+        by_layer: dict[str, int] = dict.fromkeys(ledger.layer_flops, 0)
+        for block in self.saved_blocks:
             by_layer[block.layer] = by_layer.get(block.layer, 0) + block.size
-        layers = tuple(Layer(name, size, ledger.flops_of.get(name, 0) // steps) for name, size in by_layer.items())
+        layers = tuple(Layer(name, size, ledger.layer_flops.get(name, 0) // steps) for name, size in by_layer.items())
         names = {module: name for name, module in self.parts.bare.named_modules()}
         units = {names.get(block, "?"): block for block in self.parts.task.blocks()}
         try:
@@ -346,32 +350,32 @@ class Follower:
             phase=self.phase.name,
             micro_batch_size=self.phase.batch.micro_batch_size,
             accumulation_steps=steps,
-            peak=peak_of(events, ledger.blocks),
+            peak=find_peak(events, ledger.blocks),
             events=events,
             layers=layers,
-            blocks=tuple(_all_inside(name, layers) for name in units),
+            blocks=tuple(_sum_submodules(name, layers) for name in units),
             work=ComputeCost(passes.flops // steps, passes.moved_bytes // steps, passes.launches // steps),
             step=ledger.work["update"],
-            model=_sizes_of(self.parts.bare, list(units.values()), self.trained, num_layers),
-            without_bytes=peak_of(others, ledger.blocks).total,
+            model=_measure_model(self.parts.bare, list(units.values()), self.trained, num_layers),
+            without_bytes=find_peak(others, ledger.blocks).total,
             is_exact=not why_not,
             why_not=why_not,
         )
 
     def _why_not(self) -> str:
         """Return why other updates may need more than the traced ones, or nothing."""
-        grown = self.left[-1] - self.left[0] if self.left else 0
-        if grown > FEW_BYTES:
-            return f"after each update, the task keeps {format_bytes(grown)} more than after the previous one"
+        scaled = self.kept_bytes[-1] - self.kept_bytes[0] if self.kept_bytes else 0
+        if scaled > MIN_GROWTH_BYTES:
+            return f"after each update, the task keeps {format_bytes(scaled)} more than after the previous one"
         least, most = min(self.batches, default=0), max(self.batches, default=0)
         if least < most:
             samples = self.phase.batch.micro_batch_size
-            said = f"batches of {samples} have {format_bytes(least)} to {format_bytes(most)}"
-            return f"{said}, and larger ones than the traced batch need more"
+            sizes = f"batches of {samples} have {format_bytes(least)} to {format_bytes(most)}"
+            return f"{sizes}, and larger ones than the traced batch need more"
         return self.caveat
 
 
-def _sizes_of(
+def _measure_model(
     model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter], num_layers: int | None = None
 ) -> ModelSizes:
     """Return the sizes that depend on parameters only."""
@@ -387,39 +391,39 @@ def _sizes_of(
     )
 
 
-def times(few: Traced, factor: float, size: int, why_not: str) -> Traced:
+def scale_trace(measured: Traced, factor: float, size: int, why_not: str) -> Traced:
     """Scale a measurement of few samples by `factor`, and mark it as scaled."""
 
-    def grown(number: int) -> int:
+    def scaled(number: int) -> int:
         return math.ceil(number * factor)
 
-    peak = few.peak
+    peak = measured.peak
     fixed = peak.parameters + peak.buffers + peak.optimizer
     return dataclasses.replace(
-        few,
-        without_bytes=fixed + grown(max(0, few.without_bytes - fixed)),
+        measured,
+        without_bytes=fixed + scaled(max(0, measured.without_bytes - fixed)),
         micro_batch_size=size,
         peak=dataclasses.replace(
             peak,
-            activations=grown(peak.activations),
-            inputs=grown(peak.inputs),
-            temporary=grown(peak.temporary),
+            activations=scaled(peak.activations),
+            inputs=scaled(peak.inputs),
+            temporary=scaled(peak.temporary),
         ),
-        layers=tuple(Layer(one.name, grown(one.activations), grown(one.flops)) for one in few.layers),
-        blocks=tuple(Layer(one.name, grown(one.activations), grown(one.flops)) for one in few.blocks),
-        work=ComputeCost(grown(few.work.flops), grown(few.work.moved_bytes), few.work.launches),
+        layers=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.layers),
+        blocks=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.blocks),
+        work=ComputeCost(scaled(measured.work.flops), scaled(measured.work.moved_bytes), measured.work.launches),
         is_exact=False,
         why_not=why_not,
     )
 
 
-def _all_inside(name: str, layers: Sequence[Layer]) -> Layer:
-    """Return a module and all of its submodules."""
-    inside = [one for one in layers if one.name == name or one.name.startswith(f"{name}.")]
-    return Layer(name, sum(one.activations for one in inside), sum(one.flops for one in inside))
+def _sum_submodules(name: str, layers: Sequence[Layer]) -> Layer:
+    """Return the sum over a module and all of its submodules."""
+    inside = [layer for layer in layers if layer.name == name or layer.name.startswith(f"{name}.")]
+    return Layer(name, sum(layer.activations for layer in inside), sum(layer.flops for layer in inside))
 
 
-def _words(error: BaseException, source: Path) -> str:
+def _describe_failure(error: BaseException, source: Path) -> str:
     """Return which operation cannot be traced and the task line that calls it."""
     fault = error if isinstance(error, TaskFault) else make_task_fault(error, source, "tracing it")
     root = error
@@ -435,7 +439,7 @@ def has_room(model: nn.Module) -> bool:
     return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
 
 
-def peak_of(events: Sequence[Event], blocks: Sequence[CheckpointedBlock]) -> Bytes:
+def find_peak(events: Sequence[Event], blocks: Sequence[StorageBlock]) -> Bytes:
     """Return the blocks in use at the moment of peak memory."""
     most = size = moment = 0
     alive: dict[int, int] = {}
@@ -451,19 +455,19 @@ def peak_of(events: Sequence[Event], blocks: Sequence[CheckpointedBlock]) -> Byt
             alive[block] = change
         else:
             del alive[block]
-    kinds = dict.fromkeys((one.name for one in dataclasses.fields(Bytes)), 0)
-    for block, there in alive.items():
-        kinds[blocks[block].kind] += there
+    kinds = dict.fromkeys((field.name for field in dataclasses.fields(Bytes)), 0)
+    for block, size in alive.items():
+        kinds[blocks[block].kind] += size
     return Bytes(**kinds)
 
 
-def alone(configuration: Configuration) -> Configuration:
+def single_process(configuration: Configuration) -> Configuration:
     """Return the configuration of a single process without distributed options."""
     choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
     return dataclasses.replace(configuration, choices=choices, sources={})
 
 
-def _limit(plan: Plan) -> int:
+def _budget_limit(plan: Plan) -> int:
     """Return the byte limit for memory=budget, or 0 for other options."""
     memory = plan.choices["memory"]
     if memory.function != "budget" or memory.options["recompute"] != "auto":
@@ -472,12 +476,12 @@ def _limit(plan: Plan) -> int:
     return min(known, default=0)
 
 
-def _averages(plan: Plan) -> bool:
+def _keeps_average(plan: Plan) -> bool:
     """Return True if an averaged copy of the trained weights is kept."""
     return plan.choices["averaging"].function != "none"
 
 
-def on_the_host(plan: Plan) -> Plan:
+def plan_for_host(plan: Plan) -> Plan:
     """Return the plan with the same numerics, for a single process on a CPU."""
     replaced = {
         "compile": Choice("off", "off", {}),

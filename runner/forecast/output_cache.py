@@ -20,19 +20,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 Cost = tuple[int, int, int]  # floating-point operations, bytes read and written, kernel launches
 _CPU = torch.device("cpu")
-_NEVER = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_UNCACHEABLE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
 @dataclass(frozen=True)
 class CachedOutput:
     """An output tensor: one of the inputs, a view of an input, or a new tensor.
 
-    same    index of the input that is returned, or -1
-    views   index of the input whose storage is shared, or -1
+    returned_input  index of the input that is returned, or -1
+    viewed_input    index of the input whose storage is shared, or -1
     """
 
-    same: int = -1
-    views: int = -1
+    returned_input: int = -1
+    viewed_input: int = -1
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     offset: int = 0
@@ -53,54 +53,54 @@ class OutputCache:
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
-        self._known: dict[Any, CachedOperation | None] = {}
+        self._entries: dict[Any, CachedOperation | None] = {}
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation, or None if its outputs depend on more than the metadata of its inputs."""
         try:
-            key = (func, _part(args), _part(kwargs) if kwargs else None)
+            key = (func, _key_part(args), _key_part(kwargs) if kwargs else None)
             hash(key)
         except (_Uncacheable, TypeError):  # TypeError: an argument without a hash
             return None
         return key
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._known
+        return key in self._entries
 
     def get(self, key: Any) -> CachedOperation | None:
-        """Return the entry of a key; None if it is not known or cannot be cached."""
-        return self._known.get(key)
+        """Return the entry of a key; None if there is none, or the operation cannot be cached."""
+        return self._entries.get(key)
 
-    def put(self, key: Any, inputs: Sequence[Tensor], answer: Any, cost: Cost | None) -> None:
-        """Remember what an operation returned for these input tensors."""
+    def put(self, key: Any, inputs: Sequence[Tensor], result: Any, cost: Cost | None) -> None:
+        """Store the result of an operation for these input tensors."""
         func = key[0]
-        outputs = answer if isinstance(answer, (tuple, list)) else (answer,)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
         described: list[CachedOutput | None] = []
-        self._known[key] = None
-        if _NEVER.intersection(func.tags) or func.namespace not in ("aten", "prims"):
+        self._entries[key] = None
+        if _UNCACHEABLE_TAGS.intersection(func.tags) or func.namespace not in ("aten", "prims"):
             return
         for output in outputs:
             if output is None:
                 described.append(None)
-            elif type(output) is not FakeTensor or (one := _described(output, inputs)) is None:
+            elif type(output) is not FakeTensor or (item := _describe_output(output, inputs)) is None:
                 return
             else:
-                described.append(one)
-        kind = list if isinstance(answer, list) else tuple if isinstance(answer, tuple) else None
-        self._known[key] = CachedOperation(tuple(described), kind, cost)
+                described.append(item)
+        kind = list if isinstance(result, list) else tuple if isinstance(result, tuple) else None
+        self._entries[key] = CachedOperation(tuple(described), kind, cost)
 
     def outputs(self, entry: CachedOperation, inputs: Sequence[Tensor]) -> Any:
         """Return the outputs of an entry for these input tensors."""
-        made = [one and self._made(one, inputs) for one in entry.outputs]
-        return entry.kind(made) if entry.kind else made[0]
+        outputs = [item and self._make_output(item, inputs) for item in entry.outputs]
+        return entry.kind(outputs) if entry.kind else outputs[0]
 
-    def _made(self, output: CachedOutput, inputs: Sequence[Tensor]) -> Tensor:
-        if output.same >= 0:
-            return inputs[output.same]
+    def _make_output(self, output: CachedOutput, inputs: Sequence[Tensor]) -> Tensor:
+        if output.returned_input >= 0:
+            return inputs[output.returned_input]
         empty = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
-        if output.views >= 0:
+        if output.viewed_input >= 0:
             with in_kernel_invocation_manager(self._fakes):
-                empty.set_(inputs[output.views].untyped_storage(), output.offset, output.shape, output.stride)
+                empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
         return FakeTensor(self._fakes, empty, _CPU)
 
 
@@ -108,7 +108,7 @@ class _Uncacheable(Exception):
     """An argument that the key of an operation cannot contain."""
 
 
-def _part(value: Any) -> Any:
+def _key_part(value: Any) -> Any:
     """Return the part of a key for an argument; types are included because 1 == 1.0 == True."""
     if isinstance(value, Tensor):
         fake = type(value) is FakeTensor
@@ -123,17 +123,17 @@ def _part(value: Any) -> Any:
             raise _Uncacheable
         return fake, value.dtype, value.shape, value.stride(), value.storage_offset()
     if isinstance(value, (tuple, list)):
-        return tuple([_part(one) for one in value])
+        return tuple([_key_part(item) for item in value])
     if isinstance(value, dict):
-        return tuple([(name, _part(one)) for name, one in value.items()])
+        return tuple([(name, _key_part(item)) for name, item in value.items()])
     return type(value), value
 
 
-def _described(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutput | None:
+def _describe_output(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutput | None:
     """Return the entry of an output tensor; None if it could not be created from the entry alone."""
     for number, tensor in enumerate(inputs):
         if tensor is output:
-            return CachedOutput(same=number)
+            return CachedOutput(returned_input=number)
     if output.layout is not torch.strided or output.is_complex() or output.device != _CPU or output.requires_grad:
         return None
     shape, stride = tuple(output.shape), tuple(output.stride())

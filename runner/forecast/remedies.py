@@ -13,68 +13,70 @@ from runner.config.configuration import Configuration, compose
 from runner.config.options import function_of, options_of
 from runner.config.request import merge_overrides
 from runner.config.schema import defaults
-from runner.forecast.demand import is_traced, needs_of
+from runner.forecast.demand import is_traced, predict_needs
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Needs, may_fit
 from runner.plan.planner import make_plan
 from runner.plan.prediction_text import FittingChange, may_be_set, peaks_of_ranks, seconds_of
 from runner.plan.run_plan import Plan
 
-Words = tuple[str, ...]
-MOST_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
+Overrides = tuple[str, ...]
+MAX_CPU_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
 
 
-def changes_of(
+def find_changes(
     configuration: Configuration,
     inventory: Inventory,
     plan: Plan,
     needs: Needs,
     profiles: Sequence[Mapping[str, Any]],
-) -> tuple[list[FittingChange], list[Words]]:
+) -> tuple[list[FittingChange], list[Overrides]]:
     """Return the settings that make the run fit, fastest first, and those not tried for lack of time.
 
-    Tries each setting alone, then all together if none is enough. Call it in a subprocess, like needs_of.
+    Tries each setting alone, then all together if none is enough. Call it in a subprocess, like `predict_needs`.
 
     profiles  measurements from hardware profiles, used to estimate times
     """
     trial = _Trial(configuration, inventory, plan, needs, profiles, _seconds(plan, needs, profiles))
     single = list(_candidates(configuration, inventory, plan))
-    found: list[FittingChange] = []
-    untried: list[Words] = []
-    failed: set[Words] = set()
-    impossible: set[Words] = set()
+    changes: list[FittingChange] = []
+    untried: list[Overrides] = []
+    failed: set[Overrides] = set()
+    impossible: set[Overrides] = set()
     began = time.process_time()
     longest = 0.0
-    for words in single:
-        if not trial.may_help(words) or (words == BUDGET and CHECKPOINT in failed):  # saves no memory
-            failed.add(words)
+    for settings in single:
+        if not trial.may_help(settings) or (settings == BUDGET and CHECKPOINT in failed):  # saves no memory
+            failed.add(settings)
             continue
         before = time.process_time()
-        if before + longest - began > MOST_S and not is_free(words):
-            untried.append(words)
+        if before + longest - began > MAX_CPU_S and not needs_no_trace(settings):
+            untried.append(settings)
             continue
         try:
-            if change := trial.of(words):
-                found.append(change)
+            if change := trial.try_settings(settings):
+                changes.append(change)
             else:
-                failed.add(words)
+                failed.add(settings)
         except AccelRunError:  # for example a missing package
-            impossible.add(words)
+            impossible.add(settings)
         longest = max(longest, time.process_time() - before)
-    if not found:
-        possible = [words for words in single if words not in impossible]
-        together = tuple(word for words in possible for word in words if not word.startswith("parallelism="))
-        together = tuple(word for word in together if (word,) != BUDGET or CHECKPOINT not in single)
-        found = trial.of_most(together)
-    return sorted(found, key=lambda change: (change.factor is None, change.factor or 0.0, change.bytes)), untried
+    if not changes:
+        possible = [settings for settings in single if settings not in impossible]
+        together = tuple(
+            setting for settings in possible for setting in settings if not setting.startswith("parallelism=")
+        )
+        together = tuple(setting for setting in together if (setting,) != BUDGET or CHECKPOINT not in single)
+        changes = trial.try_most(together)
+    return sorted(changes, key=lambda change: (change.factor is None, change.factor or 0.0, change.bytes)), untried
 
 
-def is_free(words: Words) -> bool:
+def needs_no_trace(settings: Overrides) -> bool:
     """Return True if the memory demand with these settings follows from existing traces."""
-    return all(word.partition("=")[0] == "micro_batch_size" or word == "parallelism=fsdp" for word in words)
+    return all(setting.partition("=")[0] == "micro_batch_size" or setting == "parallelism=fsdp" for setting in settings)
 
 
-def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Words]:
+def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) -> Iterator[Overrides]:
     """Yield settings that reduce memory: first those that need no trace, then those with the largest effect."""
     if any(phase.micro_batch_size != "auto" for phase in configuration.phases):
         yield ("micro_batch_size=auto",)
@@ -113,65 +115,67 @@ class _Trial:
     profiles: Sequence[Mapping[str, Any]]
     before: float | None
 
-    def may_help(self, words: Words) -> bool:
+    def may_help(self, settings: Overrides) -> bool:
         """Return True if these settings are worth a trace."""
-        return bool(words) and all(may_fit(each.prediction, words) for each in self.plan.memory)
+        return bool(settings) and all(may_fit(memory.prediction, settings) for memory in self.plan.memory)
 
-    def kept(self, words: Words) -> Words:
+    def keep_settings(self, settings: Overrides) -> Overrides:
         """Return the user's settings of replaced groups, such as memory.fraction, that the new option also accepts."""
         known = {
             f"{group}.{key}"
-            for group, _, name in (word.partition("=") for word in words)
+            for group, _, name in (setting.partition("=") for setting in settings)
             if group in self.plan.choices and (signature := function_of(group, name))
             for key in defaults(signature.keys)
         }
-        return tuple(word for word in self.configuration.request.overrides if word.partition("=")[0] in known)
+        return tuple(setting for setting in self.configuration.request.overrides if setting.partition("=")[0] in known)
 
-    def of_most(self, words: Words) -> list[FittingChange]:
+    def try_most(self, settings: Overrides) -> list[FittingChange]:
         """Return the demand with these settings, without the last ones if they are invalid."""
-        while self.may_help(words):
+        while self.may_help(settings):
             try:
-                return [change for change in [self.of(words)] if change]
+                return [change for change in [self.try_settings(settings)] if change]
             except AccelRunError:
-                words = words[:-1]
+                settings = settings[:-1]
         return []
 
-    def of(self, words: Words) -> FittingChange | None:
+    def try_settings(self, settings: Overrides) -> FittingChange | None:
         """Return the demand with these settings, or None if the run still does not fit.
 
         Raises AccelRunError for invalid settings.
         """
         request = self.configuration.request
-        overrides = (*merge_overrides(request.overrides, words), *self.kept(words))
+        overrides = (*merge_overrides(request.overrides, settings), *self.keep_settings(settings))
         changed = compose(dataclasses.replace(request, overrides=overrides))
-        needs = self.needs if is_free(words) else needs_of(changed, self.inventory)
+        needs = self.needs if needs_no_trace(settings) else predict_needs(changed, self.inventory)
         plan = make_plan(changed, self.inventory, needs=needs)
-        if is_free(words) and not is_traced(plan, needs):
-            needs = needs_of(changed, self.inventory)
+        if needs_no_trace(settings) and not is_traced(plan, needs):
+            needs = predict_needs(changed, self.inventory)
             plan = make_plan(changed, self.inventory, needs=needs)
-        is_rough = not all(each.is_exact for each in self.plan.memory)  # reported with the result anyway
-        if not plan.memory or not all(each.prediction.fits and (each.is_exact or is_rough) for each in plan.memory):
+        is_rough = not all(memory.is_exact for memory in self.plan.memory)  # reported with the result anyway
+        if not plan.memory or not all(
+            memory.prediction.fits and (memory.is_exact or is_rough) for memory in plan.memory
+        ):
             return None
-        most = max(each.prediction.total for each in plan.memory)
+        most = max(memory.prediction.total for memory in plan.memory)
         seconds = _seconds(plan, needs, self.profiles)
         factor = seconds / self.before if seconds and self.before else None
-        return FittingChange(_resolved(words, plan), most, factor)
+        return FittingChange(_resolve_auto(settings, plan), most, factor)
 
 
-def _resolved(words: Words, plan: Plan) -> Words:
+def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
     """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
     can_be = may_be_set(plan, plan.batch, plan.batch.micro_batch_size)
     is_one = not plan.own_keys and can_be  # phases have their own micro-batch sizes
-    return tuple(size if word == "micro_batch_size=auto" and is_one else word for word in words)
+    return tuple(size if setting == "micro_batch_size=auto" and is_one else setting for setting in settings)
 
 
 def _seconds(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the estimated seconds of one update of every phase together, or None if unknown."""
     peaks = peaks_of_ranks(plan, profiles)
-    found = [
+    estimates = [
         seconds_of(plan, phase, needs.demands[phase.name], peaks)
         for phase in plan.selected
         if phase.name in needs.demands
     ]
-    return sum(each.middle for each in found if each) if found and all(found) else None
+    return sum(seconds.middle for seconds in estimates if seconds) if estimates and all(estimates) else None

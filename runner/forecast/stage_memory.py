@@ -30,11 +30,11 @@ from runner.engine.cuda_autocast import CudaAutocastMode
 from runner.engine.task_loading import task_errors
 from runner.engine.train_order import make_order
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
-from runner.forecast.memory_forecast import UPDATES, Follower, on_the_host
+from runner.forecast.memory_forecast import NUM_UPDATES, PhaseTracer, plan_for_host
 from runner.plan.memory_trace import Traced
 from runner.plan.run_plan import PhasePlan, Plan
 
-UNKNOWN = 2**50  # assumed bytes of a device of unknown size
+UNKNOWN_DEVICE_BYTES = 2**50  # assumed bytes of a device of unknown size
 
 
 class StagePrediction:
@@ -42,14 +42,14 @@ class StagePrediction:
 
     def __init__(self, plan: Plan) -> None:
         choice = plan.choices["parallelism"]
-        self.of_run, self.options, self.count = plan, choice.options, plan.world_size
+        self.full_plan, self.options, self.count = plan, choice.options, plan.world_size
         self.chunks = int(self.options["chunks"]) if self.options["schedule"] == "interleaved" else 1
         self.phases = [phase for phase in plan.selected if phase.kind == "train"]
-        self.is_followed = self.chunks == 1  # with several stages on a rank, torch queries the other ranks more often
-        self.keeps_ahead = plan.choices["prefetch"].function == "stream"
+        self.is_traceable = self.chunks == 1  # with several stages on a rank, torch queries the other ranks more often
+        self.prefetches = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
-        host = on_the_host(plan)
+        host = plan_for_host(plan)
         self.plan = dataclasses.replace(
             host, choices={**host.choices, "parallelism": Choice("single", "single", {})}
         )  # the strategy is set afterwards
@@ -57,14 +57,14 @@ class StagePrediction:
 
     def __enter__(self) -> StagePrediction:
         """Raise TaskFault if the task does not declare its layers."""
-        self.phantom = FakeRun(AllocationLedger())
-        with _quiet(), self.phantom, self.phantom.building():
+        self.fake_run = FakeRun(AllocationLedger())
+        with _ignore_warnings(), self.fake_run, self.fake_run.fake_parameters():
             self.parts = assemble(self.plan, self._stack)
         with task_errors(self.parts.source, "layers"):
             self.layers = validate_modules(self.parts.task.layers(), self.parts.task.layers, self.parts.source)
         check_layers(self.parts.bare, self.layers)
-        with _quiet(), self.phantom:
-            self.costs, self.num_samples = self._costs()
+        with _ignore_warnings(), self.fake_run:
+            self.costs, self.num_samples = self._measure_costs()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,35 +72,37 @@ class StagePrediction:
 
     def plan_placement(self, size: int) -> Placement:
         """Return the layers per device for micro-batches of this size. Raises ConfigError if there is no split."""
-        total = self.of_run.batch.global_batch_size
+        total = self.full_plan.batch.global_batch_size
         costs = [
             dataclasses.replace(cost, activation_bytes=math.ceil(cost.activation_bytes * size / self.num_samples))
             for cost in self.costs
         ]
         devices = [
-            partition.StageDevice((rank.memory_bytes or UNKNOWN) // self.chunks, 1.0, f"rank {number} ({rank.device})")
-            for number, rank in enumerate(self.of_run.ranks)
+            partition.StageDevice(
+                (rank.memory_bytes or UNKNOWN_DEVICE_BYTES) // self.chunks, 1.0, f"rank {number} ({rank.device})"
+            )
+            for number, rank in enumerate(self.full_plan.ranks)
         ]
         options = self.options
         number = -(-total // size)
-        wanted = PlacementRequest(
+        request = PlacementRequest(
             options["schedule"], number, options["split"], options["balance"], self.chunks, samples=size
         )
-        return plan_placement(costs, devices * self.chunks, wanted, self.count)
+        return plan_placement(costs, devices * self.chunks, request, self.count)
 
-    def of(self, phase: PhasePlan, size: int) -> list[Traced]:
+    def trace(self, phase: PhasePlan, size: int) -> list[Traced]:
         """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
         total = phase.batch.global_batch_size
         split = self.plan_placement(size).split
         many = -(-total // size)
-        few = min(many, self.count + 1)  # as many as are in flight, and one more
+        few = min(many, self.count + 1)  # the largest number in flight, and one more
         batch = Batch(few * size, size, (few * size,), stages=self.count)
-        followed = dataclasses.replace(phase, batch=batch, updates=UPDATES, epochs=None)
-        with _quiet(), self.autocast():
-            shapes = self._shapes(followed, split)
-            return [self._followed(followed, split, shapes, rank, many) for rank in range(self.count)]
+        traced_phase = dataclasses.replace(phase, batch=batch, updates=NUM_UPDATES, epochs=None)
+        with _ignore_warnings(), self.autocast():
+            shapes = self._find_shapes(traced_phase, split)
+            return [self._trace_rank(traced_phase, split, shapes, rank, many) for rank in range(self.count)]
 
-    def _costs(self) -> tuple[list[LayerCost], int]:
+    def _measure_costs(self) -> tuple[list[LayerCost], int]:
         """Return the costs of the layers for an example, measured as in a run, and its number of samples.
 
         Operations are used instead of seconds.
@@ -111,7 +113,7 @@ class StagePrediction:
         except NotImplementedError:
             return estimate_costs(model, self.layers), 1
         size = next((tensor.shape[0] for tensor in value if isinstance(tensor, torch.Tensor) and tensor.dim()), 1)
-        ledger = self.phantom.ledger
+        ledger = self.fake_run.ledger
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, self.layers), self.layers, strict=True)):
             ledger.stage = cost.name
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
@@ -120,7 +122,7 @@ class StagePrediction:
             costs.append(dataclasses.replace(cost, activation_bytes=kept, seconds=float(done.flops if done else 0)))
         return costs, size
 
-    def _shapes(self, phase: PhasePlan, split: partition.Split) -> list[Shapes]:
+    def _find_shapes(self, phase: PhasePlan, split: partition.Split) -> list[Shapes]:
         """Return the input shapes of each stage."""
         task = self.parts.task
         fetcher = self.parts.fetcher("train")
@@ -130,8 +132,8 @@ class StagePrediction:
         batch = fetcher[next(order.from_update(0))].batch
         starts = [stage.start for stage in split.ranges]
         shapes = []
-        with self.phantom, torch.no_grad(), self.parts.precision.forward():
-            call = _called_with(self.parts.bare, lambda model: task.losses.get(phase.name, task.loss)(model, batch))
+        with self.fake_run, torch.no_grad(), self.parts.precision.forward():
+            call = _capture_call(self.parts.bare, lambda model: task.losses.get(phase.name, task.loss)(model, batch))
             value: Any = ()
             for number, layer in enumerate(self.layers):
                 if number in starts:
@@ -139,62 +141,61 @@ class StagePrediction:
                 value = layer(value) if number else layer(*call.inputs, **call.named)
         return shapes
 
-    def _followed(
+    def _trace_rank(
         self, phase: PhasePlan, split: partition.Split, shapes: Sequence[Shapes], rank: int, many: int
     ) -> Traced:
-        phantom = FakeRun(AllocationLedger())
+        fake_run = FakeRun(AllocationLedger())
         with ExitStack() as stack:
             world = stack.enter_context(simulated_world(rank, self.count))
-            with phantom, phantom.building():
+            with fake_run, fake_run.fake_parameters():
                 parts = assemble(self.plan, stack, world)
                 parallel = Pipelined(world, schedule=self.options["schedule"], split=split.sizes, chunks=self.chunks)
                 model = parallel.wrap(parts.bare, parts.task.layers, [])
             parts = dataclasses.replace(parts, parallel=parallel, model=model)
-            each = parallel.set_shapes(shapes)
-            follower = StageFollower(parts, phase, phantom, self.keeps_ahead)
-            traced = follower.follow()
+            nbytes = parallel.set_shapes(shapes)
+            tracer = StageTracer(parts, phase, fake_run, self.prefetches)
+            traced = tracer.trace()
             if self.options["schedule"] == "gpipe":
-                each += sum(block.size for block in follower.kept)
-            return _with_more(traced, many - phase.batch.accumulation_steps, each)
+                nbytes += sum(block.size for block in tracer.saved_blocks)
+            return _add_micro_batches(traced, many - phase.batch.accumulation_steps, nbytes)
 
 
-class StageFollower(Follower):
+class StageTracer(PhaseTracer):
     """Trace the rank of one or more stages."""
 
-    def follow(self) -> Traced:
+    def trace(self) -> Traced:
         assert isinstance(self.parts.parallel, Pipelined)
         for stage in self.parts.parallel.stages:
-            stage.forward = self._noted(stage.forward)  # type: ignore[method-assign]
-        return super().follow()
+            stage.forward = self._wrap_forward(stage.forward)  # type: ignore[method-assign]
+        return super().trace()
 
-    def updated(self) -> None:
-        self.parts.parallel.begin(
-            []
-        )  # the first update has one micro-batch, whose received tensors do not exist in a run
+    def after_update(self) -> None:
+        # Discard the received tensors of the first update, which do not exist in a run.
+        self.parts.parallel.begin([])
 
-    def _noted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*received: Any) -> Any:
+    def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*received: Any) -> Any:
             with self.forward():
                 return forward(*received)
 
-        return noted
+        return wrapped
 
 
-def _with_more(traced: Traced, others: int, each: int) -> Traced:
-    """Return the demand with more micro-batches of the traced size, which wait for their turn.
+def _add_micro_batches(traced: Traced, others: int, nbytes: int) -> Traced:
+    """Return the demand with `others` more micro-batches of the traced size, which wait for their turn.
 
-    each  bytes received for each of them, and bytes that gpipe keeps of each
+    nbytes  received per micro-batch, and kept per micro-batch by gpipe
     """
     inputs = others * (traced.peak.inputs // traced.accumulation_steps)
     peak = dataclasses.replace(
-        traced.peak, inputs=traced.peak.inputs + inputs, temporary=traced.peak.temporary + others * each
+        traced.peak, inputs=traced.peak.inputs + inputs, temporary=traced.peak.temporary + others * nbytes
     )
-    more = inputs + others * each
+    more = inputs + others * nbytes
     events = ((-1, more), *traced.events) if more else traced.events
     return dataclasses.replace(traced, peak=peak, events=events, without_bytes=traced.without_bytes + more)
 
 
-def _called_with(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
+def _capture_call(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
     """Return the arguments of the model call. Raises TaskFault if the model is not called."""
 
     def called(*inputs: Any, **named: Any) -> Any:
@@ -214,7 +215,7 @@ def _called_with(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

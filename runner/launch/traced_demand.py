@@ -18,12 +18,12 @@ def needs_in_subprocess(
     configuration: Configuration,
     inventory: Inventory,
     *,
-    beyond: bool = False,
+    alternatives: bool = False,
     on_wait: Callable[[], object] | None = None,
 ) -> Needs:
     """Return the demand of training; a crash during tracing ends only the subprocess.
 
-    beyond   also trace what is needed to suggest larger sizes
+    alternatives   also trace what is needed to suggest larger sizes
     on_wait  called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
     Raises the exceptions of the task.
     """
@@ -31,6 +31,8 @@ def needs_in_subprocess(
     from runner.plan.memory_fit import Needs
 
     try:
-        return run_in_subprocess(runner.forecast.demand.needs_of, configuration, inventory, beyond, on_wait=on_wait)
+        return run_in_subprocess(
+            runner.forecast.demand.predict_needs, configuration, inventory, alternatives, on_wait=on_wait
+        )
     except BrokenProcessPool:
         return Needs({}, why_not="the tracing process crashed")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.adapters.lightning import configured
+from runner.adapters.lightning import configure
 from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
 from tests.end_to_end.examples import EXAMPLES, ON_CPU, module_of, train
@@ -27,7 +27,7 @@ def by_hand() -> dict[str, Tensor]:
     seed_everything(SEED)
     model = module_of("own_lightning").LitModel()
     model.log = lambda *given: None
-    optimizer, config = configured(model)
+    optimizer, config = configure(model)
     assert config is not None
     data = model.train_dataloader().dataset
     for epoch in range(EPOCHS):

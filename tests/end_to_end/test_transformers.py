@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.adapters.transformers import TransformersTask, loss_of
+from runner.adapters.transformers import TransformersTask, select_loss
 from runner.axes.memory import checkpoint
 from runner.base.errors import InputMissing, TaskFault
 from runner.base.global_rng import seed_everything
@@ -193,6 +193,6 @@ def test_checkpointed_blocks_have_the_same_gradients(kind: str) -> None:
 
 def test_untrainable_configurations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskFault):
-        loss_of(torch.nn.Linear(1, 1))
+        select_loss(torch.nn.Linear(1, 1))
     with pytest.raises(InputMissing):
         TransformersTask(model_of("gpt2"), tmp_path / "missing")

@@ -23,8 +23,8 @@ from runner.config.request import Request
 from runner.engine.assemble import assemble
 from runner.engine.loop import Position, train_updates
 from runner.engine.phase_kinds import GradientPhase
-from runner.forecast.demand import needs_of
-from runner.forecast.memory_forecast import FEW, forecast
+from runner.forecast.demand import predict_needs
+from runner.forecast.memory_forecast import NUM_MEASURED, forecast
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.inventory import Device
@@ -267,13 +267,13 @@ def test_shapes_that_depend_on_data_alone_are_followed(script, tmp_path):
 def test_memory_that_depends_on_weights_is_measured_and_marked(script, tmp_path):
     file = tmp_path / "above.py"
     file.write_text(UNTRACEABLE)
-    configuration = composed(file=file, micro=FEW)
-    (few,) = forecast(configuration, script.HERE, [FEW])
+    configuration = composed(file=file, micro=NUM_MEASURED)
+    (few,) = forecast(configuration, script.HERE, [NUM_MEASURED])
     line = 1 + UNTRACEABLE.splitlines().index("        return out[out > out.mean().item()].square().sum(), len(x)")
     assert few.why_not.startswith(f"above.py:{line}: aten.")
     assert not few.is_exact
-    assert few.peak.total == script.counted(configuration, [FEW])["train", FEW]
-    (many,) = forecast(configuration, script.HERE, [100 * FEW])
+    assert few.peak.total == script.counted(configuration, [NUM_MEASURED])["train", NUM_MEASURED]
+    (many,) = forecast(configuration, script.HERE, [100 * NUM_MEASURED])
     assert many.peak.inputs == 100 * few.peak.inputs
     assert many.peak.parameters == few.peak.parameters
 
@@ -305,11 +305,11 @@ def test_batches_of_different_length_are_marked(script, tmp_path):
 def test_data_dependent_control_flow_is_measured(script, tmp_path, name, task, why_not):
     file = tmp_path / f"{name}.py"
     file.write_text(task)
-    configuration = composed(file=file, micro=FEW)
-    (traced,) = forecast(configuration, script.HERE, [FEW])
+    configuration = composed(file=file, micro=NUM_MEASURED)
+    (traced,) = forecast(configuration, script.HERE, [NUM_MEASURED])
     assert not traced.is_exact
     assert why_not in traced.why_not
-    assert traced.peak.total == script.counted(configuration, [FEW])["train", FEW]
+    assert traced.peak.total == script.counted(configuration, [NUM_MEASURED])["train", NUM_MEASURED]
 
 
 def test_parameters_of_a_model_too_large_to_measure_are_known(script, tmp_path, monkeypatch):
@@ -457,7 +457,7 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
     file.write_text(PIPED)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
     configuration = compose(Request((*sizes, "parallelism=pipeline", "parallelism.world_size=2", *words), file))
-    plan = make_plan(configuration, script.HERE, needs=run_in_subprocess(needs_of, configuration, script.HERE))
+    plan = make_plan(configuration, script.HERE, needs=run_in_subprocess(predict_needs, configuration, script.HERE))
     assert all(each.is_exact for each in plan.memory)
     thought = [each.prediction.total - each.prediction.parts["libraries"] for each in plan.memory]
     counted = run_ranks(lambda world: most_of_rank(plan, world), 2)

@@ -79,7 +79,7 @@ def traced(operations: Operations, cached: bool) -> object:
     ledger, found = AllocationLedger(), []
     run = FakeRun(ledger, cached=cached)
     with run:
-        with run.building():
+        with run.fake_parameters():
             weights = nn.ParameterList([nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))])
         for number in range(3):
             ledger.stage = f"pass {number}"
@@ -120,7 +120,7 @@ def test_device_queries_are_not_counted_as_operations() -> None:
     ledger = AllocationLedger()
     run = FakeRun(ledger)
     with run:
-        with run.building():
+        with run.fake_parameters():
             layer = nn.Linear(64, 64)
         ledger.work.clear()
         assert layer.weight.device == torch.device("cpu")

@@ -20,20 +20,20 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
     """Return what is found and what is left where a trace takes so long, and its samples so much; and all traces."""
     asked: list[Any] = []
 
-    def needs_of(*given: Any) -> Needs:
+    def predict_needs(*given: Any) -> Needs:
         asked.append(given)
         return Needs({"train": demand(1, 64, sample_gib=sample_gib)})
 
-    monkeypatch.setattr(remedies, "needs_of", needs_of)
+    monkeypatch.setattr(remedies, "predict_needs", predict_needs)
     monkeypatch.setattr(remedies.time, "process_time", lambda: seconds * len(asked))
     needs = Needs({"train": demand(1, 16, 64)})
     made = plan(*WORDS, needs=needs)
     assert not made.memory[0].prediction.fits
-    return *remedies.changes_of(composed(*WORDS), HERE, made, needs, ()), len(asked)
+    return *remedies.find_changes(composed(*WORDS), HERE, made, needs, ()), len(asked)
 
 
 def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MOST_S)
+    found, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
     assert {change.words[0].partition("=")[0] for change in found} == {"micro_batch_size", "memory"}
     assert (untried, traces) == ([remedies.BUDGET], 1)
     _, untried, traces = tried(monkeypatch, 0.1, 0.0)
@@ -52,8 +52,8 @@ def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, sampl
     words = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
     held = plan(*words, "micro_batch_size=auto", needs=Needs({"train": demand(1, samples)})).batch.micro_batch_size
     needs = Needs({"train": demand(1, held, samples)})
-    monkeypatch.setattr(remedies, "needs_of", lambda *_: needs)
-    found, _ = remedies.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, ())
+    monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
+    found, _ = remedies.find_changes(composed(*words), HERE, plan(*words, needs=needs), needs, ())
     assert (said,) in [change.words for change in found]
     for change in found:
         again = plan(*words, *change.words, needs=needs)
@@ -65,9 +65,9 @@ def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch
     """The allocator may take more there than on the line; here so much that 9 samples do not fit."""
     wide = dataclasses.replace(demand(9).points[0], reserved=16 * GIB)
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
-    monkeypatch.setattr(remedies, "needs_of", lambda *_: Needs({"train": exact}))
+    monkeypatch.setattr(remedies, "predict_needs", lambda *_: Needs({"train": exact}))
     needs = Needs({"train": demand(1, 64)})
-    found, _ = remedies.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, ())
+    found, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, ())
     assert ("micro_batch_size=8",) in [change.words for change in found]
 
 
@@ -75,7 +75,8 @@ def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
     needs = Needs({"train": demand(1, 64)})
     planned, asked_for = plan(*WORDS, needs=needs), composed(*WORDS)
     asked, more = (
-        engine_needs.wanted_sizes(planned, asked_for, HERE, needs, beyond=beyond) for beyond in (False, True)
+        engine_needs.sizes_to_trace(planned, asked_for, HERE, needs, alternatives=alternatives)
+        for alternatives in (False, True)
     )
     assert asked == {64}
     assert more == {64, plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size}
@@ -87,15 +88,15 @@ def test_an_unavailable_remedy_does_not_block_combinations_of_others(
     """Without bitsandbytes there are no 8-bit states; smaller passes and checkpoints are enough without them."""
     large = Needs({"train": demand(1, 64, model_gib=14.6)})
 
-    def needs_of(configuration: Any, *_: Any) -> Needs:
+    def predict_needs(configuration: Any, *_: Any) -> Needs:
         choices = configuration.choices
         if choices["optimizer"].function == "adamw8bit":
             raise ConfigError(Problem("bitsandbytes is not installed"))
         is_small = configuration.settings.micro_batch_size == "auto" and choices["memory"].function == "checkpoint"
         return Needs({"train": demand(1, 64, model_gib=12.0, sample_gib=0.05)}) if is_small else large
 
-    monkeypatch.setattr(remedies, "needs_of", needs_of)
-    found, _ = remedies.changes_of(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, ())
+    monkeypatch.setattr(remedies, "predict_needs", predict_needs)
+    found, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, ())
     (change,) = found
     assert "memory=checkpoint" in change.words
     assert "optimizer=adamw8bit" not in change.words
@@ -106,9 +107,9 @@ def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) 
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
     needs, half = (Needs({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
-    monkeypatch.setattr(remedies, "needs_of", lambda *_: half)
+    monkeypatch.setattr(remedies, "predict_needs", lambda *_: half)
     made = plan(*WORDS, needs=needs)
-    found, _ = remedies.changes_of(composed(*WORDS), HERE, made, needs, profiles)
+    found, _ = remedies.find_changes(composed(*WORDS), HERE, made, needs, profiles)
     assert {change.words: change.factor for change in found}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
     assert [change.factor for change in found] == sorted(change.factor or 0.0 for change in found)
 
@@ -116,9 +117,9 @@ def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) 
 def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """memory=checkpoint is another option of the group that memory.fraction belongs to."""
     asked: list[Any] = []
-    monkeypatch.setattr(remedies, "needs_of", lambda *given: asked.append(given[0]) or needs)
+    monkeypatch.setattr(remedies, "predict_needs", lambda *given: asked.append(given[0]) or needs)
     words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), Needs({"train": demand(1, 64)})
-    remedies.changes_of(composed(*words), HERE, plan(*words, needs=needs), needs, ())
+    remedies.find_changes(composed(*words), HERE, plan(*words, needs=needs), needs, ())
     tried = [(each.choices["memory"].options["fraction"], each.choices["optimizer"].options["lr"]) for each in asked]
     assert tried
     assert set(tried) == {(0.5, 0.01)}

@@ -239,13 +239,13 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
 
 def expectation(request: Request, context: CheckContext) -> Expected | str:
     """Return what is predicted of the run, or why nothing is."""
-    from runner.forecast.demand import needs_of
+    from runner.forecast.demand import predict_needs
     from runner.plan.memory_fit import predicted
     from runner.plan.planner import make_plan
     from runner.plan.prediction_text import peaks_of_ranks, seconds_of
 
     configuration = compose(request)
-    needs = needs_of(configuration, context.here)
+    needs = predict_needs(configuration, context.here)
     plan = make_plan(configuration, context.here, needs=needs)
     phase = next((each for each in plan.phases if each.name in needs.demands), None)
     if phase is None:
