@@ -88,14 +88,23 @@ class ModuleTimes:
 
     depth  modules nested deeper than this count toward their parent
     ranks  with several, the time between the nodes of a backward pass is communication, in a separate row
+    clock  returns seconds; default: events of the device on a GPU, else time.perf_counter
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, depth: int, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        depth: int,
+        ranks: int = 1,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.model, self.depth, self.has_one_rank = model, depth, ranks == 1
+        self._on_device = device.type == "cuda" and clock is None
         self._record_event: Callable[[], Any] = (
-            partial(_record_event, device) if device.type == "cuda" else time.perf_counter
+            partial(_record_event, device) if self._on_device else clock or time.perf_counter
         )
-        self._on_device = device.type == "cuda"
         self._hooks = ExitStack()
         self._updates: list[_Update] = []
         self._current = _Update()

@@ -19,7 +19,9 @@ def build(
 
 
 def wait(seconds):
-    time.sleep(seconds)  # lint-tests: sleep: the time that a profile has to find is planted here
+    """Sleep, or move the virtual clock, where tests have replaced the real one."""
+    sleep = getattr(time.perf_counter, "sleep", time.sleep)
+    sleep(seconds)
 
 
 class Slow(torch.autograd.Function):

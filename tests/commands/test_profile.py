@@ -16,6 +16,8 @@ from tests.suggestions import suggested
 
 TASK = Path(__file__).parent / "task_to_profile.py"
 ROOT = TASK.parents[2]
+VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # time passes where the task sleeps, and a tick for each reading
+TICKS_S = 1e-3  # of an update: a tick is a microsecond, and an update reads the clock less than 1,000 times
 
 
 def profile(server: ForkServer, folder: Path, *words: str, updates: int = 2) -> Ended:
@@ -30,7 +32,7 @@ def profile(server: ForkServer, folder: Path, *words: str, updates: int = 2) -> 
         f"updates={updates}",
         *words,
     ]
-    return server.run(given, folder)
+    return server.run(given, folder, VIRTUAL)
 
 
 def found(folder: Path, name: str = "summary.json") -> Any:
@@ -58,8 +60,9 @@ def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: t
     rows = {row["module"]: row for row in found(folder, "modules.csv")}
     slow = rows["inner.1"]
     assert max(rows.values(), key=lambda row: float(row["own_median_ms"])) is slow
-    assert 10 <= float(slow["forward_min_ms"]) <= float(slow["forward_median_ms"]) <= float(slow["forward_max_ms"])
-    assert 20 <= float(slow["backward_min_ms"]) <= float(slow["backward_median_ms"])
+    for figure in ("min", "median", "max"):
+        assert float(slow[f"forward_{figure}_ms"]) == pytest.approx(10, abs=1e3 * TICKS_S)
+        assert float(slow[f"backward_{figure}_ms"]) == pytest.approx(20, abs=1e3 * TICKS_S)
     assert " inner.1 (Sleeper)" in ended.out
 
 
@@ -70,8 +73,8 @@ def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[P
     assert rows["inner"]["total"]["mean"] == pytest.approx(sum(row["own"]["mean"] for row in inner))
     for row in rows.values():
         assert row["total"]["mean"] == pytest.approx(row["forward"]["mean"] + row["backward"]["mean"])
-    whole = 1e3 * sum(row["own"]["mean"] for row in rows.values())
-    assert 0.8 < whole / summary["update_ms"]["modules timed"] <= 1.0  # less what the marks themselves take
+    whole = sum(row["own"]["mean"] for row in rows.values())
+    assert whole == pytest.approx(summary["update_ms"]["modules timed"] / 1e3, abs=TICKS_S)
 
 
 def test_a_cpu_has_no_lines_that_wait_for_the_device(planted: tuple[Path, Ended]) -> None:
@@ -87,7 +90,7 @@ def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, En
     shares = found(folder)["shares"]
     assert shares.keys() == {"data", "operators", "between operators"}
     assert sum(shares.values()) == pytest.approx(1.0)
-    assert shares["between operators"] > 0.5  # it sleeps there
+    assert all(share >= 0 for share in shares.values())
     assert "ui.perfetto.dev" in ended.out
 
 
@@ -113,7 +116,8 @@ def test_the_overhead_of_profiling_is_reported(planted: tuple[Path, Ended]) -> N
     folder, _ = planted
     times = found(folder)["update_ms"]
     assert list(times) == ["as it is", "operators recorded", "modules timed"]
-    assert all(milliseconds >= 30 for milliseconds in times.values())  # what was planted
+    planted_ms = pytest.approx(30, abs=1e3 * TICKS_S)
+    assert all(milliseconds == planted_ms for milliseconds in times.values())
 
 
 def test_no_line_is_wider_than_the_screen(planted: tuple[Path, Ended]) -> None:
@@ -171,12 +175,12 @@ def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Pa
         "device=cpu monitor=off updates=12 evaluate.every=4 evaluate.samples=8 checkpoint.every=1 task.evaluation_s=2"
     )
     options = "profiler=trace profiler.skip=1 profiler.updates=2"
-    ended = server.run(["train", "--task", str(TASK), "run=p", *words.split(), *options.split()], tmp_path)
+    ended = server.run(["train", "--task", str(TASK), "run=p", *words.split(), *options.split()], tmp_path, VIRTUAL)
     assert ended.code == 0, ended.err
     summary = json.loads((tmp_path / "outputs/p/profile/summary.json").read_text())
     assert summary["num_updates"]["as it is"] == 2
-    assert all(milliseconds < 1000 for milliseconds in summary["update_ms"].values()), "an evaluation waits for 2 s"
-    assert sum(row["own"]["mean"] for row in summary["modules"]) < 1.0
+    assert all(milliseconds < 1e3 * TICKS_S for milliseconds in summary["update_ms"].values()), "evaluations take 2 s"
+    assert sum(row["own"]["mean"] for row in summary["modules"]) < TICKS_S
 
 
 def test_invalid_requests_get_a_message(server: ForkServer, tmp_path: Path) -> None:

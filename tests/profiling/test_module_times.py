@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.profiling import module_times
 from runner.profiling.module_times import ModuleTimes
+
+# Sums of powers of two are exact, and each sum of a few of these is another number.
+FORWARD_S, BACKWARD_S, TWICE_S, DATA_S, OPTIMIZER_S, LOSS_S = (2.0**-power for power in (3, 6, 9, 12, 15, 18))
+PASSES = 2  # micro-batches of an update
 
 
 class Clock:
-    """Time that passes where something sleeps, and a little at each look."""
+    """Time that passes only where something sleeps, so that every second has a known owner."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,35 +26,42 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def perf_counter(self) -> float:
-        self.now += 1e-6
+    def __call__(self) -> float:
         return self.now
 
 
 CLOCK = Clock()
 
 
-@pytest.fixture(autouse=True)
-def _planted_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_times, "time", CLOCK)
-
-
 class Sleeps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        CLOCK.sleep(0.02)
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        CLOCK.sleep(ctx.seconds)
+        return gradients[0], None
 
 
 class Slow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        CLOCK.sleep(0.01)
-        out: Tensor = Sleeps.apply(x).square()  # keeps something for the way back
+        CLOCK.sleep(FORWARD_S)
+        out: Tensor = Sleeps.apply(x, BACKWARD_S).square()  # keeps something for the backward pass
         return out
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        CLOCK.sleep(TWICE_S)
+        return super().forward(Sleeps.apply(x, TWICE_S))
+
+
+class SlowSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        CLOCK.sleep(OPTIMIZER_S)
+        super().step(closure)
 
 
 class Out:
@@ -67,7 +77,7 @@ class Net(nn.Module):
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
-        self.first, self.twice, self.slow = nn.Linear(4, 8), nn.Linear(8, 8), Slow()
+        self.first, self.twice, self.slow = nn.Linear(4, 8), Twice(8, 8), Slow()
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Out:
@@ -78,23 +88,26 @@ class Net(nn.Module):
 
 def batches() -> Iterator[Tensor]:
     while True:
+        CLOCK.sleep(DATA_S)
         yield torch.ones(3, 4)
 
 
 def made(times: ModuleTimes, model: nn.Module, updates: int = 2) -> list[Tensor]:
     """Make updates of two passes each; return the gradients of the last."""
-    optimizer, data = torch.optim.SGD(model.parameters(), lr=0.1), batches()
+    optimizer, data = SlowSGD(model.parameters(), lr=0.1), batches()
     for _ in range(updates):
         optimizer.zero_grad()
-        for _ in range(2):
-            model(times.fetch(data)).y.square().sum().backward()
+        for _ in range(PASSES):
+            loss = model(times.fetch(data)).y.square().sum()
+            CLOCK.sleep(LOSS_S)
+            loss.backward()
         optimizer.step()
         times.update()
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
 def times_of(model: nn.Module, depth: int = 3) -> ModuleTimes:
-    return ModuleTimes(model, torch.device("cpu"), depth=depth)
+    return ModuleTimes(model, torch.device("cpu"), depth=depth, clock=CLOCK)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -106,25 +119,34 @@ def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> N
     made(times, model)
     times.stop()
     rows = {row.path: row for row in times.table()}
-    slow = rows["slow"]
-    assert 0.02 <= slow.forward.min <= slow.forward.max
-    assert 0.04 + (0.02 if checkpointed else 0.0) <= slow.backward.min  # what is computed again is in the way back
-    assert slow.own.mean > 0.7 * sum(row.own.mean for row in rows.values())
-    assert (slow.calls, rows["twice"].calls, rows[""].calls) == (2.0, 4.0, 2.0)
-    assert rows["twice"].backward.min > 0
+    slow, twice = rows["slow"], rows["twice"]
+    recomputed_s = FORWARD_S if checkpointed else 0.0  # in the backward pass
+    assert slow.forward.min == slow.forward.max == PASSES * FORWARD_S
+    assert slow.backward.min == slow.backward.max == PASSES * (BACKWARD_S + recomputed_s)
+    assert twice.forward.mean == twice.backward.mean == 2 * PASSES * TWICE_S
+    assert (slow.calls, twice.calls, rows[""].calls) == (2.0, 4.0, 2.0)
 
 
-def test_self_times_of_all_modules_add_up_to_the_updates() -> None:
+def test_self_times_of_all_modules_add_up_to_the_updates_exactly() -> None:
     model = Net()
     times = times_of(model)
     times.start()
     began = CLOCK.now
-    made(times, model, updates=3)
+    made(times, model, updates=4)
     wall = CLOCK.now - began
     times.stop()
-    rows = times.table()
-    assert sum(row.own.mean for row in rows) == pytest.approx(sum(times.update_seconds()) / 3)
-    assert 0.9 * wall < sum(times.update_seconds()) <= wall
+    rows = {row.path: row for row in times.table()}
+    assert {path: row.own.mean for path, row in rows.items()} == {
+        "": 0.0,
+        "first": 0.0,
+        "twice": 2 * PASSES * 2 * TWICE_S,
+        "slow": PASSES * (FORWARD_S + BACKWARD_S),
+        "relu": 0.0,
+        "(data)": PASSES * DATA_S,
+        "(optimizer)": OPTIMIZER_S,
+        "(loss and the rest)": PASSES * LOSS_S,
+    }
+    assert 4 * sum(row.own.mean for row in rows.values()) == sum(times.update_seconds()) == wall > 0
 
 
 def test_profiling_does_not_change_gradients() -> None:
@@ -168,13 +190,13 @@ def test_waits_for_other_ranks_are_not_module_time() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
 
     def wait(*_: Any) -> None:
-        CLOCK.sleep(0.02)
+        CLOCK.sleep(BACKWARD_S)
 
     def exchange(*_: Any) -> None:  # as a reducer: something as soon as a gradient is there, the rest at the end
         wait()
         torch.autograd.Variable._execution_engine.queue_callback(wait)
 
-    times = ModuleTimes(model, torch.device("cpu"), depth=3, ranks=2)
+    times = ModuleTimes(model, torch.device("cpu"), depth=3, ranks=2, clock=CLOCK)
     hook = model[2].weight.register_post_accumulate_grad_hook(exchange)
     times.start()
     for _ in range(2):
@@ -183,11 +205,9 @@ def test_waits_for_other_ranks_are_not_module_time() -> None:
     times.stop()
     hook.remove()
     rows = {row.path: row for row in times.table()}
-    assert rows["(communication)"].own.min >= 0.04
-    assert rows[""].total.min < 0.02
-    (rest,) = (row for path, row in rows.items() if path.startswith("(loss"))
-    assert rest.own.min < 0.02
-    assert sum(row.own.mean for row in rows.values()) == pytest.approx(sum(times.update_seconds()) / 2)
+    assert {path: row.own.mean for path, row in rows.items() if row.own.mean} == {"(communication)": 2 * BACKWARD_S}
+    assert rows[""].total.max == 0.0
+    assert times.update_seconds() == [2 * BACKWARD_S] * 2
     assert "(communication)" not in {row.path for row in measured_alone()}
 
 
