@@ -187,8 +187,13 @@ def compose(request: Request) -> Configuration:
 
 def to_yaml(configuration: Configuration) -> str:
     """Return the resolved configuration as YAML, for the terminal and for the run directory."""
-    from omegaconf import OmegaConf
+    from runner.config.yaml_text import yaml_text
 
+    return yaml_text(tree_of(configuration))
+
+
+def tree_of(configuration: Configuration) -> dict[str, Any]:
+    """Return the resolved configuration as nested dictionaries."""
     tree = dict(_as_mapping(configuration.settings))
     for group, choice in configuration.choices.items():
         tree[group] = {"option": choice.name, **choice.options}
@@ -201,7 +206,7 @@ def to_yaml(configuration: Configuration) -> str:
         tree[OBJECTIVE] = configuration.objectives
     tree["inference"] = dict(configuration.inference)
     tree["hardware"] = {"profile": configuration.profile, **configuration.hardware}
-    return str(OmegaConf.to_yaml(OmegaConf.create(tree)))
+    return tree
 
 
 def _require_paths(request: Request) -> None:
