@@ -6,6 +6,7 @@ Each finding is one line `path:line: rule: what`. Rules:
 
 sleep      time.sleep: events are ordered with pipes, barriers and `tests.waiting.wait_until`
 clock      an assertion about a value that came from a clock: costs are counted, durations belong to scripts/measure
+measured   an assertion that a duration, rate or ratio of a report (by its key) is above or below a number
 timeout    a timeout below 30 s, which a busy machine exceeds
 private    a private name of another module: where a test needs one, the code lacks a seam
 phrase     an assertion with a sentence of a message: screens have snapshots, all else checks codes, keys and structure
@@ -20,6 +21,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = {"perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "thread_time", "time_ns"}
@@ -28,6 +30,7 @@ MIN_TIMEOUT_S = 30
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_MEIPASS", "_C", "_dynamo", "_inductor"}
 FOREIGN = {"torch", "os", "sys", "ctypes", "pytest", "F", "dist", "threading", "signal", "_pytest"}
 WORDS_OF_A_PHRASE = 4
+MEASURED = re.compile(r"(_ms|_us|_s|seconds|speedup|overhead)$|/s$|^(ratios?|shares?|middle)$")  # keys of reports
 EXCEPTION = re.compile(r"#\s*lint-tests:\s*([a-z, ]+):\s*\S")
 
 Finding = tuple[int, str, str]
@@ -67,6 +70,7 @@ def findings(tree: ast.Module) -> Iterator[Finding]:
             yield from _clocks_compared(node)
         elif isinstance(node, ast.Assert):
             yield from _phrases(node)
+            yield from _measured(node)
 
 
 def _of_call(call: ast.Call) -> Iterator[Finding]:
@@ -138,6 +142,24 @@ def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterat
     for node in ast.walk(function):
         if isinstance(node, ast.Assert) and reads_clock(node.test):
             yield node.lineno, "clock", ast.unparse(node.test)[:100]
+
+
+def _measured(node: ast.Assert) -> Iterator[Finding]:
+    """Find an order between a number other than 0 and a figure of a report, which another machine changes."""
+    for each in ast.walk(node.test):
+        if isinstance(each, ast.Compare) and any(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in each.ops):
+            keys = [part.slice.value for part in ast.walk(each) if _is_keyed(part)]
+            sides = (each.left, *each.comparators)
+            has_number = any(isinstance(side, ast.Constant) and side.value for side in sides)
+            if has_number and any(MEASURED.search(key) for key in keys):
+                yield node.lineno, "measured", ast.unparse(node.test)[:100]
+
+
+def _is_keyed(node: ast.AST) -> TypeGuard[Any]:
+    """Return whether this is `content["key"]`."""
+    return (
+        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    )
 
 
 def _phrases(node: ast.Assert) -> Iterator[Finding]:

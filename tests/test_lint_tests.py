@@ -20,6 +20,11 @@ PLANTED = {
         "def test():\n    began = time.time()\n    took = now() - began\n    assert took < 5",
         "def test():\n    if (began := time.process_time()):\n        assert began < 5",
     ],
+    "measured": [
+        "def test():\n    assert 0.8 < whole / summary['update_ms']['modules timed'] <= 1.0",
+        "def test():\n    assert all(row['seconds'] < 5 for row in rows)",
+        "def test():\n    assert report['speedup'] > 1.1",
+    ],
     "timeout": [
         "process.wait(timeout=5)",
         "joined(member, timeout_s=0.2)",
@@ -44,6 +49,7 @@ RIGHT = [
     "def test(clock):\n    clock.sleep(5)\n    assert clock.now == 5",
     "def test():\n    began = time.monotonic()\n    log(began)\n    assert run() == 0",
     "process.wait(timeout=60)\nprocess.wait(timeout=limit_s)\nselect.poll(timeout=0)",
+    "def test():\n    assert row['seconds'] > 0\n    assert row['items'] > 5\n    assert row['update_ms'] == 5",
     "class Stub:\n    def __init__(self):\n        self._mine = 1",
     "os._exit(0)\nnamed._replace(x=1)\ntorch.cuda._sleep(5)\nobject.__dict__",
     "from tests.sweeps.stand_in import _own",

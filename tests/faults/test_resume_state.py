@@ -203,7 +203,7 @@ def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: P
     assert matrix.attempt(cell, folder, words, {}).code == 0
     (after,) = json.loads(path.read_text())["evidence"]["phases"]
     assert after["seconds"] > told["seconds"]
-    assert after["parts_s"]["forward"] > 500.0
+    assert after["parts_s"]["forward"] > 500.0  # lint-tests: measured: added to the file above
     tally.tried += 1
 
 

@@ -33,7 +33,10 @@ composed()
 planted = Planted(int(sys.argv[2]))
 live = variant_process.live
 def live_in_planted_time(*given):
-    planted.rule()
+    if given[3]:
+        planted.let_ranks_rule()
+    else:
+        planted.rule()
     return live(*given)
 variant_process.live = live_in_planted_time
 variant_process.BlockClock.run_queue_wait = lambda self: lambda: 0.0  # no core is waited for in planted time

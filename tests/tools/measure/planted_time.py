@@ -6,6 +6,7 @@ so that what is not planted takes a little time, too, and the same each time. Ho
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import select as real_select
@@ -14,7 +15,10 @@ import threading
 import time as real_time
 from typing import Any
 
+import torch.distributed as dist
+
 READ_S = 1e-4
+TICK_S = 1e-5  # as `read_s`, of a rank
 START_S = 1.0  # that a cell takes to begin
 _CLOCK, _WORKERS, _READ, SIZE = 0, 8, 16, 24  # where they are in the shared memory, and its bytes
 
@@ -70,6 +74,26 @@ class Planted:
         self.advance(START_S)
         for name in ("monotonic", "perf_counter", "sleep"):
             setattr(real_time, name, getattr(self, name))
+
+    def let_ranks_rule(self) -> None:
+        """From now on each rank that this process forks has its own time, and waits for the latest in collectives.
+
+        That of the first rank moves the clock.
+        """
+        self.advance(START_S)
+        virtual_time = importlib.import_module("tests.engine.virtual_time")  # which replaces time.perf_counter
+        virtual_time.TICK_S = TICK_S
+        clock, before = virtual_time.CLOCK, [virtual_time.CLOCK.now]
+
+        def perf_counter() -> float:
+            now = float(clock())
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                self.advance(now - before[0])
+            before[0] = now
+            return now
+
+        for name, function in (("perf_counter", perf_counter), ("sleep", clock.sleep)):
+            setattr(real_time, name, function)
 
     def monotonic(self) -> float:
         """Return the seconds that have passed, and let some pass if this is the main thread of a cell."""
