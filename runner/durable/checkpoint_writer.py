@@ -83,12 +83,12 @@ class Writer:
         self.wait()
         self._began, self._update = time.monotonic(), snapshot.update
         thread = threading.Thread(target=self._work, args=(snapshot, best, overwrite), name="checkpoint-writer")
+        self._thread = thread  # before it starts: the watchdog must see its progress while this thread waits for a core
         try:
             thread.start()
         except RuntimeError:  # no thread available: save synchronously
+            self._thread = None
             self._work(snapshot, best, overwrite)
-        else:
-            self._thread = thread
 
     @property
     def busy_s(self) -> float | None:

@@ -20,8 +20,8 @@ def build(
 
 def wait(seconds):
     """Sleep, or move the virtual clock, where tests have replaced the real one."""
-    sleep = getattr(time.perf_counter, "sleep", time.sleep)
-    sleep(seconds)
+    pause = getattr(time.perf_counter, "sleep", time.sleep)
+    pause(seconds)
 
 
 class Slow(torch.autograd.Function):

@@ -28,12 +28,14 @@ from tests.suggestions import suggested
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "runner", "monitor"]
+VIRTUAL = "tests.commands.virtual_monitor"  # seconds pass by samples
 LINE = r"GPU: 8\.0/15\.0GB \(53%\) \| Util: 85% \| CPU: [\d.]+% \| RAM: [\d.]+%"
 TEN: dict[str, object] = T4 | {"0.processes": ",".join(f"{4_000_001 + pid}:{(pid + 1) * GIB}" for pid in range(10))}
 
 
 LIMITED = """
 import resource, sys
+import tests.commands.virtual_monitor
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
 from runner.cli import main
 sys.exit(main(["monitor", *sys.argv[2:]]))
@@ -49,8 +51,9 @@ def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
 
     def watch(state: Any, *words: str, **variables: str) -> Ended:
         if state is None:  # a new process: the loader looks for the driver in other folders
+            run = f"import sys, {VIRTUAL}; from runner.cli import main; sys.exit(main(['monitor', *sys.argv[1:]]))"
             done = subprocess.run(
-                [*COMMAND, *words],
+                [sys.executable, "-c", run, *words],
                 env=nvml_stub.environment(None),
                 cwd=tmp_path,
                 capture_output=True,
@@ -59,7 +62,7 @@ def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
             )
             return Ended(done.returncode, done.stdout, done.stderr)
         driver = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
-        environment = {"NVML_STUB": str(nvml_stub.write(state)), **variables}
+        environment = {"NVML_STUB": str(nvml_stub.write(state)), "IMPORT_FIRST": VIRTUAL, **variables}
         return server.run(["monitor", *words], tmp_path, environment, driver)
 
     return watch
@@ -78,10 +81,10 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     samples = [line for line in lines if re.fullmatch(LINE, line)]
-    assert len(samples) >= 3
+    assert len(samples) >= 5
     assert lines[: len(samples)] == samples
     count = int(re.search(r"monitored for [\d.]+ s, (\d+) samples", done.out)[1])  # type: ignore[index]
-    assert len(samples) <= count <= len(samples) + 2, "on a busy machine two may come between two looks"
+    assert len(samples) <= count, "several may come between two looks"
     assert re.search(r"utilisation +% +85 +85 +85\n", done.out)
     assert "good  GPU 0 utilisation: " in done.out
     assert re.search(r"power limit.* 100 %.* 61 °C", done.out)
@@ -128,7 +131,7 @@ def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch,
     done = monitor(TEN, "seconds=0.3", "interval_s=0.1", "--json", "log_dir=null")
     assert done.code == 0, done.err
     found = [json.loads(line) for line in done.out.splitlines()]
-    assert len(found) >= 2
+    assert len(found) >= 3
     assert all(sample["readings"]["gpu0/util"] == 85 for sample in found)
     assert len(found[0]["gpus"][0]["processes"]) == 10
     assert "utilisation" in done.err
@@ -515,7 +518,8 @@ def test_no_color_and_a_dumb_terminal_are_respected(tmux: Callable[[int, int], T
 
 def test_the_screen_shows_when_it_ends(tmux: Callable[[int, int], Tmux]) -> None:
     seen = tmux(80, 20)
-    seen.start(None, "seconds=5", "log_dir=null")
+    seen.start(None, "seconds=600", "log_dir=null")
     screen = seen.until(lambda text: "no NVIDIA driver" in " ".join(text.split()))
-    assert re.search(r" ends in \d+ s$", screen.splitlines()[0])
+    assert re.search(r" ends in \d+ (s|min)\b", screen.splitlines()[0])
+    seen.run("send-keys", "C-c")
     assert "ends in" not in seen.until(lambda text: "lowest" in text)

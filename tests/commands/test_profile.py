@@ -16,7 +16,7 @@ from tests.suggestions import suggested
 
 TASK = Path(__file__).parent / "task_to_profile.py"
 ROOT = TASK.parents[2]
-VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # time passes where the task sleeps, and a tick for each reading
+VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # time passes where the task sleeps; a reading is a tick
 TICKS_S = 1e-3  # of an update: a tick is a microsecond, and an update reads the clock less than 1,000 times
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -40,11 +39,9 @@ from torch import nn
 from runner import Prediction, Task
 from runner.durable import files
 from runner.durable.system import System
+from tests.engine.virtual_watchdog import hang, is_watched, pass_time
 
 FOR_EVER = 10**6
-
-def hang():
-    open("hangs", "w").close()  # from now on the watchdog's time passes faster, see HASTE
 
 class Stuck(System):
     def fsync(self, descriptor):
@@ -53,7 +50,12 @@ class Stuck(System):
 
 class Slow(System):
     def fsync(self, descriptor):
-        time.sleep(0.4)  # and no real one: a disk that is busy may take longer than the limit
+        pass_time(0.5)
+
+class Debugged:
+    def readline(self):
+        pass_time(4.0)
+        return "c\\\\n"
 
 class Rows(torch.utils.data.Dataset):
     def __init__(self, fault):
@@ -63,9 +65,10 @@ class Rows(torch.utils.data.Dataset):
     def __len__(self): return 320
     def __getitem__(self, index):
         self.num_read += 1
-        if self.fault == "search": time.sleep(0.06)
+        if self.fault == "search": pass_time(0.0625)
         if self.fault == "data" and self.num_read > 200:
             open(f"hangs-{os.getpid()}", "w").close()
+            while "SAVED" in os.environ and not glob.glob(os.environ["SAVED"]): time.sleep(0.01)
             hang()
             time.sleep(FOR_EVER)
         return self.x[index], self.y[index]
@@ -82,7 +85,7 @@ class Small(Task):
         if self.fault == "slow disk" and self.update == 7: files._system = Slow()
     def fail(self, place):
         if self.fault != place or self.update != 7: return
-        if place not in ("pdb", "a while"): hang()
+        if place not in ("pdb", "a while", "jump"): hang()
         if place == "lock":
             lock = threading.Lock()
             lock.acquire()
@@ -90,31 +93,35 @@ class Small(Task):
         elif place == "pipe":
             os.read(os.pipe()[0], 1)
         elif place == "pdb":
-            reading, writing = os.pipe()
-            threading.Timer(4.0, os.write, (writing, b"c\\\\n")).start()
-            pdb.Pdb(stdin=os.fdopen(reading), stdout=open(os.devnull, "w")).set_trace()
+            pdb.Pdb(stdin=Debugged(), stdout=open(os.devnull, "w")).set_trace()
         elif place == "a while":
-            time.sleep(4.0)
+            assert not is_watched()
+        elif place == "jump":
+            monotonic, perf_counter, now = time.monotonic, time.perf_counter, time.time
+            time.monotonic, time.perf_counter = lambda: monotonic() + 1e4, lambda: perf_counter() + 1e4
+            time.time = lambda: now() + 1e4
+            pass_time(0.5)
         else:
             time.sleep(FOR_EVER)
     def dataset(self, split): return Rows(self.fault if split == "train" else "")
     def loss(self, model, batch):
         x, y = batch
-        time.sleep(2.5 if self.fault == "slow" and model.training else 0.02)
+        if self.fault == "slow" and model.training: pass_time(2.5)
+        if self.fault == "disk": time.sleep(0.02)  # training is not over before the hang is found
         if self.fault == "search" and self.update == 2: x = x * float("nan")
         if model.training:
-            for place in ("loss", "lock", "pipe", "pdb", "a while"): self.fail(place)
+            for place in ("loss", "lock", "pipe", "pdb", "a while", "jump"): self.fail(place)
         elif self.fault == "val" and self.update > 7:
             hang()
             time.sleep(FOR_EVER)
         return F.cross_entropy(model(x), y, reduction="sum"), len(y)
     def summarize(self, metrics):
-        if self.fault == "summary": time.sleep(2.5)
+        if self.fault == "summary": pass_time(2.5)
         return metrics
     def predict(self, model, generator):
         if self.fault == "slow":
             for number in range(3):
-                time.sleep(2.5)
+                pass_time(2.5)
                 yield Prediction({f"{number}.txt": "x"})
             return
         hang()
@@ -130,18 +137,9 @@ BASE = (
 COUNTED = "checkpoint.every=6updates"  # the best checkpoint of a run this short may be in memory only
 SOON = "checkpoint.every=5updates"
 BY_THE_CLOCK = "checkpoint.every=0.002min updates=500"
-# For runs that hang: before it, no limit is near, however busy the machine is; in it, a second takes 50 ms.
-PATIENT = BASE.replace("_s=3", "_s=40")
-HASTE = """
-import os, threading, types
-import runner.engine.watchdog as watchdog
-
-class Event(threading.Event):
-    def wait(self, timeout=None):
-        return super().wait(timeout / 20 if timeout and os.path.exists("hangs") else timeout)
-
-watchdog.threading = types.SimpleNamespace(**{**vars(threading), "Event": Event})
-"""
+VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}
+# Where training goes on beside the hang, only the limit of what hangs can be exceeded.
+NO_LIMIT = "watchdog.update_s=1e6"
 
 
 @pytest.fixture
@@ -170,9 +168,9 @@ def family(word: str) -> set[int]:
         ("pipe", "", "update 8 of phase train hangs", "in fail: os.read(os.pipe()[0], 1)"),
         ("val", "", "a batch of the evaluation after update 12 of phase train hangs", "in loss: time.sleep(FOR_EVER)"),
         ("data", "", "the next batch for update 7 of phase train hangs", "in __getitem__: time.sleep(FOR_EVER)"),
-        ("data", "dataloader.num_workers=1", "the next batch for update", "in __getitem__: time.sleep(FOR_EVER)"),
-        ("disk", SOON, "the checkpoint of update", ""),
-        ("disk", BY_THE_CLOCK, "the checkpoint of update", ""),
+        ("data", f"dataloader.num_workers=1 {NO_LIMIT}", "the next batch for", "in __getitem__: time.sleep(FOR_EVER)"),
+        ("disk", f"{SOON} {NO_LIMIT}", "the checkpoint of update", ""),
+        ("disk", f"{BY_THE_CLOCK} {NO_LIMIT}", "the checkpoint of update", ""),
     ],
     ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk beside training"],
 )
@@ -180,12 +178,15 @@ def test_a_hang_is_named_with_its_place_and_leaves_no_process(
     fault: str, words: str, said: str, at: str, server: ForkServer, folder: Path
 ) -> None:
     run = f"h{os.getpid()}"
-    line = f"{PATIENT} task.fault={fault}".replace("run=r", f"run={run}")
+    line = f"{BASE} task.fault={fault}".replace("run=r", f"run={run}")
     words = words if fault == "disk" else f"{words} {COUNTED}"
     changed = {word.partition("=")[0] for word in words.split()}
     line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + words.split())
     before = "" if fault == "disk" else ON_DISK_AT_ONCE  # there, training must go on beside the save
-    ended = server.run(line, folder, {"TMPDIR": str(folder / "tmp")}, HASTE + before)
+    env = VIRTUAL | {"TMPDIR": str(folder / "tmp")}
+    if "num_workers" in words:  # the worker reads ahead
+        env["SAVED"] = str(folder / "outputs" / run / "checkpoints" / "update-0000000006" / "MANIFEST.json")
+    ended = server.run(line, folder, env, before)
     assert ended.code == 83, ended.err
     assert said in ended.err
     assert at in ended.err
@@ -211,18 +212,18 @@ def test_a_hang_is_named_with_its_place_and_leaves_no_process(
 
 
 def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> None:
-    assert server.run(BASE, folder).code == 0
-    ended = server.run("inference run=r watchdog.first_update_s=40", folder, before=HASTE)
+    assert server.run(BASE, folder, VIRTUAL).code == 0
+    ended = server.run("inference run=r watchdog.first_update_s=3", folder, VIRTUAL)
     assert ended.code == 83, ended.err
     assert "prediction 1 hangs" in ended.err
     assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
 
 
 def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServer, folder: Path) -> None:
-    ended = server.run([*BASE.split(), "task.fault=pdb"], folder)
+    ended = server.run([*BASE.split(), "task.fault=pdb"], folder, VIRTUAL)
     assert ended.code == 0, ended.err
     words = [word for word in BASE.split() if not word.startswith("watchdog")]
-    ended = server.run([*words, "task.fault=a while", "watchdog=off", "run=off"], folder)
+    ended = server.run([*words, "task.fault=a while", "watchdog=off", "run=off"], folder, VIRTUAL)
     assert ended.code == 0, ended.err
 
 
@@ -231,7 +232,7 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
     """And where there is nothing to go on from, nobody is sent there."""
     gone = folder / "gone"
     gone.mkdir()
-    before = f"{HASTE}\nimport runner.host.stacks\n"
+    before = "import runner.host.stacks, runner.engine.watchdog as watchdog\n"
     if is_there:
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
@@ -247,8 +248,8 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
             f"def tell_after(self, heartbeat): shutil.rmtree({str(gone)!r}); tell(self, heartbeat)\n"
             "watchdog._ExitOnHang._report = tell_after\n"
         )
-    line = f"{PATIENT} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
-    ended = server.run(line, folder, {"TMPDIR": str(gone)}, before)
+    line = f"{BASE} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
+    ended = server.run(line, folder, VIRTUAL | {"TMPDIR": str(gone)}, before)
     assert ended.code == 83, ended.err
     assert "time.sleep(FOR_EVER)" in ended.err
     assert "no checkpoint yet" in ended.err
@@ -261,7 +262,7 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
 def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folder: Path) -> None:
     """A save takes three seconds and more; none of its steps does."""
     words = BASE.replace("watchdog.checkpoint_s=60", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
-    ended = server.run([*words.split(), "task.fault=slow disk"], folder)
+    ended = server.run([*words.split(), "task.fault=slow disk"], folder, VIRTUAL)
     assert ended.code == 0, ended.err
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
@@ -275,27 +276,23 @@ def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, 
     )
     for fault in ("slow", "summary"):
         line = f"{words.replace('run=r', f'run={fault}')} evaluate.every=2 task.fault={fault}"
-        ended = server.run(line, folder, before=SOON_OVER)
+        ended = server.run(line, folder, VIRTUAL, SOON_OVER)
         assert ended.code == 0, ended.err
-    ended = server.run("inference run=slow", folder, before=SOON_OVER)
+    ended = server.run("inference run=slow", folder, VIRTUAL, SOON_OVER)
     assert ended.code == 0, ended.err
 
 
 def test_the_search_for_non_finite_values_may_exceed_an_update(server: ForkServer, folder: Path) -> None:
     words = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
-    ended = server.run(f"{words} task.fault=search", folder)
+    ended = server.run(f"{words} task.fault=search", folder, VIRTUAL)
     assert ended.code == 82, ended.err
     assert "at update 3" in ended.err
 
 
 def test_a_process_suspended_beyond_the_limit_continues(server: ForkServer, folder: Path) -> None:
-    pid = server.start(BASE.replace("updates=12", "updates=40").split(), folder)
-    rows = folder / "outputs/r/metrics.jsonl"
-    wait_until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(4.0)  # lint-tests: sleep: the limits of the stopped process, of 3 s, pass meanwhile
-    os.kill(pid, signal.SIGCONT)
-    assert server.wait().code == 0
+    """All clocks jump by hours between two checks, as they do for a stopped process or a suspended machine."""
+    ended = server.run([*BASE.split(), "task.fault=jump"], folder, VIRTUAL)
+    assert ended.code == 0, ended.err
 
 
 @pytest.mark.sampled(1)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.data
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem, RankLost, SystemLimit
@@ -264,12 +266,13 @@ def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victim
             raise ValueError("odd")
         reduce_for_ever(world)
 
-    ending = run_ranks(in_world(act))
+    # Over NCCL a rank is never told that the other has gone; else it has the time that it needs to notice.
+    ending = run_ranks(in_world(act), grace_s=0.5 if IS_OVER_NCCL else LONG_S)
     assert ending.cause is not None
     assert (ending.code, ending.cause.rank, ending.cause.is_victim) == (Exit.SOFTWARE, 1, False)
     assert "in act\n" in ending.cause.traceback
     victims = [failure for failure in ending.failures if failure.rank == 0]
-    if IS_OVER_NCCL:  # it is never told that the other has gone
+    if IS_OVER_NCCL:
         assert (victims, ending.killed) == ([], (0,))
     else:
         assert victims[0].is_victim
@@ -298,9 +301,18 @@ def test_the_cause_is_the_first_of_two(tmp_path: Path) -> None:
 
 
 def test_a_victim_that_exits_before_the_cause_is_not_the_cause(tmp_path: Path) -> None:
+    def act(world: World) -> None:
+        reduce_once(world)
+        if world.rank == 1:
+            (tmp_path / "joined").touch()
+            raise ZeroDivisionError
+        wait_until((tmp_path / "joined").exists)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GIVES_UP_S))
+        reduce_for_ever(world)
+
     def main(member: RankInfo) -> tuple[int, Any]:
         try:
-            return in_world(lambda world: 1 / 0 if world.rank == 1 else reduce_for_ever(world))(member)
+            return in_world(act)(member)
         finally:
             after_the_other(tmp_path, member, first=0)  # as a tracker does that has rows to send
 

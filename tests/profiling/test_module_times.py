@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.profiling.module_times import ModuleTimes
+from runner.profiling.module_times import OUTSIDE, ModuleTimes
 
 # Sums of powers of two are exact, and each sum of a few of these is another number.
 FORWARD_S, BACKWARD_S, TWICE_S, DATA_S, OPTIMIZER_S, LOSS_S = (2.0**-power for power in (3, 6, 9, 12, 15, 18))
@@ -144,7 +144,7 @@ def test_self_times_of_all_modules_add_up_to_the_updates_exactly() -> None:
         "relu": 0.0,
         "(data)": PASSES * DATA_S,
         "(optimizer)": OPTIMIZER_S,
-        "(loss and the rest)": PASSES * LOSS_S,
+        OUTSIDE.path: PASSES * LOSS_S,
     }
     assert 4 * sum(row.own.mean for row in rows.values()) == sum(times.update_seconds()) == wall > 0
 

@@ -128,9 +128,21 @@ def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None
 
 
 def test_a_hang_reports_check_duration_and_line(tmp_path: Path) -> None:
-    """By the real clock: the process writes its stack half a second before its time is up."""
-    checks = {"hangs": DoctorCheck(breaking(hang), "because", limit_s=3.0)}
-    one, two = Examination(checks, "auto", tmp_path, checks=checks).findings(lambda *_: None)
+    """The process writes its stack before its time is up, by the real clock; here time passes once it has."""
+    written = tmp_path / "written"
+
+    class Late(Clock):
+        def watch(self, name: str, subject: str, took_s: float) -> None:
+            self.now += 3.0 * written.exists()
+
+    def hang() -> None:
+        while True:
+            signal.sigtimedwait([signal.SIGUSR2], 0.05)
+            if os.fstat(2).st_size:
+                written.touch()
+
+    clock, checks = Late(), {"hangs": DoctorCheck(breaking(hang), "because", limit_s=3.0)}
+    one, two = Examination(checks, "auto", tmp_path, checks=checks, clock=clock).findings(clock.watch)
 
     assert (one.state, two.state, two.subject) == ("ok", "FAIL", "two")
     assert re.search(r"\b3 s\b", two.seen)
