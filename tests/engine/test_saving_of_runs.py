@@ -338,8 +338,8 @@ def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
             True,
             60.0,
         )
-        updates, updated = phase.updates(), saving_of(phase).saver.updated
-        monkeypatch.setattr(saving_of(phase).saver, "updated", lambda _: updated(0.01))  # no update is slowed down
+        updates, updated = phase.updates(), saving_of(phase).saver.record_update
+        monkeypatch.setattr(saving_of(phase).saver, "record_update", lambda _: updated(0.01))  # none is slowed
         next(updates)
         saving_of(phase).save()
         saving_of(phase).saver.save_cost.record_pause(4.0)  # what it says now

@@ -334,7 +334,7 @@ def test_a_module_with_non_finite_input_is_not_blamed() -> None:
     assert first.endswith("(Siamese)")
     calls.begin()
     model(torch.ones(1, 2))
-    assert not calls.ended, "its hooks are gone"
+    assert not calls.completed, "its hooks are gone"
 
 
 class Root(nn.Module):
