@@ -30,21 +30,21 @@ def train(*arguments: str, **settings: Any) -> Run:
     Raises:
         AccelRunError: with the message and the exit code of the command.
     """
-    from runner.commands.arguments import read
+    from runner.commands.arguments import parse_arguments
     from runner.config.configuration import compose
-    from runner.config.request import override_of
-    from runner.durable.directory import default_name
+    from runner.config.request import format_override
+    from runner.durable.directory import generate_run_name
     from runner.host.command_process import run_command
 
     argv = build_argv(arguments, settings)
     if {"-m", "--multirun"} & set(argv):
         fix = "call train in a loop, or in the objective of a search"
         raise ConfigError(Problem("train() trains one run, not a sweep", "-m", fix))
-    configuration = compose(read(argv).request)
-    name = configuration.settings.run or default_name(configuration.choices["task"].name)
-    result = run_command(["train", *argv, *([] if configuration.settings.run else [override_of("run", name)])])
+    configuration = compose(parse_arguments(argv).request)
+    name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
+    result = run_command(["train", *argv, *([] if configuration.settings.run else [format_override("run", name)])])
     _raise_on_failure(result.code, "train", allowed=(Exit.DONE, Exit.PREEMPTED))
-    return Run([override_of("run", name), override_of("output_root", str(configuration.settings.root))])
+    return Run([format_override("run", name), format_override("output_root", str(configuration.settings.root))])
 
 
 def evaluate(*arguments: str, **settings: Any) -> dict[str, float]:
@@ -81,10 +81,10 @@ class Run:
     """A run: its metrics, its models and its directory. Each access reads the files of the run again."""
 
     def __init__(self, arguments: list[str]) -> None:
-        from runner.commands.arguments import read_of_a_run
+        from runner.commands.arguments import parse_run_request
         from runner.durable.run_request import find_run
 
-        self._request = read_of_a_run(arguments)
+        self._request = parse_run_request(arguments)
         self._directory: RunDirectory = find_run(self._request, lambda _: None)[0]
         self.name, self.path = self._directory.name, self._directory.path.absolute()
 
@@ -92,9 +92,9 @@ class Run:
     def state(self) -> str:
         """State of the run: running, finished, preempted, interrupted, failed, killed or unknown."""
         from runner.durable.record_files import read_record
-        from runner.durable.run_state import state_of
+        from runner.durable.run_state import derive_state
 
-        return state_of(read_record(self.path)).word
+        return derive_state(read_record(self.path)).word
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -167,12 +167,12 @@ def build_argv(arguments: tuple[str, ...], settings: Mapping[str, Any]) -> list[
 
 def _format_value(value: Any) -> str:
     """Format a value for the command line; strings are quoted, so that they are not parsed as other types."""
-    from runner.config.request import override_of
+    from runner.config.request import format_override
 
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str | Path):
-        return override_of("", str(value)).removeprefix("=")
+        return format_override("", str(value)).removeprefix("=")
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_format_value, value))}]"
     if isinstance(value, Mapping):

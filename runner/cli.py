@@ -123,7 +123,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _option_names(argv: Sequence[str]) -> Collection[str]:
     """Return all option names, including those of the given task file and config folder."""
-    from runner.config.options import names_of_options
+    from runner.config.options import collect_option_names
 
     paths: dict[str, Path] = {}
     for arg, following in zip(argv, [*argv[1:], ""], strict=True):
@@ -131,18 +131,18 @@ def _option_names(argv: Sequence[str]) -> Collection[str]:
         if flag in ("--task", "--config-dir"):
             with suppress(RuntimeError):  # ~ of an unknown user
                 paths[flag] = Path(value if has_value else following).expanduser()
-    return names_of_options(paths.get("--task"), paths.get("--config-dir"))
+    return collect_option_names(paths.get("--task"), paths.get("--config-dir"))
 
 
 def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     import difflib
 
-    from runner.config.aliases import fix_of_command
-    from runner.config.options import options_of_groups
+    from runner.config.aliases import suggestion_for_command
+    from runner.config.options import list_all_options
 
     arg = argv[0]
     names = [name for name, (_, summary) in COMMANDS.items() if summary]
-    fix = fix_of_command(arg, options_of_groups())
+    fix = suggestion_for_command(arg, list_all_options())
     if not fix and (close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6)):
         fix = f"did you mean accel-run {close[0]}?"
     fix = fix or f"commands: {', '.join(names)}"

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.base.values import Matches, Range
-from runner.config.options import AXES, function_of, options_of
-from runner.config.schema import REQUIRED, Expression, Key, as_data, settings_keys
+from runner.config.options import AXES, find_signature, list_options
+from runner.config.schema import REQUIRED, Expression, Key, settings_keys, to_yaml_value
 from runner.config.settings import MAIN_KEYS, Settings
 
 Schema = dict[str, Any]
@@ -38,12 +38,12 @@ def config_schema() -> Schema:
 def _group(group: str) -> Schema:
     """Return the schema of the options of a group: each key as any of its options declares it."""
     found: dict[str, list[Key]] = {}
-    for option in options_of(group):
-        signature = function_of(group, option)
+    for option in list_options(group):
+        signature = find_signature(group, option)
         for name, key in (signature.keys if signature else {}).items():
             found.setdefault(name, []).append(key)
     known = {name: _any_of([_key(key) for key in keys]) for name, keys in found.items()}
-    option = {"enum": options_of(group), "description": "the option of which a file with another name is a variant"}
+    option = {"enum": list_options(group), "description": "the option of which a file with another name is a variant"}
     return _object({"defaults": {"type": "array"}, "option": option, **known}) | {"type": ["object", "null"]}
 
 
@@ -68,7 +68,7 @@ def _object(properties: Mapping[str, Schema]) -> Schema:
 def _key(key: Key) -> Schema:
     found = {"description": key.help} if key.help else {}
     if key.default is not REQUIRED and not isinstance(key.default, Expression):
-        found |= {"default": as_data(key.default)}
+        found |= {"default": to_yaml_value(key.default)}
     return _any_of([type_schema(key.type), _REFERENCE]) | found
 
 

@@ -28,9 +28,9 @@ from config_schema import config_schema  # noqa: E402
 from runner.base.paths import shipped_path  # noqa: E402
 from runner.cli import COMMANDS  # noqa: E402
 from runner.config.config_files import shipped_options  # noqa: E402
-from runner.config.options import AXES, function_of, options_of, task_source  # noqa: E402
-from runner.config.request import text_of_value  # noqa: E402
-from runner.config.schema import Key, choices_of, fault, in_words, read_functions, settings_keys  # noqa: E402
+from runner.config.options import AXES, find_signature, list_options, task_source  # noqa: E402
+from runner.config.request import format_value  # noqa: E402
+from runner.config.schema import Key, describe_mismatch, describe_type, literal_choices, read_functions, settings_keys  # noqa: E402
 from runner.config.settings import Settings  # noqa: E402
 
 PAGE = ROOT / "docs" / "settings.md"
@@ -58,9 +58,9 @@ def _groups() -> Iterator[str]:
     usual = shipped_options()
     for group in AXES:
         yield f"## {group}\n"
-        order = sorted(options_of(group), key=lambda option: (option != usual[group], option))
+        order = sorted(list_options(group), key=lambda option: (option != usual[group], option))
         for option in order:
-            signature = function_of(group, option)
+            signature = find_signature(group, option)
             by_default = ", the default" if option == usual[group] else ""
             summary = signature.summary if signature else "The plan chooses one of the other options, with the reason."
             yield f"### {group}={option}{by_default}\n\n{summary}\n"
@@ -83,8 +83,8 @@ def _table(keys: Mapping[str, Key]) -> Iterator[str]:
     yield "| setting | type | default | meaning | example |"
     yield "|---|---|---|---|---|"
     for name, key in keys.items():
-        default, example = text_of_value(key.default), _example(name, key)
-        cells = (f"`{name}`", in_words(key.type), f"`{default}`", key.help, f"`{example}`")
+        default, example = format_value(key.default), _example(name, key)
+        cells = (f"`{name}`", describe_type(key.type), f"`{default}`", key.help, f"`{example}`")
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 
@@ -94,7 +94,7 @@ def _example(name: str, key: Key) -> str:
     named = re.search(r"(?:such as|e\.g\.) (\[[^\]]*\]|\{[^}]*\}|[^\s;,]+)", key.help)
     if named and (named[1][0] not in "[{" or not isinstance(key.default, (str, int, float))):
         return f"{name}={named[1]}"
-    valid = [value for value in _candidates(key) if fault(key.type, value) is None]
+    valid = [value for value in _candidates(key) if describe_mismatch(key.type, value) is None]
     other = [value for value in valid if value != key.default or isinstance(value, str)]
     return f"{name}={_typed((other or valid)[0])}"
 
@@ -102,11 +102,11 @@ def _example(name: str, key: Key) -> str:
 def _typed(value: Any) -> str:
     """Return a value as it is typed on a command line."""
     pairs = value.items() if isinstance(value, dict) else ()
-    return f"{{{','.join(f'{key}:{item}' for key, item in pairs)}}}" if pairs else text_of_value(value)
+    return f"{{{','.join(f'{key}:{item}' for key, item in pairs)}}}" if pairs else format_value(value)
 
 
 def _candidates(key: Key) -> Iterable[Any]:
-    yield from sorted(choices_of(key.type) - {"auto", str(key.default)})
+    yield from sorted(literal_choices(key.type) - {"auto", str(key.default)})
     if isinstance(key.default, bool):
         yield not key.default
     elif isinstance(key.default, str) and key.default and key.default != "auto":

@@ -19,7 +19,7 @@ import torch
 import runner
 from runner import Run, evaluate, open_run, train
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, TaskFault
-from runner.durable.checkpoint import load, path_of
+from runner.durable.checkpoint import checkpoint_path, load
 from tests.forked_commands import forked_commands
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
@@ -55,7 +55,7 @@ def test_a_run_from_python_has_the_bits_of_the_command(run: Run, folder: Path, s
     typed = ("run=typed", f"output_root={folder}", "optimizer.lr=0.02", "evaluate.every=2", "seed=3")
     assert server.run(["train", *WORDS, *typed], folder).code == 0
     bits = [
-        (path_of(folder / name / "checkpoints", 6) / f"{stem}.safetensors").read_bytes()
+        (checkpoint_path(folder / name / "checkpoints", 6) / f"{stem}.safetensors").read_bytes()
         for stem in ("model", "optimizer")
         for name in ("first", "typed")
     ]
@@ -72,7 +72,7 @@ def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) 
     model = run.model("last")
     assert torch.equal(torch.get_rng_state(), before)
     assert not model.training
-    for name, tensor in load(path_of(folder / "first" / "checkpoints", 6)).tensors("model").items():
+    for name, tensor in load(checkpoint_path(folder / "first" / "checkpoints", 6)).tensors("model").items():
         assert torch.equal(model.state_dict()[name], tensor)
     (axes,) = run.plot("val/loss").axes
     assert list(axes.lines[0].get_ydata()) == list(losses.values())
@@ -195,7 +195,9 @@ def test_a_trial_of_ray_tune_has_the_bits_of_the_run(run: Run, folder: Path) -> 
     )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1]) == [run.metrics["val/loss"]]
-    first, other = (path_of(folder / name / "checkpoints", 6) / "model.safetensors" for name in ("first", "in-ray"))
+    first, other = (
+        checkpoint_path(folder / name / "checkpoints", 6) / "model.safetensors" for name in ("first", "in-ray")
+    )
     assert first.read_bytes() == other.read_bytes()
 
 

@@ -27,12 +27,18 @@ from markdown_it.token import Token
 import runner
 from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, doctor, monitor, profile, report, runs, search, tune
-from runner.commands.arguments import checkpoint_choice, own_arguments, read, read_of_a_run, read_options
-from runner.commands.sweep_arguments import GRID, wish_of
+from runner.commands.arguments import (
+    parse_arguments,
+    parse_command_keys,
+    parse_options,
+    parse_run_request,
+    pop_checkpoint_choice,
+)
+from runner.commands.sweep_arguments import SWEEP_KEYS, parse_sweep_options
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.config_files import shipped_options
 from runner.config.configuration import compose
-from runner.config.options import AXES, GROUPS, function_of, option_with, options_of, task_source
+from runner.config.options import AXES, GROUPS, find_signature, list_options, option_with_key, task_source
 from runner.config.request import Request
 from runner.config.schema import read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
@@ -132,9 +138,9 @@ UNIQUE = list({each.text: each for each in SAID}.values())
 
 
 def _settings(words: list[str]) -> None:
-    own, rest, _ = own_arguments(words, GRID) if "-m" in words else (GRID, words, False)
-    wish_of(own)
-    arguments = read(rest, multirun=True)
+    own, rest, _ = parse_command_keys(words, SWEEP_KEYS) if "-m" in words else (SWEEP_KEYS, words, False)
+    parse_sweep_options(own)
+    arguments = parse_arguments(rest, multirun=True)
     for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
         configuration = compose(combination)
         if any(word.lstrip("+").startswith("hardware=") for word in words):
@@ -145,16 +151,16 @@ def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
     """Yield an option with each typed key that no default option has, such as averaging=ema for averaging.evaluate."""
     for word in typed:
         group, _, name = word.partition("=")[0].partition(".")
-        default = function_of(group, shipped_options()[group]) if group in AXES and name else None
+        default = find_signature(group, shipped_options()[group]) if group in AXES and name else None
         if group in AXES and name and (default is None or name not in default.keys):
-            yield f"{group}={option_with(group, name)}"
+            yield f"{group}={option_with_key(group, name)}"
 
 
 def _of_a_run(words: list[str]) -> None:
     """Compose what is typed with the options that the run has; the task's keys are those of any task."""
-    _, words = checkpoint_choice(words)
+    _, words = pop_checkpoint_choice(words)
     known = ("--json", "format=", "split=", "inference.")
-    request = read_of_a_run([word for word in words if not word.startswith(known)])
+    request = parse_run_request([word for word in words if not word.startswith(known)])
     compose(replace(request, overrides=(*_options_of_the_run(request.overrides), *request.overrides)))
     for word in words:
         if word.startswith("inference."):
@@ -163,26 +169,26 @@ def _of_a_run(words: list[str]) -> None:
 
 def _search(words: list[str]) -> None:
     """What is searched is no setting yet: its key is checked, and all else composed."""
-    own, rest, _ = own_arguments(words, search.OWN)
-    wish_of(own)
+    own, rest, _ = parse_command_keys(words, search.COMMAND_KEYS)
+    parse_sweep_options(own)
     ranges = [word for word in rest if re.search(r"=.*[(,]", word)]
     assert ranges, "nothing is searched"
     assert {word.partition("=")[0] for word in ranges} <= known_keys()
-    compose(read([word for word in rest if word not in ranges], own=search.OWN).request)
+    compose(parse_arguments([word for word in rest if word not in ranges], command_keys=search.COMMAND_KEYS).request)
 
 
 def _explain(words: list[str]) -> None:
-    arguments = read(words, positional=1)
+    arguments = parse_arguments(words, positional=1)
     (key,) = arguments.positional
     assert key in compose(arguments.request).flat()
 
 
 def _profile(words: list[str]) -> None:
-    compose(profile.as_training(read(words, own=profile.OWN).request))
+    compose(profile.profiled_request(parse_arguments(words, command_keys=profile.COMMAND_KEYS).request))
 
 
 def _benchmark(words: list[str]) -> None:
-    suite, wanted, _ = benchmark.read_words(words)
+    suite, wanted, _ = benchmark.parse_benchmark_arguments(words)
     mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in words else set()
     known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
     assert set(wanted.words) <= known, wanted.words
@@ -191,24 +197,24 @@ def _benchmark(words: list[str]) -> None:
 
 
 def _advise(words: list[str]) -> None:
-    _, rest, _ = own_arguments(words, advise.OWN)
-    compose(read_of_a_run(rest, advise.OWN))
+    _, rest, _ = parse_command_keys(words, advise.COMMAND_KEYS)
+    compose(parse_run_request(rest, advise.COMMAND_KEYS))
 
 
 def _doctor(words: list[str]) -> None:
     if words[:1] == [doctor.CONTACT]:
-        doctor.read_contact(words[1:])
+        doctor.parse_contact_arguments(words[1:])
         return
-    settings, _ = doctor.read_words(words)
-    doctor.chosen_checks(settings.checks)
+    settings, _ = doctor.parse_doctor_arguments(words)
+    doctor.select_checks(settings.checks)
 
 
 def _import(words: list[str]) -> None:
-    assert 1 <= len(read(words, positional=2).positional) <= 2
+    assert 1 <= len(parse_arguments(words, positional=2).positional) <= 2
 
 
 def _runs(words: list[str]) -> None:
-    assert read_options(words, runs.RunsOptions, ["--json"])[1] == []
+    assert parse_options(words, runs.RunsOptions, ["--json"])[1] == []
 
 
 def _completion(words: list[str]) -> None:
@@ -225,8 +231,10 @@ READERS: Mapping[str, Callable[[list[str]], Any]] = {
     "plan": _settings,
     "inference": _of_a_run, "evaluate_run": _of_a_run, "export": _of_a_run, "status": _of_a_run, "resume": _of_a_run,
     "search": _search, "explain": _explain, "profile": _profile, "benchmark": _benchmark, "advise": _advise,
-    "tune": tune.read_words,
-    "monitor": monitor.read_words, "doctor": _doctor, "report": report.read_words, "runs": _runs,
+    "tune": tune.parse_tune_arguments,
+    "monitor": monitor.parse_monitor_arguments, "doctor": _doctor,
+    "report": report.parse_report_arguments,
+    "runs": _runs,
     "new": _new, "import_": _import, "completion": _completion,
 }  # fmt: skip
 
@@ -263,15 +271,24 @@ def known_keys() -> set[str]:
         "hook.NAME.enabled",
     }
     for group in AXES:
-        for option in options_of(group):
-            signature = function_of(group, option)
+        for option in list_options(group):
+            signature = find_signature(group, option)
             keys |= {f"{group}.{name}" for name in (signature.keys if signature else ())}
-    sources = [(task_source(name, None)) for name in options_of("task")]
+    sources = [(task_source(name, None)) for name in list_options("task")]
     for source in [*sources, Path("my_task.py")]:
         for name, signature in read_functions(source).items():
             head = "task" if name == "build" else "inference" if name.endswith(".predict") else None
             keys |= {f"{head}.{key}" for key in signature.keys} if head else set()
-    for owner in (GRID, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN, doctor.OWN):
+    for owner in (
+        SWEEP_KEYS,
+        search.COMMAND_KEYS,
+        advise.COMMAND_KEYS,
+        benchmark.COMMAND_KEYS,
+        tune.COMMAND_KEYS,
+        profile.COMMAND_KEYS,
+        report.COMMAND_KEYS,
+        doctor.COMMAND_KEYS,
+    ):
         keys |= set(owner)
     for suite in SUITES:
         keys |= set(SUITES[suite].options)
@@ -457,7 +474,7 @@ def test_the_readme_has_every_command() -> None:
 def test_the_table_of_groups_has_every_group_with_every_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
     told = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
-    assert told == {group: set(options_of(group)) for group in GROUPS}
+    assert told == {group: set(list_options(group)) for group in GROUPS}
 
 
 def test_the_page_about_doctor_has_every_check() -> None:
@@ -474,7 +491,7 @@ def test_settings_in_sentences_exist() -> None:
             key, value = found.groups()
             if key == "checkpoint" and is_choice(value):
                 continue
-            options = options_of(key) if key in (*AXES, "task", "hardware") else ()
+            options = list_options(key) if key in (*AXES, "task", "hardware") else ()
             is_known = (
                 re.sub(r"^(phase|objective)\.\w+\.", "", HOOK_SWITCH.sub("hook.NAME.enabled", key)) in known_keys()
             )

@@ -11,12 +11,12 @@ Found = TypeVar("Found")
 
 # Run before a command of the fork server: its training waits for each save, as long as the disk takes.
 ON_DISK_AT_ONCE = """
-from runner.durable.checkpoint_writer import Writer
-submit = Writer.submit
+from runner.durable.checkpoint_writer import CheckpointWriter
+submit = CheckpointWriter.submit
 def submit_and_wait(self, *args, **kwargs):
     submit(self, *args, **kwargs)
     self.wait()
-Writer.submit = submit_and_wait
+CheckpointWriter.submit = submit_and_wait
 """
 
 

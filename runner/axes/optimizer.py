@@ -17,7 +17,7 @@ from runner.base.fused_adam import FusedAdam, FusedAdamW
 from runner.base.packages import check_installed
 from runner.base.schedule_free import keep_counters_in_state
 from runner.base.values import Factor, NonNegative, Positive, PositiveInt
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
@@ -400,7 +400,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     Adds to its groups the names for checkpoints and the base learning rate for the schedule.
     Raises TaskFault if the result is not an optimizer, or does not have exactly these parameters.
     """
-    optimizer: object = make(OPTIMIZERS, function, parameters, **options)
+    optimizer: object = call_option(OPTIMIZERS, function, parameters, **options)
     if not isinstance(optimizer, Optimizer):
         what = f"must return a torch.optim.Optimizer, but returned {type(optimizer).__name__}"
         raise TaskFault(what, where=function, fix="return an optimizer, such as torch.optim.SGD(parameters, lr=lr)")
@@ -420,7 +420,7 @@ def check_library(function: str, options: Mapping[str, Any], device: torch.devic
     """Raise ConfigError if the optimizer needs a library that is not installed; a no-op for the others."""
     if function in ("adamw8bit", "schedulefree"):
         weight = nn.Parameter(torch.ones(1, device=device))
-        make(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
+        call_option(OPTIMIZERS, function, [("weight", weight)], **{**options, "lr_scales": {}})
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from runner.base.errors import ConfigError, IncompatibleResume, Problem, TaskFault
 from runner.base.values import Count, Factor, Fraction, NonNegative, Part, Positive, PositiveInt
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 
 
 class Schedule:
@@ -304,7 +304,7 @@ def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> S
 
     Raises TaskFault if the result is neither a Schedule nor a function.
     """
-    schedule: object = make(SCHEDULERS, function, updates, **options)
+    schedule: object = call_option(SCHEDULERS, function, updates, **options)
     if isinstance(schedule, Schedule):
         return schedule
     if callable(schedule):

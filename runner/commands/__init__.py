@@ -1,6 +1,6 @@
 """One file per command of the command line, and the table of them."""
 
-# command -> (module in runner.commands, what it does; nothing: not in the overview)
+# command -> (module in runner.commands, summary); a command without summary is not in the overview
 COMMANDS = {
     "train": ("train", "train a task; the same command with the same run=NAME resumes"),
     "resume": ("resume", "resume a stopped run, from any folder"),
@@ -27,8 +27,8 @@ COMMANDS = {
     "complete": ("complete", ""),
 }
 
-# those that compute: a terminal or a pipe whose reader has stopped does not hold them, and misses what does not fit;
-# all others wait for their reader, as `accel-run runs | less` expects
+# Commands that compute. A terminal or pipe that is not read does not block them: output that does not fit is dropped.
+# All other commands wait for the reader, as `accel-run runs | less` expects.
 TRAINING = frozenset(
     {"train", "resume", "search", "inference", "infer", "evaluate", "both", "profile", "advise", "benchmark", "tune"}
 )

@@ -12,10 +12,10 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
-from runner.config.options import options_of
-from runner.config.overrides import parse
-from runner.config.request import Request, override_of
-from runner.config.schema import did_you_mean, fault, nearest, settings_keys
+from runner.config.options import list_options
+from runner.config.overrides import parse_overrides
+from runner.config.request import Request, format_override
+from runner.config.schema import describe_mismatch, did_you_mean, find_nearest, settings_keys
 
 
 @dataclass(frozen=True)
@@ -27,81 +27,93 @@ class Arguments:
     positional: tuple[str, ...] = ()
 
 
-def read(argv: list[str], *, positional: int = 0, multirun: bool = False, own: Iterable[str] = ()) -> Arguments:
+def parse_arguments(
+    argv: list[str], *, positional: int = 0, multirun: bool = False, command_keys: Iterable[str] = ()
+) -> Arguments:
     """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` positional arguments from the overrides.
 
-    own  keys of the command that were parsed before, as candidates for suggestions
+    command_keys  keys of the command that were parsed before, as candidates for suggestions
     Raises ConfigError if a flag lacks its value.
     """
-    rest = list(argv)
+    pending = list(argv)
     overrides: list[str] = []
-    lone: list[str] = []
+    positionals: list[str] = []
     paths: dict[str, Path] = {}
-    sweep = False
-    while rest:
-        arg = rest.pop(0)
+    is_sweep = False
+    while pending:
+        arg = pending.pop(0)
         flag, has_value, value = arg.partition("=")
         if flag in ("--task", "--config-dir"):
             if not has_value:
-                if not rest or "=" in rest[0] or rest[0].startswith("-"):
+                if not pending or "=" in pending[0] or pending[0].startswith("-"):
                     raise ConfigError(Problem("needs a path", flag, f"use {flag} ./{_EXAMPLES[flag]}"))
-                value = rest.pop(0)
+                value = pending.pop(0)
             paths[flag] = Path(value).expanduser()
         elif arg in ("-m", "--multirun") and multirun:
-            sweep = True
-        elif arg.startswith("-") and not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-            overrides += [arg, rest.pop(0)]  # an option value in the style of other tools, not a run name
+            is_sweep = True
         elif (
-            len(lone) < positional
+            arg.startswith("-")
+            and not has_value
+            and pending
+            and "=" not in pending[0]
+            and not pending[0].startswith("-")
+        ):
+            overrides += [arg, pending.pop(0)]  # an option value in the style of other tools, not a run name
+        elif (
+            len(positionals) < positional
             and "=" not in arg
             and not arg.startswith(("-", "~"))
-            and (not rest or rest[0] != "=")
+            and (not pending or pending[0] != "=")
         ):
-            lone.append(arg)
+            positionals.append(arg)
         else:
             overrides.append(arg)
     return Arguments(
-        Request(tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir")), tuple(own)),
-        sweep,
-        tuple(lone),
+        Request(
+            tuple(overrides), _absolute(paths.get("--task")), _absolute(paths.get("--config-dir")), tuple(command_keys)
+        ),
+        is_sweep,
+        tuple(positionals),
     )
 
 
-def read_of_a_run(argv: list[str], own: Iterable[str] = ()) -> Request:
+def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Request:
     """Return the request of `COMMAND [last|NAME|DIR] [key=value ...]`, with the run as a run= override.
 
     Raises ConfigError if two runs are given, and for unknown options, before the run is looked up.
     """
-    arguments = read(argv, positional=1, own=own)
-    given = arguments.request
-    if any(arg.startswith("-") for arg in given.overrides):
-        _, problems = parse(given)
+    arguments = parse_arguments(argv, positional=1, command_keys=command_keys)
+    request = arguments.request
+    if any(arg.startswith("-") for arg in request.overrides):
+        _, problems = parse_overrides(request)
         raise ConfigError(problems)
-    named = [arg for arg in given.overrides if arg.startswith("run=")]
-    if arguments.positional and named:
+    run_overrides = [arg for arg in request.overrides if arg.startswith("run=")]
+    if arguments.positional and run_overrides:
         what = f"names a second run in addition to {arguments.positional[0]}"
-        raise ConfigError(Problem(what, named[-1], "remove one of them"))
-    return replace(given, overrides=(*given.overrides, *(override_of("run", arg) for arg in arguments.positional)))
+        raise ConfigError(Problem(what, run_overrides[-1], "remove one of them"))
+    return replace(
+        request, overrides=(*request.overrides, *(format_override("run", arg) for arg in arguments.positional))
+    )
 
 
-def own_arguments(argv: Sequence[str], usual: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
+def parse_command_keys(argv: Sequence[str], defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
     """Return the values of a command's own keys, the other arguments, and whether `--json` was given.
 
-    usual  key -> default value
+    defaults  key -> default value
     Raises ConfigError for a key without a value.
     """
-    own, rest, problems = dict(usual), [], []
+    values, rest, problems = dict(defaults), [], []
     for arg in argv:
         key, has_value, value = arg.partition("=")
-        if key in own and has_value:
-            own[key] = value
-        elif key in own:
-            problems.append(Problem("needs a value", key, f"use {key}={_EXAMPLES.get(key, usual[key]) or 'NAME'}"))
+        if key in values and has_value:
+            values[key] = value
+        elif key in values:
+            problems.append(Problem("needs a value", key, f"use {key}={_EXAMPLES.get(key, defaults[key]) or 'NAME'}"))
         elif arg != "--json":
             rest.append(arg)
     if problems:
         raise ConfigError(problems)
-    return own, rest, "--json" in argv
+    return values, rest, "--json" in argv
 
 
 @dataclass(frozen=True)
@@ -112,40 +124,42 @@ class ParsedOptions:
     flags: set[str]
 
 
-def read_options(
-    argv: Iterable[str], options: type, flags: Collection[str], guess: Callable[[str], str] = lambda arg: ""
+def parse_options(
+    argv: Iterable[str], options_type: type, flags: Collection[str], guess: Callable[[str], str] = lambda arg: ""
 ) -> tuple[ParsedOptions, list[Problem]]:
     """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
 
-    options  dataclass of the keys
+    options_type  dataclass of the keys
     guess    argument that is neither -> the one that it may mean
     """
-    keys = settings_keys(options)
-    parsed, problems = ParsedOptions({}, set()), []
+    keys = settings_keys(options_type)
+    options, problems = ParsedOptions({}, set()), []
     for arg in argv:
         key, has_value, text = arg.partition("=")
         if arg in flags:
-            parsed.flags.add(arg)
+            options.flags.add(arg)
         elif key in keys and has_value:
-            value = _typed(text, keys[key].type)
-            if wrong := fault(keys[key].type, value):
+            value = _convert(text, keys[key].type)
+            if wrong := describe_mismatch(keys[key].type, value):
                 problems.append(Problem(wrong, arg))
-            parsed.given[key] = value
+            options.given[key] = value
         else:
-            problems.append(_unknown(arg, keys, flags, guess))
-    return parsed, problems
+            problems.append(_unknown_argument(arg, keys, flags, guess))
+    return options, problems
 
 
-def _typed(text: str, annotation: Any) -> Any:
+def _convert(text: str, annotation: Any) -> Any:
     """Return the text as a value of this type, or as it is if it does not match."""
     candidates: list[Any] = [None] if text in ("null", "none", "") else [text]
-    for kind in (int, float):
+    for number_type in (int, float):
         with suppress(ValueError):
-            candidates.append(kind(text))
-    return next((value for value in candidates if fault(annotation, value) is None), candidates[len(candidates) > 1])
+            candidates.append(number_type(text))
+    return next(
+        (value for value in candidates if describe_mismatch(annotation, value) is None), candidates[len(candidates) > 1]
+    )
 
 
-def _unknown(arg: str, keys: Collection[str], flags: Collection[str], guess: Callable[[str], str]) -> Problem:
+def _unknown_argument(arg: str, keys: Collection[str], flags: Collection[str], guess: Callable[[str], str]) -> Problem:
     key, has_value, value = arg.partition("=")
     if arg.startswith("-"):
         plain = key.lstrip("-").replace("-", "_")
@@ -153,12 +167,12 @@ def _unknown(arg: str, keys: Collection[str], flags: Collection[str], guess: Cal
         return Problem("unknown option", arg, near or f"options are {', '.join(flags)} and key=value")
     if has_value:
         return Problem("unknown key", arg, did_you_mean(key, keys) or f"known: {', '.join(keys)}")
-    meant = nearest(f"--{arg}", flags, cutoff=0.8) or (f"{arg}=..." if arg in keys else guess(arg))
+    meant = find_nearest(f"--{arg}", flags, cutoff=0.8) or (f"{arg}=..." if arg in keys else guess(arg))
     fix = f"use {meant}" if meant else f"known: {', '.join(keys)}"
     return Problem("is not a setting; settings have the form key=value", arg, fix)
 
 
-def checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+def pop_checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the value of `checkpoint=best|last|N`, None if it is not given, and the other arguments.
 
     The settings group `checkpoint` keeps its options: `checkpoint=off` and `checkpoint.every=10min` stay arguments.
@@ -167,39 +181,39 @@ def checkpoint_choice(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     from runner.durable.checkpoint_choice import BEST, LAST, is_choice
 
     chosen, rest = None, []
-    known = [] if any(arg.startswith("--config-dir") for arg in argv) else options_of("checkpoint")
+    group_options = [] if any(arg.startswith("--config-dir") for arg in argv) else list_options("checkpoint")
     for arg in argv:
         key, has_value, value = arg.partition("=")
-        if key != "checkpoint" or not has_value or (known and value in known):
+        if key != "checkpoint" or not has_value or (group_options and value in group_options):
             rest.append(arg)
         elif is_choice(value):
             chosen = value
-        elif not known:
+        elif not group_options:
             rest.append(arg)
         else:
             what = f"must be {BEST}, {LAST} or the number of an update, but is {value}"
-            fix = did_you_mean(value, [BEST, LAST, *known]) or "accel-run status lists the checkpoints of a run"
+            fix = did_you_mean(value, [BEST, LAST, *group_options]) or "accel-run status lists the checkpoints of a run"
             raise ConfigError(Problem(what, "checkpoint", fix))
     return chosen, rest
 
 
-def teller(command: str) -> Callable[[str], None]:
+def progress_printer(command: str) -> Callable[[str], None]:
     """Return a function that reports the progress of a command on standard error."""
 
-    def say(text: str) -> None:
+    def print_progress(text: str) -> None:
         print(wrap_for_terminal(sanitize(f"{command}: {text}"), sys.stderr), file=sys.stderr, flush=True)
 
-    return say
+    return print_progress
 
 
-def budget(given: str, usual: str) -> float:
+def parse_budget(text: str, default: str) -> float:
     """Return `budget_s=` in seconds. Raises ConfigError unless it is a number above 0."""
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ConfigError(Problem("must be a number of seconds above 0", f"budget_s={given}", f"use budget_s={usual}"))
+        raise ConfigError(Problem("must be a number of seconds above 0", f"budget_s={text}", f"use budget_s={default}"))
     return seconds
 
 

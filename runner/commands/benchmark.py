@@ -11,13 +11,13 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
-from runner.commands.arguments import budget, own_arguments, read, teller
+from runner.commands.arguments import parse_arguments, parse_budget, parse_command_keys, progress_printer
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
 from runner.tools.measure.suites import SUITES
 
 _SUITES_SHOWN = "\n".join(f"  {name:<12}  {suite.answers}" for name, suite in SUITES.items())
-HELP = f"""usage: accel-run benchmark [suite=NAME] [word ...] [key=value ...] [budget_s=300] [--json]
+HELP = f"""usage: accel-run benchmark [suite=NAME] [NAME ...] [key=value ...] [budget_s=300] [--json]
 
 Compares settings by measurement. Each variant trains in a separate process from the same weights on the same samples.
 The variants are interleaved in blocks of updates, so that neither order nor other processes decide the result. The
@@ -45,17 +45,17 @@ settings of the training, as for accel-run train: task=, --task FILE, hardware=,
 """
 
 
-OWN = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}  # of every suite
+COMMAND_KEYS = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}  # those of every suite
 
 
 def run(argv: list[str]) -> int:
-    """Measure and print."""
+    """Run a suite and print its report."""
     from runner.tools.measure.results import Results
     from runner.tools.measure.suite import screen
 
-    suite, wanted, as_json = read_words(argv)
-    Results(wanted.folder, wanted.prefix).check()  # before anything is measured
-    report = import_module(f"runner.tools.measure.suites.{suite}").run(wanted)
+    suite, request, as_json = parse_benchmark_arguments(argv)
+    Results(request.folder, request.prefix).check()  # before anything is measured
+    report = import_module(f"runner.tools.measure.suites.{suite}").run(request)
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)
     else:
@@ -63,26 +63,26 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def read_words(argv: list[str]) -> tuple[str, Any, bool]:
+def parse_benchmark_arguments(argv: list[str]) -> tuple[str, Any, bool]:
     """Return the name of the suite, its request, and whether to print JSON. Raises ConfigError."""
     from runner.tools.measure.suite import SuiteRequest
 
-    given = {key: value for key, has, value in (arg.partition("=") for arg in argv) if has}
-    suite = given.get("suite", OWN["suite"])
+    values = {key: value for key, has_value, value in (arg.partition("=") for arg in argv) if has_value}
+    suite = values.get("suite", COMMAND_KEYS["suite"])
     if suite not in SUITES:
         what = f"must be one of {', '.join(SUITES)}"
         raise ConfigError(Problem(what, f"suite={suite}", did_you_mean(suite, SUITES)))
-    own, rest, as_json = own_arguments(argv, {**OWN, **SUITES[suite].options})
-    budget_s = budget(own["budget_s"], OWN["budget_s"])
-    arguments = read(rest, positional=len(rest), own=own)
+    keys, rest, as_json = parse_command_keys(argv, {**COMMAND_KEYS, **SUITES[suite].options})
+    budget_s = parse_budget(keys["budget_s"], COMMAND_KEYS["budget_s"])
+    arguments = parse_arguments(rest, positional=len(rest), command_keys=keys)
     compose(arguments.request)  # report invalid settings before measuring
-    options = {key: own[key] for key in SUITES[suite].options}
-    wanted = SuiteRequest(
+    options = {key: keys[key] for key in SUITES[suite].options}
+    suite_request = SuiteRequest(
         arguments.request,
         arguments.positional,
         options,
-        Path(own["folder"]).expanduser().absolute(),
-        own["prefix"],
+        Path(keys["folder"]).expanduser().absolute(),
+        keys["prefix"],
         budget_s,
     )
-    return suite, replace(wanted, say=teller("benchmark")), as_json
+    return suite, replace(suite_request, say=progress_printer("benchmark")), as_json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.commands.arguments import SETTINGS_HELP, read
+from runner.commands.arguments import SETTINGS_HELP, parse_arguments
 
 HELP = f"""usage: accel-run both [key=value ...]
 
@@ -19,4 +19,4 @@ def run(argv: list[str]) -> int:
     """Train and predict; return the exit code of the first step that fails."""
     from runner.launch.start import train
 
-    return int(train(read(argv).request, then_infer=True))
+    return int(train(parse_arguments(argv).request, then_infer=True))

@@ -65,15 +65,15 @@ complete -c accel-run -a '(__accel_run_complete)'
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-def run(words: list[str]) -> int:
+def run(argv: list[str]) -> int:
     """Print the script of one shell."""
     from runner.base.errors import ConfigError, Problem
     from runner.config.schema import did_you_mean
 
-    if len(words) != 1:
+    if len(argv) != 1:
         raise ConfigError(Problem("needs a shell", "completion", "use accel-run completion bash, zsh or fish"))
-    if words[0] not in SCRIPTS:
-        fix = did_you_mean(words[0], SCRIPTS) or "use accel-run completion bash, zsh or fish"
-        raise ConfigError(Problem("unknown shell", words[0], fix))
-    print(SCRIPTS[words[0]], end="")
+    if argv[0] not in SCRIPTS:
+        fix = did_you_mean(argv[0], SCRIPTS) or "use accel-run completion bash, zsh or fish"
+        raise ConfigError(Problem("unknown shell", argv[0], fix))
+    print(SCRIPTS[argv[0]], end="")
     return 0

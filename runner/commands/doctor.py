@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.values import DeviceName, Place
-from runner.commands.arguments import read, read_options
+from runner.commands.arguments import parse_arguments, parse_options
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.version import __version__
@@ -66,42 +66,42 @@ def run(argv: list[str]) -> int:
     from runner.tools.doctor.examine import Examination
 
     if argv[:1] == [CONTACT]:
-        return _first_contact(argv[1:])
-    options, flags = read_words(argv)
+        return _run_first_contact(argv[1:])
+    options, flags = parse_doctor_arguments(argv)
     if options.checks == "help":
         from runner.tools.doctor.checks import CHECKS
 
         print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
         return int(Exit.DONE)
-    names, is_json = chosen_checks(options.checks), "--json" in flags
+    names, is_json = select_checks(options.checks), "--json" in flags
     examination = Examination(names, options.device, options.root)
-    findings, took_s, code = _examined(examination, is_json=is_json)
+    findings, took_s, code = _run_checks(examination, is_json=is_json)
     if is_json:
-        print(_shown({"version": __version__, "exit_code": code, "seconds": round(took_s, 1),
+        print(_format_json({"version": __version__, "exit_code": code, "seconds": round(took_s, 1),
                       "counts": {state: sum(finding.state == state for finding in findings) for state in _STATES},
                       "findings": [finding.to_json() for finding in findings],
                       "hardware": _hardware(examination)}))  # fmt: skip
     return code
 
 
-def _first_contact(argv: list[str]) -> int:
-    """Compare predictions with the GPU of this machine, and write the page."""
+def _run_first_contact(argv: list[str]) -> int:
+    """Compare predictions with measurements on the GPU of this machine, and write the page."""
     from runner.durable.files import atomic_write, make_directory
     from runner.tools.doctor.examine import Examination
     from runner.tools.doctor.first_contact import contact_checks, page, report
 
-    options, request, is_json = read_contact(argv)
+    options, request, is_json = parse_contact_arguments(argv)
     checks = contact_checks(request)
     examination = Examination(checks, options.device, options.root, checks=checks)
-    findings, _, code = _examined(examination, is_json=is_json)
+    findings, _, code = _run_checks(examination, is_json=is_json)
     if not any(finding.check not in ("torch", "gpus") for finding in findings):
         raise DeviceMissing(
             "there is no GPU here that torch can use, so nothing can be compared",
             where=f"device={options.device}",
-            fix="accel-run doctor shows why; tests/stand_ins/README.md says how to rehearse without a GPU",
+            fix="accel-run doctor shows why; tests/stand_ins/README.md describes how to test without a GPU",
         )
     hardware = _hardware(examination) or {"devices": []}
-    content = json.loads(_shown(report(findings, hardware, request.overrides, __version__)))
+    content = json.loads(_format_json(report(findings, hardware, request.overrides, __version__)))
     make_directory(options.root)
     atomic_write(options.root / f"{CONTACT}.json", json.dumps(content, indent=1) + "\n")
     atomic_write(options.root / f"{CONTACT}.md", page(content))
@@ -112,52 +112,52 @@ def _first_contact(argv: list[str]) -> int:
     return code
 
 
-def _examined(examination: Examination, *, is_json: bool) -> tuple[list[CheckResult], float, int]:
+def _run_checks(examination: Examination, *, is_json: bool) -> tuple[list[CheckResult], float, int]:
     """Run the checks, and print the findings unless JSON is wanted; return them, their seconds, and the exit code."""
     from runner.tools.doctor.display import DoctorDisplay
 
-    screen = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
-    began = time.monotonic()
+    display = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
+    started_s = time.monotonic()
     findings: list[CheckResult] = []
-    for finding in examination.findings(screen.watch):
+    for finding in examination.findings(display.watch):
         findings.append(finding)
         if not is_json:
-            screen.show(finding)
-    took_s = time.monotonic() - began
-    screen.wipe()
+            display.show(finding)
+    took_s = time.monotonic() - started_s
+    display.wipe()
     if not is_json:
-        screen.conclude(findings, took_s)
-    return findings, took_s, int(Exit.NO_DEVICE if any(each.state == "FAIL" for each in findings) else Exit.DONE)
+        display.conclude(findings, took_s)
+    return findings, took_s, int(Exit.NO_DEVICE if any(finding.state == "FAIL" for finding in findings) else Exit.DONE)
 
 
 def _hardware(examination: Examination) -> Any:
     return json.loads(examination.inventory.to_json()) if examination.inventory else None
 
 
-def read_contact(argv: list[str]) -> tuple[DoctorOptions, Request, bool]:
+def parse_contact_arguments(argv: list[str]) -> tuple[DoctorOptions, Request, bool]:
     """Return doctor's own options, the settings of the run, and whether JSON is wanted. Raises ConfigError."""
-    rest = read([arg for arg in argv if arg != "--json"]).request
-    own = [arg for arg in rest.overrides if arg.startswith(("device=", "output_root="))]
-    options, _ = read_words(own)
-    request = replace(rest, overrides=tuple(arg for arg in rest.overrides if arg not in own))
-    compose(request)
-    return options, request, "--json" in argv
+    request = parse_arguments([arg for arg in argv if arg != "--json"]).request
+    option_overrides = [arg for arg in request.overrides if arg.startswith(("device=", "output_root="))]
+    options, _ = parse_doctor_arguments(option_overrides)
+    settings = replace(request, overrides=tuple(arg for arg in request.overrides if arg not in option_overrides))
+    compose(settings)
+    return options, settings, "--json" in argv
 
 
-def read_words(argv: list[str]) -> tuple[DoctorOptions, set[str]]:
+def parse_doctor_arguments(argv: list[str]) -> tuple[DoctorOptions, set[str]]:
     """Return options and flags. Raises ConfigError listing all problems."""
     from runner.tools.doctor.checks import CHECKS
 
     def guess(arg: str) -> str:
         return f"checks=[{arg}]" if arg in CHECKS else ""
 
-    parsed, problems = read_options(argv, DoctorOptions, _FLAGS, guess)
+    parsed, problems = parse_options(argv, DoctorOptions, _FLAGS, guess)
     if problems:
         raise ConfigError(problems)
     return DoctorOptions(**parsed.given), parsed.flags
 
 
-def chosen_checks(text: str | None) -> list[str]:
+def select_checks(text: str | None) -> list[str]:
     """Return the names of the checks to run, all for None. Raises ConfigError for unknown names and an empty list."""
     from runner.tools.doctor.checks import CHECKS
 
@@ -177,7 +177,7 @@ def chosen_checks(text: str | None) -> list[str]:
     return names
 
 
-def _shown(value: Any) -> str:
+def _format_json(value: Any) -> str:
     """Return JSON without secrets and terminal control characters."""
     from runner.base.secret import sanitize
 
@@ -186,5 +186,5 @@ def _shown(value: Any) -> str:
 
 CONTACT = "first_contact"
 _FLAGS = ("--json",)
-OWN = ("checks", "device", "output_root")
+COMMAND_KEYS = ("checks", "device", "output_root")
 _STATES = ("ok", "warn", "FAIL", "skip")

@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, own_arguments, read_of_a_run
+from runner.commands.arguments import CHECKPOINT_HELP, parse_command_keys, parse_run_request, pop_checkpoint_choice
 
 HELP = f"""usage: accel-run evaluate [last|NAME|DIR] [split=val] [checkpoint=best|last|N] [key=value ...] [--json]
        accel-run evaluate weights=FILE [split=val] [key=value ...] [--json]
@@ -18,7 +18,7 @@ evaluations/SPLIT-CHECKPOINT.json of the run directory.
   last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
   split=val                    the split: train, val, test, or another that the task's dataset(split) returns
 {CHECKPOINT_HELP}
-  weights=FILE                 no run: the task with these weights; run=NAME names the folder of the results
+  weights=FILE                 evaluate these weights instead of a run; run=NAME names the results folder
   evaluate.samples=N           number of samples, evenly spaced; null: all
   --json                       print the record as JSON, and nothing else on standard output
 
@@ -28,24 +28,24 @@ examples
   accel-run evaluate task=gpt weights=model.safetensors
 """
 
-OWN = {"split": "val"}
+COMMAND_KEYS = {"split": "val"}
 
 
 def run(argv: list[str]) -> int:
     """Evaluate; return 0, or 130 after a signal."""
-    own, rest, as_json = own_arguments(argv, OWN)
-    checkpoint, rest = checkpoint_choice(rest)
-    request = read_of_a_run(rest, OWN)
-    from runner.durable.directory import is_plain_path
+    keys, rest, as_json = parse_command_keys(argv, COMMAND_KEYS)
+    checkpoint, rest = pop_checkpoint_choice(rest)
+    request = parse_run_request(rest, COMMAND_KEYS)
+    from runner.durable.directory import is_safe_path
 
-    if "/" in own["split"] or not is_plain_path(own["split"]):
+    if "/" in keys["split"] or not is_safe_path(keys["split"]):
         what = "must be a name of letters, digits, '.', '_' and '-'"
-        raise ConfigError(Problem(what, f"split={own['split']}", "use split=test"))
+        raise ConfigError(Problem(what, f"split={keys['split']}", "use split=test"))
     from runner.host.output import stdout_to_stderr
     from runner.launch.evaluate_ranks import evaluate
 
     with stdout_to_stderr() if as_json else nullcontext():
-        code, record = evaluate(request, own["split"], checkpoint, "warning" if as_json else None)
+        code, record = evaluate(request, keys["split"], checkpoint, "warning" if as_json else None)
     if as_json and record is not None:
         print(json.dumps(record, indent=2))
     return int(code)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, read_of_a_run
+from runner.commands.arguments import CHECKPOINT_HELP, parse_run_request, pop_checkpoint_choice
 
 HELP = f"""usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [checkpoint=best|last|N] [output_root=DIR]
 
@@ -24,8 +24,8 @@ examples
 def run(argv: list[str]) -> int:
     """Export; return 0 if every file gives the model's outputs."""
     formats = [name for arg in argv if arg.startswith("format=") for name in arg.partition("=")[2].split(",")]
-    checkpoint, rest = checkpoint_choice(argv)
-    request = read_of_a_run([arg for arg in rest if not arg.startswith("format=")])
+    checkpoint, rest = pop_checkpoint_choice(argv)
+    request = parse_run_request([arg for arg in rest if not arg.startswith("format=")])
     from runner.engine.export_model import export
 
     return int(export(request, formats, checkpoint))

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from runner.commands.arguments import read
+from runner.commands.arguments import parse_arguments
 
 HELP = """usage: accel-run import FILE [NEW.safetensors] [key=ENTRY]
 
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     """Convert the file and print a summary."""
     from runner.base.errors import ConfigError, InputMissing, Problem
 
-    arguments = read(argv, positional=2)
+    arguments = parse_arguments(argv, positional=2)
     keys = [arg.partition("=")[2] for arg in arguments.request.overrides if arg.startswith("key=")]
     if not arguments.positional or len(keys) < len(arguments.request.overrides) or len(keys) > 1:
         raise ConfigError(Problem("needs exactly one file", "import", _EXAMPLE))
@@ -51,20 +51,21 @@ def run(argv: list[str]) -> int:
 
     refuse_existing(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
+    # Exit through the `finally` below, which removes the temporary file.
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        made = run_in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
+        result = run_in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
         publish(temporary, target.absolute())
     except BrokenProcessPool as error:
         raise DataError("crashed the reader process", where=str(source), fix="it is damaged or malicious") from error
     finally:
         if files.exists(temporary):
             files.remove(temporary)
-        signal.signal(signal.SIGTERM, before)
-    entry = f" of {made.entry}" if made.entry else ""
-    skipped = f"; {made.num_skipped} entries that are not tensors were skipped" if made.num_skipped else ""
-    print(f"wrote {target}: {made.num_tensors} tensors{entry}, {made.num_bytes / 2**20:.1f} MiB{skipped}")
-    if made.had_network:
+        signal.signal(signal.SIGTERM, previous_handler)
+    entry = f" of {result.entry}" if result.entry else ""
+    skipped = f"; {result.num_skipped} entries that are not tensors were skipped" if result.num_skipped else ""
+    print(f"wrote {target}: {result.num_tensors} tensors{entry}, {result.num_bytes / 2**20:.1f} MiB{skipped}")
+    if result.had_network:
         print("warning: this system does not allow network isolation; the file was read with network access")
     print(f"start from it: accel-run train weights={target}")
     return 0

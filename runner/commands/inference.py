@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from runner.base.errors import AccelRunError
-from runner.commands.arguments import CHECKPOINT_HELP, checkpoint_choice, read, read_of_a_run
+from runner.commands.arguments import CHECKPOINT_HELP, parse_arguments, parse_run_request, pop_checkpoint_choice
 from runner.commands.complete import TypedLine
 from runner.config.request import Request
-from runner.durable.run_request import find_run, origin_of
+from runner.durable.run_request import find_run, load_run_request
 
 HELP = f"""usage: accel-run inference [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
        (short: accel-run infer)
@@ -33,30 +33,30 @@ def run(argv: list[str]) -> int:
     """Predict and write the predictions."""
     from runner.launch.infer_ranks import infer
 
-    checkpoint, rest = checkpoint_choice(argv)
-    return int(infer(read_of_a_run(rest, _own_keys(rest)), checkpoint))
+    checkpoint, rest = pop_checkpoint_choice(argv)
+    return int(infer(parse_run_request(rest, _inference_keys(rest)), checkpoint))
 
 
-def _own_keys(argv: list[str]) -> tuple[str, ...]:
+def _inference_keys(argv: list[str]) -> tuple[str, ...]:
     """Return the inference keys, such as inference.samples, if an argument may have meant one of them.
 
     They are those of --task or of the run's task; of the default task if the run is not known.
     """
-    arguments = read(argv, positional=1)
+    arguments = parse_arguments(argv, positional=1)
     request = arguments.request
     if all(arg.startswith(("inference.", "run=", "output_root=", "device=")) for arg in request.overrides):
         return ()
-    own = tuple(arg for arg in request.overrides if arg.startswith(("run=", "output_root=")))
-    named = replace(request, overrides=(*own, *(f"run={name}" for name in arguments.positional)))
-    line = ["inference", *([] if request.task_file else _task_of_the_run(named)), *argv]
+    run_overrides = tuple(arg for arg in request.overrides if arg.startswith(("run=", "output_root=")))
+    run_request = replace(request, overrides=(*run_overrides, *(f"run={name}" for name in arguments.positional)))
+    line = ["inference", *([] if request.task_file else _task_arguments(run_request)), *argv]
     return tuple(TypedLine.read(line, "inference.").keys("inference."))
 
 
-def _task_of_the_run(request: Request) -> list[str]:
+def _task_arguments(request: Request) -> list[str]:
     """Return the arguments that select the task of the run; none if it has no valid record."""
     try:
         directory, root = find_run(request, lambda text: None)
-        origin = origin_of(directory, root, request)
+        origin = load_run_request(directory, root, request)
     except (AccelRunError, OSError):  # reported where the run is used
         return []
     if origin.task_file is not None:

@@ -29,7 +29,7 @@ from runner.base.errors import (
 from runner.base.paths import parse_path
 from runner.base.secret import sanitize
 from runner.base.values import Interval, Place, Positive
-from runner.commands.arguments import read_options, teller
+from runner.commands.arguments import parse_options, progress_printer
 
 if TYPE_CHECKING:
     from runner.monitor.alerts import Alert
@@ -75,33 +75,33 @@ class MonitorOptions:
 
 def run(argv: list[str]) -> int:
     """Monitor the machine, or show recorded metrics."""
-    options, given, flags = read_words(argv)
+    options, given_keys, flags = parse_monitor_arguments(argv)
     root = parse_path(options.output_root)
     if options.run is not None:
-        return _of_run(root, options, as_json="--json" in flags, in_its_folder="log_dir" not in given)
+        return _show_run(root, options, as_json="--json" in flags, to_run_folder="log_dir" not in given_keys)
     if "--once" in flags:
-        return _once(RunningRuns(root), options, as_json="--json" in flags)
-    folder = _new_folder(options.log_dir, by_name="log_dir" in given) if options.log_dir else None
-    return _live(RunningRuns(root), options, folder, as_json="--json" in flags)
+        return _print_once(RunningRuns(root), options, as_json="--json" in flags)
+    folder = _create_folder(options.log_dir, is_required="log_dir" in given_keys) if options.log_dir else None
+    return _monitor_live(RunningRuns(root), options, folder, as_json="--json" in flags)
 
 
 # ---------------------------------------------------------------- live
 
 
-def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
+def _print_once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
     from rich.console import Console
 
     from runner.monitor.machine_display import as_object
     from runner.monitor.machine_screen import View, machine_screen
 
     with _stop_event() as stop, _monitor(None, options) as monitor:
-        until = time.monotonic() + _PATIENCE_S
-        while not monitor.latest() and not stop.is_set() and time.monotonic() < until:
+        deadline = time.monotonic() + _FIRST_SAMPLE_TIMEOUT_S
+        while not monitor.latest() and not stop.is_set() and time.monotonic() < deadline:
             stop.wait(0.01)
     view = View(interval_s=options.interval_s)
-    _take(view, monitor.latest(), monitor, runs)
+    _add_sample(view, monitor.latest(), monitor, runs)
     if not view.latest:
-        raise _nothing(monitor)
+        raise _no_samples_error(monitor)
     if as_json:
         print(json.dumps(as_object(view)))
         return 0
@@ -115,7 +115,7 @@ def _once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
     return 0
 
 
-def _live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
+def _monitor_live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
     """Show each sample until the end, then a summary."""
     from runner.monitor.machine_display import make_display
     from runner.monitor.machine_screen import View
@@ -127,27 +127,29 @@ def _live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as
         with _stop_event() as stop, _monitor(folder, options) as monitor:
             _follow(monitor, view, display, stop, options.seconds, runs)
         if monitor.latest() is not view.latest:
-            _take(view, monitor.latest(), monitor, runs)
+            _add_sample(view, monitor.latest(), monitor, runs)
             display.sample(view)
     finally:
         display.close()
     if not view.latest:
-        raise _nothing(monitor)
-    troubles = tuple(alert.text for alert in view.troubles)
-    summary = replace(monitor.summary(), notes=(*troubles, *view.missing))
-    say = _say_aside if as_json else _say
-    _assess(summary, say, view.troubles, of_run=False)
+        raise _no_samples_error(monitor)
+    errors = tuple(alert.text for alert in view.troubles)
+    summary = replace(monitor.summary(), notes=(*errors, *view.missing))
+    print_line = _print_err if as_json else _print_out
+    _print_assessment(summary, print_line, view.troubles, of_run=False)
     if folder is not None:
-        faults = [monitor.lost] if monitor.lost else []
+        problems = [monitor.lost] if monitor.lost else []
 
         def contents() -> Iterator[tuple[str, bytes]]:
-            yield "monitor.json", _json(summary)
+            yield "monitor.json", _encode_summary(summary)
             try:
-                yield from _plots("", read_samples(folder / "gpu.csv"))
+                yield from _draw_plots("", read_samples(folder / "gpu.csv"))
             except (InputMissing, DataError) as error:
-                faults.append(f"no plots: gpu.csv: {error.problems[0].what}")
+                problems.append(f"no plots: gpu.csv: {error.problems[0].what}")
 
-        _write(contents(), partial(_write_into, folder), folder, say, faults, [] if monitor.lost else ["gpu.csv"])
+        _write_files(
+            contents(), partial(_write_file, folder), folder, print_line, problems, [] if monitor.lost else ["gpu.csv"]
+        )
     return 0
 
 
@@ -159,29 +161,29 @@ def _follow(
     seconds: float | None,
     runs: RunningRuns,
 ) -> None:
-    started = drawn = time.monotonic()
+    started_s = drawn_s = time.monotonic()
     tick = min(0.1, view.interval_s / 4)
     while not stop.is_set() and not display.is_gone:
         now = time.monotonic()
-        view.seconds = now - started
+        view.seconds = now - started_s
         if seconds is not None:
             view.remaining = max(0.0, seconds - view.seconds)
             if view.seconds >= seconds + min(0.15, view.interval_s / 2):  # leave time for the last sample
                 break
         readings = monitor.latest()
         if readings and readings is not view.latest:
-            _take(view, readings, monitor, runs)
+            _add_sample(view, readings, monitor, runs)
             display.sample(view)
-            drawn = now
-        elif display.is_resized() or now - drawn >= 1.0:
-            _take_alerts(monitor, view)
-            view.waits = not view.latest and view.seconds > _SLOW_S
+            drawn_s = now
+        elif display.is_resized() or now - drawn_s >= 1.0:
+            _add_alerts(monitor, view)
+            view.waits = not view.latest and view.seconds > _SLOW_START_S
             display.draw(view)
-            drawn = now
+            drawn_s = now
         stop.wait(tick)
 
 
-def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: RunningRuns) -> None:
+def _add_sample(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: RunningRuns) -> None:
     """Add the sample to the view, if there is one."""
     if not readings:
         return
@@ -189,10 +191,10 @@ def _take(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: R
     view.gpus, users = monitor.devices(), monitor.users()
     view.users = users or None
     view.runs = runs.by_pid() if any(users.values()) else {}
-    _take_alerts(monitor, view)
+    _add_alerts(monitor, view)
 
 
-def _nothing(monitor: NoMonitor) -> DeviceMissing:
+def _no_samples_error(monitor: NoMonitor) -> DeviceMissing:
     why = "; ".join(monitor.notes) or "the driver does not respond"
     fix = "to find the reason, run accel-run doctor"
     return DeviceMissing(f"the machine cannot be monitored: {why}", where="monitor", fix=fix)
@@ -218,11 +220,11 @@ class RunningRuns:
     def _look(self) -> Iterator[tuple[int, str]]:
         import psutil  # type: ignore[import-untyped]
 
-        from runner.durable.directory import runs
+        from runner.durable.directory import list_runs
         from runner.durable.record_files import read_plan, read_record
         from runner.host.process_identity import process_identity
 
-        for path in runs(self._root)[:_NEWEST]:
+        for path in list_runs(self._root)[:_MAX_RUNS_SEARCHED]:
             process = read_record(path).process
             pid, birth = process.pid, process.birth
             if process.state == "running" and pid is not None and birth and process_identity(pid) == birth:
@@ -233,14 +235,14 @@ class RunningRuns:
                     yield from ((each.pid, path.name) for each in [root, *root.children(recursive=True)])
 
 
-def _take_alerts(monitor: NoMonitor, view: View) -> None:
+def _add_alerts(monitor: NoMonitor, view: View) -> None:
     """Add notices about missing metrics and GPU errors to the view; GPU processes are shown separately."""
     for notice in monitor.news():
         if notice.level == "debug":
             view.pending.append(notice.text)
-        elif notice.kind in _TROUBLES and notice.level == "warning":
+        elif notice.kind in _GPU_ERRORS and notice.level == "warning":
             view.troubles.append(notice)
-        elif notice.kind not in _SHOWN_ANYWAY:
+        elif notice.kind not in _ALWAYS_SHOWN:
             view.missing.append(notice.text)
     if monitor.latest():
         lead = "" if monitor.devices() else "GPUs are not monitored: "
@@ -258,86 +260,86 @@ def _monitor(folder: Path | None, options: MonitorOptions) -> Monitor:
 def _stop_event() -> Iterator[threading.Event]:
     """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets; a second signal has its previous effect."""
     stop = threading.Event()
-    before: dict[int, Any] = {}
+    previous: dict[int, Any] = {}
 
     def handle(*_: object) -> None:
         stop.set()
-        put_back()
+        restore()
 
-    def put_back() -> None:
-        while before:
-            number, handler = before.popitem()
+    def restore() -> None:
+        while previous:
+            number, handler = previous.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, or in the background of a shell
-            before[number] = signal.signal(number, handle)
+            previous[number] = signal.signal(number, handle)
     try:
         yield stop
     finally:
-        put_back()
+        restore()
 
 
 # ---------------------------------------------------------------- at the end
 
 
-def _of_run(root: Path, options: MonitorOptions, *, as_json: bool, in_its_folder: bool) -> int:
+def _show_run(root: Path, options: MonitorOptions, *, as_json: bool, to_run_folder: bool) -> int:
     """Show the recorded metrics of a run; write plots to its folder, or to a new one in log_dir."""
     from runner.durable.directory import LAST, RunDirectory
     from runner.durable.record_files import read_plan
-    from runner.durable.run_request import say_skipped
+    from runner.durable.run_request import report_skipped
     from runner.monitor.samples import Summary
     from runner.monitor.samples_file import read_samples
 
     directory = RunDirectory.find(root, options.run or LAST)
-    say_skipped(directory, teller("monitor"))
+    report_skipped(directory, progress_printer("monitor"))
     machines = {"": read_samples(directory.gpu_csv)}  # prefix of file names, empty for the first machine -> samples
     if not len(machines[""]):
         what = "contains no samples yet"
         raise InputMissing(what, where=str(directory.gpu_csv), fix="wait until the run has started")
-    for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank):
+    for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank_in_name):
         if len(samples := read_samples(path)):
-            machines[f"rank{_rank(path)}-"] = samples
-    summaries = {lead: Summary.of(samples) for lead, samples in machines.items()}
+            machines[f"rank{_rank_in_name(path)}-"] = samples
+    summaries = {prefix: Summary.of(samples) for prefix, samples in machines.items()}
     if as_json:
-        beside = {lead[:-1]: summary.to_json() for lead, summary in summaries.items() if lead}
-        print(json.dumps(summaries[""].to_json() | ({"machines": beside} if beside else {})))
-    say = _say_aside if as_json else _say
+        other_machines = {prefix[:-1]: summary.to_json() for prefix, summary in summaries.items() if prefix}
+        print(json.dumps(summaries[""].to_json() | ({"machines": other_machines} if other_machines else {})))
+    print_line = _print_err if as_json else _print_out
     on_gpu = not read_plan(directory.path).device.startswith("cpu")
-    for lead, summary in summaries.items():
-        rank = lead[:-1]
+    for prefix, summary in summaries.items():
+        rank = prefix[:-1]
         file = directory.shown / (f"gpu-{rank}.csv" if rank else "gpu.csv")
-        say(f"\nmachine of rank {rank[4:]}: {file}" if rank else f"{directory.name}: {file}")
+        print_line(f"\nmachine of rank {rank[4:]}: {file}" if rank else f"{directory.name}: {file}")
         events = directory.path / f"events-{rank}.jsonl" if rank else directory.events
-        _assess(summary, say, _alerts_in(events), of_run=True, on_gpu=on_gpu)
-    plots = chain.from_iterable(_plots(lead, samples) for lead, samples in machines.items())
-    if in_its_folder:
-        place = directory.shown / "plots"
-        _write(plots, lambda name, content: directory.write(f"plots/{name}", content), place, say)
-    elif options.log_dir and (folder := _new_folder(options.log_dir, by_name=True)):
-        names = {lead: f"monitor-{lead[:-1]}.json" if lead else "monitor.json" for lead in summaries}
-        texts = ((names[lead], _json(summary)) for lead, summary in summaries.items())
-        _write(chain(texts, plots), partial(_write_into, folder), folder, say)
+        _print_assessment(summary, print_line, _read_alerts(events), of_run=True, on_gpu=on_gpu)
+    plots = chain.from_iterable(_draw_plots(prefix, samples) for prefix, samples in machines.items())
+    if to_run_folder:
+        plot_folder = directory.shown / "plots"
+        _write_files(plots, lambda name, content: directory.write(f"plots/{name}", content), plot_folder, print_line)
+    elif options.log_dir and (folder := _create_folder(options.log_dir, is_required=True)):
+        names = {prefix: f"monitor-{prefix[:-1]}.json" if prefix else "monitor.json" for prefix in summaries}
+        summary_files = ((names[prefix], _encode_summary(summary)) for prefix, summary in summaries.items())
+        _write_files(chain(summary_files, plots), partial(_write_file, folder), folder, print_line)
     return 0
 
 
-def _rank(path: Path) -> int:
+def _rank_in_name(path: Path) -> int:
     """Return the number in gpu-rank8.csv."""
     digits = path.stem.removeprefix("gpu-rank")
     return int(digits) if digits.isdecimal() else 0
 
 
-def _alerts_in(events: Path) -> list[Alert]:
+def _read_alerts(events: Path) -> list[Alert]:
     """Return the GPU errors that the driver reported during the run."""
     from runner.durable.files import read_rows
     from runner.monitor.alerts import Alert
 
-    rows = [row for row in read_rows(events) if row.get("kind") == "machine" and row.get("what") in _TROUBLES]
+    rows = [row for row in read_rows(events) if row.get("kind") == "machine" and row.get("what") in _GPU_ERRORS]
     return [Alert(str(row["what"]), str(row.get("text", "")), "warning", row) for row in rows]
 
 
-def _assess(
-    summary: Summary, say: Callable[[str], None], alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True
+def _print_assessment(
+    summary: Summary, print_line: Callable[[str], None], alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True
 ) -> None:
     """Print the figures and their assessment, wrapped to the width of a terminal."""
     from runner.monitor.health_rules import assessment
@@ -346,55 +348,57 @@ def _assess(
     for line in assessment(summary, alerts, of_run=of_run, on_gpu=on_gpu):
         text = line.replace("°", "") if _prints_only_ascii() else line
         is_prose = columns and text.startswith(("high ", "low ", "note ", "good "))
-        say(textwrap.fill(text, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else text)
+        print_line(
+            textwrap.fill(text, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else text
+        )
 
 
-def _json(summary: Summary) -> bytes:
+def _encode_summary(summary: Summary) -> bytes:
     return (json.dumps(summary.to_json(), indent=2) + "\n").encode()
 
 
-def _plots(lead: str, samples: MachineSamples) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, content) of each plot; `lead` begins the names."""
+def _draw_plots(prefix: str, samples: MachineSamples) -> Iterator[tuple[str, bytes]]:
+    """Yield (file name, content) of each plot; `prefix` begins the names."""
     from runner.monitor.machine_plots import pictures
 
-    yield from ((f"{lead}{name}", content) for name, content in pictures(samples).items())
+    yield from ((f"{prefix}{name}", content) for name, content in pictures(samples).items())
 
 
-def _write_into(folder: Path, name: str, content: bytes) -> None:
+def _write_file(folder: Path, name: str, content: bytes) -> None:
     from runner.durable import files
 
     files.atomic_write(folder / name, content)
 
 
-def _write(
+def _write_files(
     contents: Iterable[tuple[str, bytes]],
     write: Callable[[str, bytes], object],
-    place: Path,
-    say: Callable[[str], None],
-    faults: list[str] | None = None,
-    written: Sequence[str] = (),
+    folder: Path,
+    print_line: Callable[[str], None],
+    failures: list[str] | None = None,
+    already_written: Sequence[str] = (),
 ) -> None:
     """Write the files and print their names.
 
-    faults   earlier problems; `contents` may add more
-    written  files that were written before
+    failures   earlier problems; `contents` may add more
+    already_written  files that were written before
     Raises StorageError after all others are written, if a file could not be.
     """
-    faults, names = faults if faults is not None else [], list(written)
+    failures, names = failures if failures is not None else [], list(already_written)
     for name, content in contents:
         try:
             write(name, content)
             names.append(name)
         except StorageError as error:
-            faults.append(f"{name} was not written: {error.problems[0].what}")
+            failures.append(f"{name} was not written: {error.problems[0].what}")
     if names:
-        say(f"\nwritten to {place}: {', '.join(names)}")
-    if faults:
+        print_line(f"\nwritten to {folder}: {', '.join(names)}")
+    if failures:
         fix = "free space there, or use log_dir=DIR; missing samples are lost, but the figures above are complete"
-        raise StorageError("; ".join(faults), where=str(place), fix=fix)
+        raise StorageError("; ".join(failures), where=str(folder), fix=fix)
 
 
-def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
+def _create_folder(log_dir: str, *, is_required: bool) -> Path | None:
     """Return a new folder in `log_dir`, named by the time.
 
     Failure is an error if log_dir was given, otherwise a message: monitoring works without the folder.
@@ -402,45 +406,45 @@ def _new_folder(log_dir: str, *, by_name: bool) -> Path | None:
     from runner.durable import files
 
     parent = parse_path(log_dir)
-    moment = time.strftime("%Y%m%d-%H%M%S")
+    timestamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         files.make_directory(parent.absolute())
         for number in range(1, 1000):
-            folder = parent / (moment if number == 1 else f"{moment}-{number}")
+            folder = parent / (timestamp if number == 1 else f"{timestamp}-{number}")
             if not files.exists(folder):
                 files.new_directory(folder)
                 return folder
     except StorageError as error:
-        if by_name:
-            raise CannotCreate(error.problems[0].what, where=error.problems[0].where, fix=_ELSEWHERE) from error
-        _say_aside(f"no files are written: {error.problems[0].where}: {error.problems[0].what}")
+        if is_required:
+            raise CannotCreate(error.problems[0].what, where=error.problems[0].where, fix=_FIX_LOG_DIR) from error
+        _print_err(f"no files are written: {error.problems[0].where}: {error.problems[0].what}")
     return None
 
 
 # ---------------------------------------------------------------- arguments
 
 
-def read_words(argv: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
+def parse_monitor_arguments(argv: Sequence[str]) -> tuple[MonitorOptions, set[str], set[str]]:
     """Return the options, the given keys, and the flags. Raises ConfigError listing all problems."""
-    parsed, problems = read_options(argv, MonitorOptions, FLAGS, _guess)
+    parsed, problems = parse_options(argv, MonitorOptions, FLAGS, _guess_setting)
     given = parsed.given
     if given.get("run") == "" or "run=" in argv:
         problems.append(Problem("names no run", "run=", "use run=last, or the name of a run"))
     elif given.get("run") is not None:
-        if idle := [
+        if unused := [
             key for key in ("seconds", "interval_s", *parsed.flags - {"--json"}) if key in {*given, *parsed.flags}
         ]:
             what = f"has no effect with run={given['run']}, which shows recorded metrics"
-            problems.append(Problem(what, ", ".join(idle), "leave it out"))
-    elif "--once" in parsed.flags and (idle := [key for key in ("seconds", "log_dir") if given.get(key) is not None]):
+            problems.append(Problem(what, ", ".join(unused), "leave it out"))
+    elif "--once" in parsed.flags and (unused := [key for key in ("seconds", "log_dir") if given.get(key) is not None]):
         what = "has no effect with --once, which prints one sample and writes nothing"
-        problems.append(Problem(what, ", ".join(idle), "leave it out"))
+        problems.append(Problem(what, ", ".join(unused), "leave it out"))
     if problems:
         raise ConfigError(problems)
     return MonitorOptions(**given), set(given), parsed.flags
 
 
-def _guess(arg: str) -> str:
+def _guess_setting(arg: str) -> str:
     """Return the setting that an argument without a key may mean: a number of seconds, or a run."""
     return f"seconds={arg}" if arg.replace(".", "", 1).isdecimal() else f"run={arg}"
 
@@ -449,24 +453,24 @@ def _prints_only_ascii() -> bool:
     return not (sys.stdout.encoding or "").lower().startswith("utf")
 
 
-def _say(text: str) -> None:
-    _print(text, sys.stdout)
+def _print_out(text: str) -> None:
+    _print_line(text, sys.stdout)
 
 
-def _say_aside(text: str) -> None:
-    _print(text, sys.stderr)
+def _print_err(text: str) -> None:
+    _print_line(text, sys.stderr)
 
 
-def _print(text: str, stream: TextIO) -> None:
+def _print_line(text: str, stream: TextIO) -> None:
     with suppress(BrokenPipeError):  # on a broken pipe the files are still written
         print(sanitize(text), file=stream, flush=True)
 
 
 FLAGS = ("--once", "--json")
-OWN = ("seconds", "interval_s", "log_dir", "run", "output_root")
-_PATIENCE_S = 30.0  # for the one sample of --once
-_SLOW_S = 5.0
-_SHOWN_ANYWAY = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
-_TROUBLES = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
-_ELSEWHERE = "set log_dir to a writable folder, or to null"
-_NEWEST = 20  # number of runs searched for active ones
+COMMAND_KEYS = ("seconds", "interval_s", "log_dir", "run", "output_root")
+_FIRST_SAMPLE_TIMEOUT_S = 30.0  # for the one sample of --once
+_SLOW_START_S = 5.0  # after which the screen says that it waits for the first sample
+_ALWAYS_SHOWN = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
+_GPU_ERRORS = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
+_FIX_LOG_DIR = "set log_dir to a writable folder, or to null"
+_MAX_RUNS_SEARCHED = 20  # number of runs searched for active ones

@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from runner.commands.arguments import read
+from runner.commands.arguments import parse_arguments
 
 HELP = """usage: accel-run new my_task.py
 
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     """Write the file; never overwrite an existing one."""
     from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, Problem
 
-    arguments = read(argv, positional=1)
+    arguments = parse_arguments(argv, positional=1)
     if not arguments.positional or arguments.request.overrides:
         raise ConfigError(Problem("needs exactly one file name", "new", "use accel-run new my_task.py"))
     path = Path(arguments.positional[0])
@@ -88,6 +88,6 @@ def run(argv: list[str]) -> int:
 
 def _is_taken(path: Path) -> bool:
     """Return whether Python has another module of this name."""
-    found = find_spec(path.stem)
-    places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
-    return any(Path(place).parent.resolve() != path.parent.resolve() for place in places if place)
+    spec = find_spec(path.stem)
+    locations = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else []
+    return any(Path(location).parent.resolve() != path.parent.resolve() for location in locations if location)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, read
+from runner.commands.arguments import SETTINGS_HELP, parse_arguments
 from runner.config.request import Request
 
 HELP = f"""usage: accel-run profile [key=value ...]
@@ -37,17 +37,17 @@ examples
 def run(argv: list[str]) -> int:
     """Train for a profile; return 0, or 130 if interrupted, with the results so far."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read once by torch; hides warnings of its allocator
-    given = read(argv, own=OWN).request
-    request = as_training(given)
-    unheard = [arg for arg in given.overrides if _is_without_effect(arg)]
-    if unheard:
-        print(f"profile: {' '.join(unheard)}: no effect in a profile", file=sys.stderr, flush=True)
+    parsed = parse_arguments(argv, command_keys=COMMAND_KEYS).request
+    request = profiled_request(parsed)
+    ignored = [arg for arg in parsed.overrides if _has_no_effect(arg)]
+    if ignored:
+        print(f"profile: {' '.join(ignored)}: no effect in a profile", file=sys.stderr, flush=True)
     from runner.launch.start import train
 
     return int(train(request))
 
 
-def as_training(request: Request) -> Request:
+def profiled_request(request: Request) -> Request:
     """Return the request for the profiled training, in a folder beside the runs.
 
     Raises ConfigError if another profiler, or none, is requested.
@@ -56,7 +56,7 @@ def as_training(request: Request) -> Request:
     root, resume = "outputs", ""
     for arg in request.overrides:
         key, has_value, value = arg.lstrip("+").partition("=")
-        if not has_value or _is_without_effect(arg):
+        if not has_value or _has_no_effect(arg):
             overrides += [] if has_value else [arg]
         elif key == "output_root":
             root = value
@@ -65,26 +65,26 @@ def as_training(request: Request) -> Request:
         elif key == "profiler" and value != "trace":
             raise ConfigError(Problem("accel-run profile always uses profiler=trace", arg, "leave it out"))
         elif key != "profiler":
-            overrides.append(f"profiler.{key}={value}" if key in OWN else arg)
+            overrides.append(f"profiler.{key}={value}" if key in COMMAND_KEYS else arg)
     if resume and resume not in ("auto", "fresh"):
-        overrides.append(f"resume={_of_a_run(root, resume)}")
+        overrides.append(f"resume={_run_path(root, resume)}")
         if not any(arg.startswith("resume_allow=") for arg in overrides):
             overrides.append("resume_allow=[updates,epochs]")
-    elsewhere = f"output_root={root.rstrip('/')}/{FOLDER}"
-    fixed = [elsewhere, "profiler=trace", "profiler.only=true", "checkpoint=off", "tracker=none"]
-    return dataclasses.replace(request, overrides=(*overrides, *fixed))
+    profile_root = f"output_root={root.rstrip('/')}/{FOLDER}"
+    forced = [profile_root, "profiler=trace", "profiler.only=true", "checkpoint=off", "tracker=none"]
+    return dataclasses.replace(request, overrides=(*overrides, *forced))
 
 
-def _is_without_effect(arg: str) -> bool:
+def _has_no_effect(arg: str) -> bool:
     return arg.lstrip("+").partition("=")[0].partition(".")[0] in _WITHOUT_EFFECT
 
 
-def _of_a_run(root: str, resume: str) -> str:
+def _run_path(root: str, resume: str) -> str:
     """Return the run to start from as a path, because profiles are stored in another folder."""
     path = Path(root).expanduser() / resume
     return str(path) if path.is_dir() else resume
 
 
 FOLDER = "profiles"  # in output_root, so that no profile is ever the last run
-OWN = ("skip", "updates", "depth", "sort_by", "with_stack", "record_shapes")
+COMMAND_KEYS = ("skip", "updates", "depth", "sort_by", "with_stack", "record_shapes")
 _WITHOUT_EFFECT = ("checkpoint", "tracker")

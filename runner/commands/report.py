@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
-from runner.commands.arguments import own_arguments, teller
+from runner.commands.arguments import parse_command_keys, progress_printer
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -36,7 +36,7 @@ examples
   accel-run report outputs/first out=first.html
 """
 
-OWN = {"out": "", "output_root": "outputs", "run": "", "every_s": "5"}
+COMMAND_KEYS = {"out": "", "output_root": "outputs", "run": "", "every_s": "5"}
 WATCH = "--watch"
 
 
@@ -44,24 +44,24 @@ def run(argv: list[str]) -> int:
     """Write the page and print its path; with --watch, repeat it until training has ended."""
     from runner.base.paths import parse_path
     from runner.durable.directory import LAST, RunDirectory, find_sweep
-    from runner.durable.run_request import say_skipped
+    from runner.durable.run_request import report_skipped
     from runner.tools.report.watch import watch
 
-    own, rest = read_words(argv)
-    root = parse_path(own["output_root"])
-    if len(rest) == 1 and (folder := find_sweep(root, rest[0])):
+    keys, names = parse_report_arguments(argv)
+    root = parse_path(keys["output_root"])
+    if len(names) == 1 and (folder := find_sweep(root, names[0])):
         source: PageSource = SweepPageSource(folder)
-        out = parse_path(own["out"]) if own["out"] else folder / "report.html"
+        out = parse_path(keys["out"]) if keys["out"] else folder / "report.html"
     else:
-        directories = [RunDirectory.find(root, wanted) for wanted in rest or [LAST]]
+        directories = [RunDirectory.find(root, name) for name in names or [LAST]]
         for directory in directories:
-            say_skipped(directory, teller("report"))
-        _refuse_twice(directories, rest)
+            report_skipped(directory, progress_printer("report"))
+        _refuse_duplicates(directories, names)
         source = RunPageSource(directories)
-        out = parse_path(own["out"]) if own["out"] else _usual_place(directories)
-    _refuse_place(out)
+        out = parse_path(keys["out"]) if keys["out"] else _default_output(directories)
+    _check_output(out)
     if WATCH in argv:
-        every_s = float(own["every_s"])
+        every_s = float(keys["every_s"])
         print(sanitize(f"updating {out} every {every_s:g} s while training runs; press Ctrl-C to stop"), flush=True)
         content, size = watch(source.content, partial(source.write, out), every_s)
     else:
@@ -102,14 +102,14 @@ class RunPageSource(PageSource):
         from runner.tools.report.run_page import page_of
         from runner.tools.report.watch import Content
 
-        stories = [read_story(directory) for directory in self.directories]
-        page = page_of(stories[0]) if len(stories) == 1 else comparison_of(stories)
+        all_data = [read_story(directory) for directory in self.directories]
+        page = page_of(all_data[0]) if len(all_data) == 1 else comparison_of(all_data)
         notes = [
-            f"{f'{story.name}: ' if len(stories) > 1 else ''}note: {'; '.join(story.missing.values())}"
-            for story in stories
-            if story.missing
+            f"{f'{data.name}: ' if len(all_data) > 1 else ''}note: {'; '.join(data.missing.values())}"
+            for data in all_data
+            if data.missing
         ]
-        return Content(page, notes, is_live=any(story.standing.word == "running" for story in stories))
+        return Content(page, notes, is_live=any(data.standing.word == "running" for data in all_data))
 
     def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
         from runner.base.errors import StorageError
@@ -142,52 +142,56 @@ class SweepPageSource(PageSource):
         return Content(page_of_sweep(sweep), (), is_live)
 
 
-def read_words(argv: list[str]) -> tuple[dict[str, str], list[str]]:
+def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of the command's keys, and the runs. Raises ConfigError listing all problems."""
     from runner.config.schema import did_you_mean
 
     argv = [arg for arg in argv if arg != WATCH]
-    own, rest, _ = own_arguments(argv, OWN)
+    keys, names, _ = parse_command_keys(argv, COMMAND_KEYS)
     problems = []
-    if not _is_period(own["every_s"]):
+    if not _is_valid_period(keys["every_s"]):
         problems.append(
-            Problem("must be a number of seconds, at least 1", f"every_s={own['every_s']}", "use every_s=5")
+            Problem("must be a number of seconds, at least 1", f"every_s={keys['every_s']}", "use every_s=5")
         )
     for arg in argv:
         key, has_value, _ = arg.partition("=")
         if arg.startswith("-"):
             problems.append(Problem("unknown option", arg, "use accel-run report --help"))
-        elif has_value and key not in OWN and not Path(arg).is_dir():
-            problems.append(Problem("unknown key", arg, did_you_mean(key, OWN) or f"known: {', '.join(OWN)}"))
-    if own["run"] and rest:
-        problems.append(Problem(f"names a second run in addition to {rest[0]}", f"run={own['run']}", "leave out run="))
-    if own["out"] and not own["out"].endswith(".html"):
-        problems.append(Problem("must end with .html", f"out={own['out']}", f"use out={own['out'] or 'report'}.html"))
+        elif has_value and key not in COMMAND_KEYS and not Path(arg).is_dir():
+            problems.append(
+                Problem("unknown key", arg, did_you_mean(key, COMMAND_KEYS) or f"known: {', '.join(COMMAND_KEYS)}")
+            )
+    if keys["run"] and names:
+        problems.append(
+            Problem(f"names a second run in addition to {names[0]}", f"run={keys['run']}", "leave out run=")
+        )
+    if keys["out"] and not keys["out"].endswith(".html"):
+        problems.append(Problem("must end with .html", f"out={keys['out']}", f"use out={keys['out'] or 'report'}.html"))
     if problems:
         raise ConfigError(problems)
-    return own, rest or ([own["run"]] if own["run"] else [])
+    return keys, names or ([keys["run"]] if keys["run"] else [])
 
 
-def _is_period(text: str) -> bool:
+def _is_valid_period(text: str) -> bool:
     try:
         return 1 <= float(text) < float("inf")
     except ValueError:
         return False
 
 
-def _refuse_twice(directories: list[RunDirectory], argv: list[str]) -> None:
+def _refuse_duplicates(directories: list[RunDirectory], argv: list[str]) -> None:
     """Raise ConfigError if a run is given twice."""
     paths = [directory.path.resolve() for directory in directories]
-    if twice := [arg for at, arg in enumerate(argv) if paths[at] in paths[:at]]:
-        raise ConfigError(Problem("is the same run as an earlier argument", arg, "remove it") for arg in twice)
+    if duplicates := [arg for index, arg in enumerate(argv) if paths[index] in paths[:index]]:
+        raise ConfigError(Problem("is the same run as an earlier argument", arg, "remove it") for arg in duplicates)
 
 
-def _usual_place(directories: list[RunDirectory]) -> Path:
+def _default_output(directories: list[RunDirectory]) -> Path:
     first = directories[0].shown
     return first / "report.html" if len(directories) == 1 else first.parent / "comparison.html"
 
 
-def _refuse_place(out: Path) -> None:
+def _check_output(out: Path) -> None:
     """Raise CannotCreate if the folder does not exist, and ConfigError if the file exists and is not a report.
 
     Other files are never overwritten.
@@ -199,7 +203,7 @@ def _refuse_place(out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise CannotCreate("folder not found", where=str(out.parent), fix="create it, or choose another out=")
     if files.exists(out):
-        is_small = files.is_plain_file(out) and files.size_of(out) < 2 * MOST_BYTES
+        is_small = files.is_plain_file(out) and files.file_size(out) < 2 * MOST_BYTES
         is_ours = is_small and MARK.encode() in files.read(out)[:4096]
         if not is_ours:
             raise ConfigError(Problem("already exists and is not a report", f"out={out}", "choose another name"))

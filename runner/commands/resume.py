@@ -12,8 +12,8 @@ from pathlib import Path
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import parse_path
 from runner.base.rank_env import detect_rank
-from runner.commands.arguments import checkpoint_choice, read_of_a_run, teller
-from runner.config.request import key_of, override_of
+from runner.commands.arguments import parse_run_request, pop_checkpoint_choice, progress_printer
+from runner.config.request import format_override, override_key
 
 HELP = """usage: accel-run resume [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
 
@@ -43,42 +43,50 @@ examples
 
 def run(argv: list[str]) -> int:
     """Resume training; return 0, or 75 if it was saved and stopped."""
-    checkpoint, rest = checkpoint_choice(argv)
-    given = read_of_a_run(rest)
-    if begins := [arg for arg in given.overrides if arg.partition("=")[0] == "resume"]:
+    checkpoint, rest = pop_checkpoint_choice(argv)
+    request = parse_run_request(rest)
+    if resume_arguments := [arg for arg in request.overrides if arg.partition("=")[0] == "resume"]:
         fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
-        raise ConfigError(Problem("a run is resumed from its own checkpoints", begins[-1], fix))
-    from runner.durable.rewind import rewound
-    from runner.durable.run_request import find_run, origin_of
+        raise ConfigError(Problem("a run is resumed from its own checkpoints", resume_arguments[-1], fix))
+    from runner.durable.rewind import rewind_run
+    from runner.durable.run_request import find_run, load_run_request
     from runner.engine.repro_script import build_argv
     from runner.launch.start import train
 
-    say = teller("resume")
-    directory, root = find_run(given, say)
-    origin = origin_of(directory, root, given)
-    own = tuple(arg for arg in given.overrides if key_of(arg) not in ("run", "output_root"))
+    print_progress = progress_printer("resume")
+    directory, root = find_run(request, print_progress)
+    origin = load_run_request(directory, root, request)
+    overrides = tuple(arg for arg in request.overrides if override_key(arg) not in ("run", "output_root"))
     if origin.folder is not None and origin.folder.is_dir():
         os.chdir(origin.folder)
     elif origin.folder is not None:
-        say(f"{origin.folder}, where this run was started, no longer exists: relative paths now start at this folder")
-    named = (f"run={directory.name}", *_root_of(directory.path.parent, origin.overrides))
-    request = origin.request(replace(given, overrides=(*own, *named)), without=_not_kept(origin.overrides, own))
-    say(f"{shlex.join(['accel-run', *build_argv(request)])}   (in {Path.cwd()})")
+        print_progress(
+            f"{origin.folder}, where this run was started, no longer exists: relative paths now start at this folder"
+        )
+    run_overrides = (f"run={directory.name}", *_root_override(directory.path.parent, origin.overrides))
+    resumed = origin.request(
+        replace(request, overrides=(*overrides, *run_overrides)), without=_dropped_keys(origin.overrides, overrides)
+    )
+    print_progress(f"{shlex.join(['accel-run', *build_argv(resumed)])}   (in {Path.cwd()})")
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
-    with rewound(directory, checkpoint, say) if checkpoint and is_first else nullcontext():
-        return int(train(request))
+    with rewind_run(directory, checkpoint, print_progress) if checkpoint and is_first else nullcontext():
+        return int(train(resumed))
 
 
-def _not_kept(overrides: Sequence[str], own: Sequence[str]) -> set[str]:
+def _dropped_keys(overrides: Sequence[str], new_overrides: Sequence[str]) -> set[str]:
     """Return the keys to drop: a new length replaces the old one, also in the other unit."""
-    is_longer = {"updates", "epochs"} & set(map(key_of, own))
-    return {"run", *(["resume"] if "resume=fresh" in overrides else []), *(["updates", "epochs"] if is_longer else [])}
+    has_new_length = {"updates", "epochs"} & set(map(override_key, new_overrides))
+    return {
+        "run",
+        *(["resume"] if "resume=fresh" in overrides else []),
+        *(["updates", "epochs"] if has_new_length else []),
+    }
 
 
-def _root_of(folder: Path, overrides: Sequence[str]) -> list[str]:
+def _root_override(folder: Path, overrides: Sequence[str]) -> list[str]:
     """Return the override for the folder of the run, unless the run's own overrides give it."""
-    recorded = [arg.partition("=")[2].strip("'\"") for arg in overrides if key_of(arg) == "output_root"]
+    recorded = [arg.partition("=")[2].strip("'\"") for arg in overrides if override_key(arg) == "output_root"]
     if parse_path((recorded or ["outputs"])[-1]).resolve() == folder.resolve():
         return []
-    return [override_of("output_root", str(folder))]
+    return [format_override("output_root", str(folder))]

@@ -19,7 +19,7 @@ from runner.base.secret import sanitize
 from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import format_bytes, format_metric, format_rate, format_table, terminal_width, wrap_for_terminal
 from runner.base.values import Place
-from runner.commands.arguments import read_options
+from runner.commands.arguments import parse_options
 
 HELP = """usage: accel-run runs [output_root=outputs] [--json]
 
@@ -32,7 +32,7 @@ examples
   accel-run runs output_root=/data/outputs --json
 """
 
-OWN = ("output_root",)
+COMMAND_KEYS = ("output_root",)
 
 
 @dataclass(frozen=True)
@@ -70,54 +70,56 @@ class RunRow:
 def run(argv: list[str]) -> int:
     """Print a line per run."""
     from runner.base.paths import parse_path
-    from runner.durable.directory import runs, sweeps
+    from runner.durable.directory import list_runs, list_sweeps
 
-    parsed, problems = read_options(argv, RunsOptions, ("--json",), lambda arg: f"accel-run status {arg}")
+    parsed, problems = parse_options(argv, RunsOptions, ("--json",), lambda arg: f"accel-run status {arg}")
     if problems:
         raise ConfigError(problems)
     root, is_json = parse_path(RunsOptions(**parsed.given).output_root), "--json" in parsed.flags
-    rows = [row_of(path) for path in runs(root, in_sweeps=False)] + [row_of_sweep(path) for path in sweeps(root)]
+    rows = [read_run_row(path) for path in list_runs(root, include_sweeps=False)] + [
+        read_sweep_row(path) for path in list_sweeps(root)
+    ]
     rows.sort(key=lambda row: -row.written)
     if is_json:
-        print(json.dumps([_as_json(row) for row in rows], indent=2))
+        print(json.dumps([_row_to_json(row) for row in rows], indent=2))
     elif rows:
-        print(wrap_for_terminal("\n".join(table(rows, time.time(), terminal_width()))))
+        print(wrap_for_terminal("\n".join(format_runs(rows, time.time(), terminal_width()))))
     else:
         print(f"no runs in {root} yet; start one with: accel-run train", file=sys.stderr)
     return 0
 
 
-def row_of(path: Path) -> RunRow:
+def read_run_row(path: Path) -> RunRow:
     """Read the files of a run; damaged or missing values are None."""
-    from runner.durable.directory import last_written
+    from runner.durable.directory import last_modified
     from runner.durable.files import read_last_row
     from runner.durable.record_files import read_plan, read_record
-    from runner.durable.run_state import state_of
+    from runner.durable.run_state import derive_state
     from runner.records.evidence import throughput
 
     record, plan = read_record(path), read_plan(path)
     last = read_last_row(path / "metrics.jsonl")
-    stands = state_of(record)
+    state = derive_state(record)
     phase, update = last.get("phase"), last.get("update")
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
-    totals = {each.name: each.updates for each in plan.phases}
+    totals = {phase_plan.name: phase_plan.updates for phase_plan in plan.phases}
     return RunRow(
         path.name,
         str(path),
         record.origin.task,
-        stands.word,
-        stands.exit_code,
+        state.word,
+        state.exit_code,
         phase if isinstance(phase, str) and len(totals) > 1 else None,
         update if isinstance(update, int) else None,
         totals.get(str(phase)),
         record.result.metrics or loss,
-        last_written(path),
-        _size_of(path),
+        last_modified(path),
+        _folder_size(path),
         throughput(record.evidence, read_last_row(path / "metrics.jsonl", THROUGHPUT)),
     )
 
 
-def row_of_sweep(path: Path) -> RunRow:
+def read_sweep_row(path: Path) -> RunRow:
     """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
     from runner.durable.directory import SWEEP
     from runner.durable.run_state import process_state_name
@@ -126,56 +128,64 @@ def row_of_sweep(path: Path) -> RunRow:
     sweep = Sweep.read(path)
     results = sweep.results()
     best = winner(results, sweep.goal)
-    through = sum(each.state in ("done", "failed") for each in results)
+    num_finished = sum(result.state in ("done", "failed") for result in results)
     try:
         written = (path / SWEEP).stat().st_mtime
     except OSError:
         written = 0.0
     metrics = {} if best is None or best.value is None else {sweep.goal.metric: best.value}
-    state = process_state_name(sweep.record.process)
     return RunRow(
-        path.name, str(path), sweep.record.task or None, state, None, "trials", through, len(results), metrics, written,
-        _size_of(path),
-    )  # fmt: skip
+        path.name,
+        str(path),
+        sweep.record.task or None,
+        process_state_name(sweep.record.process),
+        None,
+        "trials",
+        num_finished,
+        len(results),
+        metrics,
+        written,
+        _folder_size(path),
+    )
 
 
-def table(rows: Sequence[RunRow], now: float, columns: int = 0) -> list[str]:
+def format_runs(runs: Sequence[RunRow], now: float, columns: int = 0) -> list[str]:
     """Return a header and a line per run, escaped for the terminal, because folder names may be untrusted.
 
     now      seconds since 1970
     columns  width of the terminal, 0 for none
     """
-    head = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
-    lines = [head, *(_cells(row, now) for row in rows)]
-    return format_table(lines, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
+    header = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
+    rows = [header, *(_format_row(row, now) for row in runs)]
+    return format_table(rows, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
 
 
-def _cells(row: RunRow, now: float) -> tuple[str, ...]:
+def _format_row(row: RunRow, now: float) -> tuple[str, ...]:
     code = f" ({row.exit_code})" if row.exit_code and row.state in ("failed", "preempted", "interrupted") else ""
-    made = "-" if row.update is None else str(row.update)
-    made += f"/{row.total}" if row.total is not None and row.update is not None else ""
-    shown = [*(name for name, value in row.metrics.items() if value is not None), *row.metrics]
+    progress = "-" if row.update is None else str(row.update)
+    progress += f"/{row.total}" if row.total is not None and row.update is not None else ""
+    metric_names = [*(name for name, value in row.metrics.items() if value is not None), *row.metrics]
     cells = (
         row.name,
         row.task or "-",
         f"{row.state}{code}",
-        f"{row.phase} {made}" if row.phase else made,
-        f"{shown[0]} {format_metric(row.metrics[shown[0]])}" if shown else "-",
+        f"{row.phase} {progress}" if row.phase else progress,
+        f"{metric_names[0]} {format_metric(row.metrics[metric_names[0]])}" if metric_names else "-",
         "-" if row.items_per_s is None else format_rate(row.items_per_s),
-        _ago(now - row.written) if row.written else "-",
+        _format_age(now - row.written) if row.written else "-",
         format_bytes(row.bytes),
     )
     return tuple(sanitize(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in cells)
 
 
-def _ago(seconds: float) -> str:
+def _format_age(seconds: float) -> str:
     for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800), ("days", 86400, math.inf)):
         if seconds < most:
             return f"{max(0, int(seconds / size))} {unit} ago"
     return "-"
 
 
-def _size_of(path: Path) -> int:
+def _folder_size(path: Path) -> int:
     """Return the total size of the files in the folder in bytes, without following links."""
     total, folders = 0, [str(path)]
     while folders:
@@ -191,7 +201,7 @@ def _size_of(path: Path) -> int:
     return total
 
 
-def _as_json(row: RunRow) -> dict[str, Any]:
+def _row_to_json(row: RunRow) -> dict[str, Any]:
     """Return the row with an ISO time and without NaN."""
     written = datetime.fromtimestamp(row.written, UTC).isoformat(timespec="seconds") if row.written else None
     return {**asdict(row), "written": written}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, budget, own_arguments, read
-from runner.commands.sweep_arguments import BOTH, TOGETHER_HELP, wish_of
+from runner.commands.arguments import SETTINGS_HELP, parse_arguments, parse_budget, parse_command_keys
+from runner.commands.sweep_arguments import TOGETHER_HELP, TRIAL_KEYS, parse_sweep_options
 
 HELP = f"""usage: accel-run search 'KEY=RANGE' ... [trials=20] [metric=val/loss] [goal=min] [budget_s=S] [key=value ...]
 
@@ -32,17 +32,19 @@ examples
   accel-run search --task ./my_task.py 'optimizer.lr=log(1e-4,1e-1)' 'task.hidden=range(32,257,32)' trials=40 run=first
   accel-run report lr
 """
-OWN = {"trials": "20", "budget_s": "", **BOTH}
+COMMAND_KEYS = {"trials": "20", "budget_s": "", **TRIAL_KEYS}
 
 
 def run(argv: list[str]) -> int:
     """Search; return 0 if a trial has a value, or 75 if it was saved and stopped."""
-    own, rest, _ = own_arguments(argv, OWN)
-    wish, trials, given = wish_of(own), own["trials"], own["budget_s"]
+    keys, rest, _ = parse_command_keys(argv, COMMAND_KEYS)
+    options, trials, budget_s = parse_sweep_options(keys), keys["trials"], keys["budget_s"]
     if not trials.isdecimal() or not int(trials):
         what = "must be an integer of at least 1, the number of trials"
-        raise ConfigError(Problem(what, f"trials={trials}", f"use trials={OWN['trials']}"))
+        raise ConfigError(Problem(what, f"trials={trials}", f"use trials={COMMAND_KEYS['trials']}"))
     from runner.sweeps.study import search
 
-    request = read(rest, own=OWN).request
-    return search(request, wish, num_trials=int(trials), budget_s=budget(given, "3600") if given else math.inf)
+    request = parse_arguments(rest, command_keys=COMMAND_KEYS).request
+    return search(
+        request, options, num_trials=int(trials), budget_s=parse_budget(budget_s, "3600") if budget_s else math.inf
+    )

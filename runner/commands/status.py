@@ -9,7 +9,7 @@ from runner.base.json_values import as_list, is_number
 from runner.base.secret import sanitize
 from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import abbreviate, format_metric, format_rate, terminal_width, wrap_for_terminal
-from runner.commands.arguments import read_of_a_run, teller
+from runner.commands.arguments import parse_run_request, progress_printer
 from runner.durable.files import TEMPORARY, read_object, read_rows
 from runner.durable.record_files import MIRROR, read_error, read_plan, read_record
 
@@ -33,46 +33,48 @@ def run(argv: list[str]) -> int:
     """Print the state of a run."""
     from runner.config.configuration import compose
     from runner.durable.directory import LAST, RunDirectory, find_sweep
-    from runner.durable.run_request import say_skipped
-    from runner.durable.run_state import state_of
+    from runner.durable.run_request import report_skipped
+    from runner.durable.run_state import derive_state
 
-    settings = compose(read_of_a_run(argv)).settings
+    settings = compose(parse_run_request(argv)).settings
     if folder := find_sweep(settings.root, settings.run or LAST):
-        return _of_sweep(folder)
+        return _print_sweep(folder)
     directory = RunDirectory.find(settings.root, settings.run or LAST)
-    say_skipped(directory, teller("status"))
+    report_skipped(directory, progress_printer("status"))
     record = read_record(directory.path)
     origin = record.origin
-    _print(f"{directory.name}: {state_of(record).sentence}   ({directory.shown})")
+    _print(f"{directory.name}: {derive_state(record).sentence}   ({directory.shown})")
     _print(f"  task        {origin.task or 'unknown'}" + (f" ({origin.task_file})" if origin.task_file else ""))
     _print(f"  command     {origin.command or 'unknown'}")
     if record.problem:
         _print(f"  record      run.json {record.problem}")
-    _phases(directory, record)
-    _checkpoints(directory)
-    _mirror(directory)
-    if record.process.state not in _WELL or _is_newer(directory.error, directory.run_json):
-        _last_error(directory, record)
+    _print_phases(directory, record)
+    _print_checkpoints(directory)
+    _print_mirror(directory)
+    if record.process.state not in _STATES_WITHOUT_ERROR or _is_newer(directory.error, directory.run_json):
+        _print_last_error(directory, record)
     return 0
 
 
-def _of_sweep(folder: Path) -> int:
+def _print_sweep(folder: Path) -> int:
     """Print the trials of a sweep or a search."""
     from runner.durable.run_state import process_state_name
     from runner.sweeps.trials import Sweep, summary, table
 
     sweep = Sweep.read(folder)
     results = sweep.results()
-    arg = process_state_name(sweep.record.process)
-    to_resume = f"; to resume, run the same command with run={folder.name}" if arg in ("preempted", "killed") else ""
-    _print(f"{folder.name}: {'stopped' if to_resume else arg}{to_resume}   ({folder})")
+    state = process_state_name(sweep.record.process)
+    resume_hint = (
+        f"; to resume, run the same command with run={folder.name}" if state in ("preempted", "killed") else ""
+    )
+    _print(f"{folder.name}: {'stopped' if resume_hint else state}{resume_hint}   ({folder})")
     _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {summary(results, sweep.goal)}")
     _print(f"  command     {sweep.record.command or 'unknown'}")
     _print("\n".join(["", *table(results, sweep.goal, terminal_width())]))
     return 0
 
 
-def _last_error(directory: RunDirectory, record: RunRecord) -> None:
+def _print_last_error(directory: RunDirectory, record: RunRecord) -> None:
     """Print the error of the last attempt; of an earlier one if the last attempt is running or was killed."""
     error = read_error(directory.path)
     if error is None:
@@ -87,14 +89,14 @@ def _last_error(directory: RunDirectory, record: RunRecord) -> None:
         _print(f"              {line.strip()}")
 
 
-def _is_newer(one: Path, other: Path) -> bool:
+def _is_newer(path: Path, other: Path) -> bool:
     try:
-        return one.lstat().st_mtime_ns > other.lstat().st_mtime_ns
+        return path.lstat().st_mtime_ns > other.lstat().st_mtime_ns
     except OSError:
         return False
 
 
-_WELL = ("done", "preempted")  # states without an error
+_STATES_WITHOUT_ERROR = ("done", "preempted")
 
 
 def _print(text: str) -> None:
@@ -102,68 +104,71 @@ def _print(text: str) -> None:
     print(wrap_for_terminal(sanitize(text)))
 
 
-def _phases(directory: RunDirectory, record: RunRecord) -> None:
+def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
     from runner.records.evidence import throughput
 
     plan = read_plan(directory.path)
-    reached: dict[str, dict[str, Any]] = {}
+    last_rows: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float | None]] = {}
     last: dict[str, Any] = {}
-    ended = record.result.phases
+    ended_phases = record.result.phases
     for row in read_rows(directory.metrics):
         last = row if row.get(THROUGHPUT) is not None else last
         phase = str(row.get("phase"))
-        reached[phase] = row
-        seen = losses.setdefault(phase, {})
-        seen |= {
+        last_rows[phase] = row
+        phase_losses = losses.setdefault(phase, {})
+        phase_losses |= {
             key: value for key, value in row.items() if key.endswith("loss") and (value is None or is_number(value))
         }
     totals = {
         str(row.get("phase")): row.get("total") for row in read_rows(directory.events) if row.get("kind") == "phase"
     }
-    for phase, row in reached.items():
+    for phase, row in last_rows.items():
         total = totals.get(phase) or plan.updates or "?"
-        shown = "  ".join(f"{name} {format_metric(value)}" for name, value in losses[phase].items())
-        early = ", finished" if phase in ended and ended[phase].finished and row.get("update") != total else ""
-        _print(f"  phase       {phase}: update {row.get('update')} of {total}{early}   {shown}")
-    if not reached:
+        loss_text = "  ".join(f"{name} {format_metric(value)}" for name, value in losses[phase].items())
+        finished_note = (
+            ", finished"
+            if phase in ended_phases and ended_phases[phase].finished and row.get("update") != total
+            else ""
+        )
+        _print(f"  phase       {phase}: update {row.get('update')} of {total}{finished_note}   {loss_text}")
+    if not last_rows:
         _print("  phase       no update yet")
-    found = throughput(record.evidence, last)
-    if found is not None:
-        _print(f"  throughput  {format_rate(found)} items/s, first update excluded")
+    items_per_s = throughput(record.evidence, last)
+    if items_per_s is not None:
+        _print(f"  throughput  {format_rate(items_per_s)} items/s, first update excluded")
 
 
-def _checkpoints(directory: RunDirectory) -> None:
+def _print_checkpoints(directory: RunDirectory) -> None:
     from runner.durable.checkpoint import verify
-    from runner.durable.checkpoint_choice import marks
+    from runner.durable.checkpoint_choice import label_checkpoints
 
-    found = sorted(directory.checkpoints.glob("*update-*")) if directory.checkpoints.is_dir() else []
-    if not found:
+    paths = sorted(directory.checkpoints.glob("*update-*")) if directory.checkpoints.is_dir() else []
+    if not paths:
         _print("  checkpoints none yet")
-    problems = {path: verify(path, directory.owner) for path in found if path.name.startswith("update-")}
-    known = marks([path for path, of_path in problems.items() if not of_path])
-    for number, path in enumerate(found):
-        lead = "checkpoints" if number == 0 else ""
+    problems = {path: verify(path, directory.owner) for path in paths if path.name.startswith("update-")}
+    labels = label_checkpoints([path for path, path_problems in problems.items() if not path_problems])
+    for number, path in enumerate(paths):
+        title = "checkpoints" if number == 0 else ""
         if path in problems:
             state = f"damaged: {'; '.join(problems[path])}" if problems[path] else "valid"
-            state += f" ({', '.join(known[path.name])})" if path.name in known else ""
-            _print(f"  {lead:<11} {path.name}: {state}")
+            state += f" ({', '.join(labels[path.name])})" if path.name in labels else ""
         else:
-            is_begun = path.name.startswith(TEMPORARY)
-            _print(f"  {lead:<11} {path.name}: {'incomplete, removed at the next start' if is_begun else 'set aside'}")
+            state = "incomplete, removed at the next start" if path.name.startswith(TEMPORARY) else "set aside"
+        _print(f"  {title:<11} {path.name}: {state}")
 
 
-def _mirror(directory: RunDirectory) -> None:
+def _print_mirror(directory: RunDirectory) -> None:
     """Print what the last process has copied to `checkpoint.mirror`."""
-    found = read_object(directory.path / MIRROR)
-    if not found:
+    mirror = read_object(directory.path / MIRROR)
+    if not mirror:
         return
-    copied = [str(name) for name in as_list(found.get("copied"))]
+    copied = [str(name) for name in as_list(mirror.get("copied"))]
     missing = sorted({path.name for path in directory.checkpoints.glob("update-*")} - {*copied})
-    _print(f"  mirror      {found.get('url')}: has {abbreviate(copied, 5) or 'no checkpoint'}")
+    _print(f"  mirror      {mirror.get('url')}: has {abbreviate(copied, 5) or 'no checkpoint'}")
     if missing:
         _print(f"              not copied: {abbreviate(missing, 5)}")
-    if found.get("skipped"):
-        _print(f"              {found['skipped']} removed here before they were copied")
-    if found.get("problem"):
-        _print(f"              {found['problem']}")
+    if mirror.get("skipped"):
+        _print(f"              {mirror['skipped']} removed here before they were copied")
+    if mirror.get("problem"):
+        _print(f"              {mirror['problem']}")

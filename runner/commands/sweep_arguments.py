@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from runner.sweeps.sweep import SweepRequest
 
 # key -> default value
-BOTH = {"together": "1", "metric": "", "goal": ""}
-GRID = {**BOTH, "retry": "false"}
+TRIAL_KEYS = {"together": "1", "metric": "", "goal": ""}
+SWEEP_KEYS = {**TRIAL_KEYS, "retry": "false"}
 TOGETHER_HELP = """\
   together=1                   number of concurrent trials
   metric=NAME, goal=min|max    how trials are compared, at their last evaluation (default: as for early_stopping)"""
 
 
-def wish_of(own: Mapping[str, str]) -> SweepRequest:
+def parse_sweep_options(keys: Mapping[str, str]) -> SweepRequest:
     """Return the options of the sweep. Raises ConfigError listing all invalid values."""
     from runner.sweeps.sweep import SweepRequest
 
     problems = []
-    together, goal, retry = own["together"], _GOALS.get(own["goal"], own["goal"]), own.get("retry", "false")
+    together, goal, retry = keys["together"], _GOAL_ALIASES.get(keys["goal"], keys["goal"]), keys.get("retry", "false")
     if not (together.isdecimal() and int(together)):
         problems.append(Problem("must be an integer of at least 1", f"together={together}", "use together=2"))
     if goal not in ("", "min", "max"):
@@ -33,11 +33,11 @@ def wish_of(own: Mapping[str, str]) -> SweepRequest:
     if problems:
         raise ConfigError(problems)
     return SweepRequest(
-        own["metric"] or None,
+        keys["metric"] or None,
         "max" if goal == "max" else "min" if goal else None,
         int(together),
         retry == "true",
     )
 
 
-_GOALS = {"minimize": "min", "minimise": "min", "maximize": "max", "maximise": "max"}  # aliases of other tools
+_GOAL_ALIASES = {"minimize": "min", "minimise": "min", "maximize": "max", "maximise": "max"}  # aliases of other tools

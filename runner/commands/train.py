@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import SETTINGS_HELP, own_arguments, read
-from runner.commands.sweep_arguments import GRID, TOGETHER_HELP, wish_of
+from runner.commands.arguments import SETTINGS_HELP, parse_arguments, parse_command_keys
+from runner.commands.sweep_arguments import SWEEP_KEYS, TOGETHER_HELP, parse_sweep_options
 
 HELP = f"""usage: accel-run train [key=value ...] [-m]
 
@@ -28,15 +28,17 @@ examples
 def run(argv: list[str]) -> int:
     """Train; return 0, or 75 if it was saved and stopped."""
     if {"-m", "--multirun"} & set(argv):
-        own, rest, _ = own_arguments(argv, GRID)
-        wish = wish_of(own)
+        keys, rest, _ = parse_command_keys(argv, SWEEP_KEYS)
+        options = parse_sweep_options(keys)
         from runner.sweeps.sweep import sweep
 
-        return sweep(read(rest, multirun=True, own=GRID).request, wish)
-    request = read(argv).request
-    meant = [arg for arg in request.overrides if arg.partition("=")[0] in GRID]
-    if meant:
-        raise ConfigError(Problem("applies only to a sweep over several values", arg, "add -m") for arg in meant)
+        return sweep(parse_arguments(rest, multirun=True, command_keys=SWEEP_KEYS).request, options)
+    request = parse_arguments(argv).request
+    sweep_overrides = [arg for arg in request.overrides if arg.partition("=")[0] in SWEEP_KEYS]
+    if sweep_overrides:
+        raise ConfigError(
+            Problem("applies only to a sweep over several values", arg, "add -m") for arg in sweep_overrides
+        )
     from runner.launch.start import train
 
     return int(train(request))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import AccelRunError
 from runner.base.secret import sanitize
 from runner.base.text import format_table, wrap_for_terminal
-from runner.commands.arguments import budget, own_arguments, read, teller
+from runner.commands.arguments import parse_arguments, parse_budget, parse_command_keys, progress_printer
 from runner.config.configuration import compose
 from runner.config.request import Request
 
@@ -37,7 +37,7 @@ examples
   accel-run tune task=nmt precision=fp32 budget_s=1800 profile=mine
   accel-run tune --task ./my_task.py
 """
-OWN = {"budget_s": "600", "profile": ""}
+COMMAND_KEYS = {"budget_s": "600", "profile": ""}
 
 
 def run(argv: list[str]) -> int:
@@ -45,73 +45,73 @@ def run(argv: list[str]) -> int:
     from runner.tools.measure.hardware_profile import check_profile, write_profile
     from runner.tools.measure.tuner import as_json, profile_of, tune
 
-    request, budget_s, name, is_json = read_words(argv)
+    request, budget_s, name, is_json = parse_tune_arguments(argv)
     check_profile(request, name)
-    tuned = tune(request, budget_s, teller("tune"))
+    tuned = tune(request, budget_s, progress_printer("tune"))
     if not is_json:  # before writing: measurements must not be lost if writing fails
-        print(wrap_for_terminal(sanitize("\n".join(screen(tuned)))), flush=True)
-    written, refused = None, None
+        print(wrap_for_terminal(sanitize("\n".join(format_result(tuned)))), flush=True)
+    profile_file, write_error = None, None
     try:
         if tuned.found.has_tried:  # otherwise keep an existing profile of that name
-            written = write_profile(profile_of(tuned), request, name)
+            profile_file = write_profile(profile_of(tuned), request, name)
     except AccelRunError as error:
-        refused = error
+        write_error = error
     if is_json:
-        profile = None if written is None else {"file": str(written[0]), "command": written[1]}
+        profile = None if profile_file is None else {"file": str(profile_file[0]), "command": profile_file[1]}
         print(json.dumps(as_json(tuned) | {"profile": profile}, indent=2), flush=True)
-    if refused is not None:
-        raise refused
-    if written is not None and not is_json:
-        print(f"\nwritten      {written[0]}\nnext         {sanitize(written[1])}")
+    if write_error is not None:
+        raise write_error
+    if profile_file is not None and not is_json:
+        print(f"\nwritten      {profile_file[0]}\nnext         {sanitize(profile_file[1])}")
     return 0
 
 
-def read_words(argv: list[str]) -> tuple[Request, float, str, bool]:
+def parse_tune_arguments(argv: list[str]) -> tuple[Request, float, str, bool]:
     """Return request, budget in seconds, profile name, and whether to print JSON. Raises ConfigError."""
-    own, rest, is_json = own_arguments(argv, OWN)
-    budget_s = budget(own["budget_s"], OWN["budget_s"])
-    request = read(rest, own=own).request
+    keys, rest, is_json = parse_command_keys(argv, COMMAND_KEYS)
+    budget_s = parse_budget(keys["budget_s"], COMMAND_KEYS["budget_s"])
+    request = parse_arguments(rest, command_keys=keys).request
     task = compose(request).choices["task"].name  # report invalid settings before measuring
-    return request, budget_s, own["profile"] or f"{task}_tuned", is_json
+    return request, budget_s, keys["profile"] or f"{task}_tuned", is_json
 
 
-def screen(tuned: Tuned) -> list[str]:
+def format_result(tuned: Tuned) -> list[str]:
     """Return the lines to print."""
-    found = tuned.found
+    search = tuned.found
     lines = [f"{tuned.task} on {tuned.device_name}: an update takes {tuned.update_ms:.4g} ms as configured", ""]
-    if found.adopted:
+    if search.adopted:
         lines.append("found: each clearly faster than the previous line, with losses that agree")
-        lines += [f"  {each.rule:<18}{each.candidate.name}   {each.outcome.summary}" for each in found.adopted]
+        lines += [f"  {trial.rule:<18}{trial.candidate.name}   {trial.outcome.summary}" for trial in search.adopted]
         lines += [
-            f"  {'':<18}different rounding: {each.outcome.numerics}"
-            for each in found.adopted
-            if _rounds_differently(each)
+            f"  {'':<18}different rounding: {trial.outcome.numerics}"
+            for trial in search.adopted
+            if _rounds_differently(trial)
         ]
-    if found.overrides and found.proof is not None:
-        lines.append(f"all combined, in new rounds against the current settings: {found.proof.outcome.summary}")
-    elif found.proof is not None:
-        lines.append(f"in new rounds against the current settings: {found.proof.outcome.reason}")
+    if search.overrides and search.proof is not None:
+        lines.append(f"all combined, in new rounds against the current settings: {search.proof.outcome.summary}")
+    elif search.proof is not None:
+        lines.append(f"in new rounds against the current settings: {search.proof.outcome.reason}")
         lines.append("the profile is empty")
     else:
         what = "no setting that was tried is clearly faster; the profile is empty"
-        lines.append(f"found: nothing; {what if found.has_tried else 'there was no time to try a setting'}")
-    others = {f"{each.rule}: {each.candidate.name}": each for each in found.tried if each not in found.adopted}
+        lines.append(f"found: nothing; {what if search.has_tried else 'there was no time to try a setting'}")
+    others = {f"{trial.rule}: {trial.candidate.name}": trial for trial in search.tried if trial not in search.adopted}
     untried = {
-        name: each.outcome.reason.removeprefix("not tried: ")
-        for name, each in others.items()
-        if each.outcome.is_untried
+        name: trial.outcome.reason.removeprefix("not tried: ")
+        for name, trial in others.items()
+        if trial.outcome.is_untried
     }
     for title, rows in (
         (
             "tried, not used",
-            {name: each.outcome.reason for name, each in others.items() if not each.outcome.is_untried},
+            {name: trial.outcome.reason for name, trial in others.items() if not trial.outcome.is_untried},
         ),
-        ("not tried", {**untried, **found.left}),
+        ("not tried", {**untried, **search.left}),
     ):
         if rows:
             lines += ["", title, *format_table([*rows.items()], indent="  ")]
-    if found.needs_s:
-        lines += ["", f"note: not everything was tried; use about budget_s={found.needs_s:.0f}"]
+    if search.needs_s:
+        lines += ["", f"note: not everything was tried; use about budget_s={search.needs_s:.0f}"]
     return [*lines, *(f"note: {note}" for note in tuned.notes)]
 
 

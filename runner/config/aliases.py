@@ -17,12 +17,12 @@ _RANKS = "parallelism=ddp parallelism.world_size={}"
 _BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samples per pass)"
 _ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
 _RESUME = "accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME"
-_OF_TASK = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
-_OF_RANKS = "ranks on one machine find each other; several machines: docs/scale.md"
+_TASK_SETTING = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
+_RENDEZVOUS_SETTING = "ranks on one machine find each other; several machines: docs/scale.md"
 
 # Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
 # other trainers, such as trainer.max_epochs, is also found without the group's name.
-_SAY: Mapping[str, str] = {
+_EQUIVALENTS: Mapping[str, str] = {
     "accel-run benchmark suite=ladder to compare settings, or backend=fast for cuDNN's search": "benchmark",
     _BATCH: "batch_size bs batchsize b"
     " batch bsz",
@@ -103,7 +103,8 @@ _SAY: Mapping[str, str] = {
     "data.train_samples=320 (samples, not batches)": "limit_train_batches overfit_batches",
     "evaluate.samples=320 (samples, not batches)": "limit_val_batches limit_eval_batches eval_iters",
     "task.size={}": "size model_size",
-    f"task=NAME for one of ours; {_OWN_TASK}": "model model_name arch network backbone net script model_name_or_path",
+    f"task=NAME for a built-in task; {_OWN_TASK}": "model model_name arch network backbone net script"
+    " model_name_or_path",
     "tracker.tags={}": "tags wandb_tags",
     "run={}": "name run_name exp_name experiment experiment_name run_id job_name "
     "wandb_run_name wandb_name",
@@ -146,7 +147,8 @@ _SAY: Mapping[str, str] = {
     "tracker=wandb tracker.entity={}": "wandb_entity entity wandb.entity",
     "tracker=wandb tracker.mode={}": "wandb_mode wandb.mode",
     "tracker=tensorboard": "tensorboard use_tensorboard",
-    "--config-dir DIR, a folder with files of yours": "config config_file config_path cfg_file c config_name cn cp",
+    "--config-dir DIR, the folder of your configuration files": "config config_file config_path cfg_file c"
+    " config_name cn cp",
     "resume=fresh": "no_resume overwrite overwrite_output_dir",
     "phases=[NAME], with names of the task's phases, which accel-run plan lists": "phase",
     "ACCEL_RUN_SAYS=debug accel-run train": "verbose verbosity",
@@ -165,16 +167,16 @@ _SAY: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES={} accel-run train": "cuda_visible_devices",
     "OMP_NUM_THREADS={} accel-run train, or backend.threads={}": "omp_num_threads num_cpu_threads_per_process",
 }  # fmt: skip
-FOREIGN_KEYS: Mapping[str, str] = {key: say for say, keys in _SAY.items() for key in keys.split()}
+FOREIGN_KEYS: Mapping[str, str] = {key: suggestion for suggestion, keys in _EQUIVALENTS.items() for key in keys.split()}
 
 # Reason -> keys of other trainers that have no equivalent.
-_ABSENT: Mapping[str, str] = {
-    _OF_TASK: "label_smoothing dropout drop_path mixup cutmix img_size image_size input_size crop_size max_length "
+_ABSENT_REASONS: Mapping[str, str] = {
+    _TASK_SETTING: "label_smoothing dropout drop_path mixup cutmix img_size image_size input_size crop_size max_length "
     "max_seq_length block_size num_classes hidden_size num_layers augment shuffle group_by_length"
     " smoothing label_smoothing_factor n_layer n_head n_embd num_heads patch_size vocab_size seq_len max_seq_len "
     "seq_length context_length",
-    _OF_RANKS: "dist_backend dist_url master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id init_method "
-    "ddp_find_unused_parameters find_unused_parameters"
+    _RENDEZVOUS_SETTING: "dist_backend dist_url master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id "
+    "init_method ddp_find_unused_parameters find_unused_parameters"
     " distributed_backend parallelism.backend machine_rank main_process_port main_process_ip",
     "weights, gradients and optimizer state stay on the device": "offload offload_optimizer offload_param cpu_offload",
     "a model is divided by parallelism=fsdp or parallelism=pipeline": "tp tp_size tensor_parallel "
@@ -184,12 +186,12 @@ _ABSENT: Mapping[str, str] = {
     "eval_batch_size val_batch_size fp16_full_eval bf16_full_eval",
     "a schedule is as long as the phase: updates=N": "t_max total_steps max_lr_steps lr_decay_iters lr_decay_steps",
     "the first module that produces a NaN is always named in the error": "detect_anomaly anomaly_detection",
-    "a run is as long as updates or epochs say": "min_epochs min_steps max_time",
+    "the length of a run is set by updates or epochs": "min_epochs min_steps max_time",
     "data is sent to the tracker only": "push_to_hub hub_model_id hub_token",
     "accel-run plan lists all settings": "num_sanity_val_steps reload_dataloaders_every_n_epochs "
     "barebones plugins",
 }  # fmt: skip
-ABSENT: Mapping[str, str] = {key: why for why, keys in _ABSENT.items() for key in keys.split()}
+ABSENT: Mapping[str, str] = {key: reason for reason, keys in _ABSENT_REASONS.items() for key in keys.split()}
 # Group names of other trainers that carry no meaning.
 _CONTAINERS = (
     "trainer training train model module args hparams params cfg config opts options data datamodule dataset dataloader"
@@ -279,38 +281,40 @@ _COMMANDS: Mapping[str, str] = {
     "accel-run plan": "config settings args options dry-run dryrun",
     "accel-run import FILE.pt": "convert load",
     "accel-run tune, or accel-run advise": "faster",
-    "press Ctrl-C where it trains, or kill -TERM its process; accel-run resume continues the run": "stop kill "
+    "press Ctrl-C in its terminal, or kill -TERM its process; accel-run resume continues the run": "stop kill "
     "cancel abort",
     "accel-run --version": "version -v",
     "accel-run train; several devices: parallelism=ddp": "python python3 torchrun accelerate runner accel-run",
 }
-FOREIGN_COMMANDS: Mapping[str, str] = {word: say for say, words in _COMMANDS.items() for word in words.split()}
+FOREIGN_COMMANDS: Mapping[str, str] = {
+    name: suggestion for suggestion, names in _COMMANDS.items() for name in names.split()
+}
 
 
-def fix_of_key(key: str, value: str = "") -> str:
+def suggestion_for_key(key: str, value: str = "") -> str:
     """Return a suggestion for a key of another tool and its value; empty if unknown."""
     name = key.lower().replace("-", "_")
     group, _, inner = name.partition(".")
     names = [name, *([inner] if inner and group in _CONTAINERS.split() else [])]
-    for each in names:
-        if each in ABSENT:
-            return f"there is no such setting: {ABSENT[each]}"
-        if each in FOREIGN_KEYS:
-            return _with_value(each, FOREIGN_KEYS[each], value)
+    for candidate in names:
+        if candidate in ABSENT:
+            return f"there is no such setting: {ABSENT[candidate]}"
+        if candidate in FOREIGN_KEYS:
+            return _fill_in_value(candidate, FOREIGN_KEYS[candidate], value)
     return ""
 
 
-def _with_value(key: str, suggestion: str, value: str) -> str:
+def _fill_in_value(key: str, suggestion: str, value: str) -> str:
     """Return the suggestion with the value. A flag that is off, or that is always on here, is left out."""
     is_off = value.lower() in ("false", "no", "off", "0", "null", "none")
     is_flag = is_off or value.lower() in ("", "true", "yes", "on", "1")
     if "{}" not in suggestion and is_flag and is_off != key.startswith("enable_"):
         return "leave it out"
-    return _as_fix(suggestion.replace("{}", value or "..."))
+    return _format_suggestion(suggestion.replace("{}", value or "..."))
 
 
-def own_names(key: str) -> Iterator[str]:
-    """Yield our keys that a key of another tool's group may mean: trainer.precision, train.epochs, ckpt.every."""
+def equivalent_keys(key: str) -> Iterator[str]:
+    """Yield the keys that a key in a group of another tool may mean: trainer.precision, train.epochs, ckpt.every."""
     group, _, inner = key.lower().replace("-", "_").replace("/", ".").partition(".")
     yield f"{group}.{inner}" if inner else group
     if inner and group in _RENAMED_GROUPS:
@@ -319,13 +323,15 @@ def own_names(key: str) -> Iterator[str]:
         yield inner
 
 
-def fix_of_option(group: str, option: str) -> str:
+def suggestion_for_option(group: str, option: str) -> str:
     """Return a suggestion for an option under another tool's name; empty if unknown."""
-    known = FOREIGN_OPTIONS.get(group, {})
-    return next((f"use {group}={name}" for name, others in known.items() if option.lower() in others.split()), "")
+    foreign_names = FOREIGN_OPTIONS.get(group, {})
+    return next(
+        (f"use {group}={name}" for name, others in foreign_names.items() if option.lower() in others.split()), ""
+    )
 
 
-def fix_of_value(key: str, value: object) -> str:
+def suggestion_for_value(key: str, value: object) -> str:
     """Return a suggestion for a device or a run under another tool's name; empty if unknown."""
     text = str(value).lower()
     if key == "device" and (gpu := re.fullmatch(r"(?:gpu|cuda|nvidia)?:?(\d*)", text)):
@@ -335,7 +341,7 @@ def fix_of_value(key: str, value: object) -> str:
     return f"use {_RESUME}" if key == "resume" and text in ("last", "latest", "newest", "true", "yes", "best") else ""
 
 
-def fix_of_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str:
+def suggestion_for_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str:
     """Return a suggestion for a lone argument: the option of a group, a device, a file; empty if unknown.
 
     groups  group -> its options
@@ -352,19 +358,19 @@ def fix_of_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str
     return ""
 
 
-def fix_of_command(word: str, groups: Mapping[str, Collection[str]]) -> str:
+def suggestion_for_command(argument: str, groups: Mapping[str, Collection[str]]) -> str:
     """Return a suggestion for a first argument that is not a command; empty if unknown.
 
     groups  group -> its options
     """
-    if word in FOREIGN_COMMANDS:
-        return _as_fix(FOREIGN_COMMANDS[word])
-    flag = fix_of_key(word.lstrip("-")) if word.startswith("-") else ""
+    if argument in FOREIGN_COMMANDS:
+        return _format_suggestion(FOREIGN_COMMANDS[argument])
+    flag = suggestion_for_key(argument.lstrip("-")) if argument.startswith("-") else ""
     if flag.startswith("use accel-run "):
         return flag
-    is_setting = word.startswith("-") or "=" in word or fix_of_argument(word, groups)
+    is_setting = argument.startswith("-") or "=" in argument or suggestion_for_argument(argument, groups)
     return "a command comes first, such as accel-run train" if is_setting else ""
 
 
-def _as_fix(text: str) -> str:
+def _format_suggestion(text: str) -> str:
     return text if text.startswith("press") else f"use {text}"

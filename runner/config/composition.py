@@ -16,9 +16,9 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.paths import shipped_path
 from runner.base.secret_refusal import secret_problems
 from runner.base.text import first_line
-from runner.config.config_files import GLOBAL, NamedText, file_of, kept_while_unchanged, text_of_file
+from runner.config.config_files import GLOBAL, NamedText, cached_config, find_config_file, read_config_text
 from runner.config.guarded_yaml import read_guarded, refuse_growth
-from runner.config.options import GROUPS, options_of
+from runner.config.options import GROUPS, list_options
 from runner.config.request import Request
 from runner.config.schema import (
     did_you_mean,
@@ -28,10 +28,10 @@ from runner.config.schema import (
 def compose_groups(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
     """Compose with Hydra; return the tree with the chosen names under `hydra_choices`. Raises ConfigError."""
     key = ("groups", tuple(sorted(groups.items())), request.task_file is not None, request.config_dir)
-    return kept_while_unchanged(key, partial(_composed_by_hydra, groups, request, problems))
+    return cached_config(key, partial(_compose_with_hydra, groups, request, problems))
 
 
-def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
+def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -41,17 +41,19 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
     from omegaconf.errors import OmegaConfBaseException
 
     # an option of a task file or a package has no file: Hydra composes without the group
-    own = {group: option for group, option in groups.items() if file_of(group, option, request.config_dir) is None}
-    overrides = [f"~{group}" if group in own else f"{group}={option}" for group, option in groups.items()]
+    without_file = {
+        group: option for group, option in groups.items() if find_config_file(group, option, request.config_dir) is None
+    }
+    overrides = [f"~{group}" if group in without_file else f"{group}={option}" for group, option in groups.items()]
     if request.task_file:
         overrides.append("~task")
-    profile = file_of("hardware", groups.get("hardware", ""), request.config_dir)
-    if profile and not text_of_file(profile, request.config_dir).startswith(GLOBAL):
+    profile = find_config_file("hardware", groups.get("hardware", ""), request.config_dir)
+    if profile and not read_config_text(profile, request.config_dir).startswith(GLOBAL):
         raise ConfigError([*problems, Problem(f"must begin with the line {GLOBAL}", str(profile))])
     GlobalHydra.instance().clear()
     try:
         with (
-            _user_folder_first(request.config_dir),
+            _search_user_folder_first(request.config_dir),
             initialize_config_dir(str(shipped_path("conf")), **_version_base()),
             warnings.catch_warnings(),
         ):
@@ -71,10 +73,10 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
     except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise  # not caused by a file
-        raise ConfigError([*problems, _of_composing(error, groups, request.config_dir)]) from error
+        raise ConfigError([*problems, _composition_problem(error, groups, request.config_dir)]) from error
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     assert isinstance(choices, dict)
-    choices |= own
+    choices |= without_file
     missing = [group for group in GROUPS if not choices.get(group) and (group != "task" or not request.task_file)]
     if missing:  # possible only for a config.yaml in the user's folder
         raise ConfigError(
@@ -85,46 +87,46 @@ def _composed_by_hydra(groups: Mapping[str, str], request: Request, problems: li
             )
         )
     tree = {str(key): composed._get_node(key) for key in composed if key != "hydra"}
-    plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
-    assert isinstance(plain, dict)
+    container = OmegaConf.to_container(OmegaConf.create(tree), resolve=False)
+    assert isinstance(container, dict)
     problems = [
         *(
             Problem("must be a mapping of keys to values", f"{group}/{choices[group]}.yaml")
             for group in GROUPS
-            if not isinstance(plain.get(group, {}), (dict, NoneType))
+            if not isinstance(container.get(group, {}), (dict, NoneType))
         ),
-        *_of_packages({str(group): str(option) for group, option in choices.items()}, request.config_dir),
+        *_package_problems({str(group): str(option) for group, option in choices.items()}, request.config_dir),
     ]
     if problems:
         raise ConfigError(problems)
-    chosen = {str(group): str(option) for group, option in choices.items() if option is not None}
-    return {**plain, "hydra_choices": {"task": "", **chosen}}
+    selected = {str(group): str(option) for group, option in choices.items() if option is not None}
+    return {**container, "hydra_choices": {"task": "", **selected}}
 
 
-def _of_packages(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
+def _package_problems(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
     """Report the user's files whose @package line moves their keys out of their group."""
     for group, option in choices.items():
-        file = file_of(group, option, config_dir)
+        file = find_config_file(group, option, config_dir)
         if config_dir is None or file is None or not file.is_relative_to(config_dir):
             continue
-        found = re.match(r"(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)", text_of_file(file, config_dir))
-        if found and found[1] not in (group, "_global_"):
+        match = re.match(r"(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)", read_config_text(file, config_dir))
+        if match and match[1] not in (group, "_global_"):
             what = f"must have no # @package line but {GLOBAL}, which is for keys of the whole configuration"
-            yield Problem(f"{what}, but has {found[1]}", str(file), "remove the line")
+            yield Problem(f"{what}, but has {match[1]}", str(file), "remove the line")
 
 
-def _of_composing(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:
+def _composition_problem(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:
     """Convert an error of Hydra to a problem with the user's files that may cause it, and the available options."""
-    chosen = [(config_dir or Path()) / group / f"{option}.yaml" for group, option in (("", "config"), *groups.items())]
-    where = ", ".join(str(file) for file in chosen if config_dir and file.is_file()) or str(config_dir or "conf")
+    files = [(config_dir or Path()) / group / f"{option}.yaml" for group, option in (("", "config"), *groups.items())]
+    where = ", ".join(str(file) for file in files if config_dir and file.is_file()) or str(config_dir or "conf")
     what = first_line(str(error) or type(error).__name__).rstrip(".")
     if "Invalid loaded object type" in what:
         return Problem("must be a mapping of keys to values", where)
     missing = re.search(r"'([a-z]+)/([^']+)'$", what)
-    known = options_of(missing[1], config_dir) if missing else []
-    if missing is None or not known:
+    options = list_options(missing[1], config_dir) if missing else []
+    if missing is None or not options:
         return Problem(what, where, "fix the file, or do not select the option")
-    return Problem(f"{what}; must be one of {', '.join(known)}", where, did_you_mean(missing[2], known))
+    return Problem(f"{what}; must be one of {', '.join(options)}", where, did_you_mean(missing[2], options))
 
 
 def _version_base() -> dict[str, Any]:
@@ -138,7 +140,7 @@ _user_folder: Path | None = None
 
 
 @contextmanager
-def _user_folder_first(folder: Path | None) -> Iterator[None]:
+def _search_user_folder_first(folder: Path | None) -> Iterator[None]:
     """Put the user's folder before the shipped one in Hydra's search path; otherwise its files would be ignored."""
     global _user_folder
     if folder is not None:
@@ -185,7 +187,7 @@ def _register_user_folder() -> None:
     Plugins.instance().register(UserFolder)
 
 
-def resolved(
+def resolve_references(
     composed: Mapping[str, Any], file_of_key: Callable[[str], Path | None], problems: list[Problem]
 ) -> Mapping[str, Any]:
     """Return the tree with each ${...} replaced by its value.
@@ -195,11 +197,11 @@ def resolved(
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    given = composed
+    values = composed
     try:
-        if _interpolates(composed):
+        if _has_reference(composed):
             refuse_growth(composed)
-            given = OmegaConf.to_container(OmegaConf.create(dict(composed)), resolve=True)  # type: ignore[assignment]
+            values = OmegaConf.to_container(OmegaConf.create(dict(composed)), resolve=True)  # type: ignore[assignment]
     except RecursionError:
         problems.append(Problem("too many nested ${KEY} references", "the configuration", "write the value"))
         return {}
@@ -208,15 +210,15 @@ def resolved(
         file = file_of_key(key)
         fix = "write the value, or ${KEY} with a key that the files have"
         problems.append(Problem(first_line(str(error)), f"{file}: {key}" if file else key, fix))
-    if by_reference := secret_problems(given, "the configuration, each ${...} replaced"):
-        raise ConfigError(by_reference)
-    return given
+    if secrets := secret_problems(values, "the configuration, each ${...} replaced"):
+        raise ConfigError(secrets)
+    return values
 
 
-def _interpolates(value: Any) -> bool:
+def _has_reference(value: Any) -> bool:
     """Return whether a value refers to another one; only then OmegaConf must construct the tree, which is slow."""
     if isinstance(value, Mapping):
-        return any(_interpolates(item) for item in value.values())
+        return any(_has_reference(item) for item in value.values())
     if isinstance(value, (list, tuple)):
-        return any(_interpolates(item) for item in value)
+        return any(_has_reference(item) for item in value)
     return isinstance(value, str) and "${" in value

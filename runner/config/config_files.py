@@ -12,59 +12,59 @@ from typing import Any
 
 from runner.base.paths import shipped_path
 from runner.config.guarded_yaml import read_guarded
-from runner.config.options import GROUPS, function_of, options_of
+from runner.config.options import GROUPS, find_signature, list_options
 
 GLOBAL = "# @package _global_"  # Hydra: the keys of this file are those of the whole configuration
 
 
-_kept: MutableMapping[Any, Any] | None = None
+_cache: MutableMapping[Any, Any] | None = None
 
 
 @contextmanager
-def files_unchanged() -> Iterator[None]:
+def cache_config_files() -> Iterator[None]:
     """Cache composed and parsed options inside the context, in which no configuration file may change."""
-    global _kept
-    before = _kept
-    _kept = {} if before is None else before
+    global _cache
+    before = _cache
+    _cache = {} if before is None else before
     try:
         yield
     finally:
-        _kept = before
+        _cache = before
 
 
-def kept_while_unchanged(key: tuple[Any, ...], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `make` returns; inside `files_unchanged`, a copy of its cached result for this key."""
-    if _kept is None:
+def cached_config(key: tuple[Any, ...], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of `make`; inside `cache_config_files`, a copy of the cached result for this key."""
+    if _cache is None:
         return make()
-    if key not in _kept:
-        _kept[key] = make()
-    return copy.deepcopy(dict(_kept[key]))
+    if key not in _cache:
+        _cache[key] = make()
+    return copy.deepcopy(dict(_cache[key]))
 
 
-def variant_of(group: str, option: str, config_dir: Path | None) -> str:
+def base_option(group: str, option: str, config_dir: Path | None) -> str:
     """Return the shipped option that a file extends through its defaults list; its own name if there is none."""
-    seen: list[str] = []
-    while function_of(group, option) is None and option not in seen:
-        seen.append(option)
+    visited: list[str] = []
+    while find_signature(group, option) is None and option not in visited:
+        visited.append(option)
         entries = _defaults_list(group, option, config_dir)
         bases = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
         option = bases[0].rpartition("/")[2].partition("@")[0] if bases else option
-    return option if function_of(group, option) else (seen or [option])[0]
+    return option if find_signature(group, option) else (visited or [option])[0]
 
 
 def selected_options(group: str, option: str, config_dir: Path | None = None) -> dict[str, str]:
     """Return group -> option selected by the defaults list of a file, or of the files it extends."""
     chosen: dict[str, str] = {}
-    rest, seen = [(group, option)], set()
-    while rest:
-        here = rest.pop()
-        if here in seen:
+    pending, visited = [(group, option)], set()
+    while pending:
+        current = pending.pop()
+        if current in visited:
             continue  # a cycle, which Hydra reports
-        seen.add(here)
-        for entry in _defaults_list(*here, config_dir):
+        visited.add(current)
+        for entry in _defaults_list(*current, config_dir):
             if isinstance(entry, str) and entry != "_self_":
                 base, _, name = entry.partition("@")[0].rpartition("/")
-                rest.append((base.lstrip("/") or here[0], name))
+                pending.append((base.lstrip("/") or current[0], name))
             elif isinstance(entry, dict):
                 selected = {str(key).split()[-1].lstrip("/"): str(value) for key, value in entry.items()}
                 chosen = {**{key: value for key, value in selected.items() if key in GROUPS}, **chosen}
@@ -81,26 +81,26 @@ def _defaults_list(group: str, option: str, config_dir: Path | None) -> list[Any
     return entries if isinstance(entries, list) else []
 
 
-def own_profile(profile: str, config_dir: Path | None) -> Path | None:
+def user_profile_file(profile: str, config_dir: Path | None) -> Path | None:
     """Return the file of a hardware profile in the user's folder; None if the profile is shipped."""
-    file = file_of("hardware", profile, config_dir)
+    file = find_config_file("hardware", profile, config_dir)
     return file if file and config_dir and file.is_relative_to(config_dir) else None
 
 
-def facts_of_profiles(config_dir: Path | None = None) -> dict[str, dict[str, Any]]:
+def profile_facts(config_dir: Path | None = None) -> dict[str, dict[str, Any]]:
     """Return profile -> hardware facts, for every profile."""
-    found = {
-        name: load_file("hardware", name, config_dir).get("hardware") for name in options_of("hardware", config_dir)
+    profiles = {
+        name: load_file("hardware", name, config_dir).get("hardware") for name in list_options("hardware", config_dir)
     }
-    return {name: facts for name, facts in found.items() if isinstance(facts, dict)}
+    return {name: facts for name, facts in profiles.items() if isinstance(facts, dict)}
 
 
-def file_keys(group: str, option: str, config_dir: Path | None, known: Container[str]) -> list[str]:
+def file_keys(group: str, option: str, config_dir: Path | None, known_keys: Container[str]) -> list[str]:
     """Return the keys that an option's file sets, as on the command line."""
     content = {key: value for key, value in load_file(group, option, config_dir).items() if key != "defaults"}
-    file = file_of(group, option, config_dir)
-    is_global = not group or (file is not None and GLOBAL in text_of_file(file, config_dir))
-    keys = [key for key, _ in flatten(content, "" if is_global else f"{group}.", known)]
+    file = find_config_file(group, option, config_dir)
+    is_global = not group or (file is not None and GLOBAL in read_config_text(file, config_dir))
+    keys = [key for key, _ in flatten(content, "" if is_global else f"{group}.", known_keys)]
     return [key for key in keys if group != "hardware" or not key.startswith("hardware.")]  # facts are not settings
 
 
@@ -109,23 +109,23 @@ def option_values(group: str, option: str, config_dir: Path | None) -> dict[str,
     content = load_file(group, option, config_dir)
     entries = _defaults_list(group, option, config_dir)
     bases = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
-    found = [option_values(group, base.rpartition("/")[2].partition("@")[0], config_dir) for base in bases]
-    found.insert(entries.index("_self_") if "_self_" in entries else len(found), content)
-    return {key: value for values in found for key, value in values.items() if key != "defaults"}
+    layers = [option_values(group, base.rpartition("/")[2].partition("@")[0], config_dir) for base in bases]
+    layers.insert(entries.index("_self_") if "_self_" in entries else len(layers), content)
+    return {key: value for values in layers for key, value in values.items() if key != "defaults"}
 
 
 def load_file(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
     """Return the content of an option's file; the user's file takes precedence. Empty if there is none."""
-    return kept_while_unchanged(("file", group, option, config_dir), partial(_loaded, group, option, config_dir))
+    return cached_config(("file", group, option, config_dir), partial(_load_uncached, group, option, config_dir))
 
 
-def _loaded(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
+def _load_uncached(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    file = file_of(group, option, config_dir)
-    text = text_of_file(file, config_dir) if file else ""
+    file = find_config_file(group, option, config_dir)
+    text = read_config_text(file, config_dir) if file else ""
     try:
         content = OmegaConf.to_container(OmegaConf.load(NamedText(text, str(file))), resolve=False) if text else None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError, RecursionError):
@@ -133,7 +133,7 @@ def _loaded(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
 
 
-def file_of(group: str, option: str, config_dir: Path | None) -> Path | None:
+def find_config_file(group: str, option: str, config_dir: Path | None) -> Path | None:
     """Return the file of an option; the user's file takes precedence over the shipped one."""
     if Path(option).is_absolute():  # an absolute path would replace the folder
         return None
@@ -149,14 +149,14 @@ class NamedText(io.StringIO):
         self.name = str(Path(*parts))
 
 
-def text_of_file(file: Path, config_dir: Path | None) -> str:
+def read_config_text(file: Path, config_dir: Path | None) -> str:
     """Return the text of a configuration file; files that are not shipped are guarded."""
     if config_dir is not None and file.is_relative_to(config_dir):
         return read_guarded(file, config_dir)
     return file.read_text(encoding="utf-8")
 
 
-def shadows(config_dir: Path | None) -> Iterator[str]:
+def shadowing_notes(config_dir: Path | None) -> Iterator[str]:
     if config_dir is None:
         return
     for file in sorted(config_dir.rglob("*.yaml")):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,37 +13,37 @@ from typing import Any, Literal
 from runner.base.errors import ConfigError, InputMissing
 from runner.base.secret_refusal import refuse_secrets
 from runner.config.composition import compose_groups
-from runner.config.config_files import flatten, shadows
-from runner.config.known_keys import PhaseKeys, Schema, check_phases, functions_behind, schema_of
+from runner.config.config_files import flatten, shadowing_notes
+from runner.config.custom_options import find_custom_hooks, table_problems
+from runner.config.custom_tables import HOOK
+from runner.config.known_keys import PhaseKeys, Schema, build_schema, check_phases, find_functions
 from runner.config.layers import (
-    for_hydra,
+    choose_phase_options,
+    command_line_setting,
+    default_settings,
+    disabled_hook_notes,
+    expand_setting,
+    file_settings,
+    find_unused_keys,
+    group_settings,
     merge,
     merge_phases,
-    notes_of,
-    notes_of_hooks,
-    of_defaults,
-    of_files,
-    of_groups,
-    of_task_file,
-    of_task_groups,
-    phase_choices,
-    placed,
-    sources_of,
+    select_for_hydra,
+    setting_sources,
+    setting_values,
+    task_file_settings,
+    task_group_settings,
     task_size,
-    typed_setting,
-    unused_of_files,
-    values_of,
+    unused_setting_notes,
 )
-from runner.config.objective_keys import OBJECTIVE, nested_objectives, problems_of_objectives
-from runner.config.options import AXES, names_of_options, notes_of_own, reference_of
-from runner.config.overrides import parse, split
-from runner.config.own_options import own_hooks, table_problems
-from runner.config.own_tables import HOOK
-from runner.config.phases import GROUPS as PHASE_GROUPS
+from runner.config.objective_keys import OBJECTIVE, check_objective_options, nest_objectives
+from runner.config.options import AXES, collect_option_names, custom_option_notes, option_reference
+from runner.config.overrides import parse_overrides, split_overrides
+from runner.config.phases import PHASE_GROUPS
 from runner.config.request import Request
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.config.task_file import read_task
-from runner.config.value_checks import check, contradictions
+from runner.config.value_checks import check_values, find_contradictions
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Configuration:
     @property
     def objectives(self) -> dict[str, dict[str, Any]]:
         """Return objective -> the keys that the user sets, with their values."""
-        return nested_objectives({key: value for key, value in self.objective_keys.items() if key in self.sources})
+        return nest_objectives({key: value for key, value in self.objective_keys.items() if key in self.sources})
 
     def is_set_by_user(self, key: str) -> bool:
         """Return whether the user set this key or group on the command line; it must then not be changed silently."""
@@ -116,16 +118,18 @@ class Configuration:
 
     def flat(self) -> dict[str, Any]:
         """Return every key with its value; a group's own key holds the name of the option."""
-        found: dict[str, Any] = dict(flatten(_as_mapping(self.settings)))
+        values: dict[str, Any] = dict(flatten(dataclasses.asdict(self.settings)))
         for group, choice in self.choices.items():
-            found[group] = choice.name
-            found.update({f"{group}.{key}": value for key, value in choice.options.items()})
-        found.update({f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()})
-        found.update(self.objective_keys)
-        found.update(self.own_keys)
-        found["hardware"] = self.profile
-        found.update({f"inference.{key}": value for key, value in self.inference.items()})
-        return found
+            values[group] = choice.name
+            values.update({f"{group}.{key}": value for key, value in choice.options.items()})
+        values.update(
+            {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
+        )
+        values.update(self.objective_keys)
+        values.update(self.own_keys)
+        values["hardware"] = self.profile
+        values.update({f"inference.{key}": value for key, value in self.inference.items()})
+        return values
 
 
 def compose(request: Request) -> Configuration:
@@ -135,52 +139,55 @@ def compose(request: Request) -> Configuration:
     SecurityRefusal for files that would call code or leave their folder. A secret is refused first and alone, so that
     no other message repeats it.
     """
-    refuse_secrets(request.overrides, partial(names_of_options, request.task_file, request.config_dir))
-    _require_paths(request)
-    parsed, problems = parse(request)
-    typed_groups, overrides = split(parsed, request, problems)
-    typed = [typed_setting(*override) for override in overrides]
-    notes = list(shadows(request.config_dir))
+    refuse_secrets(request.overrides, partial(collect_option_names, request.task_file, request.config_dir))
+    _check_paths(request)
+    parsed, problems = parse_overrides(request)
+    group_overrides, overrides = split_overrides(parsed, request, problems)
+    command_line = [command_line_setting(*override) for override in overrides]
+    notes = list(shadowing_notes(request.config_dir))
 
-    groups = [*of_groups(typed_groups, request)]
-    first = {"task": "", **values_of(merge(groups))}
-    size_of = partial(task_size, typed, first["task"], first["hardware"], request)
+    groups = [*group_settings(group_overrides, request)]
+    before_task = {"task": "", **setting_values(merge(groups))}
+    resolve_size = partial(task_size, command_line, before_task["task"], before_task["hardware"], request)
     problems += table_problems(request.task_file)
-    task = read_task(first["task"], request, size_of, problems)
-    chosen = merge([*groups, *of_task_groups(task, request, problems)])
+    task = read_task(before_task["task"], request, resolve_size, problems)
+    chosen = merge([*groups, *task_group_settings(task, request, problems)])
 
-    composed = compose_groups(for_hydra(chosen, request.task_file), request, problems)
+    composed = compose_groups(select_for_hydra(chosen, request.task_file), request, problems)
     choices = composed.pop("hydra_choices")
-    functions = functions_behind(choices, composed, request, problems)
-    of_phases = [phase_choices(phase, chosen, functions, typed, request.task_file, problems) for phase in task.phases]
-    given = {setting.key: setting.value for setting in typed}
-    schema = schema_of(functions, task, [values_of(each) for each in of_phases], request, given)
-    problems += problems_of_objectives(task.objectives, given, request.task_file)
+    functions = find_functions(choices, composed, request, problems)
+    phase_options = [
+        choose_phase_options(phase, chosen, functions, command_line, request.task_file, problems)
+        for phase in task.phases
+    ]
+    requested = {setting.key: setting.value for setting in command_line}
+    schema = build_schema(functions, task, [setting_values(options) for options in phase_options], request, requested)
+    problems += check_objective_options(task.objectives, requested, request.task_file)
 
-    unused = unused_of_files(chosen, choices["hardware"], schema, request.config_dir)
-    of_composed = of_files(composed, choices, schema, request, problems, unused=unused, notes=notes)
-    files = [*of_defaults(schema), *of_composed]
-    of_task, for_auto = of_task_file(task, choices, schema, problems, notes)
-    typed = [each for setting in typed for each in placed(setting, schema, problems)]
-    run = merge(each for each in (*files, *of_task, *typed) if not each.of_phase)
-    merged = {**run, **merge_phases(of_phases, run, [*files, *typed], schema, task, problems)}
-    notes += notes_of_own(functions, choices["task"], request)
-    notes += [*notes_of([*of_task, *typed], run, schema), *check_phases(schema, problems)]
-    notes += notes_of_hooks(typed, run)
+    unused = find_unused_keys(chosen, choices["hardware"], schema, request.config_dir)
+    from_files = file_settings(composed, choices, schema, request, problems, unused=unused, notes=notes)
+    files = [*default_settings(schema), *from_files]
+    from_task, for_auto = task_file_settings(task, choices, schema, problems, notes)
+    expanded = [setting for override in command_line for setting in expand_setting(override, schema, problems)]
+    run = merge(setting for setting in (*files, *from_task, *expanded) if not setting.for_phase)
+    merged = {**run, **merge_phases(phase_options, run, [*files, *expanded], schema, task, problems)}
+    notes += custom_option_notes(functions, choices["task"], request)
+    notes += [*unused_setting_notes([*from_task, *expanded], run, schema), *check_phases(schema, problems)]
+    notes += disabled_hook_notes(expanded, run)
 
-    problems += check(merged, schema, already={problem.where for problem in problems})
-    is_alone = choices["parallelism"] == "single"  # the plan checks what ranks support
-    problems += contradictions(values_of(merged), schema, is_alone=is_alone)
+    problems += check_values(merged, schema, reported={problem.where for problem in problems})
+    is_single = choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
+    problems += find_contradictions(setting_values(merged), schema, is_single=is_single)
     if problems:
         raise ConfigError(problems)
-    return _frozen(
-        values_of(merged),
+    return _build_configuration(
+        setting_values(merged),
         choices,
         schema,
         request,
         hardware=composed.get("hardware") or {},
         for_auto=for_auto,
-        sources={**sources_of(chosen), **sources_of(merged)},
+        sources={**setting_sources(chosen), **setting_sources(merged)},
         notes=tuple(notes),
     )
 
@@ -194,7 +201,7 @@ def to_yaml(configuration: Configuration) -> str:
 
 def tree_of(configuration: Configuration) -> dict[str, Any]:
     """Return the resolved configuration as nested dictionaries."""
-    tree = dict(_as_mapping(configuration.settings))
+    tree = dataclasses.asdict(configuration.settings)
     for group, choice in configuration.choices.items():
         tree[group] = {"option": choice.name, **choice.options}
     for key, value in configuration.own_keys.items():
@@ -209,7 +216,7 @@ def tree_of(configuration: Configuration) -> dict[str, Any]:
     return tree
 
 
-def _require_paths(request: Request) -> None:
+def _check_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
         file = request.task_file.with_suffix(".py")
         fix = f"use --task {file}" if file.is_file() else f"create it: accel-run new {file}"
@@ -222,77 +229,83 @@ def _require_paths(request: Request) -> None:
         )
 
 
-def _frozen(
-    tree: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, **rest: Any
+def _build_configuration(
+    tree: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, **fields: Any
 ) -> Configuration:
-    def under(group: str) -> dict[str, Any]:
+    def keys_under(group: str) -> dict[str, Any]:
         return {key.removeprefix(f"{group}."): value for key, value in tree.items() if key.startswith(f"{group}.")}
 
-    chosen = {
-        group: Choice(choices[group], reference_of(group, schema.functions[group], request.task_file), under(group))
+    axis_choices = {
+        group: Choice(
+            choices[group], option_reference(group, schema.functions[group], request.task_file), keys_under(group)
+        )
         for group in AXES
     }
     task = request.task_file.stem if request.task_file else choices["task"]
-    chosen["task"] = Choice(task, task, under("task"))
-    settings = _settings(Settings, tree)
+    axis_choices["task"] = Choice(task, task, keys_under("task"))
+    settings = _build_settings(Settings, tree)
     phases = [_phase_settings(phase, tree, request.task_file) for phase in schema.phases]
     return Configuration(
         settings=settings,
-        choices=chosen,
-        inference=under("inference"),
+        choices=axis_choices,
+        inference=keys_under("inference"),
         profile=choices["hardware"],
         request=request,
-        phases=tuple(phases) or (_only_phase(settings, chosen),),
+        phases=tuple(phases) or (_only_phase(settings, axis_choices),),
         own_keys={key: value for key, value in tree.items() if key.startswith("phase.")},
         hooks=tuple(
-            Choice(hook.name, hook.reference, under(f"{HOOK}.{hook.name}")) for hook in own_hooks(request.task_file)
+            Choice(hook.name, hook.reference, keys_under(f"{HOOK}.{hook.name}"))
+            for hook in find_custom_hooks(request.task_file)
         ),
         objective_keys={key: value for key, value in tree.items() if key.startswith(f"{OBJECTIVE}.")},
-        **rest,
+        **fields,
     )
 
 
 def _phase_settings(phase: PhaseKeys, tree: Mapping[str, Any], task_file: Path | None) -> PhaseSettings:
-    """Return the settings of a declared phase; keys that a fit phase lacks get values without effect."""
+    """Return the settings of a declared phase; keys that a fit phase does not have are set to unused values."""
 
     def choice(group: str) -> Choice:
-        lead, option = phase.declared.key(f"{group}."), phase.options[group]
-        options = {key.removeprefix(lead): value for key, value in tree.items() if key.startswith(lead)}
-        return Choice(option, reference_of(group, option, task_file), options)
+        prefix, option = phase.declared.key(f"{group}."), phase.options[group]
+        options = {key.removeprefix(prefix): value for key, value in tree.items() if key.startswith(prefix)}
+        return Choice(option, option_reference(group, option, task_file), options)
 
-    own = {name: tree[phase.declared.key(name)] for name in phase.keys}
-    plain = ("trains", "updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm")
-    values: dict[str, Any] = {name: own.get(name) for name in plain} | {group: choice(group) for group in PHASE_GROUPS}
+    phase_values = {name: tree[phase.declared.key(name)] for name in phase.keys}
+    names = ("trains", "updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm")
+    values: dict[str, Any] = {name: phase_values.get(name) for name in names} | {
+        group: choice(group) for group in PHASE_GROUPS
+    }
     for name, kind in (("evaluate", EvaluateSettings), ("early_stopping", EarlyStoppingSettings)):
-        lead = f"{name}."
-        values[name] = kind(**{key.removeprefix(lead): value for key, value in own.items() if key.startswith(lead)})
+        prefix = f"{name}."
+        values[name] = kind(
+            **{key.removeprefix(prefix): value for key, value in phase_values.items() if key.startswith(prefix)}
+        )
     return PhaseSettings(name=phase.declared.name, kind=phase.declared.kind, needs=phase.declared.needs, **values)
 
 
 def _only_phase(settings: Settings, choices: Mapping[str, Choice]) -> PhaseSettings:
     """Return the only phase of a task that declares none; it has the settings of the run."""
-    same = ("updates", "epochs", "global_batch_size", "micro_batch_size", "max_grad_norm", "evaluate", "early_stopping")
-    values: dict[str, Any] = {name: getattr(settings, name) for name in same}
+    shared_names = (
+        "updates",
+        "epochs",
+        "global_batch_size",
+        "micro_batch_size",
+        "max_grad_norm",
+        "evaluate",
+        "early_stopping",
+    )
+    values: dict[str, Any] = {name: getattr(settings, name) for name in shared_names}
     values |= {group: choices[group] for group in PHASE_GROUPS}
     return PhaseSettings(name="train", kind="train", needs=(), trains=None, **values)
 
 
-def _settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
-    import dataclasses
-    import typing
-
+def _build_settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
     hints = typing.get_type_hints(kind)
     return kind(
         **{
-            field.name: _settings(hints[field.name], tree, f"{prefix}{field.name}.")
+            field.name: _build_settings(hints[field.name], tree, f"{prefix}{field.name}.")
             if dataclasses.is_dataclass(hints[field.name])
             else tree[prefix + field.name]
             for field in dataclasses.fields(kind)
         }
     )
-
-
-def _as_mapping(settings: Settings) -> Mapping[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(settings)

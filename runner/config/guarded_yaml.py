@@ -39,9 +39,9 @@ def read_guarded(file: Path, root: Path) -> str:
     Raises SecurityRefusal if it would run code or leave the folder, ConfigError for everything else.
     """
     where = str(file)
-    text = _text(file, root)
-    tree = _parsed(text, where)
-    for key, value in _leaves(tree):
+    text = _read_text(file, root)
+    tree = _parse(text, where)
+    for key, value in _iterate_leaves(tree):
         refuse_calls(key, value, f"{where}: {key}")
     _refuse_foreign_references(tree, text, where)
     problems = secret_problems(tree, where)
@@ -52,7 +52,7 @@ def read_guarded(file: Path, root: Path) -> str:
 
 def refuse_calls(key: str, value: Any, where: str) -> None:
     """Raise SecurityRefusal if a value names code to call, or uses an environment variable that is not allowed."""
-    if any(part in _CALLING for part in key.split(".")):
+    if any(part in _CALL_KEYS for part in key.split(".")):
         raise SecurityRefusal("a configuration cannot import or call code by name", where=where, fix=_OPTIONS_ONLY)
     for text in (key, value):
         if isinstance(text, str) and "${" in text:
@@ -87,16 +87,16 @@ def _expanded_size(
         return 0, 0
     ancestors.add(path)
     nodes, characters = 1, len(value) if isinstance(value, str) else 0
-    inner: Iterable[tuple[Any, tuple[Any, ...]]]
+    children: Iterable[tuple[Any, tuple[Any, ...]]]
     if isinstance(value, Mapping):
-        inner = [(item, (*path, key)) for key, item in value.items()]
+        children = [(item, (*path, key)) for key, item in value.items()]
     elif isinstance(value, list):
-        inner = [(item, (*path, number)) for number, item in enumerate(value)]
+        children = [(item, (*path, number)) for number, item in enumerate(value)]
     else:
-        inner = [_resolve_reference(name[1], tree, path) for name in _REFERENCE.finditer(value)]
-    for item, place in inner:
-        more = _expanded_size(item, tree, place, sizes, ancestors)
-        nodes, characters = nodes + more[0], characters + more[1]
+        children = [_resolve_reference(name[1], tree, path) for name in _REFERENCE.finditer(value)]
+    for item, child_path in children:
+        child_size = _expanded_size(item, tree, child_path, sizes, ancestors)
+        nodes, characters = nodes + child_size[0], characters + child_size[1]
     ancestors.discard(path)
     sizes[path] = nodes, characters
     return nodes, characters
@@ -104,48 +104,48 @@ def _expanded_size(
 
 def _resolve_reference(name: str, tree: Mapping[str, Any], path: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """Return the value that ${name} at `path` refers to, and its path; None if there is none."""
-    plain = name.lstrip(".")
-    up = len(name) - len(plain)
-    place: tuple[Any, ...] = path[: len(path) - up] if up else ()
-    rest = re.findall(r"[^.\[\]]+", plain)
+    relative = name.lstrip(".")
+    num_parents = len(name) - len(relative)
+    location: tuple[Any, ...] = path[: len(path) - num_parents] if num_parents else ()
+    parts = re.findall(r"[^.\[\]]+", relative)
     value: Any = tree
-    for part in place:
-        value = value[part]
+    for step in location:
+        value = value[step]
     for _ in range(_MAX_STEPS):
-        if isinstance(value, str) and rest and (whole := _REFERENCE.fullmatch(value)):
-            other = whole[1].lstrip(".")  # the path leads through another reference
-            back = len(whole[1]) - len(other)
-            place, value = (place[: len(place) - back] if back else ()), tree
-            rest = [*re.findall(r"[^.\[\]]+", other), *rest]
-            for part in place:
-                value = value[part]
+        if isinstance(value, str) and parts and (match := _REFERENCE.fullmatch(value)):
+            target = match[1].lstrip(".")  # the path leads through another reference
+            num_up = len(match[1]) - len(target)
+            location, value = (location[: len(location) - num_up] if num_up else ()), tree
+            parts = [*re.findall(r"[^.\[\]]+", target), *parts]
+            for step in location:
+                value = value[step]
             continue
-        if not rest:
-            return value, place
-        name_of_key: Any = rest.pop(0)
-        number = int(name_of_key) if name_of_key.isdecimal() and len(name_of_key) < 10 else None
-        known: list[Any]
+        if not parts:
+            return value, location
+        name_of_key: Any = parts.pop(0)
+        index = int(name_of_key) if name_of_key.isdecimal() and len(name_of_key) < 10 else None
+        candidates: list[Any]
         if isinstance(value, list):
-            known = [number] if number is not None and number < len(value) else []
+            candidates = [index] if index is not None and index < len(value) else []
         else:
-            known = [key for key in (name_of_key, number) if isinstance(value, Mapping) and key in value]
-        if not known:
-            return None, place
-        place, value = (*place, known[0]), value[known[0]]
+            candidates = [key for key in (name_of_key, index) if isinstance(value, Mapping) and key in value]
+        if not candidates:
+            return None, location
+        location, value = (*location, candidates[0]), value[candidates[0]]
     raise ConfigError(Problem("leads through too many other references", f"${{{name}}}", "write the value"))
 
 
-def _text(file: Path, root: Path) -> str:
+def _read_text(file: Path, root: Path) -> str:
     """Return the text of the file, after checking its location, type and size."""
-    real = file.resolve()
-    if not real.is_relative_to(root.resolve()):
+    resolved = file.resolve()
+    if not resolved.is_relative_to(root.resolve()):
         raise SecurityRefusal(f"is outside of {root}", where=str(file), fix="copy the file into the folder")
     try:
-        descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as opened:
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ConfigError(Problem("must be a plain file", str(file)))
-            content = opened.read(MAX_BYTES + 1)
+            content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(Problem(f"must be readable: {error.strerror}", str(file))) from error
     if len(content) > MAX_BYTES:
@@ -156,12 +156,12 @@ def _text(file: Path, root: Path) -> str:
         raise ConfigError(Problem(f"must be UTF-8 text: {error.reason} at byte {error.start}", str(file))) from error
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse(text: str, where: str) -> Any:
     """Parse the file. Raises ConfigError and SecurityRefusal before anything large is constructed."""
     import yaml  # type: ignore[import-untyped]
 
     try:
-        _measure(yaml.parse(text, Loader=yaml.SafeLoader), where)
+        _check_size(yaml.parse(text, Loader=yaml.SafeLoader), where)
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -170,7 +170,7 @@ def _parsed(text: str, where: str) -> Any:
         raise ConfigError(Problem(f"must be YAML: {str(error).splitlines()[0]}", where)) from error
 
 
-def _measure(events: Iterable[Event], where: str) -> None:
+def _check_size(events: Iterable[Event], where: str) -> None:
     """Raise if the file is more than data of a reasonable size. It is scanned only; nothing is constructed."""
     depth = nodes = documents = 0
     sizes: dict[str, int] = {}  # anchor -> nodes it stands for
@@ -258,21 +258,21 @@ def _defaults_entries(entries: Any) -> Iterator[str]:
             yield str(entry)
 
 
-def _leaves(tree: Any, lead: str = "") -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key of a mapping, and every value, with its dotted name."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            name = f"{lead}.{key}" if lead else str(key)
+            name = f"{prefix}.{key}" if prefix else str(key)
             yield name, None
-            yield from _leaves(value, name)
+            yield from _iterate_leaves(value, name)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from _leaves(value, lead)
+            yield from _iterate_leaves(value, prefix)
     else:
-        yield lead, tree
+        yield prefix, tree
 
 
-_CALLING = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
+_CALL_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_"})
 _PLAIN_TAGS = frozenset(
     {"!", *(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map"))}
 )

@@ -15,26 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import Problem
-from runner.config.composition import resolved
+from runner.config.composition import resolve_references
 from runner.config.config_files import (
     file_keys,
-    file_of,
+    find_config_file,
     flatten,
     load_file,
     option_values,
     selected_options,
     shipped_options,
 )
-from runner.config.known_keys import PhaseKeys, Schema, for_auto_of, unknown, why_not_for
-from runner.config.options import AXES, GROUPS, options_of, options_with_function
-from runner.config.own_options import own_options
-from runner.config.own_tables import ENABLED, HOOK
-from runner.config.phases import GROUPS as PHASE_GROUPS
-from runner.config.phases import LENGTHS, TASK_GROUPS, Declared
-from runner.config.request import Request, text_of_value
-from runner.config.schema import as_data, defaults, did_you_mean
+from runner.config.custom_options import find_custom_options
+from runner.config.custom_tables import ENABLED, HOOK
+from runner.config.known_keys import PhaseKeys, Schema, explain_unused, settings_for_auto, unknown_key_problem
+from runner.config.options import AXES, GROUPS, implemented_options, list_options
+from runner.config.phases import LENGTHS, PHASE_GROUPS, TASK_GROUPS, DeclaredPhase
+from runner.config.request import Request, format_value
+from runner.config.schema import default_values, did_you_mean, to_yaml_value
 from runner.config.settings import MAIN_KEYS
-from runner.config.suggestions import MAX_HINTS, SHOWN_BY
+from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS
 from runner.config.task_file import TaskFile
 
 COMMAND_LINE = "command line"
@@ -62,11 +61,11 @@ class Rank(IntEnum):
 class Setting:
     """A value that one source gives to a key.
 
-    source     who set it, as in Configuration.sources
-    where      what a message names: an override, a place in the task's file; empty for a default
+    source     what set it, as in Configuration.sources
+    where      location for messages: an override, or a place in the task's file; empty for a default
     file       user's configuration file that sets it
     entry      the entry of the mapping `key` that is set; empty: the whole value
-    of_phase   set for one phase, not for the whole run
+    for_phase  set for one phase, not for the whole run
     """
 
     key: str
@@ -76,12 +75,12 @@ class Setting:
     where: str = ""
     file: Path | None = None
     entry: str = ""
-    of_phase: bool = False
+    for_phase: bool = False
 
     @property
     def strength(self) -> tuple[bool, bool, Rank]:
         """Return the sort key of precedence: a key given for the whole run overrides what a task sets for a phase."""
-        return self.rank == Rank.COMMAND_LINE, self.of_phase, self.rank
+        return self.rank == Rank.COMMAND_LINE, self.for_phase, self.rank
 
 
 Merged = Mapping[str, Setting]
@@ -92,87 +91,89 @@ def merge(settings: Iterable[Setting], lengths: tuple[str, str] = LENGTHS) -> di
 
     Updates and epochs exclude each other: a source that sets one of them resets the other one of weaker sources.
     """
-    found: dict[str, Setting] = {}
-    for _, together in groupby(sorted(settings, key=lambda each: each.strength), key=lambda each: each.strength):
-        level: dict[str, Setting] = {}
-        for setting in together:
-            level[setting.key] = _with_entry(setting, level.get(setting.key) or found.get(setting.key))
+    merged: dict[str, Setting] = {}
+    for _, equals in groupby(sorted(settings, key=lambda each: each.strength), key=lambda each: each.strength):
+        same_strength: dict[str, Setting] = {}
+        for setting in equals:
+            same_strength[setting.key] = _merge_entry(
+                setting, same_strength.get(setting.key) or merged.get(setting.key)
+            )
         for key, other in (lengths, lengths[::-1]):
-            if key in level and other not in level and level[key].value is not None:
-                level[other] = replace(level[key], key=other, value=None)
-        found |= level
-    return found
+            if key in same_strength and other not in same_strength and same_strength[key].value is not None:
+                same_strength[other] = replace(same_strength[key], key=other, value=None)
+        merged |= same_strength
+    return merged
 
 
-def _with_entry(setting: Setting, before: Setting | None) -> Setting:
+def _merge_entry(setting: Setting, before: Setting | None) -> Setting:
     if not setting.entry:
         return setting
-    held = before.value if before else {}
-    if not isinstance(held, dict):  # its wrong type is reported
+    mapping = before.value if before else {}
+    if not isinstance(mapping, dict):  # its wrong type is reported
         return before or setting
-    return replace(setting, value={**held, setting.entry: setting.value}, entry="")
+    return replace(setting, value={**mapping, setting.entry: setting.value}, entry="")
 
 
 # ---------------------------------------------------------------- groups
 
 
-def of_groups(typed: Mapping[str, str], request: Request) -> Iterator[Setting]:
+def group_settings(command_line: Mapping[str, str], request: Request) -> Iterator[Setting]:
     """Yield the options that the configuration files and the command line choose."""
     folder = request.config_dir
-    shipped_ones = shipped_options()
-    of_config = {**shipped_ones, **selected_options("", "config", folder)} if folder else shipped_ones
-    for group, option in of_config.items():
-        is_own = option != shipped_ones.get(group)
-        yield Setting(group, option, *((Rank.FOLDER_OPTION, FOLDER) if is_own else ()))
-    profile = typed.get("hardware", of_config.get("hardware", ""))
+    shipped = shipped_options()
+    config_options = {**shipped, **selected_options("", "config", folder)} if folder else shipped
+    for group, option in config_options.items():
+        is_user_choice = option != shipped.get(group)
+        yield Setting(group, option, *((Rank.FOLDER_OPTION, FOLDER) if is_user_choice else ()))
+    profile = command_line.get("hardware", config_options.get("hardware", ""))
     for group, option in selected_options("hardware", profile, folder).items():
         yield Setting(group, option, Rank.PROFILE, f"profile {profile}")
-    for group, option in typed.items():
+    for group, option in command_line.items():
         yield Setting(group, option, Rank.COMMAND_LINE, COMMAND_LINE)
 
 
-def of_task_groups(task: TaskFile, request: Request, problems: list[Problem]) -> Iterator[Setting]:
+def task_group_settings(task: TaskFile, request: Request, problems: list[Problem]) -> Iterator[Setting]:
     """Yield the options that the task's file selects."""
     for group in GROUPS:
         option = task.settings.get(group)
         if option is None or isinstance(option, dict):
             continue
-        known = options_of(group, request.config_dir, request.task_file)
+        available = list_options(group, request.config_dir, request.task_file)
         if group not in TASK_GROUPS:
-            fix = f"use {group}={text_of_value(option)} on the command line"
+            fix = f"use {group}={format_value(option)} on the command line"
             what = f"a task can select options of {', '.join(TASK_GROUPS[:-1])} and {TASK_GROUPS[-1]} only"
             problems.append(Problem(what, f"SETTINGS[{group!r}]", fix))
-        elif option not in known:
-            what = f"unknown {group}; must be one of {', '.join(known)}"
-            problems.append(Problem(what, f"SETTINGS[{group!r}]", did_you_mean(str(option), known)))
+        elif option not in available:
+            what = f"unknown {group}; must be one of {', '.join(available)}"
+            problems.append(Problem(what, f"SETTINGS[{group!r}]", did_you_mean(str(option), available)))
         else:
             yield Setting(group, str(option), Rank.TASK, task.label)
 
 
-def for_hydra(chosen: Merged, task_file: Path | None) -> dict[str, str]:
+def select_for_hydra(chosen: Merged, task_file: Path | None) -> dict[str, str]:
     """Return the options that Hydra cannot find in its files.
 
     These are the options that the task and the command line select, and all options without a file.
     """
-    own = own_options(task_file)
+    custom = find_custom_options(task_file)
     return {
         group: setting.value
         for group, setting in chosen.items()
-        if setting.rank in (Rank.TASK, Rank.COMMAND_LINE) or (group, setting.value) in own
+        if setting.rank in (Rank.TASK, Rank.COMMAND_LINE) or (group, setting.value) in custom
     }
 
 
 # ---------------------------------------------------------------- settings of the run
 
 
-def of_defaults(schema: Schema) -> Iterator[Setting]:
+def default_settings(schema: Schema) -> Iterator[Setting]:
     """Yield the defaults of the signatures."""
-    for key, value in defaults(schema.keys).items():
+    for key, value in default_values(schema.keys).items():
         if not key.startswith("phase."):
             yield Setting(key, value)
 
 
-def of_files(
+def file_settings(
     composed: Mapping[str, Any], choices: Mapping[str, str], schema: Schema, request: Request, problems: list[Problem],
     *, unused: Mapping[str, str], notes: list[str],
 ) -> Iterator[Setting]:  # fmt: skip
@@ -184,169 +185,169 @@ def of_files(
     origins = _origins(choices, schema, request, unused)
 
     def origin(key: str) -> Setting:
-        return origins.get(key) or origins.get(schema.known(key)) or Setting(key, None)
+        return origins.get(key) or origins.get(schema.canonical_key(key)) or Setting(key, None)
 
-    given = resolved(composed, lambda key: origin(key).file, problems)
+    given = resolve_references(composed, lambda key: origin(key).file, problems)
     values = dict(flatten({key: value for key, value in given.items() if key != "hardware"}, stop=schema.keys))
     for key, why in unused.items():
         group, _, name = key.partition(".")
-        notes.append(f"{key}={text_of_value(values.pop(key, None))} of {why}")
+        notes.append(f"{key}={format_value(values.pop(key, None))} of {why}")
         of_option = option_values(group, choices[group], request.config_dir)
         values |= {key: of_option[name]} if name in of_option else {}
     for key, value in values.items():
         group, _, name = key.partition(".")
         if name != "option" or group not in AXES:
             file = origin(key).file
-            where = f"{file}: {key}={text_of_value(value)}" if file else f"{key}={text_of_value(value)}"
-            yield from placed(replace(origin(key), key=key, value=value, where=where), schema, problems)
+            where = f"{file}: {key}={format_value(value)}" if file else f"{key}={format_value(value)}"
+            yield from expand_setting(replace(origin(key), key=key, value=value, where=where), schema, problems)
 
 
-def unused_of_files(chosen: Merged, profile: str, schema: Schema, folder: Path | None) -> dict[str, str]:
+def find_unused_keys(chosen: Merged, profile: str, schema: Schema, folder: Path | None) -> dict[str, str]:
     """Return key -> why the value of a profile or of the user's config.yaml does not apply.
 
     As in a task, the keys of a group belong to the option that the file selects. Without this rule, the command line
     could not select another option: the keys of the file would be unknown, or tuned for the other option.
     """
-    found: dict[str, str] = {}
-    for group_of_file, option, rank in (("", "config", Rank.FOLDER_CONFIG), ("hardware", profile, Rank.PROFILE)):
-        selected = selected_options(group_of_file, option, folder)
-        for key in file_keys(group_of_file, option, folder, schema.keys):
+    reasons: dict[str, str] = {}
+    for file_group, option, rank in (("", "config", Rank.FOLDER_CONFIG), ("hardware", profile, Rank.PROFILE)):
+        selected = selected_options(file_group, option, folder)
+        for key in file_keys(file_group, option, folder, schema.keys):
             group, _, name = key.partition(".")
-            found.pop(key, None)  # of two files, the last one sets the value
+            reasons.pop(key, None)  # of two files, the last one sets the value
             if group not in AXES or not name or chosen[group].rank <= rank:
                 continue
-            now = chosen[group].value
-            who = f"profile {profile}" if rank == Rank.PROFILE else str(file_of("", "config", folder))
-            if selected.get(group, now) != now:
-                found[key] = f"{who} is not used: it is for {group}={selected[group]}"
-            elif schema.known(key) not in schema.keys and schema.option_with(group, name):
-                found[key] = f"{who} is not used: {group}={now} has no such key"
-    return found
+            current = chosen[group].value
+            source = f"profile {profile}" if rank == Rank.PROFILE else str(find_config_file("", "config", folder))
+            if selected.get(group, current) != current:
+                reasons[key] = f"{source} is not used: it is for {group}={selected[group]}"
+            elif schema.canonical_key(key) not in schema.keys and schema.option_with_key(group, name):
+                reasons[key] = f"{source} is not used: {group}={current} has no such key"
+    return reasons
 
 
 def _origins(
     choices: Mapping[str, str], schema: Schema, request: Request, unused: Container[str]
 ) -> dict[str, Setting]:
     """Return key -> a setting without value, with the rank and file of its source; no entry: a default."""
-    folder, found = request.config_dir, {}
+    folder, origins = request.config_dir, {}
     chosen = {"": "config", **{group: option for group, option in choices.items() if group != "hardware"}}
-    for of_group, option in chosen.items():
-        file = file_of(of_group, option, folder)
-        is_own = folder is not None and file is not None and file.is_relative_to(folder)
-        for key in file_keys(of_group, option, folder, schema.keys) if is_own else ():
-            is_of_option = key.partition(".")[0] in (*AXES, "phase")
-            rank = Rank.FOLDER_OPTION if is_of_option else Rank.FOLDER_CONFIG
-            found[key] = Setting(key, None, rank, FOLDER, "", file)
+    for file_group, option in chosen.items():
+        file = find_config_file(file_group, option, folder)
+        is_user_file = folder is not None and file is not None and file.is_relative_to(folder)
+        for key in file_keys(file_group, option, folder, schema.keys) if is_user_file else ():
+            is_option_key = key.partition(".")[0] in (*AXES, "phase")
+            rank = Rank.FOLDER_OPTION if is_option_key else Rank.FOLDER_CONFIG
+            origins[key] = Setting(key, None, rank, FOLDER, "", file)
     task, profile = choices["task"], choices["hardware"]
     for key in () if request.task_file else file_keys("task", task, folder, schema.keys):
-        file = found[key].file if key in found else None
-        found[key] = Setting(key, None, Rank.TASK, f"task {task}", "", file)
+        file = origins[key].file if key in origins else None
+        origins[key] = Setting(key, None, Rank.TASK, f"task {task}", "", file)
     for key in file_keys("hardware", profile, folder, schema.keys):
-        file = file_of("hardware", profile, folder)
+        file = find_config_file("hardware", profile, folder)
         if key not in unused:
-            found[key] = Setting(key, None, Rank.PROFILE, f"profile {profile}", "", file)
-    return found
+            origins[key] = Setting(key, None, Rank.PROFILE, f"profile {profile}", "", file)
+    return origins
 
 
-def of_task_file(
+def task_file_settings(
     task: TaskFile, choices: Mapping[str, str], schema: Schema, problems: list[Problem], notes: list[str]
 ) -> tuple[list[Setting], dict[str, Any]]:
     """Return the settings of the task's file that apply, and those for options that the plan chooses for `auto`."""
-    flat = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in TASK_GROUPS}
-    for_auto = for_auto_of(flat, schema, problems)
+    values = {key: value for key, value in flatten(task.settings, stop=schema.keys) if key not in TASK_GROUPS}
+    for_auto = settings_for_auto(values, schema, problems)
     settings: list[Setting] = []
-    for key, value in flat.items():
-        why = "" if key in for_auto else why_not_for(key, choices, schema)
-        if why:
-            notes.append(f"{key}={text_of_value(value)} of the task is not used: {why}")
+    for key, value in values.items():
+        reason = "" if key in for_auto else explain_unused(key, choices, schema)
+        if reason:
+            notes.append(f"{key}={format_value(value)} of the task is not used: {reason}")
         elif key not in for_auto and key not in GROUPS:  # options that a task may not select are reported elsewhere
             setting = Setting(key, value, Rank.TASK, task.label, f"SETTINGS[{key!r}]")
-            settings += placed(setting, schema, problems)
+            settings += expand_setting(setting, schema, problems)
     return settings, for_auto
 
 
-def typed_setting(key: str, value: Any, argument: str) -> Setting:
+def command_line_setting(key: str, value: Any, argument: str) -> Setting:
     """Return the setting of an override of the command line."""
-    return Setting(key, value, Rank.COMMAND_LINE, COMMAND_LINE, argument, of_phase=key.startswith("phase."))
+    return Setting(key, value, Rank.COMMAND_LINE, COMMAND_LINE, argument, for_phase=key.startswith("phase."))
 
 
-def placed(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterator[Setting]:
+def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) -> Iterator[Setting]:
     """Yield the setting with the key that it belongs to: an entry of a mapping, or several keys under one name."""
     key, value = setting.key, setting.value
     if not isinstance(value, dict):
         key = MAIN_KEYS.get(key, key)
     if key in schema.keys:
         yield replace(
-            setting, key=key, value=_with_names(schema.keys[key].type, value), of_phase=key.startswith("phase.")
+            setting, key=key, value=_stringify_names(schema.keys[key].type, value), for_phase=key.startswith("phase.")
         )
         return
-    inside = schema.known(key)
-    if inside != key and isinstance(schema.keys[inside].default, dict):  # optimizer.lr_scales.head=0.1
-        entry = key.removeprefix(f"{inside}.")
-        yield replace(setting, key=inside, entry=entry, of_phase=inside.startswith("phase."))
+    parent = schema.canonical_key(key)
+    if parent != key and isinstance(schema.keys[parent].default, dict):  # optimizer.lr_scales.head=0.1
+        entry = key.removeprefix(f"{parent}.")
+        yield replace(setting, key=parent, entry=entry, for_phase=parent.startswith("phase."))
     elif isinstance(value, dict) and any(known.startswith(f"{key}.") for known in schema.keys):
         for name, item in value.items():
-            yield from placed(replace(setting, key=f"{key}.{name}", value=item), schema, problems)
+            yield from expand_setting(replace(setting, key=f"{key}.{name}", value=item), schema, problems)
     elif len(problems) < MAX_HINTS:
-        problems.append(unknown(key, setting.where, schema))
+        problems.append(unknown_key_problem(key, setting.where, schema))
     else:
-        problems.append(Problem("unknown key", setting.where, SHOWN_BY))
+        problems.append(Problem("unknown key", setting.where, LIST_KEYS_HINT))
 
 
-def _with_names(kind: Any, value: Any) -> Any:
+def _stringify_names(kind: Any, value: Any) -> Any:
     """Convert integers in lists and mappings of texts to texts: the `0` of a module name is parsed as a number."""
-    items = typing.get_args(kind)[-1:]
-    if isinstance(value, list) and items == (str,):
-        return [_named(item) for item in value]
+    item_types = typing.get_args(kind)[-1:]
+    if isinstance(value, list) and item_types == (str,):
+        return [_stringify(item) for item in value]
     if not isinstance(value, dict):
         return value
-    found = _with_text_keys(value)
-    return {key: _named(item) for key, item in found.items()} if items == (str,) else found
+    mapping = _stringify_keys(value)
+    return {key: _stringify(item) for key, item in mapping.items()} if item_types == (str,) else mapping
 
 
-def _named(item: Any) -> Any:
+def _stringify(item: Any) -> Any:
     return str(item) if type(item) is int else item
 
 
-def _with_text_keys(value: Any) -> Any:
-    return {str(key): _with_text_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _stringify_keys(value: Any) -> Any:
+    return {str(key): _stringify_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 # ---------------------------------------------------------------- phases
 
 
-def phase_choices(
-    declared: Declared,
+def choose_phase_options(
+    declared: DeclaredPhase,
     run: Merged,
     functions: Mapping[str, str],
-    given: Iterable[Setting],
-    file: Path | None,
+    command_line: Iterable[Setting],
+    task_file: Path | None,
     problems: list[Problem],
 ) -> dict[str, Setting]:
     """Return group -> the setting that selects the option of a phase.
 
     run    group -> the setting that selects the option of the run, implemented by `functions`
-    given  settings of the command line for phases
-    file   of the task, which may define options
+    command_line  settings of the command line for phases
+    task_file   of the task, which may define options
     """
     chosen = {}
     for group in PHASE_GROUPS:
-        of_run = replace(run[group], key=declared.key(group), value=functions[group])
-        settings = [of_run, *(setting for setting in given if setting.key == of_run.key)]
+        run_setting = replace(run[group], key=declared.key(group), value=functions[group])
+        settings = [run_setting, *(setting for setting in command_line if setting.key == run_setting.key)]
         if group in declared.settings:
             where = f"PHASES[{declared.name!r}]"
-            settings.append(Setting(of_run.key, declared.settings[group], Rank.TASK, TASK, where, of_phase=True))
-        winner = merge(settings)[of_run.key]
-        known = options_with_function(group, file)
-        if winner.value not in (*known, functions[group]):
-            what = f"unknown {group}; must be one of {', '.join(known)}"
-            problems.append(Problem(what, winner.where, did_you_mean(str(winner.value), known)))
-            winner = of_run
+            settings.append(Setting(run_setting.key, declared.settings[group], Rank.TASK, TASK, where, for_phase=True))
+        winner = merge(settings)[run_setting.key]
+        available = implemented_options(group, task_file)
+        if winner.value not in (*available, functions[group]):
+            what = f"unknown {group}; must be one of {', '.join(available)}"
+            problems.append(Problem(what, winner.where, did_you_mean(str(winner.value), available)))
+            winner = run_setting
         chosen[group] = winner
     return chosen
 
 
-def of_phase(
+def phase_settings(
     phase: PhaseKeys, run: Merged, schema: Schema, task: TaskFile, problems: list[Problem]
 ) -> Iterator[Setting]:
     """Yield the settings of a phase: its defaults, those of the run, and those that the task declares for it.
@@ -355,13 +356,13 @@ def of_phase(
     """
     declared = phase.declared
     for name, key in phase.keys.items():
-        yield Setting(declared.key(name), as_data(key.default))
+        yield Setting(declared.key(name), to_yaml_value(key.default))
         group = name.partition(".")[0]
         if name in run and (group not in PHASE_GROUPS or phase.options[group] == schema.functions[group]):
             yield replace(run[name], key=declared.key(name), file=None)  # the problem is reported for the run
-    for name, value in phase.declared_values(schema.tuned).items():
+    for name, value in phase.declared_values(schema.tuned_options).items():
         where = f"PHASES[{declared.name!r}][{name!r}]"
-        yield from placed(Setting(declared.key(name), value, Rank.TASK, task.label, where), schema, problems)
+        yield from expand_setting(Setting(declared.key(name), value, Rank.TASK, task.label, where), schema, problems)
 
 
 def merge_phases(
@@ -373,24 +374,24 @@ def merge_phases(
     chosen    for each phase, group -> the setting that selects its option
     settings  those of the files and of the command line
     """
-    found: dict[str, Setting] = {}
+    merged: dict[str, Setting] = {}
     for phase, options in zip(schema.phases, chosen, strict=True):
-        lead = phase.declared.key("")
-        own = [setting for setting in settings if setting.key.startswith(lead)]
+        prefix = phase.declared.key("")
+        phase_overrides = [setting for setting in settings if setting.key.startswith(prefix)]
         lengths = phase.declared.key(LENGTHS[0]), phase.declared.key(LENGTHS[1])
-        found |= merge([*of_phase(phase, run, schema, task, problems), *own], lengths)
+        merged |= merge([*phase_settings(phase, run, schema, task, problems), *phase_overrides], lengths)
         for setting in options.values() if phase.declared.kind == "train" else ():
-            found[setting.key] = replace(setting, source=task.label if setting.source == TASK else setting.source)
-    return found
+            merged[setting.key] = replace(setting, source=task.label if setting.source == TASK else setting.source)
+    return merged
 
 
-def notes_of(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterator[str]:
+def unused_setting_notes(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterator[str]:
     """Yield a note for each setting without effect whose key has a value.
 
     settings  those of the task's file and of the command line
     """
     for setting in settings:
-        assignment = f"{setting.key}={text_of_value(setting.value)}"
+        assignment = f"{setting.key}={format_value(setting.value)}"
         winner, group = run.get(setting.key, setting), setting.key.partition(".")[0]
         if setting.rank == Rank.TASK and winner.rank in (Rank.FOLDER_OPTION, Rank.PROFILE):
             yield f"{assignment} of the task is not used: {winner.file or winner.source} sets it"
@@ -400,17 +401,17 @@ def notes_of(settings: Iterable[Setting], run: Merged, schema: Schema) -> Iterat
                 yield f"{assignment} has no effect in phase {phase.declared.name}, whose {group} is {option}"
 
 
-def notes_of_hooks(typed: Iterable[Setting], run: Merged) -> Iterator[str]:
+def disabled_hook_notes(command_line: Iterable[Setting], run: Merged) -> Iterator[str]:
     """Yield a note for each key of the command line that is for a hook which is not enabled."""
-    for setting in typed:
+    for setting in command_line:
         group, _, name = setting.key.rpartition(".")
-        switch = run.get(f"{group}.{ENABLED}")
-        if group.startswith(f"{HOOK}.") and switch is not None and name != ENABLED and switch.value is False:
-            said = f"{setting.key}={text_of_value(setting.value)}"
-            yield f"{said} is not used: the hook is off ({group}.{ENABLED}=true enables it)"
+        enabled = run.get(f"{group}.{ENABLED}")
+        if group.startswith(f"{HOOK}.") and enabled is not None and name != ENABLED and enabled.value is False:
+            assignment = f"{setting.key}={format_value(setting.value)}"
+            yield f"{assignment} is not used: the hook is off ({group}.{ENABLED}=true enables it)"
 
 
-def task_size(typed: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:
+def task_size(command_line: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:
     """Return the size of the task, which selects settings of SIZES before anything is composed."""
     folder = request.config_dir
     sizes = [Setting("task.size", default)]
@@ -420,15 +421,15 @@ def task_size(typed: Iterable[Setting], task: str, profile: str, request: Reques
     ):
         if isinstance(content, Mapping) and content.get("size") is not None:
             sizes.append(Setting("task.size", content["size"], rank))
-    sizes += [setting for setting in typed if setting.key == "task.size"]
+    sizes += [setting for setting in command_line if setting.key == "task.size"]
     return str(merge(sizes)["task.size"].value)
 
 
-def values_of(merged: Merged) -> dict[str, Any]:
+def setting_values(merged: Merged) -> dict[str, Any]:
     """Return key -> value."""
     return {key: setting.value for key, setting in merged.items()}
 
 
-def sources_of(merged: Merged) -> dict[str, str]:
+def setting_sources(merged: Merged) -> dict[str, str]:
     """Return key -> source for all keys that are not defaults."""
     return {key: setting.source for key, setting in merged.items() if setting.source != DEFAULT}

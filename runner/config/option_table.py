@@ -12,12 +12,12 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from runner.base.errors import AccelRunError, TaskFault
-from runner.config.own_tables import HOOK_TABLE, hook_name
+from runner.config.custom_tables import HOOK_TABLE, hook_name
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def make(table: Mapping[str, Callable[..., Made]], option: str, /, *given: Any, **keys: Any) -> Made:
+def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *args: Any, **keys: Any) -> Result:
     """Call the function of `option` in `table` with the runner's arguments and the user's settings.
 
     option  name in the table, or `PLACE:TABLE:NAME` for an option of a task file or a package
@@ -25,29 +25,31 @@ def make(table: Mapping[str, Callable[..., Made]], option: str, /, *given: Any, 
     """
     if ":" not in option:
         assert option in table, f"{option} is not in the table {sorted(table)}"
-        return table[option](*given, **keys)
-    place, of_place, name = option.rsplit(":", 2)
+        return table[option](*args, **keys)
+    location, table_name, name = option.rsplit(":", 2)
     try:
-        entries = getattr(_module(place), of_place)
-        if of_place == HOOK_TABLE:  # a list of classes
+        entries = getattr(_import_module(location), table_name)
+        if table_name == HOOK_TABLE:  # a list of classes
             entries = {hook_name(kind.__name__): kind for kind in entries}
-        function: Callable[..., Made] = entries[name]
-        return function(*given, **keys)
+        function: Callable[..., Result] = entries[name]
+        return function(*args, **keys)
     except AccelRunError:
         raise
     except Exception as error:
         fix = "fix the function, or use another option"
-        raise TaskFault(f"{type(error).__name__}: {error}", where=f"{place}: {of_place}[{name!r}]", fix=fix) from error
+        raise TaskFault(
+            f"{type(error).__name__}: {error}", where=f"{location}: {table_name}[{name!r}]", fix=fix
+        ) from error
 
 
-def file_of_reference(reference: str) -> Path:
+def reference_file(reference: str) -> Path:
     """Return the file of the module that `PLACE:TABLE:NAME` names, which is loaded."""
-    module = _module(reference.rsplit(":", 2)[0])
+    module = _import_module(reference.rsplit(":", 2)[0])
     return Path(str(module.__file__))
 
 
 class UncachedLoader(SourceFileLoader):
-    """Compiles a file at each start: kept bytecode is stale if an edit keeps second and size of the file."""
+    """Compile a file at each start: cached bytecode is stale if an edit keeps the file's size and time in seconds."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -75,8 +77,8 @@ def load_file(file: Path) -> ModuleType:
     return module
 
 
-def _module(place: str) -> ModuleType:
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    loaded = sys.modules.get(Path(place).stem)
-    return loaded if loaded is not None and getattr(loaded, "__file__", None) == place else load_file(Path(place))
+def _import_module(location: str) -> ModuleType:
+    if not location.endswith(".py"):
+        return importlib.import_module(location)
+    loaded = sys.modules.get(Path(location).stem)
+    return loaded if loaded is not None and getattr(loaded, "__file__", None) == location else load_file(Path(location))

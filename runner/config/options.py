@@ -12,12 +12,18 @@ from runner.base.paths import PACKAGE, shipped_path
 from runner.config.aliases import (
     PRECISION_NAMES,
 )
-from runner.config.own_options import TASK, by_reference, file_of_task, own_hooks, own_options
-from runner.config.request import Request, text_of_value
+from runner.config.custom_options import (
+    TASK,
+    find_by_reference,
+    find_custom_hooks,
+    find_custom_options,
+    packaged_task_file,
+)
+from runner.config.request import Request, format_value
 from runner.config.schema import (
     Key,
     Signature,
-    choices_of,
+    literal_choices,
     read_functions,
     settings_keys,
 )
@@ -54,76 +60,76 @@ GROUPS = (*AXES, "task", "hardware")
 SOURCES = {group: PACKAGE / file for group, file in AXES.items()}
 
 
-def options_of(group: str, config_dir: Path | None = None, task_file: Path | None = None) -> list[str]:
+def list_options(group: str, config_dir: Path | None = None, task_file: Path | None = None) -> list[str]:
     """Return the names of a group's options, including those of the user's folder, task file and packages."""
-    of_folder = (file.stem for file in (config_dir / group).glob("*.yaml")) if config_dir else ()
-    own = (name for of_group, name in own_options(task_file) if of_group == group)
-    return sorted({*_names_shipped(group), *of_folder, *own})
+    user_options = (file.stem for file in (config_dir / group).glob("*.yaml")) if config_dir else ()
+    custom = (name for custom_group, name in find_custom_options(task_file) if custom_group == group)
+    return sorted({*_shipped_names(group), *user_options, *custom})
 
 
-def options_of_groups() -> dict[str, list[str]]:
+def list_all_options() -> dict[str, list[str]]:
     """Return every group with the names of its shipped options."""
-    return {group: options_of(group) for group in GROUPS}
+    return {group: list_options(group) for group in GROUPS}
 
 
-def names_of_options(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
+def collect_option_names(task_file: Path | None = None, config_dir: Path | None = None) -> set[str]:
     """Return the names of all options, and all literal choices of keys: of the settings, the options and the tasks."""
-    found = {file.stem for file in shipped_path("conf").rglob("*.yaml")}
-    found.update(*(options_of(group, config_dir, task_file) for group in GROUPS))
+    names = {file.stem for file in shipped_path("conf").rglob("*.yaml")}
+    names.update(*(list_options(group, config_dir, task_file) for group in GROUPS))
     keys = [*settings_keys(Settings).values()]
     for file in {*SOURCES.values(), *(task_source(task.name, None) for task in shipped_tasks()), task_file}:
         with suppress(OSError, SyntaxError, ValueError):  # errors in a task's file are reported when it is read
             functions = read_functions(file).values() if file else ()
             keys += [key for function in functions for key in function.keys.values()]
-    return found.union(*(choices_of(key.type) for key in keys))
+    return names.union(*(literal_choices(key.type) for key in keys))
 
 
 @cache
-def _names_shipped(group: str) -> tuple[str, ...]:
+def _shipped_names(group: str) -> tuple[str, ...]:
     return tuple(file.stem for file in (shipped_path("conf") / group).glob("*.yaml"))
 
 
-def function_of(group: str, option: str, task_file: Path | None = None) -> Signature | None:
+def find_signature(group: str, option: str, task_file: Path | None = None) -> Signature | None:
     """Return the signature of an option, or None if it has no function (such as `auto`).
 
     option  a name, or what `reference_of` returns
     """
-    own = by_reference(option) if ":" in option else own_options(task_file).get((group, option))
-    return own.signature if own else read_functions(SOURCES[group]).get(option.replace("-", "_"))
+    custom = find_by_reference(option) if ":" in option else find_custom_options(task_file).get((group, option))
+    return custom.signature if custom else read_functions(SOURCES[group]).get(option.replace("-", "_"))
 
 
-def options_with_function(group: str, task_file: Path | None) -> list[str]:
+def implemented_options(group: str, task_file: Path | None) -> list[str]:
     """Return the options of a group that a phase or an objective may choose: shipped ones and those of the task."""
-    return [option for option in options_of(group, None, task_file) if function_of(group, option, task_file)]
+    return [option for option in list_options(group, None, task_file) if find_signature(group, option, task_file)]
 
 
-def reference_of(group: str, option: str, task_file: Path | None) -> str:
+def option_reference(group: str, option: str, task_file: Path | None) -> str:
     """Return the reference to the function of an option for `option_table.make`: its name if it is shipped."""
-    own = own_options(task_file).get((group, option))
-    return own.reference if own else option
+    custom = find_custom_options(task_file).get((group, option))
+    return custom.reference if custom else option
 
 
-def own_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterator[tuple[str, str, str]]:
+def custom_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterator[tuple[str, str, str]]:
     """Yield group, option and origin of the chosen options that are not shipped."""
-    own = own_options(task_file)
+    custom = find_custom_options(task_file)
     for group, option in functions.items():
-        if (group, option) in own:
-            yield group, option, own[group, option].origin
+        if (group, option) in custom:
+            yield group, option, custom[group, option].origin
 
 
-def notes_of_own(functions: Mapping[str, str], task: str, request: Request) -> Iterator[str]:
+def custom_option_notes(functions: Mapping[str, str], task: str, request: Request) -> Iterator[str]:
     """Yield a note for each option, hook and task that is not shipped, with its origin."""
-    for group, option, origin in own_choices({**functions, TASK: task}, request.task_file):
+    for group, option, origin in custom_choices({**functions, TASK: task}, request.task_file):
         file = request.config_dir / group / f"{option}.yaml" if request.config_dir else None
         values = f", with the values of {file}" if file and file.is_file() else ""
         yield f"{group}={option} is from {origin}{values}"
-    for hook in own_hooks(request.task_file):
+    for hook in find_custom_hooks(request.task_file):
         yield f"hook {hook.name} is from {hook.origin}"
 
 
 def task_source(name: str, task_file: Path | None) -> Path:
     """Return the Python file that defines the task."""
-    return task_file or file_of_task(name) or shipped_path("tasks") / name / "task.py"
+    return task_file or packaged_task_file(name) or shipped_path("tasks") / name / "task.py"
 
 
 def shipped_tasks() -> list[Path]:
@@ -133,30 +139,30 @@ def shipped_tasks() -> list[Path]:
 @cache
 def all_keys() -> Mapping[str, tuple[Key, ...]]:
     """Return the keys of the settings and of all shipped options, each with its declarations in all options."""
-    found = {name: (key,) for name, key in settings_keys(Settings).items()}
+    keys = {name: (key,) for name, key in settings_keys(Settings).items()}
     for group in AXES:
-        for option in options_of(group):
-            signature = function_of(group, option)
+        for option in list_options(group):
+            signature = find_signature(group, option)
             for name, key in (signature.keys if signature else {}).items():
-                found[f"{group}.{name}"] = (*found.get(f"{group}.{name}", ()), key)
-    return found
+                keys[f"{group}.{name}"] = (*keys.get(f"{group}.{name}", ()), key)
+    return keys
 
 
-def option_name(group: str, value: Any, known: Iterable[str]) -> str:
+def canonical_option(group: str, value: Any, available: Iterable[str]) -> str:
     """Return the canonical option name; off, none, false and null are interchangeable."""
     if value is None or value is False or value in ("none", "off"):
-        return next((name for name in ("off", "none") if name in known), text_of_value(value))
+        return next((name for name in ("off", "none") if name in available), format_value(value))
     name = "on" if value is True else str(value)
     return PRECISION_NAMES.get(name.lower(), name) if group == "precision" else name
 
 
-def option_with(group: str, key: str, task_file: Path | None = None) -> str | None:
+def option_with_key(group: str, key: str, task_file: Path | None = None) -> str | None:
     """Return the first option of the group that has this key, or a mapping that contains it."""
     order = [*read_functions(SOURCES[group])]  # common options come first in the source
     for option in sorted(
-        options_of(group, None, task_file), key=lambda each: order.index(each) if each in order else len(order)
+        list_options(group, None, task_file), key=lambda name: order.index(name) if name in order else len(order)
     ):
-        signature = function_of(group, option, task_file)
+        signature = find_signature(group, option, task_file)
         if signature and key.partition(".")[0] in signature.keys:
             return option
     return None

@@ -7,33 +7,33 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import Problem, to_one_line
-from runner.config.aliases import fix_of_argument, fix_of_option
+from runner.config.aliases import suggestion_for_argument, suggestion_for_option
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
-from runner.config.options import GROUPS, all_keys, option_name, options_of, options_of_groups
-from runner.config.request import Request, key_of, plain_key_of, text_of_value
+from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
+from runner.config.request import Request, format_value, override_key, plain_override_key
 from runner.config.schema import MAX_SHOWN, did_you_mean
 from runner.config.suggestions import (
+    LIST_KEYS_HINT,
     MAX_HINTS,
-    SHOWN_BY,
     is_valid_override,
+    make_valid_override,
     parse_override,
-    suggest_instead_of_deleting,
+    suggest_for_deletion,
     suggest_override,
     translate_key,
-    valid_override,
 )
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
-MAX_WORD = 20_000  # maximum characters of an argument
+MAX_ARGUMENT_CHARACTERS = 20_000  # maximum characters of an argument
 
 
-MAX_UNREAD = 200  # number of problems after which the remaining arguments are not parsed
+MAX_PARSE_PROBLEMS = 200  # number of problems after which the remaining arguments are not parsed
 
 
-def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
+def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
     """Parse each argument with Hydra's grammar; an invalid one becomes a problem with a suggestion."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -41,20 +41,22 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
     parser = OverridesParser.create()
     parsed: list[Override] = []
     problems: list[Problem] = []
-    for argument in _joined(request, problems):
-        if len(problems) >= MAX_UNREAD:
+    for argument in _read_assignments(request, problems):
+        if len(problems) >= MAX_PARSE_PROBLEMS:
             what = "and the arguments after it were not parsed: too many before it are invalid"
             problems.append(Problem(what, argument, "fix those first; put many settings into a file"))
             break
-        if len(argument) > MAX_WORD or _depth(argument) > MAX_DEPTH:  # the parser would take seconds to reject it
-            what = f"must have at most {MAX_WORD:,} characters and be nested at most {MAX_DEPTH} deep"
+        if (
+            len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH
+        ):  # the parser would take seconds to reject it
+            what = f"must have at most {MAX_ARGUMENT_CHARACTERS:,} characters and be nested at most {MAX_DEPTH} deep"
             problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long texts into a file"))
             continue
         try:
             override = parse_override(parser, argument)
         except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
-            what = f"cannot be parsed: {_why_invalid(argument, error)}"
-            problems.append(Problem(what, argument, _instead_of(argument)))
+            what = f"cannot be parsed: {_explain_syntax_error(argument, error)}"
+            problems.append(Problem(what, argument, _suggest_syntax(argument)))
             continue
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
@@ -62,13 +64,13 @@ def parse(request: Request, *, sweeps: bool = False) -> tuple[list[Override], li
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            problems.append(_no_sweep(override, argument, request.own_keys))
+            problems.append(_sweep_problem(override, argument, request.own_keys))
             continue
         parsed.append(override)
     return parsed, problems
 
 
-def _no_sweep(override: Override, argument: str, own_keys: tuple[str, ...]) -> Problem:
+def _sweep_problem(override: Override, argument: str, own_keys: tuple[str, ...]) -> Problem:
     """Return the problem of several values where one is needed, such as gpus=0,1 or betas=0.9,0.95."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
@@ -77,50 +79,50 @@ def _no_sweep(override: Override, argument: str, own_keys: tuple[str, ...]) -> P
         suggestion = translate_key(name, value, own_keys)
     if suggestion:
         return Problem("is not one value", argument, suggestion)
-    is_open = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
-    means = "find the best of them with accel-run search" if is_open else "run them all with accel-run train -m"
-    quoting = f", or quote it: '{_quoted(argument)}'" if _may_be_quoted(argument) else ""
-    return Problem("is a sweep over several values", argument, f"{means}{quoting}")
+    is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
+    advice = "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
+    quoting_hint = f", or quote it: '{_quote(argument)}'" if _can_be_quoted(argument) else ""
+    return Problem("is a sweep over several values", argument, f"{advice}{quoting_hint}")
 
 
-def _why_invalid(argument: str, error: BaseException) -> str:
+def _explain_syntax_error(argument: str, error: BaseException) -> str:
     """Explain why an argument is invalid, without terms of the grammar."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     key, _, value = argument.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", key):
         return "a setting is written key=value; a key has letters, digits, _ and dots"
-    if _HALF_A_LIST.search(argument):
+    if _INCOMPLETE_LIST.search(argument):
         return "a list has an empty value"
     for opening, closing in ("[]", "{}", "()"):
         if value.count(opening) != value.count(closing):
-            more = opening if value.count(opening) > value.count(closing) else closing
-            return f"{more} has no counterpart"
-    special = sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= "))
-    quoted = f"the value has {' '.join(special)}, which must be quoted; lists are written with [ and ]"
-    return quoted if special else "the value is not a text, a number or a list"
+            unmatched = opening if value.count(opening) > value.count(closing) else closing
+            return f"{unmatched} has no counterpart"
+    special_characters = sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= "))
+    quoted = f"the value has {' '.join(special_characters)}, which must be quoted; lists are written with [ and ]"
+    return quoted if special_characters else "the value is not a text, a number or a list"
 
 
-def _instead_of(argument: str) -> str:
+def _suggest_syntax(argument: str) -> str:
     """Return a suggestion for an argument that cannot be parsed."""
     key, _, value = argument.partition("=")
-    if _HALF_A_LIST.search(argument):
+    if _INCOMPLETE_LIST.search(argument):
         return "use key=1,2, or choice(1,2)"
-    if _may_be_quoted(argument):
-        return f"quote it: '{_quoted(argument)}'"
-    return f"use {valid_override(key_of(key), value.strip(chr(34)))}"
+    if _can_be_quoted(argument):
+        return f"quote it: '{_quote(argument)}'"
+    return f"use {make_valid_override(override_key(key), value.strip(chr(34)))}"
 
 
-_HALF_A_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
+_INCOMPLETE_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
 
 
-def _may_be_quoted(argument: str) -> bool:
+def _can_be_quoted(argument: str) -> bool:
     """Return whether the value may be a text: that of a group or of a number may not."""
-    key = key_of(argument)
-    return is_valid_override(_quoted(argument)) if key in GROUPS or key in all_keys() else True
+    key = override_key(argument)
+    return is_valid_override(_quote(argument)) if key in GROUPS or key in all_keys() else True
 
 
-def _depth(argument: str) -> int:
+def _nesting_depth(argument: str) -> int:
     """Return the nesting depth of brackets, including those in quoted text."""
     depth = deepest = 0
     for char in argument:
@@ -129,45 +131,47 @@ def _depth(argument: str) -> int:
     return deepest
 
 
-def _joined(request: Request, problems: list[Problem]) -> Iterator[str]:
+def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str]:
     """Yield arguments of the form key=value; report `--lr 0.1` and arguments without value as problems."""
 
-    def proper(key: str, value: str) -> str:
-        return suggest_override(key, value, request.own_keys) if len(problems) < MAX_HINTS else SHOWN_BY
+    def suggest(key: str, value: str) -> str:
+        return suggest_override(key, value, request.own_keys) if len(problems) < MAX_HINTS else LIST_KEYS_HINT
 
-    rest = list(request.overrides)
-    while rest:
-        argument = rest.pop(0)
+    pending = list(request.overrides)
+    while pending:
+        argument = pending.pop(0)
         if argument.startswith("-"):
             key, has_value, value = argument.lstrip("-").partition("=")
-            if not has_value and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-                value = rest.pop(0)
+            if not has_value and pending and "=" not in pending[0] and not pending[0].startswith("-"):
+                value = pending.pop(0)
                 argument = f"{argument} {value}"
-            what, fix = "unknown option; settings have the form key=value", proper(key, value)
+            what, fix = "unknown option; settings have the form key=value", suggest(key, value)
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
             problems.append(Problem(what, argument, fix))
-        elif rest and (rest[0] == "=" or (argument.endswith(("=", ":")) and not re.search("^[-~]|=", rest[0]))):
-            # One problem of both words, in which a secret is recognized by its key and not repeated.
-            sign = f" {rest.pop(0)}" if rest[0] == "=" else ""
-            value = rest.pop(0) if rest else ""
+        elif pending and (
+            pending[0] == "=" or (argument.endswith(("=", ":")) and not re.search("^[-~]|=", pending[0]))
+        ):
+            # Reported as one problem: a secret is then recognized by its key and not printed.
+            equals_sign = f" {pending.pop(0)}" if pending[0] == "=" else ""
+            value = pending.pop(0) if pending else ""
             key = argument.rstrip("=:")
             what = "is not a setting; settings have the form key=value"
-            problems.append(Problem(what, f"{argument}{sign} {value}".strip(), proper(key, value)))
+            problems.append(Problem(what, f"{argument}{equals_sign} {value}".strip(), suggest(key, value)))
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
-            fix = fix_of_argument(to_one_line(argument, MAX_SHOWN), options_of_groups()) or proper(argument, "")
+            fix = suggestion_for_argument(to_one_line(argument, MAX_SHOWN), list_all_options()) or suggest(argument, "")
             problems.append(Problem(what, argument if argument.strip() else f"{argument!r}", fix))
         else:
             yield argument
 
 
-def _quoted(argument: str) -> str:
+def _quote(argument: str) -> str:
     key, _, value = argument.partition("=")
     return f'{to_one_line(key, MAX_SHOWN)}="{to_one_line(value, MAX_SHOWN)}"'
 
 
-def split(
+def split_overrides(
     parsed: list[Override], request: Request, problems: list[Problem]
 ) -> tuple[dict[str, str], list[tuple[str, Any, str]]]:
     """Divide overrides into group -> option and (key, value, argument); invalid ones become problems."""
@@ -177,7 +181,7 @@ def split(
         key, argument = override.key_or_group, override.input_line or ""
         if override.is_delete():
             problems.append(
-                Problem("settings cannot be deleted", argument, suggest_instead_of_deleting(plain_key_of(argument)))
+                Problem("settings cannot be deleted", argument, suggest_for_deletion(plain_override_key(argument)))
             )
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(
@@ -188,23 +192,23 @@ def split(
                 )
             )
         elif override.package is not None:
-            fix = f"use {key}={to_one_line(text_of_value(override.value()), MAX_SHOWN)}"
+            fix = f"use {key}={to_one_line(format_value(override.value()), MAX_SHOWN)}"
             problems.append(Problem("packages (@) are not supported", argument, fix))
         elif key in GROUPS:
-            known = options_of(key, request.config_dir, request.task_file)
-            option = option_name(key, override.value(), known)
+            available = list_options(key, request.config_dir, request.task_file)
+            option = canonical_option(key, override.value(), available)
             if key in groups:
                 problems.append(
                     Problem(f"{key} is given twice, {groups[key]} and {option}", argument, "give one of them")
                 )
             elif key == "task" and request.task_file:
                 problems.append(Problem("the task is given twice, here and by --task", argument, "give one of them"))
-            elif option not in known:
-                near = fix_of_option(key, option) or did_you_mean(option, known)
+            elif option not in available:
+                suggestion = suggestion_for_option(key, option) or did_you_mean(option, available)
                 if key == "task" and option.endswith(".py"):
-                    near = f"use --task {to_one_line(option, MAX_SHOWN)}"
-                listed = "one of " + ", ".join(known)
-                problems.append(Problem(f"unknown {key}; must be {listed}", argument, near))
+                    suggestion = f"use --task {to_one_line(option, MAX_SHOWN)}"
+                listed = "one of " + ", ".join(available)
+                problems.append(Problem(f"unknown {key}; must be {listed}", argument, suggestion))
             else:
                 groups[key] = option
         else:

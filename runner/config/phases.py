@@ -1,4 +1,4 @@
-"""Phases as data: a task's PHASES, and the keys of each phase."""
+"""Parse the PHASES of a task, and list the keys of each phase."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from runner.config.settings import Settings
 
 KINDS = ("train", "fit")
 INFERENCE = "infer"  # phase of every task that predicts with the trained model
-GROUPS = ("optimizer", "scheduler")  # groups for which a phase may choose another option
+PHASE_GROUPS = ("optimizer", "scheduler")  # groups for which a phase may choose another option
 # groups for which a task may choose another option, because they are part of the mathematics
-TASK_GROUPS = (*GROUPS, "sampler", "averaging", "adapter", "sharpness")
-_OF_FIT = ("global_batch_size", "micro_batch_size", "evaluate.samples")
-_OF_TRAIN = (*_OF_FIT, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")
-_STRUCTURE = ("kind", "needs")  # structure of a phase; cannot be changed on the command line
+TASK_GROUPS = (*PHASE_GROUPS, "sampler", "averaging", "adapter", "sharpness")
+_FIT_KEYS = ("global_batch_size", "micro_batch_size", "evaluate.samples")
+_TRAIN_KEYS = (*_FIT_KEYS, "evaluate", "updates", "epochs", "max_grad_norm", "early_stopping")
+_STRUCTURE_KEYS = ("kind", "needs")  # structure of a phase; cannot be changed on the command line
 LENGTHS = ("updates", "epochs")
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredPhase:
     """A phase as declared in the task's file: `settings` maps keys to values, without the phase's name as prefix."""
 
     name: str
@@ -35,54 +35,56 @@ class Declared:
         return f"phase.{self.name}.{name}"
 
 
-def read_phases(
-    literal: Mapping[str, Any], more: Mapping[str, Any], source: str, problems: list[Problem]
-) -> tuple[Declared, ...]:
-    """Parse the PHASES literal; `more` (`phase.NAME.KEY` of SETTINGS and SIZES) overrides it."""
-    found: list[Declared] = []
-    for name, content in literal.items():
+def parse_phases(
+    literal: Mapping[str, Any], overrides: Mapping[str, Any], source: str, problems: list[Problem]
+) -> tuple[DeclaredPhase, ...]:
+    """Parse the PHASES literal; `overrides` (`phase.NAME.KEY` of SETTINGS and SIZES) overrides it."""
+    phases: list[DeclaredPhase] = []
+    for name, declaration in literal.items():
         where = f"{source}: PHASES[{name!r}]"
-        if not isinstance(content, dict) or not str(name).isidentifier() or name == INFERENCE:
+        if not isinstance(declaration, dict) or not str(name).isidentifier() or name == INFERENCE:
             what = f"must be a name other than {INFERENCE}, with a mapping of keys to values"
             problems.append(Problem(what, where))
             continue
-        kind, needs = content.get("kind", "train"), content.get("needs", [])
-        if not isinstance(needs, list) or not all(isinstance(key, str) for key in content):
+        kind, needs = declaration.get("kind", "train"), declaration.get("needs", [])
+        if not isinstance(needs, list) or not all(isinstance(key, str) for key in declaration):
             problems.append(Problem('needs must be a list of phases, such as ["pretrain"], and keys are texts', where))
             continue
         if kind not in KINDS:
             problems.append(Problem(f"kind must be {' or '.join(KINDS)}, but is {kind}", where))
             continue
-        before = [phase.name for phase in found]
+        earlier = [phase.name for phase in phases]
         problems += [
-            Problem(f"needs {other}, which is no phase before it", where, did_you_mean(str(other), before))
-            for other in needs
-            if other not in before
+            Problem(f"needs {needed}, which is no phase before it", where, did_you_mean(str(needed), earlier))
+            for needed in needs
+            if needed not in earlier
         ]
-        lead = f"phase.{name}."
-        settings = {key: value for key, value in content.items() if key not in _STRUCTURE}
-        settings |= {key.removeprefix(lead): value for key, value in more.items() if key.startswith(lead)}
-        found.append(Declared(name, kind, tuple(needs), settings))
-    return tuple(found)
+        prefix = f"phase.{name}."
+        settings = {key: value for key, value in declaration.items() if key not in _STRUCTURE_KEYS}
+        settings |= {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
+        phases.append(DeclaredPhase(name, kind, tuple(needs), settings))
+    return tuple(phases)
 
 
-def keys_of(
-    phase: Declared, options: Mapping[str, str], signature: Callable[[str, str], Signature | None]
+def phase_keys(
+    phase: DeclaredPhase, options: Mapping[str, str], signature: Callable[[str, str], Signature | None]
 ) -> dict[str, Key]:
     """Return the keys that can be set for a phase, by their name within it.
 
     options   group -> option that the phase uses
     signature  (group, option) -> the function behind it
     """
-    wanted = _OF_TRAIN if phase.kind == "train" else _OF_FIT
+    allowed = _TRAIN_KEYS if phase.kind == "train" else _FIT_KEYS
     keys = {
-        name: key for name, key in settings_keys(Settings).items() if name in wanted or name.partition(".")[0] in wanted
+        name: key
+        for name, key in settings_keys(Settings).items()
+        if name in allowed or name.partition(".")[0] in allowed
     }
     if phase.kind == "fit":
         return keys
     keys["trains"] = Key("trains", list[str] | None, None, "names or prefixes of the parameters that are trained")
-    for group in GROUPS:
+    for group in PHASE_GROUPS:
         keys[group] = Key(group, str, options[group], f"option of {group}")
-        behind = signature(group, options[group])
-        keys |= {f"{group}.{name}": key for name, key in (behind.keys.items() if behind else ())}
+        option_signature = signature(group, options[group])
+        keys |= {f"{group}.{name}": key for name, key in (option_signature.keys.items() if option_signature else ())}
     return keys

@@ -25,31 +25,31 @@ class Request:
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
     """Return the old overrides without those of the new keys and their subkeys, followed by the new ones."""
     new = tuple(new)
-    roots = tuple(f"{plain_key_of(argument)}." for argument in new)
-    return (*(argument for argument in old if not f"{plain_key_of(argument)}.".startswith(roots)), *new)
+    roots = tuple(f"{plain_override_key(argument)}." for argument in new)
+    return (*(argument for argument in old if not f"{plain_override_key(argument)}.".startswith(roots)), *new)
 
 
-def override_of(key: str, text: str) -> str:
+def format_override(key: str, text: str) -> str:
     """Return the command-line argument that sets the key to exactly this text."""
     if re.fullmatch(r"[\w./@:+-]+", text, re.ASCII):
         return f"{key}={text}"
-    escaped = re.sub(r'(\\*)("|$)', lambda found: found[1] * 2 + ('\\"' if found[2] else ""), text)
+    escaped = re.sub(r'(\\*)("|$)', lambda match: match[1] * 2 + ('\\"' if match[2] else ""), text)
     return f'{key}="{escaped}"'
 
 
-def key_of(argument: str) -> str:
+def override_key(argument: str) -> str:
     """Return the key of an argument, including a leading ~ (deletion), which is refused later."""
     return argument.partition("=")[0].lstrip("+")
 
 
-def plain_key_of(argument: str) -> str:
-    return key_of(argument).lstrip("+~")
+def plain_override_key(argument: str) -> str:
+    return override_key(argument).lstrip("+~")
 
 
-def text_of_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return f"[{','.join(text_of_value(item) for item in value)}]" if isinstance(value, (list, tuple)) else str(value)
+    return f"[{','.join(format_value(item) for item in value)}]" if isinstance(value, (list, tuple)) else str(value)

@@ -71,15 +71,15 @@ def read_functions(path: Path) -> Mapping[str, Signature]:
 
     Raises SyntaxError as Python would.
     """
-    found = {}
+    signatures = {}
     for node in read_module(path).body:
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = _signature(node, path)
+            signatures[node.name] = _read_signature(node, path)
         elif isinstance(node, ast.ClassDef):
             for member in node.body:
                 if isinstance(member, ast.FunctionDef):
-                    found[f"{node.name}.{member.name}"] = _signature(member, path)
-    return found
+                    signatures[f"{node.name}.{member.name}"] = _read_signature(member, path)
+    return signatures
 
 
 @cache
@@ -88,7 +88,7 @@ def read_classes(path: Path) -> Mapping[str, ast.ClassDef]:
     return {node.name: node for node in read_module(path).body if isinstance(node, ast.ClassDef)}
 
 
-def docstring_of(node: ast.ClassDef) -> tuple[str, Mapping[str, str]]:
+def read_docstring(node: ast.ClassDef) -> tuple[str, Mapping[str, str]]:
     """Return the first line of a class's docstring, and the meanings of keys in it."""
     docstring = ast.get_docstring(node) or ""
     return docstring.split("\n", 1)[0], _help_lines(docstring)
@@ -111,26 +111,28 @@ def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
     return keys
 
 
-def defaults(keys: Mapping[str, Key]) -> dict[str, Any]:
+def default_values(keys: Mapping[str, Key]) -> dict[str, Any]:
     """Return the default of each key that has one, as in a YAML file; lists and mappings are copied."""
-    return {name: as_data(key.default) for name, key in keys.items() if key.default is not REQUIRED}
+    return {name: to_yaml_value(key.default) for name, key in keys.items() if key.default is not REQUIRED}
 
 
-def fault(annotation: Any, value: Any) -> str | None:
+def describe_mismatch(annotation: Any, value: Any) -> str | None:
     """Return a description of the expected type if `value` does not match it, else None."""
-    return None if _fits(annotation, value) else f"must be {in_words(annotation)}, but is {_shown(value)}"
+    return (
+        None if _matches(annotation, value) else f"must be {describe_type(annotation)}, but is {_format_shown(value)}"
+    )
 
 
-def in_words(annotation: Any) -> str:
+def describe_type(annotation: Any) -> str:
     """Describe a type: `a number above 0, or auto`."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        words = [item.description for item in arguments[1:] if isinstance(item, (Range, Matches))]
-        return words[0] if words else in_words(arguments[0])
+        descriptions = [item.description for item in arguments[1:] if isinstance(item, (Range, Matches))]
+        return descriptions[0] if descriptions else describe_type(arguments[0])
     if origin is typing.Literal:
-        return _one_of([_plain(item) for item in arguments])
+        return _join_alternatives([_format_literal(item) for item in arguments])
     if origin in (typing.Union, types.UnionType):
-        return _one_of([in_words(item) for item in arguments])
+        return _join_alternatives([describe_type(item) for item in arguments])
     if origin is list or annotation is list:
         return "a list" + (f" of {_plural(arguments[0])}" if arguments else "")
     if origin is tuple:
@@ -140,14 +142,14 @@ def in_words(annotation: Any) -> str:
     return _TYPE_WORDS.get(annotation, str(annotation))
 
 
-def choices_of(annotation: Any) -> set[str]:
+def literal_choices(annotation: Any) -> set[str]:
     """Return the literal strings of a type, e.g. those of `Literal["sum", "mean"] | float`."""
     if typing.get_origin(annotation) is typing.Literal:
         return {item for item in typing.get_args(annotation) if isinstance(item, str)}
-    return set().union(*map(choices_of, typing.get_args(annotation)))
+    return set().union(*map(literal_choices, typing.get_args(annotation)))
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
+def find_nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None:
     """Return the most similar known word, or None if none is similar enough: a wrong suggestion is worse than none."""
     if len(word) > MAX_SHOWN:
         return None
@@ -156,24 +158,28 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.75) -> str | None
     group, dot, name = word.lower().rpartition(".")
     if dot:  # a long common prefix does not make keys similar
         siblings = {key.removeprefix(f"{group}."): key for key in lowered if key.rpartition(".")[0] == group}
-        if close := _close(name, siblings, cutoff):
+        if close := _find_close(name, siblings, cutoff):
             return lowered[siblings[close]]
         lowered = {key: candidate for key, candidate in lowered.items() if key not in siblings.values()}
-    if close := _close(word.lower(), lowered, cutoff):
+    if close := _find_close(word.lower(), lowered, cutoff):
         return lowered[close]
-    last = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}
-    close = _close(word.rsplit(".", 1)[-1].lower(), last, max(cutoff, 0.85))
-    return last[close] if close else None
+    last_parts = {key.rsplit(".", 1)[-1].lower(): key for key in reversed(candidates)}
+    close = _find_close(word.rsplit(".", 1)[-1].lower(), last_parts, max(cutoff, 0.85))
+    return last_parts[close] if close else None
 
 
-def _close(word: str, known: Iterable[str], cutoff: float) -> str | None:
+def _find_close(word: str, known: Iterable[str], cutoff: float) -> str | None:
     """Return a known word that is one typo away, else the most similar one above the cutoff.
 
     A word of up to three letters may have the typo anywhere but in the first letter (l4 is not t4, tpu is not cpu);
     one of up to four letters may have one typo only.
     """
     known = list(known)
-    one_away = [each for each in known if is_one_typo(word, each) and (len(word) > 3 or word[:1] in each[:2])]
+    one_away = [
+        candidate
+        for candidate in known
+        if is_one_typo(word, candidate) and (len(word) > 3 or word[:1] in candidate[:2])
+    ]
     if one_away:
         cutoff = 0.0
     elif len(word) <= 4:
@@ -188,18 +194,23 @@ def is_one_typo(word: str, other: str) -> bool:
     if not 0 <= abs(len(word) - len(other)) <= 1 or min(len(word), len(other)) < 2:
         return False
     start = next(
-        (at for at, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]),
+        (index for index, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]),
         len(min(word, other, key=len)),
     )
-    rests = word[start:], other[start:]
-    swapped = rests[0][:2] == rests[1][:2][::-1] and rests[0][2:] == rests[1][2:]
-    return swapped or rests[0][1:] == rests[1][1:] or rests[0][1:] == rests[1] or rests[0] == rests[1][1:]
+    suffixes = word[start:], other[start:]
+    swapped = suffixes[0][:2] == suffixes[1][:2][::-1] and suffixes[0][2:] == suffixes[1][2:]
+    return (
+        swapped
+        or suffixes[0][1:] == suffixes[1][1:]
+        or suffixes[0][1:] == suffixes[1]
+        or suffixes[0] == suffixes[1][1:]
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "did you mean X?" or an empty string."""
-    near = nearest(word, known)
-    return f"did you mean {near}?" if near else ""
+    match = find_nearest(word, known)
+    return f"did you mean {match}?" if match else ""
 
 
 _TYPE_WORDS: dict[Any, str] = {
@@ -224,19 +235,19 @@ _NAMESPACE: dict[str, Any] = {
 _TYPING = ("typing", "t")
 
 
-def _signature(node: ast.FunctionDef, path: Path) -> Signature:
+def _read_signature(node: ast.FunctionDef, path: Path) -> Signature:
     help_lines = _help_lines(ast.get_docstring(node) or "")
     keys = {}
     for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
-        kind = _type_of(argument.annotation)
-        value = REQUIRED if default is None else _literal(default)
+        kind = _evaluate_annotation(argument.annotation)
+        value = REQUIRED if default is None else _read_literal(default)
         keys[argument.arg] = Key(argument.arg, kind, value, help_lines.get(argument.arg, ""))
     runner = tuple(argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
     summary = (ast.get_docstring(node) or "").split("\n", 1)[0]
     return Signature(node.name, runner, keys, summary)
 
 
-def _type_of(annotation: ast.expr | None) -> Any:
+def _evaluate_annotation(annotation: ast.expr | None) -> Any:
     """Return the type, or Any for a user-defined one, which the function itself must check."""
     try:
         return _read_type(annotation) if annotation is not None else Any
@@ -250,7 +261,7 @@ def _read_type(node: ast.expr) -> Any:
     `plan` and shell completion parse task files that the user has not yet decided to execute.
     """
     if isinstance(node, ast.Constant):
-        return _read_type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else _none(node)
+        return _read_type(ast.parse(node.value, mode="eval").body) if isinstance(node.value, str) else _check_none(node)
     if isinstance(node, ast.Name):
         return _NAMESPACE[node.id]
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in _TYPING:
@@ -275,59 +286,59 @@ def _read_item(node: ast.expr) -> Any:
     return _read_type(node)
 
 
-def _none(node: ast.Constant) -> None:
+def _check_none(node: ast.Constant) -> None:
     if node.value is not None:
         raise ValueError(f"{node.value!r} is no type")
 
 
-def _literal(default: ast.expr) -> Any:
+def _read_literal(default: ast.expr) -> Any:
     try:
         return ast.literal_eval(default)
     except (ValueError, TypeError):  # not a literal, or an invalid one such as {[]: 1}
         return Expression(ast.unparse(default))
 
 
-def as_data(value: Any) -> Any:
+def to_yaml_value(value: Any) -> Any:
     """Return a default as a YAML file has it: tuples as lists, and nothing shared with the signature."""
-    return [as_data(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
+    return [to_yaml_value(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
 
 
 def _help_lines(docstring: str) -> dict[str, str]:
     """Parse `name  meaning` lines, with their indented continuation lines, from a dedented docstring."""
-    found: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     current = ""
     for line in docstring.splitlines():
         name, gap, meaning = line.partition("  ")
         if gap and name.isidentifier():
-            current, found[name] = name, meaning.strip()
+            current, meanings[name] = name, meaning.strip()
         elif current and line.startswith(" "):
-            found[current] += " " + line.strip()
+            meanings[current] += " " + line.strip()
         else:
             current = ""
-    return found
+    return meanings
 
 
-def _fits(annotation: Any, value: Any) -> bool:
+def _matches(annotation: Any, value: Any) -> bool:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True
     if origin is typing.Annotated:
         ranges = [item for item in arguments[1:] if isinstance(item, (Range, Matches))]
-        return _fits(arguments[0], value) and all(item.allows(value) for item in ranges)
+        return _matches(arguments[0], value) and all(item.allows(value) for item in ranges)
     if origin is typing.Literal:
         return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in arguments)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(item, value) for item in arguments)
+        return any(_matches(item, value) for item in arguments)
     if origin is list or annotation is list:
-        return isinstance(value, list) and all(_fits(arguments[0], item) for item in value if arguments)
+        return isinstance(value, list) and all(_matches(arguments[0], item) for item in value if arguments)
     if origin is tuple:
         fixed = arguments[:-1] if arguments[-1:] == (Ellipsis,) else arguments
         if len(fixed) != len(arguments):
-            return isinstance(value, (list, tuple)) and all(_fits(fixed[0], item) for item in value)
-        return isinstance(value, (list, tuple)) and len(value) == len(fixed) and all(map(_fits, fixed, value))
+            return isinstance(value, (list, tuple)) and all(_matches(fixed[0], item) for item in value)
+        return isinstance(value, (list, tuple)) and len(value) == len(fixed) and all(map(_matches, fixed, value))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         names, items = arguments
-        return isinstance(value, Mapping) and all(_fits(names, key) and _fits(items, value[key]) for key in value)
+        return isinstance(value, Mapping) and all(_matches(names, key) and _matches(items, value[key]) for key in value)
     if annotation in (None, type(None)):
         return value is None
     if annotation is float:
@@ -338,19 +349,23 @@ def _fits(annotation: Any, value: Any) -> bool:
     return isinstance(value, annotation) if isinstance(annotation, type) else True
 
 
-def _one_of(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+def _join_alternatives(alternatives: list[str]) -> str:
+    return alternatives[0] if len(alternatives) == 1 else f"{', '.join(alternatives[:-1])} or {alternatives[-1]}"
 
 
 def _plural(annotation: Any) -> str:
     return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")
 
 
-def _plain(value: Any) -> str:
+def _format_literal(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shown(value: Any) -> str:
-    return f'"{to_one_line(value, MAX_SHOWN)}"' if isinstance(value, str) else to_one_line(_plain(value), MAX_SHOWN)
+def _format_shown(value: Any) -> str:
+    return (
+        f'"{to_one_line(value, MAX_SHOWN)}"'
+        if isinstance(value, str)
+        else to_one_line(_format_literal(value), MAX_SHOWN)
+    )

@@ -10,9 +10,9 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret_refusal import secret_problems
-from runner.config.foreign_methods import foreign_methods
-from runner.config.options import options_of, shipped_tasks, task_source
-from runner.config.phases import Declared, read_phases
+from runner.config.foreign_methods import find_foreign_methods
+from runner.config.options import list_options, shipped_tasks, task_source
+from runner.config.phases import DeclaredPhase, parse_phases
 from runner.config.request import Request
 from runner.config.schema import (
     REQUIRED,
@@ -37,19 +37,19 @@ class TaskFile:
     build: Keys = field(default_factory=dict)
     predict: Keys = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    phases: tuple[Declared, ...] = ()
+    phases: tuple[DeclaredPhase, ...] = ()
     objectives: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_task(name: str, request: Request, size_of: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
+def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
     """Return the declarations of the task file, without executing it; SIZES of the selected size override SETTINGS.
 
     name     task selected by the configuration files and the command line
-    size_of  default of task.size -> the size in use
+    resolve_size  default of task.size -> the size in use
     """
     source = task_source(name, request.task_file)
     label = f"task {request.task_file.name if request.task_file else name}"
-    if not request.task_file and name not in options_of("task", request.config_dir):
+    if not request.task_file and name not in list_options("task", request.config_dir):
         return TaskFile(source, label)  # Hydra reports it
     try:
         functions, tree = read_functions(source), read_module(source)
@@ -63,71 +63,74 @@ def read_task(name: str, request: Request, size_of: Callable[[Any], str], proble
         problems.append(Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py"))
         return TaskFile(source, label)
     except OSError as error:  # an option of the user's folder without a task
-        known = [folder.name for folder in shipped_tasks()]
-        what = f"there is no task of that name; must be one of {', '.join(known)} ({source}: {error.strerror})"
+        available = [folder.name for folder in shipped_tasks()]
+        what = f"there is no task of that name; must be one of {', '.join(available)} ({source}: {error.strerror})"
         problems.append(Problem(what, f"task={name}", "use --task FILE for a task of your own"))
         return TaskFile(source, label)
     if "build" not in functions:
         what, fix = "has no function build()", "an example: accel-run new my_task.py"
         problems.append(Problem(what, str(source), fix))
         return TaskFile(source, label)
-    problems += foreign_methods(tree, source)
+    problems += find_foreign_methods(tree, source)
     build = functions["build"].keys
     predict = {
-        name: key for found in functions if found.endswith(".predict") for name, key in functions[found].keys.items()
+        name: key
+        for function in functions
+        if function.endswith(".predict")
+        for name, key in functions[function].keys.items()
     }
     for argument, key in [*build.items(), *predict.items()]:
         if isinstance(key.default, Expression):
             what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source), "use None or a literal, and compute the value in build"))
-    settings, sizes, phases = (_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
-    by_default = {
-        f"{place}.{name}": key.default
-        for place, keys in (("task", build), ("inference", predict))
+    settings, sizes, phases = (_read_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
+    default_values = {
+        f"{prefix}.{name}": key.default
+        for prefix, keys in (("task", build), ("inference", predict))
         for name, key in keys.items()
         if key.default is not REQUIRED and not isinstance(key.default, Expression)
     }
-    if hidden := secret_problems(
-        by_default, source.name
+    if secrets := secret_problems(
+        default_values, source.name
     ):  # before the defaults are written to config.yaml and plan.json
-        raise ConfigError(hidden)
-    kept_in_it = [*secret_problems(settings, source.name), *secret_problems(sizes, source.name)]
-    if kept_in_it or (kept_in_it := secret_problems(phases, source.name)):
-        raise ConfigError(kept_in_it)
-    of_size = sizes.get(size_of(build["size"].default if "size" in build else ""))
-    settings = {**settings, **(of_size if isinstance(of_size, dict) else {})}
-    of_phases = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}
-    for short in {"phase", *(f"phase.{name}" for name in phases)} & set(settings):
-        problems.append(Problem("must be written in full: phase.NAME.KEY", f"SETTINGS[{short!r}]"))
-        del settings[short]
-    declared = read_phases(phases, of_phases, source.name, problems)
-    names = [phase.name for phase in declared]
-    for setting in of_phases:
+        raise ConfigError(secrets)
+    secrets = [*secret_problems(settings, source.name), *secret_problems(sizes, source.name)]
+    if secrets or (secrets := secret_problems(phases, source.name)):
+        raise ConfigError(secrets)
+    size_settings = sizes.get(resolve_size(build["size"].default if "size" in build else ""))
+    settings = {**settings, **(size_settings if isinstance(size_settings, dict) else {})}
+    phase_settings = {key: value for key, value in settings.items() if key.startswith("phase.") and key.count(".") > 1}
+    for incomplete in {"phase", *(f"phase.{name}" for name in phases)} & set(settings):
+        problems.append(Problem("must be written in full: phase.NAME.KEY", f"SETTINGS[{incomplete!r}]"))
+        del settings[incomplete]
+    declared_phases = parse_phases(phases, phase_settings, source.name, problems)
+    names = [phase.name for phase in declared_phases]
+    for setting in phase_settings:
         phase = setting.split(".")[1]
         if phase not in names:
             problems.append(Problem("PHASES has no such phase", f"SETTINGS[{setting!r}]", did_you_mean(phase, names)))
-    rest = {key: value for key, value in settings.items() if key not in of_phases}
-    return TaskFile(source, label, build, predict, rest, declared, objectives_in(source))
+    run_settings = {key: value for key, value in settings.items() if key not in phase_settings}
+    return TaskFile(source, label, build, predict, run_settings, declared_phases, read_objectives(source))
 
 
-def objectives_in(file: Path) -> Mapping[str, Any]:
+def read_objectives(file: Path) -> Mapping[str, Any]:
     """Return the OBJECTIVES of a task file; empty if they are no literal, or the file cannot be read."""
     try:
-        return _literal(read_module(file), "OBJECTIVES", file, [])
+        return _read_literal(read_module(file), "OBJECTIVES", file, [])
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
 
 
-def _literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
+def _read_literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
     """Return the literal mapping that the module assigns to a name; empty if there is none."""
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == name and node.value:
             try:
-                settings = ast.literal_eval(node.value)
+                mapping = ast.literal_eval(node.value)
             except (ValueError, TypeError, RecursionError, MemoryError):
-                settings = None
-            if isinstance(settings, dict):
-                return settings
+                mapping = None
+            if isinstance(mapping, dict):
+                return mapping
             problems.append(Problem(f"{name} must be a literal mapping of keys to values", str(source)))
     return {}

@@ -15,7 +15,7 @@ SHOWN_SHARE = 0.005  # smaller parts are combined in the table
 Seconds = Mapping[str, float]
 
 
-def limited_by(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, float] | None = None) -> str:
+def describe_bottleneck(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, float] | None = None) -> str:
     """Return the bottleneck of the run in one sentence, with the supporting numbers.
 
     A kind of work with at least half of the time is the bottleneck; others are mentioned from a tenth on. Start-up
@@ -26,76 +26,77 @@ def limited_by(parts_s: Seconds, total_s: float, busy_percent: Mapping[str, floa
     """
     if total_s <= 0 or not parts_s:
         return "unknown: the time was not measured"
-    kinds, when, before = _kinds(parts_s, total_s), "", ""
-    started_s = kinds["start-up"]
+    seconds_by_kind, scope, startup_note = _sum_by_kind(parts_s, total_s), "", ""
+    started_s = seconds_by_kind["start-up"]
     if LIMITING_SHARE * total_s <= started_s < DOMINANT_SHARE * total_s:
-        del kinds["start-up"]
+        del seconds_by_kind["start-up"]
         total_s -= started_s
-        when, before = " after start-up", f"; start-up took {started_s:.1f} s"
-    (first, seconds), *others = sorted(kinds.items(), key=lambda kind: -kind[1])
-    worth = [f"{kind} {spent / total_s:.0%}" for kind, spent in others if spent >= LIMITING_SHARE * total_s]
-    busy = _busy(busy_percent or {}, computes=first == "compute")
+        scope, startup_note = " after start-up", f"; start-up took {started_s:.1f} s"
+    (largest, seconds), *smaller = sorted(seconds_by_kind.items(), key=lambda kind: -kind[1])
+    other_shares = [f"{kind} {spent / total_s:.0%}" for kind, spent in smaller if spent >= LIMITING_SHARE * total_s]
+    utilization = _describe_utilization(busy_percent or {}, computes=largest == "compute")
     if seconds < DOMINANT_SHARE * total_s:
-        return f"no single bottleneck{when}: {', '.join([f'{first} {seconds / total_s:.0%}', *worth])}{busy}{before}"
-    meaning = MEANINGS.get(first, "was not accounted for")
-    share = f"{first}: {seconds / total_s:.0%} of the time{when} ({seconds:.1f} of {total_s:.1f} s) {meaning}"
-    inner = [
+        shares = ", ".join([f"{largest} {seconds / total_s:.0%}", *other_shares])
+        return f"no single bottleneck{scope}: {shares}{utilization}{startup_note}"
+    explanation = MEANINGS.get(largest, "was not accounted for")
+    summary = f"{largest}: {seconds / total_s:.0%} of the time{scope} ({seconds:.1f} of {total_s:.1f} s) {explanation}"
+    part_shares = [
         f"{part} {parts_s[part] / total_s:.0%}"
-        for part in KINDS.get(first, ())
+        for part in KINDS.get(largest, ())
         if parts_s.get(part, 0.0) >= SHOWN_SHARE * total_s
     ]
-    named = f" ({', '.join(inner).replace('_', ' ')})" if len(inner) > 1 else ""
-    also = f"; also {', '.join(worth)}" if worth else ""
-    return f"{share}{named}{also}{busy}{before}"
+    part_list = f" ({', '.join(part_shares).replace('_', ' ')})" if len(part_shares) > 1 else ""
+    others_note = f"; also {', '.join(other_shares)}" if other_shares else ""
+    return f"{summary}{part_list}{others_note}{utilization}{startup_note}"
 
 
-def spent_on(kind: str, share: float) -> str:
-    """Return the sentence for a kind of work that took this share of the time, for reports and advice alike."""
+def describe_share(kind: str, share: float) -> str:
+    """Describe a kind of work that took this share of the time, for reports and advice."""
     return f"{share:.0%} of the time {MEANINGS[kind]}"
 
 
-def mostly(parts_s: Seconds, total_s: float) -> str:
+def summarize_shares(parts_s: Seconds, total_s: float) -> str:
     """Return the kinds of work with at least a tenth of the time, largest first: `compute 82%, data 12%`."""
     if total_s <= 0 or not parts_s:
         return ""
-    kinds = sorted(_kinds(parts_s, total_s).items(), key=lambda kind: -kind[1])
+    kinds = sorted(_sum_by_kind(parts_s, total_s).items(), key=lambda kind: -kind[1])
     return ", ".join(f"{kind} {spent / total_s:.0%}" for kind, spent in kinds if spent >= LIMITING_SHARE * total_s)
 
 
-def table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
+def format_time_table(parts_s: Seconds, total_s: float, updates: int = 0) -> list[str]:
     """Return a line per part, largest first: share, seconds and, if it recurs, milliseconds per update.
 
     updates  number of timed updates; 0: unknown
     """
     if total_s <= 0 or not parts_s:
         return []
-    rest = total_s - sum(parts_s.values())
-    shown = {part: spent for part, spent in parts_s.items() if spent >= SHOWN_SHARE * total_s}
-    rest += sum(spent for part, spent in parts_s.items() if part not in shown)
-    lines = sorted(shown.items(), key=lambda part: -part[1])
-    lines += [("other", rest)] if rest >= SHOWN_SHARE * total_s else []
+    other_s = total_s - sum(parts_s.values())
+    listed = {part: spent for part, spent in parts_s.items() if spent >= SHOWN_SHARE * total_s}
+    other_s += sum(spent for part, spent in parts_s.items() if part not in listed)
+    lines = sorted(listed.items(), key=lambda part: -part[1])
+    lines += [("other", other_s)] if other_s >= SHOWN_SHARE * total_s else []
     rows = []
     for part, spent in lines:
-        each = "" if part in ONCE or not updates else f"{1e3 * spent / updates:,.3f} ms per update"
-        rows.append((part.replace("_", " "), f"{spent / total_s:.1%}", f"{spent:,.2f} s", each))
+        per_update = "" if part in ONE_TIME_PARTS or not updates else f"{1e3 * spent / updates:,.3f} ms per update"
+        rows.append((part.replace("_", " "), f"{spent / total_s:.1%}", f"{spent:,.2f} s", per_update))
     return format_table(rows, "<>")
 
 
-def _kinds(parts_s: Seconds, total_s: float) -> dict[str, float]:
+def _sum_by_kind(parts_s: Seconds, total_s: float) -> dict[str, float]:
     kinds = {kind: sum(parts_s.get(part, 0.0) for part in parts) for kind, parts in KINDS.items()}
     return {**kinds, "the rest": max(0.0, total_s - sum(parts_s.values()))}
 
 
-def _busy(busy_percent: Mapping[str, float], *, computes: bool) -> str:
+def _describe_utilization(busy_percent: Mapping[str, float], *, computes: bool) -> str:
     """Return GPU utilization, and what it means if compute is the bottleneck."""
     if not busy_percent:
         return ""
-    alone = len(busy_percent) == 1
-    gpus = "the GPU was" if alone else f"{', '.join(busy_percent)} were"
-    waits = "it waits" if alone else "they wait"
-    idle = computes and max(busy_percent.values()) < IDLE_PERCENT
+    is_single = len(busy_percent) == 1
+    gpus = "the GPU was" if is_single else f"{', '.join(busy_percent)} were"
+    idle_note = "it waits" if is_single else "they wait"
+    is_idle = computes and max(busy_percent.values()) < IDLE_PERCENT
     figures = ", ".join(f"{percent:.0f}%" for percent in busy_percent.values())
-    return f"; {gpus} busy {figures} of the time" + (f": {waits} for the host's commands" if idle else "")
+    return f"; {gpus} busy {figures} of the time" + (f": {idle_note} for the host's commands" if is_idle else "")
 
 
 # Kind of work -> its parts.
@@ -123,4 +124,4 @@ MEANINGS: Mapping[str, str] = {
     "hooks": "was spent between updates",
     "the end": "was spent closing the run",
 }
-ONCE = (*OUTSIDE, "evaluation", "saving", "other")  # not repeated with every update
+ONE_TIME_PARTS = (*OUTSIDE, "evaluation", "saving", "other")  # not repeated with every update

@@ -23,8 +23,8 @@ LINE_EVERY_S = 30.0
 PACE_WINDOW_S = 30.0
 BAR_COLUMNS = 24
 PACE = "it_per_s"
-LEAST_BAR = 6  # narrower bars are not drawn
-BEFORE_THE_BAR = 4  # figures up to this rank are more important than the bar
+MIN_BAR_COLUMNS = 6  # narrower bars are not drawn
+MAX_RANK_BEFORE_BAR = 4  # figures up to this rank are more important than the bar
 
 
 class ProgressDisplay:
@@ -104,12 +104,12 @@ class ProgressLines(ProgressDisplay):
         fields: dict[str, float | None] = {"update": update, "total": self._total, PACE: pace}
         fields.update(values)
         fields["eta_s"] = round((self._total - update) / pace) if pace else None
-        words = [f"{name}={_plain(value)}" for name, value in fields.items() if value is not None]
-        self.note(" ".join([*words, f'monitor="{monitor}"'] if monitor else words))
+        pairs = [f"{name}={_format_field(value)}" for name, value in fields.items() if value is not None]
+        self.note(" ".join([*pairs, f'monitor="{monitor}"'] if monitor else pairs))
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # the reader has exited, or the stream is closed
-            print(_printable(text, self._stream.encoding), file=self._stream, flush=True)
+            print(_replace_unencodable(text, self._stream.encoding), file=self._stream, flush=True)
 
 
 class Bar(ProgressDisplay):
@@ -150,7 +150,7 @@ class Bar(ProgressDisplay):
 
     def note(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            text = wrap_for_terminal(_printable(text, self._console.encoding), self._console.file)
+            text = wrap_for_terminal(_replace_unencodable(text, self._console.encoding), self._console.file)
             self._console.print(text, soft_wrap=True)
 
     def finish(self) -> None:
@@ -165,34 +165,39 @@ class Bar(ProgressDisplay):
     def _frame(self, update: int, pace: float | None, values: Values, monitor: str) -> Group:
         fraction = min(1.0, update / self._total) if self._total else 1.0
         figures = [(f"{update:>{len(str(self._total))}}/{self._total}", 0)]
-        shown = values.get(PACE) or pace
-        if shown:
-            figures.append(self._wide("pace", (f"{shown:.1f} it/s" if shown >= 1 else f"{1 / shown:.1f} s/it", 3)))
+        displayed_pace = values.get(PACE) or pace
+        if displayed_pace:
+            figures.append(
+                self._pad_figure(
+                    "pace",
+                    (f"{displayed_pace:.1f} it/s" if displayed_pace >= 1 else f"{1 / displayed_pace:.1f} s/it", 3),
+                )
+            )
         for name, value in values.items():
             if value is not None and name != PACE:
-                figures.append(self._wide(name, _figure(name.rpartition("/")[2], value)))
+                figures.append(self._pad_figure(name, _format_figure(name.rpartition("/")[2], value)))
         if pace or "ETA" in self._widths:  # its space is kept after the last update
-            left = f"ETA {_clock_time((self._total - update) / pace)}" if pace and update < self._total else ""
-            figures.append(self._wide("ETA", (left, 1)))
+            eta = f"ETA {_format_duration((self._total - update) / pace)}" if pace and update < self._total else ""
+            figures.append(self._pad_figure("ETA", (eta, 1)))
         # Some terminals wrap a line that fills the last column.
         percent, width = f"{fraction:4.0%}", self._console.width - 1
         while len(figures) > 1:
-            least = max(figures, key=lambda figure: figure[1])
-            bar = LEAST_BAR + 1 if least[1] > BEFORE_THE_BAR else 0
-            if _columns(percent, figures) + bar <= width:
+            least_important = max(figures, key=lambda figure: figure[1])
+            bar = MIN_BAR_COLUMNS + 1 if least_important[1] > MAX_RANK_BEFORE_BAR else 0
+            if _total_width(percent, figures) + bar <= width:
                 break
-            figures.remove(least)
+            figures.remove(least_important)
         line = Text(no_wrap=True, overflow="crop").append(percent, style="bold")
-        columns = min(BAR_COLUMNS, width - _columns(percent, figures) - 1)
-        if columns >= LEAST_BAR:
-            done, rest = ("█", "░") if self._unicode else ("#", ".")
+        columns = min(BAR_COLUMNS, width - _total_width(percent, figures) - 1)
+        if columns >= MIN_BAR_COLUMNS:
+            done, empty = ("█", "░") if self._unicode else ("#", ".")
             filled = int(fraction * columns)
-            line.append(" ").append(done * filled, style="green").append(rest * (columns - filled), style="dim")
+            line.append(" ").append(done * filled, style="green").append(empty * (columns - filled), style="dim")
         line.append(("  " + "  ".join(text for text, _ in figures)).rstrip())
-        machine = _printable(monitor, self._console.encoding)
+        machine = _replace_unencodable(monitor, self._console.encoding)
         return Group(line, Text(machine, style="dim", no_wrap=True, overflow="crop")) if monitor else Group(line)
 
-    def _wide(self, name: str, figure: tuple[str, int]) -> tuple[str, int]:
+    def _pad_figure(self, name: str, figure: tuple[str, int]) -> tuple[str, int]:
         """Pad the figure to the width of its widest text so far."""
         text, rank = figure
         self._widths[name] = max(self._widths.get(name, 0), len(text))
@@ -224,7 +229,7 @@ class TerminalConsole(Console):
         return False
 
 
-def _figure(name: str, value: float) -> tuple[str, int]:
+def _format_figure(name: str, value: float) -> tuple[str, int]:
     """Return a figure as text, and its rank: higher ranks are dropped first on a narrow terminal."""
     if name not in FIGURES:
         return f"{name} {value:.4g}", 8
@@ -232,21 +237,21 @@ def _figure(name: str, value: float) -> tuple[str, int]:
     return pattern.format(value), rank
 
 
-def _columns(percent: str, figures: list[tuple[str, int]]) -> int:
+def _total_width(percent: str, figures: list[tuple[str, int]]) -> int:
     return len(percent) + sum(2 + len(text) for text, _ in figures)
 
 
-def _plain(value: object) -> str:
+def _format_field(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _clock_time(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def _printable(text: str, encoding: str | None) -> str:
+def _replace_unencodable(text: str, encoding: str | None) -> str:
     return text.encode(encoding or "utf-8", errors="replace").decode(encoding or "utf-8")
 
 

@@ -62,9 +62,9 @@ class MemoryLine:
 
     def __str__(self) -> str:
         figures = {"peak": self.peak, "allocated": self.allocated, "reserved": self.reserved}
-        known = [f"{name} {format_gib(gib)}" for name, gib in figures.items() if gib is not None]
+        shown = [f"{name} {format_gib(gib)}" for name, gib in figures.items() if gib is not None]
         total = "" if self.total is None else f" of {format_gib(self.total)}"
-        return f"{', '.join(known)}{total}" if known else ""
+        return f"{', '.join(shown)}{total}" if shown else ""
 
 
 @dataclass(frozen=True)
@@ -124,43 +124,48 @@ class EndOfRun:
     phases: tuple[str, ...] = ()
 
 
-def start_report(start: StartOfRun, *, ascii_only: bool = False) -> str:
+def format_start(start: StartOfRun, *, ascii_only: bool = False) -> str:
     """Return the report before the first update: machine, techniques in use, those that are off on one line, batch."""
     rows = [
         ("run", f"{start.run_name} ({start.task})"),
-        *_repeat("device", start.devices),
+        *_label_rows("device", start.devices),
         ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
-        *_repeat("technique", (f"✓ {each.name} — {each.why}" for each in start.techniques if each.on)),
-        *_repeat("off", _off(each for each in start.techniques if not each.on)),
-        ("parameters", f"{_count(start.num_parameters)} total, {_count(start.num_trainable)} trainable"),
-        *(_repeat("phase", start.phases) or [("batch", _batch(start.batch))]),
-        *_repeat("memory", start.memory),
+        *_label_rows(
+            "technique", (f"✓ {technique.name} — {technique.why}" for technique in start.techniques if technique.on)
+        ),
+        *_label_rows("off", _format_disabled(technique for technique in start.techniques if not technique.on)),
+        ("parameters", f"{_format_count(start.num_parameters)} total, {_format_count(start.num_trainable)} trainable"),
+        *(_label_rows("phase", start.phases) or [("batch", _format_batch(start.batch))]),
+        *_label_rows("memory", start.memory),
         ("directory", start.run_dir),
-        *_repeat("note", start.notes),
+        *_label_rows("note", start.notes),
     ]
     text = "\n".join(format_table(rows))
-    return _in_ascii(text) if ascii_only else text
+    return _to_ascii(text) if ascii_only else text
 
 
-def end_summary(end: EndOfRun, *, ascii_only: bool = False) -> str:
+def format_end(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
-    speed = "" if end.items_per_s is None else f", {format_rate(end.items_per_s)} {end.item}s/s"
-    time, learned = end.time, end.learned
-    here = "" if time.num_updates in (None, end.update) else f"; this process: {time.num_updates} updates"
+    throughput = "" if end.items_per_s is None else f", {format_rate(end.items_per_s)} {end.item}s/s"
+    times, learned = end.time, end.learned
+    process_note = "" if times.num_updates in (None, end.update) else f"; this process: {times.num_updates} updates"
+    progress = f"{end.update} of {end.total_updates} updates{process_note}"
     rows = [
-        (end.outcome, f"{end.update} of {end.total_updates} updates{here} in {format_duration(time.total_s)}{speed}"),
-        *_repeat("phase", end.phases),
-        *_repeat("loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
-        *_repeat("validation", (_metric(name, value, learned.baselines) for name, value in learned.metrics.items())),
-        *_repeat("time", bottleneck.table(time.parts_s, time.total_s, time.updates)),
-        ("limited by", bottleneck.limited_by(time.parts_s, time.total_s, time.busy_percent)),
-        *_repeat("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
+        (end.outcome, f"{progress} in {format_duration(times.total_s)}{throughput}"),
+        *_label_rows("phase", end.phases),
+        *_label_rows("loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
+        *_label_rows(
+            "validation", (_format_metric(name, value, learned.baselines) for name, value in learned.metrics.items())
+        ),
+        *_label_rows("time", bottleneck.format_time_table(times.parts_s, times.total_s, times.updates)),
+        ("limited by", bottleneck.describe_bottleneck(times.parts_s, times.total_s, times.busy_percent)),
+        *_label_rows("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
         *((what, path) for what, path in end.places.items()),
-        *_repeat("note", end.notes),
-        *_repeat("next", end.next_commands),
+        *_label_rows("note", end.notes),
+        *_label_rows("next", end.next_commands),
     ]
     text = "\n".join(format_table(rows))
-    return _in_ascii(text) if ascii_only else text
+    return _to_ascii(text) if ascii_only else text
 
 
 def prints_only_ascii(stream: TextIO) -> bool:
@@ -172,28 +177,28 @@ def prints_only_ascii(stream: TextIO) -> bool:
     return False
 
 
-def _off(techniques: Iterable[TechniqueLine]) -> list[str]:
+def _format_disabled(techniques: Iterable[TechniqueLine]) -> list[str]:
     """Return one line with the techniques that are off, those with the same reason together; none without any."""
     by_reason: dict[str, list[str]] = {}
     for technique in techniques:
         by_reason.setdefault(technique.why, []).append(technique.name.removesuffix(" none"))
-    listed = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
-    return ["; ".join(listed)] if listed else []
+    groups = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
+    return ["; ".join(groups)] if groups else []
 
 
-def _batch(batch: Batch) -> str:
+def _format_batch(batch: Batch) -> str:
     if len(set(batch.shares)) > 1:
         return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per rank)"
     factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
     return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x ranks)"
 
 
-def _metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
-    beside = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
-    return f"{name} {format_metric(value)}{beside}"
+def _format_metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
+    baseline = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
+    return f"{name} {format_metric(value)}{baseline}"
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     """Format a count with a unit: 124.4 M (124,439,808)."""
     for unit, size in (("B", 1_000_000_000), ("M", 1_000_000), ("k", 1_000)):
         if number >= size:
@@ -201,14 +206,14 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _repeat(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
+def _label_rows(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
     """Return a row per value, named in the first only."""
     return [(name if index == 0 else "", value) for index, value in enumerate(values)]
 
 
-def _in_ascii(text: str) -> str:
-    for sign, plain in ASCII.items():
-        text = text.replace(sign, plain)
+def _to_ascii(text: str) -> str:
+    for symbol, plain in ASCII.items():
+        text = text.replace(symbol, plain)
     return text.encode("ascii", errors="replace").decode()
 
 

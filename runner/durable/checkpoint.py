@@ -20,38 +20,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import DataError, IncompatibleResume, StorageError
-from runner.durable import files
-from runner.durable.checkpoint_parts import PartOf, collect, is_part, joined, part_name, report, stem_of_part, written
-from runner.durable.manifest import SAFE_NAME, is_entry, is_sealed, parse, sealed
-from runner.durable.run_identity import RunIdentity, uid_of
+from runner.durable import checkpoint_parts, files
+from runner.durable.manifest import SAFE_NAME, is_entry, is_sealed, parse_json, seal
+from runner.durable.run_identity import RunIdentity, manifest_uid
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
 
 FORMAT_VERSION = 1
-FORMAT_OF_PARTS = 2  # several ranks have written it; earlier versions of this program would not find its tensors
+FORMAT_OF_PARTS = 2  # written by several ranks; earlier versions of accel-run would not find its tensors
 MANIFEST = "MANIFEST.json"
 STATE = "state.json"
 ANY_RUN = RunIdentity()  # accepts checkpoints of any run
-ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
+FIX_ANOTHER = "name another checkpoint of the run: accel-run status lists them, valid or damaged"
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """State of a run at an update boundary, in host memory; must not change until it is written.
 
-    part  which part of the state these tensors are; None: all of it
+    part  the rank's part of the state that these tensors are; None: all of it
     """
 
     update: int
     tensors: Mapping[str, Mapping[str, Tensor]]  # file stem -> name -> CPU tensor
     state: Mapping[str, Any]  # JSON; stored in state.json
     facts: Mapping[str, Any]  # JSON; stored in the manifest: epoch, samples, phase, world_size, run_id, run_uid, ...
-    part: PartOf | None = None
+    part: checkpoint_parts.CheckpointPart | None = None
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A valid checkpoint; its tensors are read lazily."""
 
     path: Path
@@ -67,7 +66,9 @@ class Loaded:
     def stems(self) -> tuple[str, ...]:
         """Valid arguments of `tensors`: "model", "optimizer", "random", ..."""
         names = (entry["name"] for entry in self.manifest["files"])
-        stems = (stem_of_part(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX))
+        stems = (
+            checkpoint_parts.strip_part_number(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX)
+        )
         return tuple(dict.fromkeys(stems))
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
@@ -76,21 +77,21 @@ class Loaded:
         Raises DataError if there is no such file, or if it has changed since the verification.
         """
         names = (entry["name"].removesuffix(_SUFFIX) for entry in self.manifest["files"])
-        parts = sorted(name for name in names if name != stem and stem_of_part(name) == stem)
+        parts = sorted(name for name in names if name != stem and checkpoint_parts.strip_part_number(name) == stem)
         if parts:
-            return joined([self._file(part) for part in parts], self.path)
+            return checkpoint_parts.join_parts([self._file(part) for part in parts], self.path)
         return self._file(stem)
 
     def _file(self, stem: str) -> dict[str, Tensor]:
         from safetensors.torch import load as load_tensors
 
         name = stem + _SUFFIX
-        recorded = {entry["name"]: entry for entry in self.manifest["files"]}
-        if name not in recorded:
+        entries = {entry["name"]: entry for entry in self.manifest["files"]}
+        if name not in entries:
             what = f"the checkpoint has no {name}; it has {', '.join(self.stems)}"
-            raise DataError(what, where=str(self.path), fix=ANOTHER)
+            raise DataError(what, where=str(self.path), fix=FIX_ANOTHER)
         content = files.read(self.path / name)
-        if hashlib.sha256(content).hexdigest() != recorded[name]["sha256"]:
+        if hashlib.sha256(content).hexdigest() != entries[name]["sha256"]:
             raise DataError(
                 f"{name} has changed since it was verified", where=str(self.path), fix="do not modify checkpoints"
             )
@@ -98,18 +99,18 @@ class Loaded:
             return load_tensors(content)
         except Exception as error:  # valid hashes, but untrusted content; the reader may raise anything
             what = f"{name} is not in the safetensors format: {error}"
-            raise DataError(what, where=str(self.path), fix=ANOTHER) from error
+            raise DataError(what, where=str(self.path), fix=FIX_ANOTHER) from error
 
 
 @dataclass(frozen=True)
 class Recovery:
     """The checkpoint to resume from, and the rejected ones: (name, reasons), newest first."""
 
-    checkpoint: Loaded | None
+    checkpoint: LoadedCheckpoint | None
     skipped: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
-def path_of(directory: Path, update: int) -> Path:
+def checkpoint_path(directory: Path, update: int) -> Path:
     """Return the path of the checkpoint of `update` in `directory`."""
     assert 0 <= update < 10**_NUM_DIGITS
     return directory / f"update-{update:0{_NUM_DIGITS}}"
@@ -133,8 +134,8 @@ def save(
     Raises StorageError if writing fails, which leaves older checkpoints unchanged, and
     TypeError or ValueError, before anything is written, if the format cannot represent the snapshot.
     """
-    _check(snapshot)
-    target = path_of(directory, snapshot.update)
+    _check_snapshot(snapshot)
+    target = checkpoint_path(directory, snapshot.update)
     try:
         files.make_directory(directory)
         if files.exists(target):
@@ -144,26 +145,26 @@ def save(
                 sync_first()
                 files.fsync_directory(directory)
                 return target
-        has_the_place = False
-        temporary = _temporary(directory, snapshot)
+        may_have_final_name = False
+        temporary = temporary_path(directory, snapshot)
         try:
-            _write(temporary, snapshot)
+            _write_checkpoint(temporary, snapshot)
             sync_first()
             if files.exists(target):
                 files.rename(target, directory / f"{_REPLACED}{target.name}")
                 files.fsync_directory(directory)
-            has_the_place = True
+            may_have_final_name = True
             files.rename(temporary, target)
             files.fsync_directory(directory)
         except Exception:
             with suppress(Exception):  # removed when the run is opened again
-                _discard(temporary, target if has_the_place else None)
+                _discard(temporary, target if may_have_final_name else None)
             with suppress(Exception):
-                _settle_replaced(directory)
+                _finish_replacement(directory)
             raise
         if overwrite:
             with suppress(StorageError):  # not visible as a checkpoint; the next recovery removes it
-                _settle_replaced(directory)
+                _finish_replacement(directory)
     except StorageError:
         raise
     except Exception as error:
@@ -171,7 +172,7 @@ def save(
     return target
 
 
-def install(target: Path, fill: Callable[[Path], None]) -> Loaded:
+def install(target: Path, fill: Callable[[Path], None]) -> LoadedCheckpoint:
     """Create the checkpoint `target` from files that `fill` writes durably into a temporary folder.
 
     An existing one of this name is moved aside. Raises DataError if the files are no valid checkpoint of this name,
@@ -184,7 +185,7 @@ def install(target: Path, fill: Callable[[Path], None]) -> Loaded:
         files.new_directory(temporary)
         fill(temporary)
         files.fsync_directory(temporary)
-        if path_of(directory, load(temporary).update) != target:
+        if checkpoint_path(directory, load(temporary).update) != target:
             raise DataError("it belongs to another update", where=str(target))
         if files.exists(target):
             _move_aside(target, "damaged")
@@ -197,15 +198,15 @@ def install(target: Path, fill: Callable[[Path], None]) -> Loaded:
     return load(target)
 
 
-def load(path: Path) -> Loaded:
+def load(path: Path) -> LoadedCheckpoint:
     """Load and verify the checkpoint at `path`.
 
     Raises DataError if it is damaged, StorageError if it cannot be read.
     """
     try:
-        return _examine(path)
+        return _read_and_verify(path)
     except _Damaged as damage:
-        raise DataError(f"the checkpoint is damaged: {damage}", where=str(path), fix=ANOTHER) from None
+        raise DataError(f"the checkpoint is damaged: {damage}", where=str(path), fix=FIX_ANOTHER) from None
 
 
 def verify(path: Path, run: RunIdentity = ANY_RUN) -> list[str]:
@@ -214,7 +215,7 @@ def verify(path: Path, run: RunIdentity = ANY_RUN) -> list[str]:
     run  see `recover`
     """
     try:
-        _must_be_of(_examine(path), run)
+        _check_owner(_read_and_verify(path), run)
     except _Damaged as damage:
         return list(damage.reasons)
     except StorageError as error:
@@ -229,27 +230,27 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
     allows_others  accept a checkpoint with the uid of another run
 
     The caller must hold the lock of the run. An unreadable checkpoint may be intact: it is read a second time, and
-    moved aside only if there is another one to resume from, since under its name it would later be taken for one that
-    the run has written since.
+    moved aside only if there is another one to resume from. Under its old name it could later be mistaken for a
+    checkpoint that the resumed run has written.
     Raises DataError if there are checkpoints but none is valid, on every call, so that a run never silently restarts at
     update 0 (see `set_aside`), IncompatibleResume if the newest has the uid of another run with the same name,
     and StorageError if an unreadable one cannot be moved either.
     """
-    unswept = [(name, (f"cannot be removed: {reason}",)) for name, reason in files.sweep(directory)]
+    leftover = [(name, (f"cannot be removed: {reason}",)) for name, reason in files.remove_temporary_files(directory)]
     try:
-        _settle_replaced(directory)
+        _finish_replacement(directory)
     except StorageError as error:
-        unswept.append((_REPLACED, (error.problems[0].what,)))
+        leftover.append((_REPLACED, (error.problems[0].what,)))
     skipped: list[tuple[str, tuple[str, ...]]] = []
-    unread: list[Path] = []
+    unreadable: list[Path] = []
     for path in newest_first(directory):
         try:
-            found = _examine_twice(path)
-            _must_be_of(found, run, allows_others=allows_others)
+            checkpoint = _read_with_retry(path)
+            _check_owner(checkpoint, run, allows_others=allows_others)
         except _Namesake:
-            raise _of_a_namesake(found, run) from None
+            raise _namesake_error(checkpoint, run) from None
         except StorageError as error:
-            unread.append(path)
+            unreadable.append(path)
             skipped.append((path.name, (error.problems[0].what,)))
         except _Damaged as damage:
             skipped.append((path.name, damage.reasons))
@@ -258,41 +259,41 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
             except StorageError as error:
                 skipped.append((path.name, (error.problems[0].what,)))
         else:
-            for newer in unread:
+            for newer in unreadable:
                 _move_aside(newer, "unreadable")
-            return Recovery(found, (*skipped, *unswept))
-    damaged = [name for name in files.names(directory) if name.startswith(_ASIDE)]
+            return Recovery(checkpoint, (*skipped, *leftover))
+    damaged = [name for name in files.list_names(directory) if name.startswith(_ASIDE_PREFIXES)]
     if skipped or damaged:
-        raise _none_valid(directory, skipped, damaged)
-    return Recovery(None, tuple(unswept))
+        raise _none_valid_error(directory, skipped, damaged)
+    return Recovery(None, tuple(leftover))
 
 
 def newest_valid(directory: Path, run: RunIdentity = ANY_RUN) -> Path | None:
     """Return the path of the newest valid checkpoint, None if there is none; needs no lock."""
-    found = load_newest(directory, run)
-    return found.path if found else None
+    checkpoint = load_newest(directory, run)
+    return checkpoint.path if checkpoint else None
 
 
-def load_newest(directory: Path, run: RunIdentity = ANY_RUN) -> Loaded | None:
+def load_newest(directory: Path, run: RunIdentity = ANY_RUN) -> LoadedCheckpoint | None:
     """Return the newest valid checkpoint, None if there is none; read-only, so it needs no lock.
 
     The owner of the lock may save and remove checkpoints concurrently.
 
     run  see `recover`; checkpoints of other runs are skipped
     """
-    for _ in range(_NUM_LOOKS):
-        before = newest_first(directory)
-        for path in before:
+    for _ in range(_MAX_ATTEMPTS):
+        paths = newest_first(directory)
+        for path in paths:
             with suppress(_Damaged, StorageError):
-                found = _examine(path)
-                _must_be_of(found, run)
-                return found
-        if newest_first(directory) == before:
+                checkpoint = _read_and_verify(path)
+                _check_owner(checkpoint, run)
+                return checkpoint
+        if newest_first(directory) == paths:
             break
     return None
 
 
-def newest(directory: Path) -> str | None:
+def newest_name(directory: Path) -> str | None:
     """Return the name of the newest checkpoint, None if there is none; does not verify it."""
     return next((path.name for path in newest_first(directory)), None)
 
@@ -302,101 +303,98 @@ def set_aside(directory: Path) -> int:
 
     For a run that restarts from scratch (resume=fresh). The folders remain, renamed to `earlier-...`.
     """
-    found = [name for name in files.names(directory) if _NAME.fullmatch(name) or name.startswith((*_ASIDE, _REPLACED))]
-    for name in found:
+    prefixes = (*_ASIDE_PREFIXES, _REPLACED)
+    selected = [name for name in files.list_names(directory) if _NAME.fullmatch(name) or name.startswith(prefixes)]
+    for name in selected:
         _move_aside(directory / name, "earlier")
-    return len(found)
+    return len(selected)
 
 
 def set_aside_newer(directory: Path, number: int) -> list[tuple[Path, Path]]:
     """Move the checkpoints with more updates than `number` out of sight of `recover`; return (from, to) of each."""
-    newer = [path for path in newest_first(directory) if path.name > path_of(directory, number).name]
+    newer = [path for path in newest_first(directory) if path.name > checkpoint_path(directory, number).name]
     return [(path, _move_aside(path, "earlier")) for path in newer]
 
 
 def restore_moved(moved: Iterable[tuple[Path, Path]]) -> None:
-    """Undo `set_aside_newer`, except for names that were taken since."""
-    for path, aside in moved:
+    """Undo `set_aside_newer`, except for names that exist again."""
+    for path, new_path in moved:
         if not files.exists(path):
-            files.rename(aside, path)
+            files.rename(new_path, path)
             files.fsync_directory(path.parent)
 
 
 def retain(
-    directory: Path, keep_last: int, best: Path | Collection[Path] | None = None, *, known: set[Path] | None = None
+    directory: Path, keep_last: int, best: Path | Collection[Path] | None = None, *, verified: set[Path] | None = None
 ) -> None:
     """Remove all checkpoints except the newest `keep_last` and the `best` ones; always keep at least two valid ones.
 
     A crash leaves each checkpoint either complete or invisible. Raises StorageError.
 
-    known  checkpoints that this process has written or verified, and does not read again; those
-           verified now are added
+    verified  checkpoints that this process has written or verified and need not be read again; newly verified ones
+              are added
     """
-    known = set() if known is None else known
-    left_over = [name for name in files.names(directory) if name.startswith(_OUTGOING)]
-    if left_over:
+    verified = set() if verified is None else verified
+    leftovers = [name for name in files.list_names(directory) if name.startswith(_OUTGOING)]
+    if leftovers:
         files.fsync_directory(directory)  # this may be the call that failed
-    for name in left_over:
+    for name in leftovers:
         files.remove(directory / name)
     kept = {path.name for path in ((best,) if isinstance(best, Path) else best or ())}
-    outgoing = [path for path in _superfluous(directory, keep_last, known) if path.name not in kept]
+    outgoing = [path for path in _find_superfluous(directory, keep_last, verified) if path.name not in kept]
     for path in outgoing:
-        hidden = directory / f"{_OUTGOING}{path.name}-{secrets.token_hex(4)}"
-        files.rename(path, hidden)
+        hidden_path = directory / f"{_OUTGOING}{path.name}-{secrets.token_hex(4)}"
+        files.rename(path, hidden_path)
         files.fsync_directory(directory)  # else a power failure may leave the name with only part of its files
-        files.remove(hidden)
+        files.remove(hidden_path)
 
 
-def _check(snapshot: Snapshot) -> None:
+def _check_snapshot(snapshot: Snapshot) -> None:
     """Raise TypeError or ValueError if the format cannot represent the snapshot."""
-    from runner.durable.tensors import fault
+    from runner.durable.tensors import unsupported_reason
 
     json.dumps([snapshot.state, snapshot.facts])
-    taken = _OWN_KEYS & snapshot.facts.keys()
-    assert not taken, f"the manifest has its own {', '.join(sorted(taken))}"
+    reserved = _RESERVED_KEYS & snapshot.facts.keys()
+    assert not reserved, f"the manifest has its own {', '.join(sorted(reserved))}"
     for stem, tensors in snapshot.tensors.items():
         assert SAFE_NAME.fullmatch(stem), f"must be a plain file stem, but is {stem!r}"
         for name, tensor in tensors.items():
-            reason = fault(tensor)
+            reason = unsupported_reason(tensor)
             if reason:
                 raise TypeError(f"{stem}: {name} cannot be saved: {reason}")
 
 
 def save_part(directory: Path, snapshot: Snapshot) -> None:
-    """Write the part of a rank other than 0, durably, and report it to rank 0, which calls `save`.
+    """Write the part of a rank other than 0 durably, and report it to rank 0, which calls `save`.
 
     Raises StorageError; rank 0 then fails too (see `report_failure`).
     """
     assert snapshot.part is not None
-    _check(snapshot)
-    temporary = _temporary(directory, snapshot)
+    _check_snapshot(snapshot)
+    temporary = temporary_path(directory, snapshot)
     files.make_directory(temporary)
-    contents = {name: chunks for name, chunks in _contents(snapshot) if name != STATE}
-    report(temporary, snapshot.part.rank, [*written(temporary, contents)])
+    contents = {name: chunks for name, chunks in _file_contents(snapshot) if name != STATE}
+    checkpoint_parts.report_part(temporary, snapshot.part.rank, [*checkpoint_parts.write_files(temporary, contents)])
 
 
-def part_folder(directory: Path, snapshot: Snapshot) -> Path:
-    """Return the temporary folder in which all ranks write their parts."""
-    return _temporary(directory, snapshot)
-
-
-def _temporary(directory: Path, snapshot: Snapshot) -> Path:
+def temporary_path(directory: Path, snapshot: Snapshot) -> Path:
+    """Return the temporary folder of a save, in which all ranks write their parts."""
     token = snapshot.part.token if snapshot.part else secrets.token_hex(4)
-    return directory / f"{files.TEMPORARY}{path_of(directory, snapshot.update).name}-{token}"
+    return directory / f"{files.TEMPORARY}{checkpoint_path(directory, snapshot.update).name}-{token}"
 
 
-def _write(temporary: Path, snapshot: Snapshot) -> None:
+def _write_checkpoint(temporary: Path, snapshot: Snapshot) -> None:
     """Write the folder `temporary` durably, except for its own name."""
     if snapshot.part:
         files.make_directory(temporary)  # the first rank creates it
     else:
         files.new_directory(temporary)
-    entries = [*written(temporary, dict(_contents(snapshot)))]
+    entries = [*checkpoint_parts.write_files(temporary, dict(_file_contents(snapshot)))]
     if snapshot.part:
-        entries += collect(temporary, snapshot.part)
+        entries += checkpoint_parts.collect_parts(temporary, snapshot.part)
     version = FORMAT_OF_PARTS if snapshot.part else FORMAT_VERSION
     manifest = {"format_version": version, "update": snapshot.update, **snapshot.facts, "files": entries}
-    files.write_new(temporary / MANIFEST, [sealed(manifest)])
+    files.write_new(temporary / MANIFEST, [seal(manifest)])
     files.fsync_directory(temporary)
 
 
@@ -408,9 +406,9 @@ def _discard(temporary: Path, target: Path | None) -> None:
     files.remove(temporary)
 
 
-def _settle_replaced(directory: Path) -> None:
+def _finish_replacement(directory: Path) -> None:
     """Remove replaced checkpoints, and durably restore the name of one that has no replacement yet."""
-    for name in files.names(directory):
+    for name in files.list_names(directory):
         if not name.startswith(_REPLACED):
             continue
         target = directory / name.removeprefix(_REPLACED)
@@ -422,13 +420,13 @@ def _settle_replaced(directory: Path) -> None:
             files.remove(directory / name)
 
 
-def _contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memoryview]]]:
+def _file_contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | memoryview]]]:
     """Yield the files before the manifest, in chunks."""
-    from runner.durable.tensors import pieces
+    from runner.durable.tensors import serialize_tensors
 
     for stem, tensors in snapshot.tensors.items():
-        name = part_name(stem, snapshot.part.rank) if snapshot.part else stem
-        yield name + _SUFFIX, pieces(tensors)
+        name = checkpoint_parts.part_stem(stem, snapshot.part.rank) if snapshot.part else stem
+        yield name + _SUFFIX, serialize_tensors(tensors)
     yield STATE, [json.dumps(snapshot.state, indent=1).encode()]
 
 
@@ -448,85 +446,86 @@ class _Namesake(_Foreign):
     """A checkpoint of another run with the same name, such as one in another output_root."""
 
 
-def _must_be_of(found: Loaded, run: RunIdentity, *, allows_others: bool = False) -> None:
+def _check_owner(checkpoint: LoadedCheckpoint, run: RunIdentity, *, allows_others: bool = False) -> None:
     """Raise _Foreign if the checkpoint belongs to another run, whose update numbers are unrelated.
 
     The uid takes precedence if both have one: a renamed run keeps it.
     """
-    has_other_uid = run.has_other_uid(found.manifest)
+    has_other_uid = run.has_other_uid(checkpoint.manifest)
     if has_other_uid is False or (has_other_uid and allows_others):
         return
-    if run.has_other_name(found.manifest):
-        name = found.manifest["run_id"]
+    if run.has_other_name(checkpoint.manifest):
+        name = checkpoint.manifest["run_id"]
         raise _Foreign(f"it belongs to another run, {name}; to start from it: resume=FOLDER in a new run")
     if has_other_uid:
         raise _Namesake(
-            f"it belongs to another run with the same name, {uid_of(found.manifest)}; this one is {run.uid}"
+            f"it belongs to another run with the same name, {manifest_uid(checkpoint.manifest)}; this one is {run.uid}"
         )
 
 
-def _of_a_namesake(found: Loaded, run: RunIdentity) -> IncompatibleResume:
+def _namesake_error(checkpoint: LoadedCheckpoint, run: RunIdentity) -> IncompatibleResume:
+    uid = manifest_uid(checkpoint.manifest)
     return IncompatibleResume(
-        f"{found.path.name} belongs to another run with the same name: {uid_of(found.manifest)}; this run is {run.uid}",
-        where=str(found.path.parent),
+        f"{checkpoint.path.name} belongs to another run with the same name: {uid}; this run is {run.uid}",
+        where=str(checkpoint.path.parent),
         fix="move it out of this folder, or continue from it with resume_allow=[run]; to start a new run from it: "
-        f"run=NAME resume={found.path}",
+        f"run=NAME resume={checkpoint.path}",
     )
 
 
-def _must(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise _Damaged(otherwise)
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise _Damaged(reason)
 
 
-def _examine(path: Path) -> Loaded:
+def _read_and_verify(path: Path) -> LoadedCheckpoint:
     """Return the checkpoint at `path`. Raises _Damaged, and StorageError if it cannot be read."""
-    _must(files.is_plain_directory(path), "it must be a folder, but is a link, a file or missing")
-    present = files.names(path)
-    for name in present:
-        _must(files.is_plain_file(path / name), f"{name} must be a plain file")
-    _must(MANIFEST in present, f"{MANIFEST} is missing")
+    _require(files.is_plain_directory(path), "it must be a folder, but is a link, a file or missing")
+    file_names = files.list_names(path)
+    for name in file_names:
+        _require(files.is_plain_file(path / name), f"{name} must be a plain file")
+    _require(MANIFEST in file_names, f"{MANIFEST} is missing")
     manifest = _read_manifest(path / MANIFEST)
-    named = _NAME.fullmatch(path.name)
-    _must(not named or int(named[1]) == manifest["update"], f"{MANIFEST} belongs to update {manifest['update']}")
-    problems = tuple(_file_problems(path, manifest["files"], set(present)))
+    match = _NAME.fullmatch(path.name)
+    _require(not match or int(match[1]) == manifest["update"], f"{MANIFEST} belongs to update {manifest['update']}")
+    problems = tuple(_file_problems(path, manifest["files"], set(file_names)))
     if problems:
         raise _Damaged(*problems)
-    state = parse(files.read(path / STATE, at_most=_STATE_BYTES))
-    _must(isinstance(state, dict), f"{STATE} does not hold a JSON object")
-    return Loaded(path, manifest, state)
+    state = parse_json(files.read(path / STATE, at_most=_MAX_STATE_BYTES))
+    _require(isinstance(state, dict), f"{STATE} does not hold a JSON object")
+    return LoadedCheckpoint(path, manifest, state)
 
 
-def _examine_twice(path: Path) -> Loaded:
+def _read_with_retry(path: Path) -> LoadedCheckpoint:
     """Like `_examine`, with a second attempt after a transient read error."""
     try:
-        return _examine(path)
+        return _read_and_verify(path)
     except StorageError:
-        time.sleep(_MOMENT_S)
-        return _examine(path)
+        time.sleep(_RETRY_DELAY_S)
+        return _read_and_verify(path)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Parse and validate the manifest. Raises _Damaged."""
-    _must(files.size_of(path) <= _MANIFEST_BYTES, f"{MANIFEST} must have at most {_MANIFEST_BYTES} bytes")
-    text = files.read(path, at_most=_MANIFEST_BYTES)
-    manifest = parse(text)
+    _require(files.file_size(path) <= _MAX_MANIFEST_BYTES, f"{MANIFEST} must have at most {_MAX_MANIFEST_BYTES} bytes")
+    text = files.read(path, at_most=_MAX_MANIFEST_BYTES)
+    manifest = parse_json(text)
     if not isinstance(manifest, dict):
         raise _Damaged(f"{MANIFEST} does not hold a JSON object")
-    _must(is_sealed(manifest, text), f"{MANIFEST} does not match its own hash")
+    _require(is_sealed(manifest, text), f"{MANIFEST} does not match its own hash")
     version, update, entries = (manifest.get(key) for key in ("format_version", "update", "files"))
-    _must(version in _VERSIONS, f"format_version must be one of {_VERSIONS}, but is {version!r}")
-    _must(
+    _require(version in _VERSIONS, f"format_version must be one of {_VERSIONS}, but is {version!r}")
+    _require(
         type(update) is int and 0 <= update < 10**_NUM_DIGITS,
         f"update must be a whole number of at most {_NUM_DIGITS} digits, but is {update!r}",
     )
     if not isinstance(entries, list) or not all(is_entry(entry) for entry in entries):
         raise _Damaged("files must be a list of plain names, sizes and hashes")
-    listed = [entry["name"] for entry in entries]
-    has_parts = any(is_part(name.removesuffix(_SUFFIX)) for name in listed)
-    _must(has_parts == (version == FORMAT_OF_PARTS), f"format_version {version} does not fit its files")
-    _must(
-        STATE in listed and MANIFEST not in listed and len(set(listed)) == len(listed),
+    file_names = [entry["name"] for entry in entries]
+    has_parts = any(checkpoint_parts.is_part_stem(name.removesuffix(_SUFFIX)) for name in file_names)
+    _require(has_parts == (version == FORMAT_OF_PARTS), f"format_version {version} does not fit its files")
+    _require(
+        STATE in file_names and MANIFEST not in file_names and len(set(file_names)) == len(file_names),
         f"files must name {STATE}, not {MANIFEST}, and each file once",
     )
     return manifest
@@ -540,46 +539,46 @@ def _file_problems(path: Path, entries: list[dict[str, Any]], present: set[str])
         name = entry["name"]
         if name not in present:
             yield f"{name} is missing"
-        elif (size := files.size_of(path / name)) != entry["size"]:
+        elif (size := files.file_size(path / name)) != entry["size"]:
             yield f"{name} must have {entry['size']} bytes, but has {size}"
-        elif files.digest_of(path / name) != entry["sha256"]:
+        elif files.file_sha256(path / name) != entry["sha256"]:
             yield f"{name} does not match its hash"
 
 
 def newest_first(directory: Path) -> list[Path]:
-    return [directory / name for name in reversed(files.names(directory)) if _NAME.fullmatch(name)]
+    return [directory / name for name in reversed(files.list_names(directory)) if _NAME.fullmatch(name)]
 
 
-def _superfluous(directory: Path, keep_last: int, known: set[Path]) -> list[Path]:
+def _find_superfluous(directory: Path, keep_last: int, verified: set[Path]) -> list[Path]:
     """Return checkpoints older than both the newest `keep_last` and the two newest valid ones."""
     paths = newest_first(directory)
-    if len(paths) <= max(keep_last, _NUM_VALID):
+    if len(paths) <= max(keep_last, _MIN_VALID):
         return []
     num_valid = 0
     for position, path in enumerate(paths):
-        if position >= keep_last and num_valid >= _NUM_VALID:
+        if position >= keep_last and num_valid >= _MIN_VALID:
             return paths[position:]
-        if num_valid < _NUM_VALID:  # no need to verify more
-            if path not in known and not verify(path):
-                known.add(path)
-            num_valid += path in known
+        if num_valid < _MIN_VALID:  # no need to verify more
+            if path not in verified and not verify(path):
+                verified.add(path)
+            num_valid += path in verified
     return []
 
 
-def _move_aside(path: Path, word: str) -> Path:
+def _move_aside(path: Path, prefix: str) -> Path:
     """Durably rename `path` to `<word>-<name>-<n>` with the first free n; return the new path."""
     number = 1
-    while files.exists(aside := path.with_name(f"{word}-{path.name}-{number}")):
+    while files.exists(new_path := path.with_name(f"{prefix}-{path.name}-{number}")):
         number += 1
-    files.rename(path, aside)
+    files.rename(path, new_path)
     files.fsync_directory(path.parent)
-    return aside
+    return new_path
 
 
-def _none_valid(directory: Path, skipped: list[tuple[str, tuple[str, ...]]], damaged: list[str]) -> DataError:
-    found = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in skipped) or ", ".join(damaged)
+def _none_valid_error(directory: Path, skipped: list[tuple[str, tuple[str, ...]]], damaged: list[str]) -> DataError:
+    details = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in skipped) or ", ".join(damaged)
     return DataError(
-        f"there are checkpoints, but none is valid ({found})",
+        f"there are checkpoints, but none is valid ({details})",
         where=str(directory),
         fix="restore a good copy, or restart at update 0 with resume=fresh, which keeps these folders",
     )
@@ -587,14 +586,14 @@ def _none_valid(directory: Path, skipped: list[tuple[str, tuple[str, ...]]], dam
 
 _VERSIONS = (FORMAT_VERSION, FORMAT_OF_PARTS)
 _NUM_DIGITS = 10
-_NUM_VALID = 2  # minimum number to keep
-_MOMENT_S = 0.1  # s for a disk or a limit to recover
-_NUM_LOOKS = 10  # attempts while another process saves and removes checkpoints
-_MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file
-_STATE_BYTES = 256 << 20  # no tensors, but the generators of every rank
+_MIN_VALID = 2  # minimum number to keep
+_RETRY_DELAY_S = 0.1  # for a disk or a limit to recover
+_MAX_ATTEMPTS = 10  # attempts while another process saves and removes checkpoints
+_MAX_MANIFEST_BYTES = 16 << 20  # a manifest has about 200 bytes per file
+_MAX_STATE_BYTES = 256 << 20  # has no tensors, but the random generators of every rank
 _SUFFIX = ".safetensors"
 _OUTGOING = f"{files.TEMPORARY}old-"
 _REPLACED = "replaced-"
-_ASIDE = ("damaged-", "foreign-", "unreadable-")
+_ASIDE_PREFIXES = ("damaged-", "foreign-", "unreadable-")
 _NAME = re.compile(rf"update-(\d{{{_NUM_DIGITS}}})", re.ASCII)
-_OWN_KEYS = frozenset({"sha256", "format_version", "update", "files"})
+_RESERVED_KEYS = frozenset({"sha256", "format_version", "update", "files"})

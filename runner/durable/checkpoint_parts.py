@@ -1,14 +1,14 @@
-"""Checkpoints that several ranks write together: each one its shards, rank 0 the manifest.
+"""Checkpoints that several ranks write together: each rank writes its shards, and rank 0 also the manifest.
 
     model-part00000.safetensors  model-part00001.safetensors ...
 
-Each part has a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. Tensors that
-are not sharded are in part 0 only. So a name is in all parts or in one, and no index is needed.
+Each part contains a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. Tensors
+that are not sharded are in part 0 only. So a name is in all parts or in one, and no index is needed.
 
-All ranks write into the same temporary folder. A rank whose files are durable leaves a report there with their sizes
-and hashes. Rank 0 waits for all reports, and only then writes the manifest and renames the folder: until every part is
-durable, there is no checkpoint. The reports are files and no messages, because parts are written by threads beside
-training, and a process group may only be used by one thread.
+All ranks write into the same temporary folder. Once its files are durable, a rank writes a report there with their
+sizes and hashes. Rank 0 waits for all reports, and only then writes the manifest and renames the folder: until every
+part is durable, there is no checkpoint. The reports are files instead of messages, because parts are written by
+background threads, and a process group may only be used by one thread.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Entry = dict[str, Any]  # name, size and sha256 of a file
 
 
 @dataclass(frozen=True)
-class PartOf:
-    """Which part of a checkpoint a snapshot is.
+class CheckpointPart:
+    """The part of a checkpoint that a snapshot contains.
 
     token  random name of this save, the same on all ranks
     """
@@ -43,29 +43,29 @@ class PartOf:
     token: str
 
 
-def part_name(stem: str, rank: int) -> str:
+def part_stem(stem: str, rank: int) -> str:
     """Return the file stem of a rank's part."""
     return f"{stem}-part{rank:05}"
 
 
-def stem_of_part(stem: str) -> str:
+def strip_part_number(stem: str) -> str:
     """Return the stem without the number of a part."""
     return _PART.sub("", stem)
 
 
-def is_part(stem: str) -> bool:
+def is_part_stem(stem: str) -> bool:
     """Return whether a file stem is that of a rank's part."""
     return _PART.search(stem) is not None
 
 
-def written(temporary: Path, stems: Mapping[str, Sequence[bytes | memoryview]]) -> Iterator[Entry]:
+def write_files(temporary: Path, stems: Mapping[str, Sequence[bytes | memoryview]]) -> Iterator[Entry]:
     """Write files durably, given their content by name; yield their entries for the manifest."""
     for name, chunks in stems.items():
         size, sha256 = files.write_new(temporary / name, chunks)
         yield {"name": name, "size": size, "sha256": sha256}
 
 
-def report(temporary: Path, rank: int, entries: Sequence[Entry]) -> None:
+def report_part(temporary: Path, rank: int, entries: Sequence[Entry]) -> None:
     """Report to rank 0 that the part of this rank is durable."""
     files.fsync_directory(temporary)
     files.atomic_write(temporary / _report_name(rank), json.dumps({"files": [*entries]}))
@@ -77,51 +77,51 @@ def report_failure(temporary: Path, rank: int, reason: str) -> None:
         files.atomic_write(temporary / _report_name(rank), json.dumps({"error": reason}))
 
 
-def collect(temporary: Path, part: PartOf, patience_s: float = 600.0) -> list[Entry]:
+def collect_parts(temporary: Path, part: CheckpointPart, timeout_s: float = 600.0) -> list[Entry]:
     """Wait on rank 0 until the parts of all other ranks are durable; remove the reports and return the entries.
 
-    patience_s  without a further report
+    timeout_s  without a further report
 
     Raises StorageError if a rank failed, does not report, or reports a file that differs from the one on disk.
     """
     missing, entries = set(range(1, part.num_ranks)), list[Entry]()
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while missing:
         for rank in sorted(missing):
             if not files.exists(temporary / _report_name(rank)):
                 continue
-            found = files.read_object(temporary / _report_name(rank))
-            if "files" not in found:
-                raise StorageError(f"rank {rank} cannot write its part: {found.get('error')}", where=str(temporary))
-            entries += found["files"]
+            report = files.read_object(temporary / _report_name(rank))
+            if "files" not in report:
+                raise StorageError(f"rank {rank} cannot write its part: {report.get('error')}", where=str(temporary))
+            entries += report["files"]
             missing.discard(rank)
-            deadline = time.monotonic() + patience_s
+            deadline = time.monotonic() + timeout_s
         if missing and time.monotonic() > deadline:
             raise StorageError(f"rank {min(missing)} has not written its part", where=str(temporary))
         if missing:
             time.sleep(_POLL_S)
     for entry in entries:
-        if files.size_of(temporary / entry["name"]) != entry["size"]:
-            raise StorageError(f"{entry['name']} is not what its rank has written", where=str(temporary))
+        if files.file_size(temporary / entry["name"]) != entry["size"]:
+            raise StorageError(f"{entry['name']} differs in size from what its rank has written", where=str(temporary))
     for rank in range(1, part.num_ranks):
         files.remove(temporary / _report_name(rank))
     return entries
 
 
-def joined(parts: list[dict[str, Tensor]], where: Path) -> dict[str, Tensor]:
-    """Return the tensors of all parts, and empty `parts`. Raises DataError if they do not fit together."""
+def join_parts(parts: list[dict[str, Tensor]], where: Path) -> dict[str, Tensor]:
+    """Join the tensors of all parts, and empty `parts`. Raises DataError if they are inconsistent."""
     import torch
 
-    whole: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
         pieces = [part.pop(name) for part in parts if name in part]
         try:
             if len(pieces) not in (1, len(parts)):
                 raise ValueError(f"it is in {len(pieces)} of {len(parts)} parts")
-            whole[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            tensors[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         except (RuntimeError, ValueError) as error:
             raise DataError(f"the parts of {name} do not fit together: {error}", where=str(where)) from error
-    return whole
+    return tensors
 
 
 def _report_name(rank: int) -> str:

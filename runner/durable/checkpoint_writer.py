@@ -1,4 +1,4 @@
-"""Write checkpoints in a thread beside training, one at a time, with retries."""
+"""Write checkpoints in a background thread, one at a time, with retries."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from runner.base.errors import StorageError
 from runner.base.text import error_line
-from runner.durable.checkpoint import Snapshot, part_folder, retain, save, save_part
+from runner.durable.checkpoint import Snapshot, retain, save, save_part, temporary_path
 from runner.durable.checkpoint_parts import report_failure
-from runner.durable.system_errors import answers_to
+from runner.durable.system_errors import completed_calls
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """Time and size of a saved checkpoint.
 
     nbytes   size of its tensors
@@ -31,11 +31,11 @@ class Saved:
     total_s: float
 
 
-class Writer:
+class CheckpointWriter:
     """Save snapshots on a background thread, one at a time, while training continues.
 
     sync_first  syncs the files that a checkpoint depends on, before its final rename
-    in_use      returns checkpoints that are being read, and not removed now
+    in_use      returns checkpoints that are being read and must not be removed
 
     A save is attempted three times, each time in a new folder: a failure before the last is passed to `on_retry`.
     A final failure is passed to `on_failure` and training continues; after three in a row `submit` and `wait`
@@ -58,18 +58,18 @@ class Writer:
         self.directory = directory
         self.keep_last = keep_last
         self.acknowledged: int | None = None  # last durable update
-        self.last: Saved | None = None  # last checkpoint that was written, including retention
+        self.last: SavedCheckpoint | None = None  # last checkpoint that was written, including retention
         self.failures: list[StorageError] = []  # all of them, including those of retention
-        self._in_a_row = 0
+        self._consecutive_failures = 0
         self._on_saved = on_saved
         self._in_use = in_use
         self._on_retry = on_retry
         self._on_failure = on_failure
         self._sync_first = sync_first
         self._valid: set[Path] = set()
-        self._began, self._update = 0.0, 0
+        self._started_s, self._update = 0.0, 0
         self._check = check
-        self._fault: BaseException | None = None
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def submit(self, snapshot: Snapshot, *, best: Collection[Path] = (), overwrite: bool = False) -> None:
@@ -81,7 +81,7 @@ class Writer:
         Raises StorageError if the last three saves failed; `snapshot` is then not saved.
         """
         self.wait()
-        self._began, self._update = time.monotonic(), snapshot.update
+        self._started_s, self._update = time.monotonic(), snapshot.update
         thread = threading.Thread(target=self._work, args=(snapshot, best, overwrite), name="checkpoint-writer")
         self._thread = thread  # before it starts: the watchdog must see its progress while this thread waits for a core
         try:
@@ -94,26 +94,26 @@ class Writer:
     def busy_s(self) -> float | None:
         """Return the seconds since the current write started, None if there is none."""
         is_alive = self._thread is not None and self._thread.is_alive()
-        return time.monotonic() - self._began if is_alive else None
+        return time.monotonic() - self._started_s if is_alive else None
 
     @property
-    def under_way(self) -> tuple[int, int, int] | None:
+    def write_progress(self) -> tuple[int, int, int] | None:
         """Return the update being written and a counter of disk progress; None if there is none."""
         thread = self._thread
         if thread is None or thread.ident is None or not thread.is_alive():
             return None
-        return self._update, thread.ident, answers_to(thread.ident)
+        return self._update, thread.ident, completed_calls(thread.ident)
 
     def wait(self) -> int | None:
         """Wait for pending writes; return the last durable update. Raises as `submit` does."""
         self.close()
-        if self._fault is not None:
-            fault, self._fault = self._fault, None
+        if self._error is not None:
+            fault, self._error = self._error, None
             raise fault
-        if self._in_a_row >= _NUM_FAILURES:
+        if self._consecutive_failures >= _MAX_FAILURES:
             last = self.failures[-1].problems[0]
             lasting = StorageError(
-                f"{self._in_a_row} saves in a row failed, the last one: {last.what}",
+                f"{self._consecutive_failures} saves in a row failed, the last one: {last.what}",
                 where=last.where,
                 fix=last.fix or "check that the disk is writable, then run the same command again",
             )
@@ -127,7 +127,7 @@ class Writer:
             self._thread.join()
             self._thread = None
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> CheckpointWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -139,28 +139,28 @@ class Writer:
         try:
             try:
                 self._check(snapshot)
-                path = self._saved(snapshot, overwrite)
+                path = self._save(snapshot, overwrite)
             except StorageError as error:
-                self._in_a_row += 1
-                self._report(error)
+                self._consecutive_failures += 1
+                self._report_failure(error)
                 return
-            self._in_a_row = 0
+            self._consecutive_failures = 0
             self.acknowledged = snapshot.update
             self._valid.add(path)
-            write_s = time.monotonic() - self._began
+            write_s = time.monotonic() - self._started_s
             self._on_saved(path)
             try:
-                retain(self.directory, self.keep_last, (*best, *self._in_use()), known=self._valid)
-            except StorageError as error:  # too many checkpoints do not prevent saving
-                self._report(error)
+                retain(self.directory, self.keep_last, (*best, *self._in_use()), verified=self._valid)
+            except StorageError as error:  # superfluous checkpoints do not prevent the next save
+                self._report_failure(error)
             nbytes = sum(tensor.nbytes for tensors in snapshot.tensors.values() for tensor in tensors.values())
-            self.last = Saved(path, snapshot.update, nbytes, write_s, time.monotonic() - self._began)
+            self.last = SavedCheckpoint(path, snapshot.update, nbytes, write_s, time.monotonic() - self._started_s)
         except BaseException as fault:  # re-raised in the training thread
-            self._fault = fault
+            self._error = fault
 
-    def _saved(self, snapshot: Snapshot, overwrite: bool) -> Path:
+    def _save(self, snapshot: Snapshot, overwrite: bool) -> Path:
         """Write the snapshot and return its path. Raises the StorageError of the last attempt."""
-        for pause_s in PAUSES_S if snapshot.part is None else ():  # other ranks would have to write again, too
+        for pause_s in RETRY_DELAYS_S if snapshot.part is None else ():  # other ranks would have to write again, too
             try:
                 return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)
             except StorageError as error:
@@ -168,12 +168,12 @@ class Writer:
                 time.sleep(pause_s)
         return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)
 
-    def _report(self, error: StorageError) -> None:
+    def _report_failure(self, error: StorageError) -> None:
         self.failures.append(error)
         self._on_failure(error)
 
 
-class PartWriter(Writer):
+class PartWriter(CheckpointWriter):
     """Write the parts of a rank other than 0 in the background. Rank 0 fails if this rank fails, and handles it."""
 
     def _work(self, snapshot: Snapshot, best: Collection[Path], overwrite: bool) -> None:
@@ -184,18 +184,18 @@ class PartWriter(Writer):
             self._check(snapshot)
             save_part(self.directory, snapshot)
         except BaseException as error:
-            report_failure(part_folder(self.directory, snapshot), part.rank, error_line(error))
+            report_failure(temporary_path(self.directory, snapshot), part.rank, error_line(error))
             if not isinstance(error, StorageError):
-                self._fault = error
+                self._error = error
 
 
 class NoWriter:
     """Writer that saves nothing, for ranks other than the one that writes."""
 
     failures: tuple[StorageError, ...] = ()
-    last: Saved | None = None
+    last: SavedCheckpoint | None = None
     busy_s: float | None = None
-    under_way: tuple[int, int, int] | None = None
+    write_progress: tuple[int, int, int] | None = None
 
     def __init__(self) -> None:
         self.acknowledged: int | None = None
@@ -212,7 +212,5 @@ class NoWriter:
         """Do nothing."""
 
 
-_NUM_FAILURES = 3  # consecutive failures after which saving stops
-
-
-PAUSES_S = (0.5, 1.0)  # s before the second and the third attempt of a save
+_MAX_FAILURES = 3  # consecutive failures after which saving stops
+RETRY_DELAYS_S = (0.5, 1.0)  # before the second and the third attempt of a save

@@ -27,8 +27,8 @@ from runner.base.errors import (
 from runner.base.text import abbreviate
 from runner.durable import files
 from runner.durable.record_files import read_record
-from runner.durable.run_identity import RunIdentity, owner_of
-from runner.durable.system_errors import storage
+from runner.durable.run_identity import RunIdentity, read_identity
+from runner.durable.system_errors import storage_errors
 from runner.host.dirfd import current_path, pin, unpin
 
 LAST = "last"  # alias: the newest run
@@ -36,7 +36,7 @@ SWEEP = "sweep.json"  # in the folder of a sweep, which is beside the runs and c
 
 
 class RunDirectory:
-    """The folder of one run. The owner of its lock may write all of it, others only files that can be recreated.
+    """The folder of one run. The owner of its lock may write any file, others only files that can be recreated.
 
     Created by `create_or_open` (takes the lock), `join` (a rank whose launcher has the lock) or `find` (read-only).
 
@@ -48,7 +48,7 @@ class RunDirectory:
     """
 
     skipped: tuple[str, ...] = ()
-    lacked_lock = False
+    lost_lock_file = False
 
     def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None, is_new: bool = False) -> None:
         self.path, self.shown = path.absolute(), path
@@ -58,97 +58,97 @@ class RunDirectory:
         self._lock = lock
 
     @classmethod
-    def create_or_open(cls, root: Path, name: str, *, of_a_sweep: bool = False) -> RunDirectory:
+    def create_or_open(cls, root: Path, name: str, *, for_sweep: bool = False) -> RunDirectory:
         """Create or open and lock the folder `name` in `root`, and remove incomplete files that a crash left.
 
         Existing names in it are synced, in case the process that created them was killed before it did.
 
-        of_a_sweep  it contains the runs of a sweep and is not a run itself
+        for_sweep  it contains the runs of a sweep and is not a run itself
         Raises ConfigError for an invalid name or one of the other kind, SecurityRefusal if the folder is
         a link, RunInUse if another process has the lock, CannotCreate, and AccelRunError with exit code 77 without
         permission.
         """
-        check_name(name)
+        check_run_name(name)
         path = (root / name).absolute()
-        if is_run(path) if of_a_sweep else is_sweep(path):
-            what = "is the name of a run" if of_a_sweep else "is the name of a sweep, which train -m resumes"
+        if is_run(path) if for_sweep else is_sweep(path):
+            what = "is the name of a run" if for_sweep else "is the name of a sweep, which train -m resumes"
             raise ConfigError(Problem(what, f"run={name}", "use another run=NAME"))
         try:
-            with storage("access", path):
-                leads_to = path.resolve() if path.is_symlink() else None
-            if leads_to is not None:
+            with storage_errors("access", path):
+                link_target = path.resolve() if path.is_symlink() else None
+            if link_target is not None:
                 raise SecurityRefusal(
-                    f"the run directory must be in {root}, but is a link to {leads_to}",
+                    f"the run directory must be in {root}, but is a link to {link_target}",
                     where=f"run={name}",
                     fix="remove the link, or set output_root to the folder it leads to",
                 )
             is_new = not files.exists(path)
             files.make_directory(path)
-            with storage("open", path):
+            with storage_errors("open", path):
                 pin(path)
             has_lock = files.exists(path / _LOCK)
-            lock = files.Lock(path / _LOCK, json.dumps(_note()))
+            lock = files.Lock(path / _LOCK, json.dumps(_lock_note()))
         except files.LockHeld as held:
             unpin(path)
-            raise _in_use(name, held.note) from None
+            raise _in_use_error(name, held.note) from None
         except StorageError as error:
             unpin(path)
-            raise _cannot_create(error) from error
+            raise _creation_error(error) from error
         run = cls(root / name, writable=True, lock=lock, is_new=is_new)
-        run.lacked_lock = not is_new and not has_lock
+        run.lost_lock_file = not is_new and not has_lock
         try:
-            files.sync_names_of(path)
-            files.sweep(path)
-            if not of_a_sweep:
-                files.fsync_directory(run.inner("checkpoints"))  # its creator may have been killed before this
+            files.sync_ancestors(path)
+            files.remove_temporary_files(path)
+            if not for_sweep:
+                files.fsync_directory(run.subfolder("checkpoints"))  # its creator may have been killed before it synced
         except SecurityRefusal:
             run.release()
             raise
         except StorageError as error:
             run.release()
-            raise _cannot_create(error) from error
+            raise _creation_error(error) from error
         return run
 
     @classmethod
     def join(cls, path: Path) -> RunDirectory:
-        """Return the directory for a rank of the run, whose launcher has the lock and waits for it."""
+        """Return the directory for a rank of the run, whose launcher holds the lock until the rank exits."""
         return cls(path, writable=True)
 
     @classmethod
     def find(cls, root: Path, run: str = LAST) -> RunDirectory:
         """Open an existing run for reading: the newest ("last"), one in `root` by name, or one by path.
 
-        Runs of a sweep in `root` are found by name too. The newest run is the newest with an update, so that a failed
-        start does not hide the run before it; `skipped` of the result then has the newer ones. If none has an update,
-        it is the newest of all. Raises InputMissing with the existing names.
+        Runs of a sweep in `root` are found by name too. "last" is the newest run with an update, so that a failed start
+        does not hide the run before it; `skipped` of the result then has the newer ones. If none has an update, it is
+        the newest of all. Raises InputMissing with the existing names.
         """
-        known = runs(root)
+        existing = list_runs(root)
         if run == LAST:
-            if not known:
-                raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_ONE)
-            place = next((place for place, path in enumerate(known) if _has_update(path)), 0)
-            found = cls(known[place], writable=False)
-            found.skipped = tuple(path.name for path in known[:place])
-            return found
-        by_name = (root / run, *(path for path in known if path.name == run)) if _NAME.fullmatch(run) else ()
-        for path in (*by_name, Path(run).expanduser()):
+            if not existing:
+                raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_HINT)
+            index = next((index for index, path in enumerate(existing) if _has_update(path)), 0)
+            newest = cls(existing[index], writable=False)
+            newest.skipped = tuple(path.name for path in existing[:index])
+            return newest
+        candidates = (root / run, *(path for path in existing if path.name == run)) if _NAME.fullmatch(run) else ()
+        for path in (*candidates, Path(run).expanduser()):
             if is_run(path):
                 return cls(path.resolve() if path.name in ("", "..") else path, writable=False)
         what = f"there is no run {run!r} in {root}"
         if sweep := find_sweep(root, run):
-            inner = [path.name for path in runs(sweep)]
-            fix = f"name one of its runs, newest first: {abbreviate(inner, _NUM_OFFERED)}; " if inner else ""
+            trials = [path.name for path in list_runs(sweep)]
+            fix = f"name one of its runs, newest first: {abbreviate(trials, _MAX_SUGGESTIONS)}; " if trials else ""
             fix += "the command that started the sweep resumes it"
-            runs_of_it = f"{len(inner)} run{'s' * (len(inner) != 1)} so far"
-            raise InputMissing(f"{run} is a sweep, of {runs_of_it}", where=f"run={run}", fix=fix)
+            num_runs = f"{len(trials)} run{'s' * (len(trials) != 1)} so far"
+            raise InputMissing(f"{run} is a sweep, of {num_runs}", where=f"run={run}", fix=fix)
         if _is_folder(Path(run).expanduser()):
-            what = f"the folder {run} is not a run: it has none of {', '.join(_FILES_OF_A_RUN)}"
-        raise InputMissing(what, where=f"run={run}", fix=_offer(run, known))
+            what = f"the folder {run} is not a run: it has none of {', '.join(_RUN_FILES)}"
+        raise InputMissing(what, where=f"run={run}", fix=_suggest_runs(run, existing))
 
     @property
     def owner(self) -> RunIdentity:
         """Identity of the run for its checkpoints, as far as run.json has it."""
-        return owner_of(read_record(self.path), self.name)
+        return read_identity(read_record(self.path), self.name)
 
     def write(self, name: str, data: bytes | str) -> Path:
         """Write `data` durably to the file `name`, a path inside this directory; return its path.
@@ -157,25 +157,25 @@ class RunDirectory:
         can be written.
         Raises StorageError.
         """
-        path = self._place(name)
-        self.inner(*name.split("/")[:-1])
+        path = self._resolve(name)
+        self.subfolder(*name.split("/")[:-1])
         files.atomic_write(path, data)
         return path
 
     def write_all(self, contents: Mapping[str, bytes | str]) -> None:
         """Write files as `write` does, with a single sync. Raises as it does."""
-        paths = {self._place(name): data for name, data in contents.items()}
+        paths = {self._resolve(name): data for name, data in contents.items()}
         for folder in dict.fromkeys(tuple(name.split("/")[:-1]) for name in contents):
-            self.inner(*folder)
+            self.subfolder(*folder)
         files.atomic_write_all(paths)
 
-    def _place(self, name: str) -> Path:
+    def _resolve(self, name: str) -> Path:
         parts = name.split("/")
-        assert is_plain_path(name), f"must be a plain path inside the run, but is {name!r}"
-        assert self.writable or parts[0] in _MADE_AGAIN, f"{name} is written by the process that holds the lock"
+        assert is_safe_path(name), f"must be a plain path inside the run, but is {name!r}"
+        assert self.writable or parts[0] in _RECREATABLE, f"{name} is written by the process that holds the lock"
         return self.path.joinpath(*parts)
 
-    def inner(self, *parts: str) -> Path:
+    def subfolder(self, *parts: str) -> Path:
         """Create the folder with these names inside the run and return its path.
 
         Raises SecurityRefusal for a link that leads outside, and StorageError.
@@ -188,7 +188,7 @@ class RunDirectory:
                 raise SecurityRefusal("must be a folder of the run, but is a link", where=str(path), fix="remove it")
         return path
 
-    def check_place(self, warn: Callable[[str], None]) -> None:
+    def check_location(self, warn: Callable[[str], None]) -> None:
         """Check before each save that the folder exists and that no other process can write to it.
 
         A moved folder is written to at its new place, because its descriptor follows it. A removed lock file
@@ -199,17 +199,17 @@ class RunDirectory:
         """
         if self._lock is None:
             return
-        place = current_path(self.path)
-        if place is None:
+        location = current_path(self.path)
+        if location is None:
             what = "the run directory was deleted while the run was writing to it: nothing can be saved any more"
             raise StorageError(what, where=str(self.shown), fix="start it again with the same command")
-        if place != self.path:
-            warn(f"the run directory was moved to {place}: the run continues to write there")
+        if location != self.path:
+            warn(f"the run directory was moved to {location}: the run continues to write there")
         if not self._lock.holds(self.path / _LOCK):
             try:
-                lock = files.Lock(self.path / _LOCK, json.dumps(_note()))
+                lock = files.Lock(self.path / _LOCK, json.dumps(_lock_note()))
             except files.LockHeld as held:
-                raise _in_use(self.name, held.note) from None
+                raise _in_use_error(self.name, held.note) from None
             self._lock.release()
             self._lock = lock
             warn(f"{_LOCK} of the run directory was removed and is recreated: without it, two processes could write")
@@ -217,7 +217,7 @@ class RunDirectory:
     def discard(self) -> None:
         """Remove the folder of a new run that failed to start, with all its content. Raises StorageError."""
         assert self.is_new, f"{self.path} existed before"
-        for name in files.names(self.path):
+        for name in files.list_names(self.path):
             files.remove(self.path / name)
         unpin(self.path)  # a folder cannot be removed as "."
         files.remove(self.path)
@@ -311,24 +311,24 @@ class RunDirectory:
         return self.path / "plots"
 
 
-def default_name(task: str) -> str:
+def generate_run_name(task: str) -> str:
     """Return a new run name such as `gpt-20260131-142530-ab12cd`: task, local time, and six random digits."""
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-")[: _NAME_LETTERS // 2] or "run"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", task).strip("._-")[: _MAX_NAME_LENGTH // 2] or "run"
     return f"{plain}-{datetime.now().astimezone():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
 
 
-def runs(root: Path, *, in_sweeps: bool = True) -> list[Path]:
+def list_runs(root: Path, *, include_sweeps: bool = True) -> list[Path]:
     """Return the runs in `root`, including those of its sweeps, last modified first."""
-    paths = [root / name for name in files.names(root)]
-    if in_sweeps:
-        paths += [sweep / name for sweep in paths if is_sweep(sweep) for name in files.names(sweep)]
-    found = sorted(((last_written(path), path) for path in paths), reverse=True)
-    return [path for written, path in found if written > 0 or is_run(path)]
+    paths = [root / name for name in files.list_names(root)]
+    if include_sweeps:
+        paths += [sweep / name for sweep in paths if is_sweep(sweep) for name in files.list_names(sweep)]
+    modified = sorted(((last_modified(path), path) for path in paths), reverse=True)
+    return [path for time, path in modified if time > 0 or is_run(path)]
 
 
-def sweeps(root: Path) -> list[Path]:
+def list_sweeps(root: Path) -> list[Path]:
     """Return the folders of the sweeps in `root`."""
-    return [root / name for name in files.names(root) if is_sweep(root / name)]
+    return [root / name for name in files.list_names(root) if is_sweep(root / name)]
 
 
 def find_sweep(root: Path, name: str) -> Path | None:
@@ -354,20 +354,20 @@ def _is_folder(path: Path) -> bool:
 def is_run(path: Path) -> bool:
     """Return whether the folder is a run directory."""
     try:
-        return _is_folder(path) and any((path / name).exists() for name in _FILES_OF_A_RUN)
+        return _is_folder(path) and any((path / name).exists() for name in _RUN_FILES)
     except OSError:
         return False
 
 
-def last_written(path: Path) -> float:
+def last_modified(path: Path) -> float:
     """Return the last modification time of run.json or metrics.jsonl in `path`, 0 if neither exists."""
-    written = 0.0
+    time = 0.0
     for name in ("run.json", "metrics.jsonl"):
         try:
-            written = max(written, (path / name).stat().st_mtime)
+            time = max(time, (path / name).stat().st_mtime)
         except OSError:
             continue
-    return written
+    return time
 
 
 def _has_update(path: Path) -> bool:
@@ -375,24 +375,24 @@ def _has_update(path: Path) -> bool:
     if files.read_last_row(path / "metrics.jsonl"):
         return True
     try:
-        if any(name.startswith("update-") for name in files.names(path / "checkpoints")):
+        if any(name.startswith("update-") for name in files.list_names(path / "checkpoints")):
             return True
     except StorageError:
         return False
     return any(row.get("kind") == "first update" for row in files.read_rows(path / "events.jsonl"))
 
 
-def is_name(name: str) -> bool:
+def is_run_name(name: str) -> bool:
     """Return whether the name is valid for a run."""
     return name != LAST and _NAME.fullmatch(name) is not None
 
 
-def is_plain_path(name: str) -> bool:
+def is_safe_path(name: str) -> bool:
     """Return whether the path is valid for a file in a run: letters, digits, '.', '_' and '-' between slashes."""
-    return all(_NAME.fullmatch(part) and len(part) <= _NAME_LETTERS for part in name.split("/"))
+    return all(_NAME.fullmatch(part) and len(part) <= _MAX_NAME_LENGTH for part in name.split("/"))
 
 
-def check_name(name: str) -> None:
+def check_run_name(name: str) -> None:
     if name == LAST:
         what, fix = "the name 'last' stands for the newest run", "choose another name"
     elif not _NAME.fullmatch(name):
@@ -401,60 +401,64 @@ def check_name(name: str) -> None:
         )
         suggestion = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")
         fix = f"for example run={suggestion}" if suggestion else "for example run=first-try"
-    elif len(name) > _NAME_LETTERS:
-        what = f"a run name must have at most {_NAME_LETTERS} letters, but has {len(name):,}"
+    elif len(name) > _MAX_NAME_LENGTH:
+        what = f"a run name must have at most {_MAX_NAME_LENGTH} letters, but has {len(name):,}"
         fix = f"for example run={name[:20]}"
     else:
         return
     raise ConfigError(Problem(what, where=f"run={name}", fix=fix))
 
 
-def _note() -> dict[str, object]:
+def _lock_note() -> dict[str, object]:
     started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     return {"pid": os.getpid(), "host": socket.gethostname(), "started": started}
 
 
-def _in_use(name: str, note: str) -> RunInUse:
+def _in_use_error(name: str, note: str) -> RunInUse:
     try:
         holder = json.loads(note)
         pid, host, started = int(holder["pid"]), str(holder["host"]), str(holder["started"])
-        who = f"process {pid} on {host} since {started}"
-    except (ValueError, KeyError, TypeError):  # the lock's owner is about to write it
-        who = "another process"
+        holder_text = f"process {pid} on {host} since {started}"
+    except (ValueError, KeyError, TypeError):  # the lock's owner has not written it yet
+        holder_text = "another process"
     return RunInUse(
-        f"the run directory is in use by {who}",
+        f"the run directory is in use by {holder_text}",
         where=f"run={name}",
         fix="wait for it or stop it, or use another run=NAME",
     )
 
 
-def _cannot_create(error: StorageError) -> AccelRunError:
+def _creation_error(error: StorageError) -> AccelRunError:
     problem = error.problems[0]
     what = f"the run directory cannot be created: {problem.what}"
-    number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
-    if number in (errno.EACCES, errno.EPERM):
-        denied = AccelRunError(what, where=problem.where, fix="set output_root to a folder that you may write to")
-        denied.exit_code = Exit.PERMISSION
-        return denied
-    if error.exit_code != StorageError.exit_code:  # a system limit would fail in any other folder, too
+    error_number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
+    if error_number in (errno.EACCES, errno.EPERM):
+        permission_error = AccelRunError(
+            what, where=problem.where, fix="set output_root to a folder that you may write to"
+        )
+        permission_error.exit_code = Exit.PERMISSION
+        return permission_error
+    if error.exit_code != StorageError.exit_code:  # a system limit, which applies to any other folder, too
         return error
     return CannotCreate(what, where=problem.where, fix=problem.fix or "set output_root to another folder")
 
 
-def _offer(run: str, known: list[Path]) -> str:
-    if not known:
-        return f"there are no runs yet; {_START_ONE}"
-    names = [path.name for path in known]
+def _suggest_runs(run: str, existing: list[Path]) -> str:
+    if not existing:
+        return f"there are no runs yet; {_START_HINT}"
+    names = [path.name for path in existing]
     close = difflib.get_close_matches(run, names, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"runs, newest first: {abbreviate(names, _NUM_OFFERED)}"
+    return (
+        f"did you mean {close[0]}? " if close else ""
+    ) + f"runs, newest first: {abbreviate(names, _MAX_SUGGESTIONS)}"
 
 
 # Names in predictions/ that inference uses itself; predictions of a task must have other names.
 INFERENCE_FILES = re.compile(r"summary\.json|(gpu|monitor|stacks)(-rank\d+)?\.(csv|json|txt)")
 _LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME_LETTERS = 200  # systems allow 255, and the runs of a sweep are named NAME-1, NAME-2, ...
-_FILES_OF_A_RUN = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
-_MADE_AGAIN = frozenset({"report.html", "predictions", "plots", "profile", "export", "evaluations"})
-_START_ONE = "start one with: accel-run train"
-_NUM_OFFERED = 10
+_MAX_NAME_LENGTH = 200  # systems allow 255, and the runs of a sweep are named NAME-1, NAME-2, ...
+_RUN_FILES = ("run.json", "metrics.jsonl", "config.yaml", "checkpoints")
+_RECREATABLE = frozenset({"report.html", "predictions", "plots", "profile", "export", "evaluations"})
+_START_HINT = "start one with: accel-run train"
+_MAX_SUGGESTIONS = 10

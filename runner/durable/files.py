@@ -21,9 +21,9 @@ from typing import Any
 from runner.base.errors import StorageError
 from runner.base.json_values import parse_object
 from runner.base.secret import redact
-from runner.durable.hash_thread import BLOCK, HashThread, blocks
+from runner.durable.hash_thread import BLOCK, HashThread, split_into_blocks
 from runner.durable.system import System
-from runner.durable.system_errors import has_answered, storage
+from runner.durable.system_errors import count_call, storage_errors
 from runner.host.dirfd import open_parent
 
 TEMPORARY = ".tmp-"  # prefix of incomplete files; removed when a run is opened
@@ -56,16 +56,19 @@ def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
     temporaries: dict[Path, Path] = {}
     folders = list(dict.fromkeys(path.parent for path in contents))
     with ExitStack() as stack:
-        # Opened before any write: a sync reports write errors since its descriptor was opened.
-        opened = [stack.enter_context(_opened(folder)) for folder in folders]
+        # Opened before any write: a sync reports only write errors since its descriptor was opened.
+        descriptors = [stack.enter_context(_open(folder)) for folder in folders]
         try:
             for path, data in contents.items():
                 temporaries[path] = temporary = path.with_name(f"{TEMPORARY}{path.name}-{secrets.token_hex(4)}")
                 write_new(temporary, [redact(data).encode() if isinstance(data, str) else data], is_synced=False)
-            is_synced = len(contents) > _FEW and all(_is_file_system_synced(*each) for each in opened)
+            is_synced = len(contents) > _MAX_SINGLE_SYNCS and all(_sync_file_system(*opened) for opened in descriptors)
             if not is_synced:
                 for temporary in temporaries.values():
-                    with _opened(temporary, os.O_RDWR | os.O_NOFOLLOW) as (_, descriptor), storage("sync", temporary):
+                    with (
+                        _open(temporary, os.O_RDWR | os.O_NOFOLLOW) as (_, descriptor),
+                        storage_errors("sync", temporary),
+                    ):
                         _system.fsync(descriptor)
             for path in contents:  # after the sync: a name never exists without its content
                 rename(temporaries[path], path)
@@ -79,8 +82,8 @@ def atomic_write_all(contents: Mapping[Path, bytes | str]) -> None:
 
 
 @contextmanager
-def _opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[tuple[Path, int]]:
-    with storage("open", path):
+def _open(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[tuple[Path, int]]:
+    with storage_errors("open", path):
         descriptor = _system.open(path, flags)
     try:
         yield path, descriptor
@@ -88,13 +91,13 @@ def _opened(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[t
         _system.close(descriptor)
 
 
-def _is_file_system_synced(folder: Path, descriptor: int) -> bool:
+def _sync_file_system(folder: Path, descriptor: int) -> bool:
     """Sync the file system of a folder; return False if the system cannot."""
-    with storage("sync the file system of", folder):
+    with storage_errors("sync the file system of", folder):
         try:
             _system.sync_file_system(descriptor)
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EPERM):  # refused by a sandbox
+            if error.errno not in (errno.ENOSYS, errno.EPERM):  # unsupported, or refused by a sandbox
                 raise
             return False
     return True
@@ -110,27 +113,27 @@ def write_new(
     exists, even as a link; an incomplete file is removed.
     """
     views = [memoryview(chunk).cast("B") for chunk in chunks]
-    with closing(HashThread(views)) as hashed:
-        with _created(path) as descriptor:
+    with closing(HashThread(views)) as hash_thread:
+        with _create_file(path) as descriptor:
             size = _write_in_blocks(descriptor, views)
             if is_synced:
                 _system.fsync(descriptor)
-        return size, hashed.hexdigest()
+        return size, hash_thread.hexdigest()
 
 
 def write_stream(path: Path, chunks: Iterable[bytes]) -> None:
     """Create the file `path` with the content of `chunks` and sync it, like `write_new` for what is not in memory."""
-    with _created(path) as descriptor:
+    with _create_file(path) as descriptor:
         for chunk in chunks:
             _write_all(descriptor, memoryview(chunk))
-            has_answered()
+            count_call()
         _system.fsync(descriptor)
 
 
 @contextmanager
-def _created(path: Path) -> Iterator[int]:
+def _create_file(path: Path) -> Iterator[int]:
     """Yield the descriptor of a new file, which is removed if the context fails."""
-    with storage("write", path):
+    with storage_errors("write", path):
         descriptor = _system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW)
         try:
             try:
@@ -147,7 +150,7 @@ def make_directory(path: Path) -> None:
     """Create the folder `path` and missing parents with mode 0700, and sync their names (see `sync_names_of`)."""
     if not _is_directory(path):
         make_directory(path.parent)
-        with storage("create the folder", path):
+        with storage_errors("create the folder", path):
             try:
                 _system.mkdir(path)
             except FileExistsError:
@@ -158,19 +161,19 @@ def make_directory(path: Path) -> None:
 
 def new_directory(path: Path) -> None:
     """Create the folder `path` with mode 0700; its name is durable only after `fsync_directory`."""
-    with storage("create the folder", path):
+    with storage_errors("create the folder", path):
         _system.mkdir(path)
 
 
-def sync_names_of(path: Path) -> None:
+def sync_ancestors(path: Path) -> None:
     """Sync the name of `path`, and those of its parents on the same file system.
 
     For a folder whose creator may have been killed before it synced. From the first parent that cannot be
     opened, folders belong to other users and are assumed durable.
     """
-    device = _device_of(path)
+    device = _get_device(path)
     for folder in path.absolute().parents:
-        if _device_of(folder) != device:
+        if _get_device(folder) != device:
             return
         try:
             fsync_directory(folder)
@@ -180,8 +183,8 @@ def sync_names_of(path: Path) -> None:
             raise
 
 
-def _device_of(path: Path) -> int:
-    with storage("access", path):
+def _get_device(path: Path) -> int:
+    with storage_errors("access", path):
         return path.stat().st_dev
 
 
@@ -190,7 +193,7 @@ def fsync_directory(path: Path) -> None:
 
     A no-op on file systems that cannot sync folders (EINVAL, ENOTSUP: some network and FUSE mounts).
     """
-    with storage("sync the folder", path):
+    with storage_errors("sync the folder", path):
         descriptor = _system.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             _system.fsync(descriptor)
@@ -203,21 +206,21 @@ def fsync_directory(path: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Rename `source` to `target`; durable only after `fsync_directory`."""
-    with storage("rename", source):
+    with storage_errors("rename", source):
         _system.rename(source, target)
 
 
 def remove(path: Path) -> None:
     """Remove `path`: a file, a link (not its target) or a folder with its content."""
-    with storage("remove", path):
+    with storage_errors("remove", path):
         _remove(path)
 
 
-def sweep(directory: Path) -> tuple[tuple[str, str], ...]:
+def remove_temporary_files(directory: Path) -> tuple[tuple[str, str], ...]:
     """Remove incomplete files that a crash left in `directory`; return (name, reason) of those that remain."""
-    failed = []
+    not_removed = []
     is_hidden = False  # durably: a partly removed folder must not reappear under its original name
-    for name in names(directory):
+    for name in list_names(directory):
         if name.startswith(TEMPORARY):
             try:
                 if not is_hidden:
@@ -225,43 +228,43 @@ def sweep(directory: Path) -> tuple[tuple[str, str], ...]:
                     is_hidden = True
                 remove(directory / name)
             except StorageError as error:
-                failed.append((name, error.problems[0].what))
-    return tuple(failed)
+                not_removed.append((name, error.problems[0].what))
+    return tuple(not_removed)
 
 
-def names(directory: Path) -> list[str]:
+def list_names(directory: Path) -> list[str]:
     """Return the sorted names in `directory`, empty if it does not exist."""
-    with storage("list", directory):
+    with storage_errors("list", directory):
         try:
-            return _names_in(directory)
+            return _list_names(directory)
         except FileNotFoundError:
             return []
 
 
 def is_plain_directory(path: Path) -> bool:
     """Return whether `path` is a folder and not a link to one."""
-    return stat.S_ISDIR(_mode(path))
+    return stat.S_ISDIR(_get_mode(path))
 
 
 def is_plain_file(path: Path) -> bool:
     """Return whether `path` is a regular file: no link, pipe or device."""
-    return stat.S_ISREG(_mode(path))
+    return stat.S_ISREG(_get_mode(path))
 
 
 def exists(path: Path) -> bool:
     """Return whether the name exists, even as a broken link."""
-    return _mode(path) != 0
+    return _get_mode(path) != 0
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """Return the size of the file `path` in bytes."""
-    with storage("read", path):
+    with storage_errors("read", path):
         return _lstat(path).st_size
 
 
 def read(path: Path, *, at_most: int | None = None) -> bytes:
     """Return the content of the regular file `path`. Raises StorageError if it exceeds `at_most` bytes."""
-    with storage("read", path), open(_open_plain(path), "rb") as file:
+    with storage_errors("read", path), open(_open_regular(path), "rb") as file:
         if at_most is None:
             return file.read()
         content = file.read(at_most + 1)
@@ -270,16 +273,16 @@ def read(path: Path, *, at_most: int | None = None) -> bytes:
         return content
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of the regular file `path` as hexadecimal digits."""
-    with storage("read", path), open(_open_plain(path), "rb") as file:
+    with storage_errors("read", path), open(_open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`, an empty one if it is missing, damaged or no object."""
     try:
-        return parse_object(read(path, at_most=_OBJECT_BYTES)) or {}
+        return parse_object(read(path, at_most=_MAX_OBJECT_BYTES)) or {}
     except StorageError:
         return {}
 
@@ -297,24 +300,22 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
     The last line may be incomplete while a run is writing it.
     """
-    with suppress(OSError), open(_open_plain(path), "rb") as file:
-        while line := file.readline(_LINE_BYTES):
+    with suppress(OSError), open(_open_regular(path), "rb") as file:
+        while line := file.readline(_MAX_LINE_BYTES):
             row = parse_object(line)
             if row is not None or line.endswith(b"\n"):
                 yield row
 
 
 def read_last_row(path: Path, key: str | None = None) -> dict[str, Any]:
-    """Return the last JSON object in the lines of the file `path`, an empty one if there is none.
-
-    Reads only the end of the file.
+    """Return the last JSON object in the lines of the file `path`, reading only its end; empty if there is none.
 
     key  required key with a value other than null
     """
-    with suppress(OSError), open(_open_plain(path), "rb") as file:
-        file.seek(-min(_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        found = (parse_object(line) for line in reversed(file.read(_LINE_BYTES).splitlines()))
-        rows = (row for row in found if row is not None)
+    with suppress(OSError), open(_open_regular(path), "rb") as file:
+        file.seek(-min(_MAX_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        objects = (parse_object(line) for line in reversed(file.read(_MAX_LINE_BYTES).splitlines()))
+        rows = (row for row in objects if row is not None)
         return next((row for row in rows if key is None or row.get(key) is not None), {})
     return {}
 
@@ -329,13 +330,13 @@ class AppendLog:
         self.path = path
         self._rows: list[bytes] = []
         self._guard = threading.Lock()
-        self._fault: StorageError | None = None
-        self._is_torn = False  # part of a row may follow `_length`
-        with storage("open", path):
+        self._sync_error: StorageError | None = None
+        self._may_be_torn = False  # part of a row may follow `_length`
+        with storage_errors("open", path):
             flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            self._descriptor = _plain(_system.open(path, flags))
+            self._descriptor = _require_regular(_system.open(path, flags))
             size = os.fstat(self._descriptor).st_size
-            self._length = _end_of_last_line(self._descriptor, size)
+            self._length = _find_last_line_end(self._descriptor, size)
             if self._length < size:
                 _system.truncate(self._descriptor, self._length)
         if size == 0:  # possibly new: its name must be as durable as its lines
@@ -347,7 +348,7 @@ class AppendLog:
         return self._length
 
     @property
-    def promised(self) -> int:
+    def pending_length(self) -> int:
         """Size of the file in bytes once all rows are flushed."""
         with self._guard:
             return self._length + sum(map(len, self._rows))
@@ -364,18 +365,18 @@ class AppendLog:
 
         Raises StorageError; the file then ends with a complete line, and the rows are kept for the next flush.
         """
-        with self._guard, storage("append to", self.path):
+        with self._guard, storage_errors("append to", self.path):
             if self._rows:
                 self._repair()
                 data = b"".join(self._rows)
-                self._is_torn = True
+                self._may_be_torn = True
                 try:
                     _write_all(self._descriptor, memoryview(data))
                 except OSError:
                     with suppress(OSError):  # retried before the next write
                         self._repair()
                     raise
-                self._is_torn = False
+                self._may_be_torn = False
                 self._length += len(data)
                 self._rows.clear()
 
@@ -385,24 +386,24 @@ class AppendLog:
         Raises StorageError, and from then on always: the kernel drops pages that it could not write, so a second sync
         would succeed without them.
         """
-        if self._fault is not None:
-            raise self._fault
+        if self._sync_error is not None:
+            raise self._sync_error
         self.flush()
         try:
-            with storage("sync", self.path):
+            with storage_errors("sync", self.path):
                 _system.fsync(self._descriptor)  # outside of the lock: the disk may be busy for seconds
-        except StorageError as fault:
-            self._fault = fault
+        except StorageError as error:
+            self._sync_error = error
             raise
 
     def cut(self, length: int) -> None:
         """Truncate the file to the complete lines of its first `length` bytes, and drop buffered rows."""
-        with self._guard, storage("cut", self.path):
+        with self._guard, storage_errors("cut", self.path):
             self._rows.clear()
             if length < self._length:  # never longer: that would append zeros
-                length = _end_of_last_line(self._descriptor, length)
+                length = _find_last_line_end(self._descriptor, length)
                 _system.truncate(self._descriptor, length)
-                self._length, self._is_torn = length, False
+                self._length, self._may_be_torn = length, False
                 _system.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -413,13 +414,13 @@ class AppendLog:
             self.flush()
         finally:
             descriptor, self._descriptor = self._descriptor, -1
-            with storage("close", self.path):
+            with storage_errors("close", self.path):
                 _system.close(descriptor)
 
     def _repair(self) -> None:
-        if self._is_torn:
+        if self._may_be_torn:
             _system.truncate(self._descriptor, self._length)
-            self._is_torn = False
+            self._may_be_torn = False
 
     def __enter__(self) -> AppendLog:
         return self
@@ -442,11 +443,11 @@ class Lock:
 
     Uses `flock`, which the system releases even if the process is killed. Forked children (data workers) close
     their copy at once, so a worker that outlives its parent does not keep the run locked.
-    Raises Held if another process has the lock, and StorageError if locking fails.
+    Raises LockHeld if another process has the lock, and StorageError if locking fails.
     """
 
     def __init__(self, path: Path, note: str) -> None:
-        with storage("lock", path):
+        with storage_errors("lock", path):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             with open_parent(path) as (folder, name):
                 descriptor = os.open(name, flags, 0o600, dir_fd=folder)
@@ -467,8 +468,8 @@ class Lock:
     def holds(self, path: Path) -> bool:
         """Return whether the locked file is still at `path`: a removed lock file excludes no other process."""
         with suppress(OSError):
-            found, ours = _lstat(path), os.fstat(self._descriptor)
-            return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+            status, own_status = _lstat(path), os.fstat(self._descriptor)
+            return (status.st_dev, status.st_ino) == (own_status.st_dev, own_status.st_ino)
         return False
 
     def release(self) -> None:
@@ -480,21 +481,21 @@ class Lock:
 
 
 @contextmanager
-def through(system: System) -> Iterator[None]:
+def use_system(system: System) -> Iterator[None]:
     """Use `system` for all modifications of files inside the context; for tests."""
     global _system
-    before, _system = _system, system
+    previous, _system = _system, system
     try:
         yield
     finally:
-        _system = before
+        _system = previous
 
 
 def _remove(path: Path) -> None:
     if not stat.S_ISDIR(_lstat(path).st_mode):
         _system.unlink(path)
         return
-    for name in _names_in(path):
+    for name in _list_names(path):
         _remove(path / name)
     _system.rmdir(path)
 
@@ -511,9 +512,9 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
     (scripts/measure/save.py).
     """
     size = flushed = 0
-    for block in blocks(views):
+    for block in split_into_blocks(views):
         _write_all(descriptor, block)
-        has_answered()
+        count_call()
         size += len(block)
         end = size - size % _PAGE  # a page that still grows would be written twice
         if end - flushed >= BLOCK:
@@ -523,9 +524,9 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
     return size
 
 
-def _mode(path: Path) -> int:
+def _get_mode(path: Path) -> int:
     """Return the type and permissions of `path` itself, 0 if it does not exist."""
-    with storage("access", path):
+    with storage_errors("access", path):
         try:
             return _lstat(path).st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -544,7 +545,7 @@ def _is_directory(path: Path) -> bool:
     return False
 
 
-def _names_in(path: Path) -> list[str]:
+def _list_names(path: Path) -> list[str]:
     with open_parent(path) as (folder, name):
         if folder is None:
             return sorted(os.listdir(path))
@@ -555,14 +556,14 @@ def _names_in(path: Path) -> list[str]:
             os.close(descriptor)
 
 
-def _open_plain(path: Path) -> int:
+def _open_regular(path: Path) -> int:
     # O_NONBLOCK: opening a named pipe would otherwise block forever without a writer.
     with open_parent(path) as (folder, name):
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-    return _plain(descriptor)
+    return _require_regular(descriptor)
 
 
-def _plain(descriptor: int) -> int:
+def _require_regular(descriptor: int) -> int:
     """Return the descriptor of a regular file; close it and raise OSError for a pipe or a device."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -570,18 +571,18 @@ def _plain(descriptor: int) -> int:
     return descriptor
 
 
-def _end_of_last_line(descriptor: int, size: int) -> int:
+def _find_last_line_end(descriptor: int, size: int) -> int:
     end = size
     while end:
-        start = max(0, end - _LOOK_BACK)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        start = max(0, end - _SEARCH_BYTES)
+        position = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if position >= 0:
+            return start + position + 1
         end = start
     return 0
 
 
-def forget_locks() -> None:
+def close_inherited_locks() -> None:
     for descriptor in _held_locks:
         with suppress(OSError):
             os.close(descriptor)
@@ -590,10 +591,10 @@ def forget_locks() -> None:
 
 _system = System()
 _held_locks: set[int] = set()
-os.register_at_fork(after_in_child=forget_locks)
+os.register_at_fork(after_in_child=close_inherited_locks)
 
 _PAGE = 4096
-_FEW = 2  # maximum number of files to sync one by one
-_LOOK_BACK = 1 << 20
-_OBJECT_BYTES = 64 << 20  # run.json and plan.json have a few thousand bytes
-_LINE_BYTES = 1 << 20
+_MAX_SINGLE_SYNCS = 2  # up to this number, files are synced one by one
+_SEARCH_BYTES = 1 << 20
+_MAX_OBJECT_BYTES = 64 << 20  # run.json and plan.json have a few thousand bytes
+_MAX_LINE_BYTES = 1 << 20

@@ -8,20 +8,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 
-def blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
+def split_into_blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
     """Yield the bytes in order: small views merged, large ones split."""
-    together = bytearray()
+    small_views = bytearray()
     for view in views:
-        if len(together) + len(view) < BLOCK:
-            together += view
+        if len(small_views) + len(view) < BLOCK:
+            small_views += view
             continue
-        if together:
-            yield memoryview(together)
-            together = bytearray()
+        if small_views:
+            yield memoryview(small_views)
+            small_views = bytearray()
         for start in range(0, len(view), BLOCK):
             yield view[start : start + BLOCK]
-    if together:
-        yield memoryview(together)
+    if small_views:
+        yield memoryview(small_views)
 
 
 class HashThread:
@@ -54,7 +54,7 @@ class HashThread:
             self._thread.join()
 
     def _work(self) -> None:
-        for block in blocks(self._views):
+        for block in split_into_blocks(self._views):
             if self._is_stopped:
                 return
             self._digest.update(block)

@@ -25,11 +25,11 @@ from runner.base.errors import DataError, IncompatibleResume
 from runner.base.json_values import as_dict, as_list, parse_object
 from runner.base.text import abbreviate
 from runner.durable import files
-from runner.durable.checkpoint import MANIFEST, Loaded, install, load, load_newest, path_of
+from runner.durable.checkpoint import MANIFEST, LoadedCheckpoint, checkpoint_path, install, load, load_newest
 from runner.durable.directory import RunDirectory
 from runner.durable.manifest import is_sealed
 from runner.durable.mirror_store import MirrorError, MirrorStore
-from runner.durable.run_identity import is_uid, uid_of
+from runner.durable.run_identity import is_valid_uid, manifest_uid
 
 METRICS = "metrics.jsonl"
 
@@ -60,12 +60,12 @@ class Mirror:
 
     def owner(self) -> MirrorOwner:
         """Return whose checkpoints the mirror holds. Raises DataError if that cannot be determined."""
-        content = self.store.read(_OWNER, _SMALL_BYTES)
-        found = parse_object(content) if content is not None else None
-        uid, writer = as_dict(found).get("run_uid"), as_dict(found).get("writer")
-        if is_uid(uid):
+        content = self.store.read(_OWNER, _MAX_SMALL_BYTES)
+        record = as_dict(parse_object(content) if content is not None else None)
+        uid, writer = record.get("run_uid"), record.get("writer")
+        if is_valid_uid(uid):
             return MirrorOwner(uid, writer if isinstance(writer, str) else None)
-        uids = [name for name in self.store.names() if is_uid(name)]
+        uids = [name for name in self.store.names() if is_valid_uid(name)]
         if len(uids) > 1 or (content is not None and not uids):
             what = f"{_OWNER} is missing or damaged, and there are {len(uids)} runs of this name"
             raise DataError(what, where=self.store.shown, fix="use another run=NAME, or resume=fresh")
@@ -75,7 +75,7 @@ class Mirror:
         """Record this process as the only one that may write."""
         self.store.write(_OWNER, json.dumps({"run_uid": uid, "writer": writer}).encode())
 
-    def must_be_owned(self, uid: str, writer: str) -> None:
+    def check_owner(self, uid: str, writer: str) -> None:
         """Raise OwnerChanged if another process has claimed the mirror."""
         if self.owner() != MirrorOwner(uid, writer):
             raise OwnerChanged
@@ -87,12 +87,12 @@ class Mirror:
         return [name for name in self._folders(uid) if self._is_complete(f"{uid}/{name}")]
 
     def candidates(self, uid: str) -> list[str]:
-        """Return the names of the checkpoints of a run that have been complete, newest first, damaged or not."""
+        """Return the names of the checkpoints of a run that have a manifest, newest first, damaged or not."""
         return [name for name in self._folders(uid) if self.store.size(f"{uid}/{name}/{MANIFEST}") is not None]
 
     def _is_complete(self, folder: str) -> bool:
-        """Return whether a folder has its valid manifest; some stores leave half a file when they are cut off."""
-        content = self.store.read(f"{folder}/{MANIFEST}", _SMALL_BYTES) or b""
+        """Return whether a folder has a valid manifest; some stores keep a partial file after an interrupted upload."""
+        content = self.store.read(f"{folder}/{MANIFEST}", _MAX_SMALL_BYTES) or b""
         manifest = parse_object(content) or {}
         return str(manifest.get("sha256"))[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and is_sealed(manifest, content)
 
@@ -104,41 +104,41 @@ class Mirror:
 
         Raises DataError if the local checkpoint is damaged, and StorageError if it was removed meanwhile.
         """
-        found = load(path)
-        name = mirrored_name(found.path)
+        checkpoint = load(path)
+        name = mirrored_name(checkpoint.path)
         folder = f"{uid}/{name}"
-        for entry in found.manifest["files"]:
-            there = f"{folder}/{entry['name']}"
-            if self._difference(there, entry["size"], entry["sha256"]):  # otherwise an earlier attempt copied it
-                self.store.upload(path / entry["name"], there)
-                self._must_be_equal(there, entry["size"], entry["sha256"])
-        rows = files.read(metrics)[: found.manifest.get("metrics_bytes", 0)] if files.exists(metrics) else b""
-        self._put(f"{folder}/{METRICS}", rows)
-        self._put(f"{folder}/{MANIFEST}", files.read(path / MANIFEST))
+        for entry in checkpoint.manifest["files"]:
+            target = f"{folder}/{entry['name']}"
+            if self._find_difference(target, entry["size"], entry["sha256"]):  # otherwise an earlier attempt copied it
+                self.store.upload(path / entry["name"], target)
+                self._check_equal(target, entry["size"], entry["sha256"])
+        rows = files.read(metrics)[: checkpoint.manifest.get("metrics_bytes", 0)] if files.exists(metrics) else b""
+        self._write_verified(f"{folder}/{METRICS}", rows)
+        self._write_verified(f"{folder}/{MANIFEST}", files.read(path / MANIFEST))
         return name
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _write_verified(self, name: str, data: bytes) -> None:
         sha256 = hashlib.sha256(data).hexdigest()
-        if self._difference(name, len(data), sha256):
+        if self._find_difference(name, len(data), sha256):
             self.store.write(name, data)
-            self._must_be_equal(name, len(data), sha256)
+            self._check_equal(name, len(data), sha256)
 
-    def _must_be_equal(self, name: str, size: int, sha256: str) -> None:
-        difference = self._difference(name, size, sha256)
+    def _check_equal(self, name: str, size: int, sha256: str) -> None:
+        difference = self._find_difference(name, size, sha256)
         if difference:
             raise MirrorError(f"{name} {difference}", where=self.store.shown)
 
-    def _difference(self, name: str, size: int, sha256: str) -> str:
+    def _find_difference(self, name: str, size: int, sha256: str) -> str:
         """Read a file of the store back; return how it differs from the local one, or an empty text."""
-        found = self.store.size(name)
-        if found != size:
-            return f"must have {size} bytes, but has {found}"
+        size_in_store = self.store.size(name)
+        if size_in_store != size:
+            return f"must have {size} bytes, but has {size_in_store}"
         digest = hashlib.sha256()
         for chunk in self.store.chunks(name):
             digest.update(chunk)
-        return "" if digest.hexdigest() == sha256 else "was changed on its way"
+        return "" if digest.hexdigest() == sha256 else "was corrupted in transfer"
 
-    def download(self, uid: str, name: str, directory: Path) -> Loaded:
+    def download(self, uid: str, name: str, directory: Path) -> LoadedCheckpoint:
         """Copy a checkpoint to the local folder `directory`, where it appears only once it is verified.
 
         Raises DataError if it is damaged, and StorageError.
@@ -146,19 +146,19 @@ class Mirror:
         folder = f"{uid}/{name}"
 
         def fill(temporary: Path) -> None:
-            content = self.store.read(f"{folder}/{MANIFEST}", _SMALL_BYTES) or b""
-            for entry in _entries_of(content, f"{self.store.shown}/{folder}"):
-                there = f"{folder}/{entry['name']}"
-                if self.store.size(there) != entry["size"]:
+            content = self.store.read(f"{folder}/{MANIFEST}", _MAX_SMALL_BYTES) or b""
+            for entry in _parse_entries(content, f"{self.store.shown}/{folder}"):
+                source = f"{folder}/{entry['name']}"
+                if self.store.size(source) != entry["size"]:
                     raise DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)
-                files.write_stream(temporary / entry["name"], self.store.chunks(there))
+                files.write_stream(temporary / entry["name"], self.store.chunks(source))
             files.write_new(temporary / MANIFEST, [content])
 
-        return install(path_of(directory, update_in(name)), fill)
+        return install(checkpoint_path(directory, mirrored_update(name)), fill)
 
     def metrics(self, uid: str, name: str, size: int) -> bytes | None:
         """Return the rows that a checkpoint covers, None if they are not complete."""
-        rows = self.store.read(f"{uid}/{name}/{METRICS}", _METRICS_BYTES)
+        rows = self.store.read(f"{uid}/{name}/{METRICS}", _MAX_METRICS_BYTES)
         return rows if rows is not None and len(rows) == size else None
 
     # ------------------------------------------------------------ retention
@@ -169,52 +169,58 @@ class Mirror:
         Call it only when no upload is running. Returns the removed names.
         """
         complete = self.checkpoints(uid)
-        keep = {*kept, *complete[: max(keep_last, _FEWEST)]}
+        keep = {*kept, *complete[: max(keep_last, _MIN_COMPLETE)]}
         newest = complete[0] if complete else ""
-        outgoing = [name for name in self._folders(uid) if name not in keep and name < newest]
-        for name in outgoing:
-            self.store.remove(f"{uid}/{name}/{MANIFEST}")  # first: what a crash leaves must not look complete
+        superfluous = [name for name in self._folders(uid) if name not in keep and name < newest]
+        for name in superfluous:
+            self.store.remove(f"{uid}/{name}/{MANIFEST}")  # first: after a crash the rest must not look complete
             self.store.remove(f"{uid}/{name}")
-        return outgoing
+        return superfluous
 
 
-def fetch(mirror: Mirror, run: RunDirectory, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
+def fetch_checkpoints(
+    mirror: Mirror, run: RunDirectory, report: Callable[[str], None], warn: Callable[[str], None]
+) -> None:
     """Download what the run needs to resume, if the mirror is ahead of the local disk.
 
-    That is the newest valid checkpoint, the best ones and those of earlier phases that it names, and the metrics.
-    Raises MirrorError, IncompatibleResume if the mirror belongs to another run of this name, and DataError if it has
-    checkpoints of which none is valid, while there is none here: a run never silently restarts at update 0.
+    This is the newest valid checkpoint, the best checkpoints and those of earlier phases that it refers to, and the
+    metrics.
+    Raises MirrorError, IncompatibleResume if the mirror belongs to another run of this name, and DataError if neither
+    the mirror nor the local disk has a valid checkpoint, but the mirror has damaged ones: a run never silently
+    restarts at update 0.
     """
-    owner, own = mirror.owner(), run.owner
-    local = load_newest(run.checkpoints, own)
-    uid = own.uid or (uid_of(local.manifest) if local else None)
-    if owner.uid is None:
+    mirror_owner, identity = mirror.owner(), run.owner
+    local = load_newest(run.checkpoints, identity)
+    uid = identity.uid or (manifest_uid(local.manifest) if local else None)
+    if mirror_owner.uid is None:
         return
-    if uid is not None and uid != owner.uid:
+    if uid is not None and uid != mirror_owner.uid:
         raise IncompatibleResume(
-            f"the mirror holds checkpoints of another run of this name: {owner.uid}; this run is {uid}",
+            f"the mirror holds checkpoints of another run of this name: {mirror_owner.uid}; this run is {uid}",
             where=mirror.store.shown,
             fix="use another run=NAME or checkpoint.mirror=URL; or resume=fresh, which starts a new run",
         )
-    ahead = [name for name in mirror.candidates(owner.uid) if local is None or update_in(name) > local.update]
+    newer = [
+        name for name in mirror.candidates(mirror_owner.uid) if local is None or mirrored_update(name) > local.update
+    ]
     rejected = []
-    for name in ahead:
+    for name in newer:
         try:
-            start = mirror.download(owner.uid, name, run.checkpoints)
+            start = mirror.download(mirror_owner.uid, name, run.checkpoints)
         except DataError as error:
             rejected.append(name)
             warn(f"{name} of the mirror is skipped: {error.problems[0].what}")
             continue
-        say(f"downloaded {start.path.name} from {mirror.store.shown}")
-        _fetch_rest(mirror, owner.uid, start, name, run, warn)
+        report(f"downloaded {start.path.name} from {mirror.store.shown}")
+        _fetch_referenced(mirror, mirror_owner.uid, start, name, run, warn)
         return
     if rejected and local is None:
         what = f"none of its checkpoints is valid: {abbreviate(rejected, 5)}"
         raise DataError(what, where=mirror.store.shown, fix="use another run=NAME, or resume=fresh")
 
 
-def _fetch_rest(
-    mirror: Mirror, uid: str, start: Loaded, name: str, run: RunDirectory, warn: Callable[[str], None]
+def _fetch_referenced(
+    mirror: Mirror, uid: str, start: LoadedCheckpoint, name: str, run: RunDirectory, warn: Callable[[str], None]
 ) -> None:
     """Download the metrics of the checkpoint `name`, and the other checkpoints that it refers to."""
     size = start.manifest.get("metrics_bytes", 0)
@@ -223,16 +229,16 @@ def _fetch_rest(
         warn(f"{METRICS} of the mirror is incomplete: its rows are lost, the checkpoint is valid")
     else:
         run.write(METRICS, rows)
-    there = {update_in(each): each for each in reversed(mirror.checkpoints(uid))}
-    for number in _referred(start):
-        if number in there and not files.exists(path_of(run.checkpoints, number)):
+    mirrored = {mirrored_update(name): name for name in reversed(mirror.checkpoints(uid))}
+    for number in _referenced_updates(start):
+        if number in mirrored and not files.exists(checkpoint_path(run.checkpoints, number)):
             try:
-                mirror.download(uid, there[number], run.checkpoints)
+                mirror.download(uid, mirrored[number], run.checkpoints)
             except DataError as error:
-                warn(f"{there[number]} of the mirror is skipped: {error.problems[0].what}")
+                warn(f"{mirrored[number]} of the mirror is skipped: {error.problems[0].what}")
 
 
-def _entries_of(manifest: bytes, where: str) -> list[dict[str, Any]]:
+def _parse_entries(manifest: bytes, where: str) -> list[dict[str, Any]]:
     """Return the files of a manifest, as far as needed to copy them; the copy is verified as a whole."""
     entries = [as_dict(entry) for entry in as_list(as_dict(parse_object(manifest)).get("files"))]
     for entry in entries:
@@ -242,7 +248,7 @@ def _entries_of(manifest: bytes, where: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _referred(start: Loaded) -> Iterator[int]:
+def _referenced_updates(start: LoadedCheckpoint) -> Iterator[int]:
     """Yield the numbers of the best checkpoints, and of those of earlier phases."""
     bests = [pair[1] for pair in as_list(start.state.get("bests")) if isinstance(pair, list) and len(pair) == 2]
     for number in (*bests, *as_list(start.state.get("kept"))):
@@ -258,7 +264,7 @@ def mirrored_name(path: Path) -> str:
     return f"{path.name}-{sha256[:_NUM_DIGITS]}"
 
 
-def update_in(name: str) -> int:
+def mirrored_update(name: str) -> int:
     """Return the number of a checkpoint of the mirror."""
     return int(name.split("-")[1])
 
@@ -266,6 +272,6 @@ def update_in(name: str) -> int:
 _OWNER = "owner.json"
 _NUM_DIGITS = 16
 _NAME = re.compile(r"update-\d{10}-[0-9a-f]{16}", re.ASCII)
-_SMALL_BYTES = 16 << 20
-_METRICS_BYTES = 1 << 30
-_FEWEST = 2  # complete checkpoints that are never removed
+_MAX_SMALL_BYTES = 16 << 20
+_MAX_METRICS_BYTES = 1 << 30
+_MIN_COMPLETE = 2  # complete checkpoints that are never removed

@@ -40,7 +40,7 @@ class MirrorStore:
         if url.startswith(("file:", "local:")):
             options["auto_mkdir"] = True
         try:
-            with self._answered("open"):
+            with self._convert_errors("open"):
                 self._fs, root = core.url_to_fs(url, **options)
         except MirrorError as error:
             if isinstance(error.__cause__, (ImportError, ValueError)):
@@ -51,19 +51,19 @@ class MirrorStore:
 
     def names(self, folder: str = "") -> list[str]:
         """Return the sorted names in a folder; empty if it does not exist."""
-        with self._answered("list", folder):
+        with self._convert_errors("list", folder):
             try:
-                found = self._fs.ls(self._place(folder), detail=False)
+                paths = self._fs.ls(self._path(folder), detail=False)
             except FileNotFoundError:
                 return []
-        own = self._place(folder).rstrip("/").rpartition("/")[2]
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {own, ""})
+        folder_name = self._path(folder).rstrip("/").rpartition("/")[2]
+        return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {folder_name, ""})
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes, None if it does not exist."""
-        with self._answered("read", name):
+        with self._convert_errors("read", name):
             try:
-                return int(self._fs.info(self._place(name))["size"])
+                return int(self._fs.info(self._path(name))["size"])
             except FileNotFoundError:
                 return None
 
@@ -78,53 +78,53 @@ class MirrorStore:
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield the content of a file in pieces of a few megabytes."""
-        with self._answered("read", name), self._opened(name) as file:
+        with self._convert_errors("read", name), self._open(name) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, replacing an existing one."""
-        with self._answered("write", name):
-            self._fs.pipe_file(self._place(name), data)
+        with self._convert_errors("write", name):
+            self._fs.pipe_file(self._path(name), data)
 
     def upload(self, path: Path, name: str) -> None:
         """Copy the local file `path`, in parts that the file system chooses."""
-        with self._answered("write", name):
-            self._fs.put_file(str(path), self._place(name))
+        with self._convert_errors("write", name):
+            self._fs.put_file(str(path), self._path(name))
 
     def remove(self, name: str) -> None:
         """Remove a file or a folder with its content; a no-op if it does not exist."""
-        with self._answered("remove", name):
+        with self._convert_errors("remove", name):
             try:
-                self._fs.rm(self._place(name), recursive=True)
+                self._fs.rm(self._path(name), recursive=True)
             except FileNotFoundError:
                 return
 
-    def _place(self, name: str) -> str:
+    def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[Any]:
+    def _open(self, name: str) -> Iterator[Any]:
         # Without a read-ahead cache: the file is read once, from its beginning to its end.
-        with self._fs.open(self._place(name), "rb", block_size=_CHUNK_BYTES, cache_type="none") as file:
+        with self._fs.open(self._path(name), "rb", block_size=_CHUNK_BYTES, cache_type="none") as file:
             yield file
 
     @contextmanager
-    def _answered(self, action: str, name: str = "") -> Iterator[None]:
+    def _convert_errors(self, action: str, name: str = "") -> Iterator[None]:
         """Convert any error of the file system, whose message may repeat a secret, into a MirrorError."""
         try:
             yield
         except AccelRunError:
             raise
-        except Exception as error:  # of a package that is not ours, or of the network
+        except Exception as error:  # from a third-party package or the network
             what = f"cannot {action} {name}".rstrip() + f": {redact_message(error_line(error))}"
-            refused = MirrorError(what, where=self.shown)
-            if _is_denied(error):
-                refused.exit_code = Exit.PERMISSION
-            raise refused from error
+            mirror_error = MirrorError(what, where=self.shown)
+            if _is_permission_error(error):
+                mirror_error.exit_code = Exit.PERMISSION
+            raise mirror_error from error
 
 
-def _is_denied(error: BaseException) -> bool:
+def _is_permission_error(error: BaseException) -> bool:
     """Return whether credentials are missing or wrong; packages report it in different ways."""
     kind = type(error).__name__
     return isinstance(error, PermissionError) or "Credential" in kind or "Authentication" in kind or "Auth" in kind

@@ -1,8 +1,8 @@
 """Copy the checkpoints of a running run to its mirror, in a thread that never blocks training.
 
-The thread has no queue. Whenever a checkpoint is on disk, it compares the local checkpoints with those it has copied,
-and copies the newest that is missing. So a slow connection skips checkpoints that the local disk no longer has, and
-the mirror keeps what the local disk keeps. A thread is enough: reading, hashing and sending release the GIL.
+The thread has no queue. After each save it compares the local checkpoints with those it has copied, and copies the
+newest missing one. So with a slow connection it skips checkpoints that were removed locally, and the mirror keeps what
+the local disk keeps. A thread is enough: reading, hashing and sending release the GIL.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from runner.base.text import abbreviate, error_line
 from runner.durable import files
 from runner.durable.checkpoint import newest_first
 from runner.durable.directory import RunDirectory
-from runner.durable.mirror import Mirror, OwnerChanged, mirrored_name, update_in
+from runner.durable.mirror import Mirror, OwnerChanged, mirrored_name, mirrored_update
 from runner.durable.mirror_store import MirrorError
 from runner.durable.record_files import MIRROR
 
 
 @dataclass(frozen=True)
 class MirrorState:
-    """What a process has copied.
+    """Checkpoints that this process has copied.
 
     copied   names of the local checkpoints that the mirror has, oldest first
     skipped  number of checkpoints that were removed here before they were copied
@@ -48,7 +48,7 @@ class MirrorState:
 
 
 class NoMirror:
-    """No copies are made: checkpoint.mirror=null, and ranks that do not write."""
+    """Copy nothing: used for checkpoint.mirror=null and on ranks that do not write."""
 
     def notify(self, path: Path) -> None:
         """Do nothing."""
@@ -77,7 +77,7 @@ class _Progress:
     reading: Path | None = None
     is_awake: bool = True
     is_idle: bool = False
-    is_over: bool = False
+    is_stopped: bool = False
 
 
 class MirrorThread(NoMirror):
@@ -104,24 +104,24 @@ class MirrorThread(NoMirror):
         self._is_claimed = False
         self._changed = threading.Condition()
         self._progress = _Progress(saved={path.name for path in newest_first(run.checkpoints)})
-        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
-    def start(self, *, must_work: bool) -> None:
+    def start(self, *, is_required: bool) -> None:
         """Claim the mirror for this process and start the thread.
 
-        must_work  raise MirrorError if the mirror cannot be written; otherwise the thread tries again
+        is_required  raise MirrorError if the mirror cannot be written; otherwise the thread tries again
         """
         try:
             self.mirror.claim(self.uid, self._writer)
             self._is_claimed = True
         except MirrorError as error:
-            if must_work:
+            if is_required:
                 raise
-            self._failed(error, pause_s=0.0)
+            self._handle_failure(error, pause_s=0.0)
         try:
             self._thread.start()
         except RuntimeError:  # no thread available
-            self._end("the system has no thread for it")
+            self._stop("the system has no thread for it")
 
     def notify(self, path: Path) -> None:
         """Report that a checkpoint is on disk. Never blocks and never raises."""
@@ -137,87 +137,89 @@ class MirrorThread(NoMirror):
             return () if self._progress.reading is None else (self._progress.reading,)
 
     def finish(self, seconds: float, on_wait: Callable[[], None] = lambda: None) -> str:
-        """Wait until everything is copied, at most so long; end the thread, and return how far it came.
+        """Wait until everything is copied, at most this long; stop the thread and return a summary.
 
         on_wait  called about once a second
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            while not (self._progress.is_idle or self._progress.is_over):
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
+            while not (self._progress.is_idle or self._progress.is_stopped):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
                     break
                 on_wait()
-                self._changed.wait(min(left_s, _TICK_S))
-            self._progress.is_over = True
+                self._changed.wait(min(remaining_s, _TICK_S))
+            self._progress.is_stopped = True
             self._changed.notify_all()
         return self._summary()
 
     # ------------------------------------------------------------ the thread
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            while self._is_wanted():
-                self._attempt()
+            while self._wait_for_work():
+                self._copy_all()
         except OwnerChanged:
-            self._end("another process resumed this run from it, and copies its checkpoints now")
-        except Exception as error:  # an observer must not end the run
-            self._end(error_line(error))
+            self._stop("another process resumed this run from it, and copies its checkpoints now")
+        except Exception as error:  # a failed copy must not end the run
+            self._stop(error_line(error))
 
-    def _is_wanted(self) -> bool:
-        """Wait until there is something to do; return False at the end."""
+    def _wait_for_work(self) -> bool:
+        """Wait for a checkpoint to copy; return False once the thread is to stop."""
         with self._changed:
-            while not self._progress.is_awake and not self._progress.is_over:
+            while not self._progress.is_awake and not self._progress.is_stopped:
                 self._progress.is_idle = True
                 self._changed.notify_all()
                 self._changed.wait()
             self._progress.is_awake = False
-            return not self._progress.is_over
+            return not self._progress.is_stopped
 
-    def _attempt(self) -> None:
-        """Copy everything that is missing, then remove what is superfluous; after an error, wait and try again."""
+    def _copy_all(self) -> None:
+        """Copy all missing checkpoints, then remove superfluous ones; after an error, wait for the next attempt."""
         try:
             if not self._is_claimed:
                 self._claim_late()
-            while (path := self._next()) is not None:
+            while (path := self._next_checkpoint()) is not None:
                 self._copy(path)
-            self.mirror.must_be_owned(self.uid, self._writer)
+            self.mirror.check_owner(self.uid, self._writer)
             self.mirror.prune(self.uid, self._progress.keys.values(), self.keep_last)
         except MirrorError as error:
-            self._failed(error)
+            self._handle_failure(error)
         else:
-            self._note(problem="")
+            self._update_state(problem="")
 
     def _claim_late(self) -> None:
         """Claim a mirror that could not be reached at the start, unless another process has used it since."""
         owner = self.mirror.owner()
-        here = newest_first(self.run.checkpoints)
-        there = self.mirror.checkpoints(self.uid)
-        if owner.uid not in (None, self.uid) or (there and (not here or update_in(there[0]) > update_in(here[0].name))):
+        local = newest_first(self.run.checkpoints)
+        mirrored = self.mirror.checkpoints(self.uid)
+        if owner.uid not in (None, self.uid) or (
+            mirrored and (not local or mirrored_update(mirrored[0]) > mirrored_update(local[0].name))
+        ):
             raise OwnerChanged
         self.mirror.claim(self.uid, self._writer)
         self._is_claimed = True
 
-    def _next(self) -> Path | None:
+    def _next_checkpoint(self) -> Path | None:
         """Return the newest local checkpoint that the mirror lacks."""
-        here = newest_first(self.run.checkpoints)
-        names = {path.name for path in here}
+        local = newest_first(self.run.checkpoints)
+        names = {path.name for path in local}
         with self._changed:
             progress = self._progress
-            lost = progress.saved - names
+            removed = progress.saved - names
             progress.saved &= names
             progress.keys = {name: key for name, key in progress.keys.items() if name in names}
-            wanted = progress.saved - progress.broken
-            progress.reading = next((path for path in here if path.name in wanted), None)
-            if progress.is_over:
+            missing = progress.saved - progress.broken
+            progress.reading = next((path for path in local if path.name in missing), None)
+            if progress.is_stopped:
                 progress.reading = None
-        if lost:
-            self._note(skipped=self.state.skipped + len(lost))
+        if removed:
+            self._update_state(skipped=self.state.skipped + len(removed))
         return self._progress.reading
 
     def _copy(self, path: Path) -> None:
         try:
-            self.mirror.must_be_owned(self.uid, self._writer)
+            self.mirror.check_owner(self.uid, self._writer)
             key = mirrored_name(path)
             if key not in self.mirror.checkpoints(self.uid):
                 self.mirror.upload(path, self.run.metrics, self.uid)
@@ -235,32 +237,34 @@ class MirrorThread(NoMirror):
             if mirrored_name(path) == key:  # otherwise it was replaced meanwhile
                 self._progress.keys[path.name] = key
                 self._progress.saved.discard(path.name)
-        self._note(problem="")
+        self._update_state(problem="")
 
     def _skip(self, path: Path, error: AccelRunError) -> None:
         self._progress.broken.add(path.name)
         self._warn(f"mirror: {path.name} is not copied: {error.problems[0].what}")
 
-    def _failed(self, error: MirrorError, pause_s: float | None = None) -> None:
+    def _handle_failure(self, error: MirrorError, pause_s: float | None = None) -> None:
         what = error.problems[0].what
         if not self.state.problem:
             self._warn(f"mirror: {what}; training continues, and the copy is tried again")
-        self._note(problem=what, failed=self.state.failed + 1)
+        self._update_state(problem=what, failed=self.state.failed + 1)
         if pause_s is None:
             pause_s = self._pauses_s[min(self.state.failed, len(self._pauses_s)) - 1]
         with self._changed:
             self._progress.is_awake = True
-            self._changed.wait_for(lambda: self._progress.is_over, pause_s)
+            self._changed.wait_for(lambda: self._progress.is_stopped, pause_s)
 
-    def _end(self, reason: str) -> None:
-        self._note(problem=f"ended: {reason}")
+    def _stop(self, reason: str) -> None:
+        self._update_state(problem=f"ended: {reason}")
         with self._changed:
-            is_asked, self._progress.is_over = self._progress.is_over, True
+            was_stopped, self._progress.is_stopped = self._progress.is_stopped, True
             self._changed.notify_all()
-        if not is_asked:
+        if not was_stopped:
             self._warn(f"mirror: no more checkpoints are copied: {reason}")
 
-    def _note(self, *, problem: str | None = None, skipped: int | None = None, failed: int | None = None) -> None:
+    def _update_state(
+        self, *, problem: str | None = None, skipped: int | None = None, failed: int | None = None
+    ) -> None:
         """Change the state, and record it for `accel-run status` while the run holds its lock."""
         with self._changed:
             copied = tuple(sorted(self._progress.keys))
@@ -272,7 +276,7 @@ class MirrorThread(NoMirror):
             failed=self.state.failed if failed is None else failed,
         )
         is_new, self.state = state != self.state, state
-        if is_new and not self._progress.is_over:
+        if is_new and not self._progress.is_stopped:
             with suppress(AccelRunError):
                 self.run.write(MIRROR, state.to_json())
 

@@ -16,29 +16,29 @@ MIRROR = "mirror.json"  # which checkpoints have been copied to checkpoint.mirro
 
 
 def read_record(folder: Path, clean: Callable[[Any], Any] | None = None) -> RunRecord:
-    """Return the record of the run in `folder`; what cannot be read is unknown.
+    """Return the record of the run in `folder`; values that cannot be read are unknown.
 
-    clean  applied to the JSON object first, as to redact it
+    clean  applied to the JSON object first, for example to redact it
     """
-    return RunRecord.decode(_content(folder / RUN), clean)
+    return RunRecord.decode(_read_content(folder / RUN), clean)
 
 
 def read_error(folder: Path, clean: Callable[[Any], Any] | None = None) -> ErrorRecord | None:
-    """Return why the last attempt failed; None if it did not, or if it cannot be read."""
-    return ErrorRecord.decode(_content(folder / ERROR), clean)
+    """Return the error of the last attempt; None if it did not fail, or if the file cannot be read."""
+    return ErrorRecord.decode(_read_content(folder / ERROR), clean)
 
 
 def read_plan(folder: Path, clean: Callable[[Any], Any] | None = None) -> PlanRecord:
-    """Return what was planned for the run in `folder`; what cannot be read is unknown."""
-    return PlanRecord.decode(_content(folder / PLAN), clean)
+    """Return the plan of the run in `folder`; values that cannot be read are unknown."""
+    return PlanRecord.decode(_read_content(folder / PLAN), clean)
 
 
-def _content(path: Path) -> bytes | None:
+def _read_content(path: Path) -> bytes | None:
     """Return the content of the file: None if it does not exist, empty if it cannot be read."""
     try:
-        return files.read(path, at_most=_MOST_BYTES) if files.exists(path) else None
+        return files.read(path, at_most=_MAX_BYTES) if files.exists(path) else None
     except StorageError:
         return b""
 
 
-_MOST_BYTES = 64 << 20  # run.json has a few thousand bytes
+_MAX_BYTES = 64 << 20  # run.json has a few thousand bytes

@@ -1,4 +1,4 @@
-"""Go back to an earlier checkpoint of a run, to resume from it."""
+"""Rewind a run to an earlier checkpoint, to resume from it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from runner.base.errors import AccelRunError
 from runner.durable import files
-from runner.durable.checkpoint import Loaded, newest, restore_moved, set_aside_newer
-from runner.durable.checkpoint_choice import choose
+from runner.durable.checkpoint import LoadedCheckpoint, newest_name, restore_moved, set_aside_newer
+from runner.durable.checkpoint_choice import choose_checkpoint
 from runner.durable.directory import RunDirectory
 
 
 @contextmanager
-def rewound(run: RunDirectory, wanted: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Set the checkpoints after the one that `wanted` names aside, so that the run resumes from it in the context.
+def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) -> Iterator[None]:
+    """Set aside the checkpoints after the one that `choice` names, so that the run resumes from it in the context.
 
     Nothing is removed: the checkpoints are renamed to `earlier-...`, and the metrics are copied to
     `metrics-earlier-N.jsonl`. If the settings are refused, or the run fails before it has trained, checkpoints and
@@ -23,17 +23,17 @@ def rewound(run: RunDirectory, wanted: str, say: Callable[[str], None]) -> Itera
 
     Raises InputMissing, DataError (see `choose`), RunInUse.
     """
-    chosen = choose(run, wanted)
+    chosen = choose_checkpoint(run, choice)
     start = chosen.checkpoint
-    marks = f" ({', '.join(chosen.marks)})" if chosen.marks else ""
+    labels = f" ({', '.join(chosen.labels)})" if chosen.labels else ""
     with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
-        is_last = newest(directory.checkpoints) == start.path.name
+        is_last = newest_name(directory.checkpoints) == start.path.name
         copy = None if is_last else _copy_metrics(directory)  # first: a kill in between must not lose rows
         moved = set_aside_newer(directory.checkpoints, start.update)
     later = (
         f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} set aside in checkpoints/earlier-*" if moved else ""
     )
-    say(f"returning to {start.path.name}{marks}{later}")
+    report(f"returning to {start.path.name}{labels}{later}")
     try:
         yield
     except AccelRunError:
@@ -41,19 +41,21 @@ def rewound(run: RunDirectory, wanted: str, say: Callable[[str], None]) -> Itera
             with suppress(
                 AccelRunError
             ):  # must not hide the cause; checkpoints that are not restored keep their new names
-                if _undo(run, start, moved, copy):
-                    say(f"the later checkpoints were restored; the newest one is {moved[0][0].name}")
+                if _undo_rewind(run, start, moved, copy):
+                    report(f"the later checkpoints were restored; the newest one is {moved[0][0].name}")
         raise
 
 
-def _undo(run: RunDirectory, start: Loaded, moved: Sequence[tuple[Path, Path]], copy: Path | None) -> bool:
+def _undo_rewind(
+    run: RunDirectory, start: LoadedCheckpoint, moved: Sequence[tuple[Path, Path]], copy: Path | None
+) -> bool:
     """Restore checkpoints and metrics, and return True; return False if the run has trained since. Raises RunInUse."""
     with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
-        if newest(directory.checkpoints) != start.path.name:
+        if newest_name(directory.checkpoints) != start.path.name:
             return False
         if copy is not None:
-            size = files.size_of(directory.metrics)
-            if size != files.size_of(copy) and size > start.manifest["metrics_bytes"]:  # metrics were written since
+            size = files.file_size(directory.metrics)
+            if size != files.file_size(copy) and size > start.manifest["metrics_bytes"]:  # metrics were written since
                 return False
             files.rename(copy, directory.metrics)
             files.fsync_directory(directory.path)

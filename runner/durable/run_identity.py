@@ -32,24 +32,24 @@ class RunIdentity:
 
     def has_other_uid(self, manifest: Mapping[str, Any]) -> bool | None:
         """Return whether the checkpoint has another uid than this run; None if either has none."""
-        uid = uid_of(manifest)
+        uid = manifest_uid(manifest)
         return None if uid is None or self.uid is None else uid != self.uid and uid not in self.adopted
 
 
-def owner_of(record: RunRecord, name: str) -> RunIdentity:
+def read_identity(record: RunRecord, name: str) -> RunIdentity:
     """Return the identity of the run in a folder of this name. Any value of the record may be damaged."""
-    names = frozenset(each for each in (record.name, *record.names) if each is not None)
-    adopted = frozenset(each.uid for each in record.adopted if is_uid(each.uid))
-    return RunIdentity(names | {name} if names else names, record.uid if is_uid(record.uid) else None, adopted)
+    names = frozenset(adopted_run for adopted_run in (record.name, *record.names) if adopted_run is not None)
+    adopted = frozenset(adopted_run.uid for adopted_run in record.adopted if is_valid_uid(adopted_run.uid))
+    return RunIdentity(names | {name} if names else names, record.uid if is_valid_uid(record.uid) else None, adopted)
 
 
-def uid_of(manifest: Mapping[str, Any]) -> str | None:
+def manifest_uid(manifest: Mapping[str, Any]) -> str | None:
     """Return the uid of the run that wrote a checkpoint; None for earlier versions."""
     uid = manifest.get("run_uid")
-    return uid if is_uid(uid) else None
+    return uid if is_valid_uid(uid) else None
 
 
-def new_uid() -> str:
+def generate_uid() -> str:
     """Return 32 hexadecimal digits, 24 of them random and 8 a checksum.
 
     The checksum is needed because run.json has no hash: after a bit flip the run would have another identity, and all
@@ -59,7 +59,7 @@ def new_uid() -> str:
     return digits + _checksum(digits)
 
 
-def is_uid(value: object) -> TypeGuard[str]:
+def is_valid_uid(value: object) -> TypeGuard[str]:
     """Return whether the value is a valid uid."""
     return (
         isinstance(value, str)

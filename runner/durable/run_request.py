@@ -1,4 +1,4 @@
-"""The request that started a run, read from its files: to use, measure or resume the run."""
+"""Read the request that started a run from its files, to use, measure or resume the run."""
 
 from __future__ import annotations
 
@@ -32,73 +32,81 @@ class RunRequest:
 
     def request(self, given: Request, without: Iterable[str] = ("run", "resume")) -> Request:
         """Return the run's request without the settings of the keys `without`, overridden by `given`."""
-        kept = [word for word in self.overrides if word.partition("=")[0] not in without]
+        kept = [override for override in self.overrides if override.partition("=")[0] not in without]
         task_file, config_dir = given.task_file or self.task_file, given.config_dir or self.config_dir
-        words = merge_overrides(kept, given.overrides)
-        return replace(given, overrides=words, task_file=task_file, config_dir=config_dir)
+        overrides = merge_overrides(kept, given.overrides)
+        return replace(given, overrides=overrides, task_file=task_file, config_dir=config_dir)
 
 
-def find_run(request: Request, say: Callable[[str], None]) -> tuple[RunDirectory, Path]:
+def find_run(request: Request, report: Callable[[str], None]) -> tuple[RunDirectory, Path]:
     """Return the run that the request names, by default the last one, and the folder that was searched.
 
     Only run= and output_root= are read: other settings can be checked only for that run's task.
 
-    say  called with the newer runs that `last` skipped
+    report  called with the newer runs that `last` skipped
     """
-    words = tuple(word for word in request.overrides if word.partition("=")[0] in ("run", "output_root"))
-    settings = compose(Request(words, None, request.config_dir)).settings
-    found = RunDirectory.find(settings.root, settings.run or LAST)
-    say_skipped(found, say)
-    return found, settings.root
+    overrides = tuple(
+        override for override in request.overrides if override.partition("=")[0] in ("run", "output_root")
+    )
+    settings = compose(Request(overrides, None, request.config_dir)).settings
+    directory = RunDirectory.find(settings.root, settings.run or LAST)
+    report_skipped(directory, report)
+    return directory, settings.root
 
 
-def say_skipped(found: RunDirectory, say: Callable[[str], None]) -> None:
+def report_skipped(directory: RunDirectory, report: Callable[[str], None]) -> None:
     """Report newer runs that `last` skipped because they have no update."""
-    if found.skipped:
-        runs = "newer runs" if len(found.skipped) > 1 else "a newer run"
-        say(f"last run: {found.name}; skipped {runs} without an update: {abbreviate(found.skipped)}")
+    if directory.skipped:
+        runs = "newer runs" if len(directory.skipped) > 1 else "a newer run"
+        report(f"last run: {directory.name}; skipped {runs} without an update: {abbreviate(directory.skipped)}")
 
 
-def origin_of(directory: RunDirectory, root: Path, given: Request) -> RunRequest:
+def load_run_request(directory: RunDirectory, root: Path, request: Request) -> RunRequest:
     """Return the settings that started a run.
 
     root   folder whose runs are trusted
-    given  if it names a task file, that of the run is ignored
+    request  if it names a task file, that of the run is ignored
     Raises DataError if neither run.json nor the files beside it have them, SecurityRefusal if an untrusted run
     specifies which code to execute.
     """
-    origin = _read(directory)
-    if given.task_file is None and origin.task_file is not None:
+    origin = _read_settings(directory)
+    if request.task_file is None and origin.task_file is not None:
         _refuse_foreign(origin.task_file, directory, root)
     return origin
 
 
-def _read(directory: RunDirectory) -> RunRequest:
+def _read_settings(directory: RunDirectory) -> RunRequest:
     record = read_record(directory.path)
-    origin, words = record.origin, record.origin.overrides
-    named: list[Any] = [origin.task_file, origin.config_dir, origin.folder]
+    origin, overrides = record.origin, record.origin.overrides
+    paths: list[Any] = [origin.task_file, origin.config_dir, origin.folder]
     is_wrong = any(name.partition(".")[0] in vars(origin) for name in record.wrong)
-    if is_wrong or words is None or not all(map(_is_typed, words)) or origin.task is None or not _are_paths(named):
-        words, planned = _words_in(directory.overrides), read_plan(directory.path)
-        named = [planned.task_file, planned.config_dir, planned.folder]
-        if words is None or not planned.is_known or _PATHS & {*planned.wrong} or not _are_paths(named):
+    if (
+        is_wrong
+        or overrides is None
+        or not all(map(_is_valid_argument, overrides))
+        or origin.task is None
+        or not _are_paths(paths)
+    ):
+        overrides, plan = _read_overrides(directory.overrides), read_plan(directory.path)
+        paths = [plan.task_file, plan.config_dir, plan.folder]
+        if overrides is None or not plan.is_known or _PATHS & {*plan.wrong} or not _are_paths(paths):
             raise DataError(
                 f"the settings of run {directory.name} are unknown: run.json is damaged, and overrides.yaml or "
                 "plan.json, too",
                 where=str(directory.shown),
                 fix="repeat its settings: accel-run train run=NAME ..., or accel-run advise task=NAME",
             )
-    task_file, config_dir, folder = (Path(path) if path else None for path in named)
-    return RunRequest(words, task_file, config_dir, folder)
+    task_file, config_dir, folder = (Path(path) if path else None for path in paths)
+    return RunRequest(overrides, task_file, config_dir, folder)
 
 
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
     """Raise SecurityRefusal if an untrusted run specifies a Python file to execute."""
     inside, folder = root.resolve(), directory.path.resolve().parent
     # A link may lead out of a downloaded folder.
-    ways = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
+    locations = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
     if inside in (folder, folder.parent if is_sweep(folder) else None) and not any(
-        way.is_relative_to(place) for way in ways for place in (inside, root.absolute())
+        location.is_relative_to(folder) for location in locations for folder in (inside, root.absolute())
     ):
         return
     raise SecurityRefusal(
@@ -108,21 +116,21 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
     )
 
 
-def _words_in(file: Path) -> tuple[str, ...] | None:
+def _read_overrides(file: Path) -> tuple[str, ...] | None:
     """Return the list in overrides.yaml, one JSON string per line; None if it cannot be read."""
     try:
         lines = read(file, at_most=1 << 20).decode().split("\n")
-        words = [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")]
+        overrides = [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")]
     except (AccelRunError, ValueError, RecursionError):
         return None
-    return tuple(words) if any(lines) and all(map(_is_typed, words)) else None
+    return tuple(overrides) if any(lines) and all(map(_is_valid_argument, overrides)) else None
 
 
-def _are_paths(found: Iterable[object]) -> TypeGuard[list[str | None]]:
-    return all(value is None or _is_typed(value) for value in found)
+def _are_paths(values: Iterable[object]) -> TypeGuard[list[str | None]]:
+    return all(value is None or _is_valid_argument(value) for value in values)
 
 
-def _is_typed(value: object) -> bool:
+def _is_valid_argument(value: object) -> bool:
     """Return whether the value is a string that a command line can hold."""
     try:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)

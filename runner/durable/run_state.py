@@ -1,4 +1,4 @@
-"""State of a run, derived from its record by any process, also if the writer has died."""
+"""Derive the state of a run from its record, also if the process that wrote it has died."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from runner.durable.directory import is_name
+from runner.durable.directory import is_run_name
 from runner.host.process_identity import process_identity
 from runner.records.run_record import ProcessRecord, RunRecord
 
-Word = Literal["finished", "running", "submitted", "preempted", "interrupted", "failed", "killed", "unknown"]
+StateName = Literal["finished", "running", "submitted", "preempted", "interrupted", "failed", "killed", "unknown"]
 
 
 @dataclass(frozen=True)
 class RunState:
     """State of a run.
 
-    sentence   description for the user, with what can be done
+    sentence   description for the user, with the command to resume, if it can be resumed
     exit_code  of its last process; None while it runs, and if it could not be recorded
     """
 
-    word: Word
+    word: StateName
     sentence: str
     exit_code: int | None = None
 
 
-def process_state_name(process: ProcessRecord) -> Word:
+def process_state_name(process: ProcessRecord) -> StateName:
     """Return the state of this process; one that vanished was killed."""
     if process.state == "running":
-        return "running" if _is_elsewhere(process) or _is_alive(process) else "killed"
-    known: dict[str | None, Word] = {
+        return "running" if _is_on_other_host(process) or _is_alive(process) else "killed"
+    names: dict[str | None, StateName] = {
         "done": "finished",
         "submitted": "submitted",
         "preempted": "preempted",
         "interrupted": "interrupted",
         "failed": "failed",
     }
-    return known.get(process.state, "unknown")
+    return names.get(process.state, "unknown")
 
 
-def state_of(record: RunRecord) -> RunState:
+def derive_state(record: RunRecord) -> RunState:
     """Return the state of a run."""
-    process, word = record.process, process_state_name(record.process)
-    if word == "running" and _is_elsewhere(process):
-        return RunState(word, f"running on {process.host}, if it was not killed there")
-    sentences: dict[Word, str] = {
+    process, name = record.process, process_state_name(record.process)
+    if name == "running" and _is_on_other_host(process):
+        return RunState(name, f"running on {process.host}, if it was not killed there")
+    sentences: dict[StateName, str] = {
         "running": "running",
         "killed": f"killed; resume it with: {_resume_command(record)}",
         "finished": "done",
@@ -57,17 +57,17 @@ def state_of(record: RunRecord) -> RunState:
         "failed": f"failed (exit {process.exit_code})",
         "unknown": process.state or "unknown",
     }
-    return RunState(word, sentences[word], None if process.state == "running" else process.exit_code)
+    return RunState(name, sentences[name], None if process.state == "running" else process.exit_code)
 
 
 def _resume_command(record: RunRecord) -> str:
-    """Return the command that resumes the run: its name may have been generated."""
-    name = record.name if record.name is not None and is_name(record.name) else "NAME"
-    roots = [word for word in record.origin.overrides or () if word.startswith("output_root=")]
+    """Return the command that resumes the run, with its name, which may have been generated."""
+    name = record.name if record.name is not None and is_run_name(record.name) else "NAME"
+    roots = [override for override in record.origin.overrides or () if override.startswith("output_root=")]
     return shlex.join(["accel-run", "resume", name, *roots[-1:]])
 
 
-def _is_elsewhere(process: ProcessRecord) -> bool:
+def _is_on_other_host(process: ProcessRecord) -> bool:
     return process.host not in (None, socket.gethostname())
 
 
@@ -81,9 +81,9 @@ def _is_alive(process: ProcessRecord) -> bool:
         if process.birth:  # independent of the clock, which may have been set since
             return process_identity(process.pid) == process.birth
         started = datetime.fromisoformat(process.started or "").timestamp()
-        found = psutil.Process(process.pid)
+        running = psutil.Process(process.pid)
         return bool(
-            found.create_time() <= started + 1.0 and found.status() != psutil.STATUS_ZOMBIE
+            running.create_time() <= started + 1.0 and running.status() != psutil.STATUS_ZOMBIE
         )  # tolerance of 1 s between clocks
     except psutil.AccessDenied:
         return True

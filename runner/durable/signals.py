@@ -22,14 +22,14 @@ class StopRequest:
     before the time limit. A second SIGINT or SIGTERM exits at once with 130, which is safe at any time: no file
     under a final name is ever incomplete. SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it
     while the run is still saving, nor does SIGHUP, which accompanies a SIGTERM when a session ends. After
-    `begin_end` a third signal is required: the exit code is known, and 130 would hide it.
+    `begin_shutdown` a third signal is required: the exit code is known, and 130 would hide it.
     Can be opened in the main thread only.
     """
 
     def __init__(self) -> None:
         self._requested: str | None = None
         self._requested_at: float | None = None
-        self._stops = 0
+        self._num_stop_signals = 0
         self._is_ending = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -43,7 +43,7 @@ class StopRequest:
         """Time of the first signal, by `time.monotonic`."""
         return self._requested_at
 
-    def begin_end(self) -> None:
+    def begin_shutdown(self) -> None:
         """Mark training as complete; what remains takes seconds at most."""
         self._is_ending = True
 
@@ -56,19 +56,19 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back(self._previous)
+        self._restore_handlers(self._previous)
         self._previous = {}
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self._requested is None:
             self._requested, self._requested_at = signal.Signals(number).name, time.monotonic()
-        self._stops += number not in (signal.SIGUSR1, signal.SIGHUP)  # a session that ends sends SIGHUP too
-        if self._stops > 1 + self._is_ending:
-            self._leave()
+        self._num_stop_signals += number not in (signal.SIGUSR1, signal.SIGHUP)  # a session that ends sends SIGHUP too
+        if self._num_stop_signals > 1 + self._is_ending:
+            self._exit_now()
 
-    def _leave(self) -> None:
+    def _exit_now(self) -> None:
         # Restore the default handling first: if flushing blocks on a full pipe, a third signal ends the process.
-        self._put_back(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+        self._restore_handlers(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the signal may have interrupted a print
                 stream.flush()
@@ -76,7 +76,7 @@ class StopRequest:
         os._exit(Exit.INTERRUPTED)
 
     @staticmethod
-    def _put_back(handlers: dict[signal.Signals, Any]) -> None:
+    def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 

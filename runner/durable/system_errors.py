@@ -13,34 +13,34 @@ from runner.base.errors import Exit, StorageError
 
 
 @contextmanager
-def storage(action: str, path: Path) -> Iterator[None]:
+def storage_errors(action: str, path: Path) -> Iterator[None]:
     """Convert an OSError into a StorageError with the action, the path and the reason."""
     try:
         yield
     except OSError as error:
         out_of_inodes = error.errno == errno.ENOSPC and _has_no_inodes(path)
-        reason, fix = (_NO_INODES, _REMOVE_FILES) if out_of_inodes else (in_words(error), _fix(error))
-        refused = StorageError(f"cannot {action}: {reason}", where=str(path), fix=fix)
-        refused.exit_code = _CODES.get(error.errno or 0, refused.exit_code)
-        raise refused from error
+        reason, fix = (_NO_INODES, _REMOVE_FILES) if out_of_inodes else (describe_os_error(error), _suggest_fix(error))
+        storage_error = StorageError(f"cannot {action}: {reason}", where=str(path), fix=fix)
+        storage_error.exit_code = _EXIT_CODES.get(error.errno or 0, storage_error.exit_code)
+        raise storage_error from error
     finally:
-        has_answered()
+        count_call()
 
 
-def answers_to(thread: int) -> int:
+def completed_calls(thread: int) -> int:
     """Return the number of system calls that have returned in this thread (`ident`), to detect a hang."""
-    return _answers.get(thread, 0)
+    return _call_counts.get(thread, 0)
 
 
-def has_answered() -> None:
+def count_call() -> None:
     thread = threading.get_ident()
-    _answers[thread] = _answers.get(thread, 0) + 1
+    _call_counts[thread] = _call_counts.get(thread, 0) + 1
 
 
-def in_words(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     """Describe a system error for users."""
     number = error.errno or 0
-    reason = _WORDS.get(number) or error.strerror or str(error)
+    reason = _REASONS.get(number) or error.strerror or str(error)
     return f"{reason} ({errno.errorcode[number]})" if number in errno.errorcode else reason
 
 
@@ -50,14 +50,14 @@ def _has_no_inodes(path: Path) -> bool:
     Some file systems (btrfs, many network mounts) have no fixed number of inodes and report 0 in total.
     """
     with suppress(OSError):
-        folder = next((each for each in (path, *path.parents) if each.is_dir()), None)
+        folder = next((parent for parent in (path, *path.parents) if parent.is_dir()), None)
         if folder is not None:
-            found = os.statvfs(folder)
-            return found.f_files > 0 and found.f_favail == 0 and found.f_bavail > 0
+            status = os.statvfs(folder)
+            return status.f_files > 0 and status.f_favail == 0 and status.f_bavail > 0
     return False
 
 
-def _fix(error: OSError) -> str:
+def _suggest_fix(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "free some space there, then run the same command again: it resumes"
     if error.errno == errno.EMFILE:
@@ -65,19 +65,11 @@ def _fix(error: OSError) -> str:
     return ""
 
 
-_answers: dict[int, int] = {}
-
-
+_call_counts: dict[int, int] = {}
 _NO_INODES = "the file system has free space but no free inodes (ENOSPC)"
-
-
 _REMOVE_FILES = "remove files there (df -i shows how many it may hold), then run the same command again: it resumes"
-
-
-_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not disk errors
-
-
-_WORDS = {
+_EXIT_CODES = {errno.EMFILE: Exit.SYSTEM, errno.ENFILE: Exit.SYSTEM, errno.ENOMEM: Exit.HOST_MEMORY}  # not disk errors
+_REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is exceeded",
     errno.EROFS: "the file system is read-only",

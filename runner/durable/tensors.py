@@ -1,7 +1,7 @@
-"""Write tensors in safetensors format with a single copy in host memory.
+"""Write tensors in safetensors format without a second copy in host memory.
 
 safetensors' own `save` makes a second copy of all data before the first byte is written. Here the header is built
-separately and followed by the tensors' own memory. The bytes are identical, and the library reads them.
+separately and followed by the memory of the tensors. The bytes are identical to those of the library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []  # bytes
         self._chunk = self._used = 0  # position of the next copy
-        self._maker: threading.Thread | None = None
+        self._allocator: threading.Thread | None = None
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
         """Allocate memory for `nbytes` bytes on a thread, so that even the first copy does not wait for page faults.
@@ -42,16 +42,18 @@ class HostBuffer:
 
         device  source of the copies
         """
-        if self._maker is None and not self._chunks and nbytes >= _WORTH_A_THREAD:
-            maker = threading.Thread(target=self._make, args=(nbytes, device), name="room", daemon=True)
+        if self._allocator is None and not self._chunks and nbytes >= _MIN_THREAD_BYTES:
+            thread = threading.Thread(
+                target=self._allocate_in_background, args=(nbytes, device), name="host-buffer", daemon=True
+            )
             with suppress(RuntimeError):  # no thread available: the first copy waits for the memory
-                maker.start()
-                self._maker = maker
+                thread.start()
+                self._allocator = thread
 
-    def _make(self, nbytes: int, device: torch.device) -> None:
+    def _allocate_in_background(self, nbytes: int, device: torch.device) -> None:
         get_accelerator(device).activate()  # a new thread starts on device 0, where this would create another context
         with suppress(MemoryError):  # the copy itself will raise it
-            chunk = _fresh(nbytes, device)
+            chunk = _allocate_pages(nbytes, device)
             view = chunk.numpy()
             for start in range(0, len(view), _HUGE_PAGE):  # numpy releases the GIL
                 np.copyto(view[start : start + _HUGE_PAGE], 0)
@@ -64,8 +66,8 @@ class HostBuffer:
 
     def clear(self) -> None:
         """Mark all copies as free to be overwritten."""
-        if self._maker is not None:
-            self._maker.join()
+        if self._allocator is not None:
+            self._allocator.join()
         self._chunk = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -76,36 +78,40 @@ class HostBuffer:
         if tensor.layout != torch.strided:
             return tensor.detach().to("cpu", copy=True)  # unsupported by the format, which is reported with its name
         size = tensor.numel() * tensor.element_size()
-        place = self._place(size, tensor.device)
-        kept = place.view(tensor.dtype).view(tensor.shape) if size else torch.empty(tensor.shape, dtype=tensor.dtype)
-        return kept.copy_(tensor.detach())
+        buffer = self._reserve(size, tensor.device)
+        result = buffer.view(tensor.dtype).view(tensor.shape) if size else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return result.copy_(tensor.detach())
 
-    def _place(self, size: int, device: torch.device) -> Tensor:
+    def _reserve(self, size: int, device: torch.device) -> Tensor:
         while self._chunk < len(self._chunks):
             chunk, start = self._chunks[self._chunk], self._used
             if start + size <= chunk.numel():
                 self._used = -(-(start + size) // _ALIGNMENT) * _ALIGNMENT
                 return chunk[start : start + size]
             self._chunk, self._used = self._chunk + 1, 0
-        wanted = max(size, min(self.nbytes, _LARGEST_CHUNK), _SMALLEST_CHUNK)
-        self._chunks.append(_fresh(wanted, device))
-        return self._place(size, device)
+        chunk_size = max(size, min(self.nbytes, _LARGEST_CHUNK), _SMALLEST_CHUNK)
+        self._chunks.append(_allocate_pages(chunk_size, device))
+        return self._reserve(size, device)
 
 
-def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+def serialize_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     """Return the parts of a safetensors file of these CPU tensors, in order; the same bytes as safetensors' `save`.
 
     Contiguous tensors are not copied, and must not change until they are written.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (_RANK[_word(item[1])], item[0].encode()))
+    sorted_tensors = sorted(tensors.items(), key=lambda item: (_DTYPE_ORDER[_dtype_name(item[1])], item[0].encode()))
     header: dict[str, Any] = {}
     data: list[memoryview] = []
     end = 0
-    for name, tensor in ordered:
+    for name, tensor in sorted_tensors:
         # The memory of a conjugated view is not conjugated, and safetensors 0.8 writes it unchanged.
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
         size = dense.numel() * dense.element_size()
-        header[name] = {"dtype": DTYPES[_word(tensor)], "shape": list(tensor.shape), "data_offsets": [end, end + size]}
+        header[name] = {
+            "dtype": DTYPES[_dtype_name(tensor)],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + size],
+        }
         end += size
         if size:
             data.append(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
@@ -114,18 +120,18 @@ def pieces(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
     return [len(text).to_bytes(8, "little") + text, *data]
 
 
-def fault(tensor: Tensor) -> str | None:
+def unsupported_reason(tensor: Tensor) -> str | None:
     """Return why the format cannot store the tensor, None if it can."""
-    if str(tensor.layout) != "torch.strided" or _word(tensor) not in DTYPES:
+    if str(tensor.layout) != "torch.strided" or _dtype_name(tensor) not in DTYPES:
         return f"it is {tensor.layout} and {tensor.dtype}"
     return None
 
 
-def _word(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _fresh(size: int, device: torch.device) -> Tensor:
+def _allocate_pages(size: int, device: torch.device) -> Tensor:
     """Return `size` bytes of host memory in fresh pages, page-locked for copies from a GPU."""
     size = -(-size // _HUGE_PAGE) * _HUGE_PAGE
     try:
@@ -164,8 +170,8 @@ DTYPES: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }  # dtypes that safetensors writes and reads, in its order in the file: torch's name -> the format's name
-_RANK = {word: rank for rank, word in enumerate(DTYPES)}
+_DTYPE_ORDER = {word: rank for rank, word in enumerate(DTYPES)}
 _ALIGNMENT = 64  # cache line
 _HUGE_PAGE = 2 << 20
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 2 << 20, 1 << 30
-_WORTH_A_THREAD = 16 << 20  # the system provides less within milliseconds
+_MIN_THREAD_BYTES = 16 << 20  # the system provides less within milliseconds

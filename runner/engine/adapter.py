@@ -17,7 +17,7 @@ from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.base.values import Factor, Positive, PositiveInt
 from runner.config.configuration import Choice
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 
 _BASE_LAYER = ".base_layer."  # peft's name for the adapted layer inside its adapter
@@ -88,7 +88,7 @@ ADAPTERS: Mapping[str, Callable[..., Adapter]] = {"none": none, "lora": lora}
 
 def make_adapter(choice: Choice) -> Adapter:
     """Return the adapter that the option selects."""
-    return make(ADAPTERS, choice.function, **choice.options)
+    return call_option(ADAPTERS, choice.function, **choice.options)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.base.world import World
 from runner.config.configuration import Choice
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import Parallel
@@ -142,7 +142,7 @@ class Parts:
     def loader(self, fetcher: Fetcher) -> Loader:
         """Return the data loader selected by the dataloader axis."""
         choice = self.plan.choices["dataloader"]
-        return make(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
+        return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
 
 
 def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
@@ -224,4 +224,4 @@ def _check_state(model: nn.Module, source: Path) -> None:
 
 
 def _make(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
-    return make(table, choice.function, *args, **choice.options)
+    return call_option(table, choice.function, *args, **choice.options)

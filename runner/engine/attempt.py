@@ -26,7 +26,7 @@ from runner.config.request import Request
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.durable.record_files import ERROR, RUN, read_error, read_record
-from runner.durable.run_identity import RunIdentity, new_uid, uid_of
+from runner.durable.run_identity import RunIdentity, generate_uid, manifest_uid
 from runner.durable.run_state import process_state_name
 from runner.engine import repro_script
 from runner.engine.job import Job
@@ -35,7 +35,7 @@ from runner.plan.environment import environment
 from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRecord, RunOrigin, RunRecord
 
 if TYPE_CHECKING:
-    from runner.durable.checkpoint import Loaded
+    from runner.durable.checkpoint import LoadedCheckpoint
 
 
 class RunAttempt:
@@ -82,18 +82,18 @@ class RunAttempt:
         )
         return cls(directory, record, time.time())
 
-    def identify(self, run: RunIdentity, start: Loaded | None, *, is_new: bool) -> None:
+    def identify(self, run: RunIdentity, start: LoadedCheckpoint | None, *, is_new: bool) -> None:
         """Record the uid of the run: its own, that of its checkpoint if run.json has lost it, or a new one.
 
         start   checkpoint that it resumes from; if it is of another run, as accepted by the user, it is recorded as
                 adopted
         is_new  the run restarts from scratch
         """
-        checkpoint_uid = uid_of(start.manifest) if start else None
+        checkpoint_uid = manifest_uid(start.manifest) if start else None
         adopted = () if is_new else self.record.adopted
         if not is_new and start is not None and checkpoint_uid is not None and run.has_other_uid(start.manifest):
             adopted += (AdoptedCheckpoint(uid=checkpoint_uid, checkpoint=start.path.name, time=now()),)
-        uid = new_uid() if is_new else run.uid or checkpoint_uid or new_uid()
+        uid = generate_uid() if is_new else run.uid or checkpoint_uid or generate_uid()
         self.record = replace(self.record, uid=uid, adopted=adopted)
 
     def begin(self, job: Job) -> None:
@@ -183,7 +183,7 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
         return
     with suppress(AccelRunError), RunDirectory.create_or_open(job.folder.parent, job.name) as directory:
         attempt = RunAttempt(directory, read_record(directory.path), began)
-        if attempt.record.process.is_since(began):
+        if attempt.record.process.started_since(began):
             if stacks:
                 with suppress(AccelRunError):  # the disk may be full
                     directory.write("stacks.txt", stacks)
@@ -194,7 +194,7 @@ def record_failure(job: Job, error: AccelRunError, began: float, stacks: str = "
 @contextmanager
 def require_single_writer(directory: RunDirectory) -> Iterator[None]:
     """Raise RunInUse if the recorded process still writes the run and only its lock file was removed."""
-    process = read_record(directory.path).process if directory.lacked_lock else ProcessRecord()
+    process = read_record(directory.path).process if directory.lost_lock_file else ProcessRecord()
     is_here = process.host == socket.gethostname() and process.pid != os.getpid()
     if is_here and process_state_name(process) == "running":
         raise RunInUse(
@@ -227,17 +227,17 @@ def _format_command(request: Request, name: str) -> bytes:
 
 def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
     """Return the name of the newest valid checkpoint; of the newest one if it cannot be checked now."""
-    from runner.durable.checkpoint import newest, newest_valid
+    from runner.durable.checkpoint import newest_name, newest_valid
 
     if isinstance(error, Hang):  # skip verification: a checkpoint gets its name only once it is complete
-        return newest(directory.checkpoints)
+        return newest_name(directory.checkpoints)
     try:
         valid = newest_valid(directory.checkpoints, directory.owner)
     except Exception:  # no memory or no thread available
-        return newest(directory.checkpoints)
+        return newest_name(directory.checkpoints)
     if valid is not None:
         return valid.name
     # With a failing disk, a checkpoint that cannot be read now may be valid.
     exit_code = getattr(error, "exit_code", 0)
     is_system_error = isinstance(error.__cause__, OSError) or exit_code in (Exit.SYSTEM, Exit.INPUT_OUTPUT)
-    return newest(directory.checkpoints) if is_system_error else None
+    return newest_name(directory.checkpoints) if is_system_error else None

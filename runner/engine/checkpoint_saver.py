@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from runner.durable.checkpoint import Snapshot
-from runner.durable.checkpoint_writer import NoWriter, Writer
+from runner.durable.checkpoint_writer import CheckpointWriter, NoWriter
 from runner.durable.tensors import HostBuffer
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import MAX_AT_RISK_S, SaveCost, SavePolicy
@@ -53,7 +53,7 @@ class Saver:
     def __init__(
         self,
         policy: SavePolicy,
-        writer: Writer | NoWriter,
+        writer: CheckpointWriter | NoWriter,
         save_cost: SaveCost,
         host_buffers: tuple[HostBuffer, HostBuffer],
         screen: Screen,
@@ -81,7 +81,7 @@ class Saver:
 
     def prepare(self, nbytes: int, device: torch.device) -> None:
         """Allocate memory for a copy of `nbytes` bytes before the first save is due."""
-        if self.policy.saves_during_phase and isinstance(self.writer, Writer):
+        if self.policy.saves_during_phase and isinstance(self.writer, CheckpointWriter):
             self.buffer.prepare(nbytes, device)
 
     def is_best(self, value: float) -> bool:
@@ -92,7 +92,7 @@ class Saver:
 
     def has_no_budget(self) -> bool:
         """Return True if writing a best checkpoint now would exceed the cost limit, so it must be held in memory."""
-        return self.policy.is_auto and isinstance(self.writer, Writer) and not self.save_cost.has_budget()
+        return self.policy.is_auto and isinstance(self.writer, CheckpointWriter) and not self.save_cost.has_budget()
 
     def add_best(self, value: float, number: int) -> None:
         """Add a checkpoint to the best ones, replacing the worst of them if the list is full."""

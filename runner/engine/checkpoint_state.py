@@ -13,14 +13,14 @@ import torch
 from runner.base.errors import AccelRunError, DataError
 from runner.base.json_converter import decode
 from runner.distributed.peer_loss import is_peer_loss
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.save_policy import SaveTimes
 from runner.records.phase_record import PhaseRecord
 
 Predicate = Callable[[Any], bool]
 
 
-def check_state(start: Loaded) -> Loaded:
+def check_state(start: LoadedCheckpoint) -> LoadedCheckpoint:
     """Return the checkpoint after validating every field of its state. Raises DataError for the first invalid one."""
     state = start.state
     problem = next(_find_invalid(state, _STATE), None) or next(_find_invalid(state, _OPTIONAL, is_optional=True), None)
@@ -37,7 +37,7 @@ def check_state(start: Loaded) -> Loaded:
 
 
 @contextmanager
-def convert_state_errors(start: Loaded) -> Iterator[None]:
+def convert_state_errors(start: LoadedCheckpoint) -> Iterator[None]:
     """Raise exceptions of restoring state as DataError, because components do not validate their state."""
     try:
         yield
@@ -50,7 +50,7 @@ def convert_state_errors(start: Loaded) -> Iterator[None]:
         raise _invalid_state(start, f"{type(error).__name__}: {reason}") from error
 
 
-def _invalid_state(start: Loaded, reason: str) -> DataError:
+def _invalid_state(start: LoadedCheckpoint, reason: str) -> DataError:
     return DataError(
         f"its state cannot be restored: {reason}",
         where=str(start.path),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.base.errors import TaskFault
 from runner.base.secret import redact
 from runner.base.task import Prediction
-from runner.durable.directory import is_plain_path
+from runner.durable.directory import is_safe_path
 from runner.engine.error_diagnosis import locate_definition
 
 Number = Tensor | int | float  # a tensor has shape ()
@@ -129,7 +129,7 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
                 fix,
             )
         for name, content in mapping.items():
-            if not is_plain_path(name):
+            if not is_safe_path(name):
                 what = f"files of a Prediction are named with letters, digits, '.', '_' and '-', unlike {name!r}"
                 return what, fix
             if not isinstance(content, types) or (isinstance(content, np.ndarray) and content.dtype.hasobject):

@@ -81,7 +81,7 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         model = trained.parts.bare.cpu()
         if trained.plan.choices["adapter"].function != "none":
             merge(model)
-        folder = trained.directory.inner("export")
+        folder = trained.directory.subfolder("export")
         # Third-party writers follow symbolic links, so they write into a private folder.
         draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
         with eval_mode(model, torch.device("cpu")), torch.no_grad():

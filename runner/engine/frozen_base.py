@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import IncompatibleResume
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts
 from runner.engine.resumption import load_model
@@ -43,7 +43,7 @@ def frozen_digest(parts: Parts) -> str | None:
     return digest.hexdigest()
 
 
-def load_weights(parts: Parts, start: Loaded) -> None:
+def load_weights(parts: Parts, start: LoadedCheckpoint) -> None:
     """Load the model of a checkpoint; frozen weights that it leaves out come from `weights`, or from the seed.
 
     Raises IncompatibleResume if the model or its frozen weights differ from those of the training, InputMissing if

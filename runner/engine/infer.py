@@ -20,7 +20,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
 from runner.base.stopwatch import Lap, new_stopwatch
 from runner.base.text import format_rate
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.config.phases import INFERENCE
 from runner.durable.directory import INFERENCE_FILES
 from runner.host.output import nonblocking_streams
@@ -50,7 +50,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     world  each rank computes one shard of the predictions; rank 0 prints the summary
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
-    console = Console(speaks=world.is_first)  # a broken pipe, as in `| head`, is no error
+    console = Console(is_enabled=world.is_first)  # a broken pipe, as in `| head`, is no error
 
     from runner.engine.oom_retry import release
     from runner.engine.task_loading import check_packages
@@ -70,9 +70,9 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         restart_host_peak()
         monitor_choice = plan.choices["monitor"]
         gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
-        directory.inner("predictions")
+        directory.subfolder("predictions")
         file = directory.predictions / f"gpu{suffix}.csv"
-        monitor = make(MONITORS, monitor_choice.function, file, gpus, **monitor_choice.options)
+        monitor = call_option(MONITORS, monitor_choice.function, file, gpus, **monitor_choice.options)
         monitor.enter_phase(INFERENCE)
         stack.enter_context(monitor)
         stacks = f"predictions/stacks{suffix}.txt"

@@ -8,7 +8,7 @@ from pathlib import Path
 from runner.base.errors import Exit
 from runner.config.configuration import Configuration
 from runner.config.request import Request
-from runner.durable.directory import check_name, default_name
+from runner.durable.directory import check_run_name, generate_run_name
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Needs
 from runner.plan.run_plan import Plan
@@ -50,6 +50,6 @@ class SessionEnd:
 
 def choose_run_name(configuration: Configuration) -> str:
     """Return the name of the run. Raises ConfigError for an invalid name."""
-    name = configuration.settings.run or default_name(configuration.choices["task"].name)
-    check_name(name)
+    name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
+    check_run_name(name)
     return name

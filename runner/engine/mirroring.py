@@ -6,10 +6,10 @@ import threading
 import time
 
 from runner.base.world import World
-from runner.config.option_table import make
-from runner.durable.checkpoint import newest
+from runner.config.option_table import call_option
+from runner.durable.checkpoint import newest_name
 from runner.durable.directory import RunDirectory
-from runner.durable.mirror import Mirror, fetch
+from runner.durable.mirror import Mirror, fetch_checkpoints
 from runner.durable.mirror_store import MirrorError, MirrorStore
 from runner.durable.mirror_thread import MirrorThread
 from runner.engine.run import TrainingRun
@@ -22,7 +22,7 @@ from runner.plan.run_plan import Plan
 def checkpoint_policy(plan: Plan) -> SavePolicy:
     """Return the settings of the group `checkpoint`."""
     choice = plan.choices["checkpoint"]
-    return make(CHECKPOINTS, choice.function, **choice.options)
+    return call_option(CHECKPOINTS, choice.function, **choice.options)
 
 
 def download_checkpoints(
@@ -51,7 +51,7 @@ def download_checkpoints(
         is_loading = world.broadcast(thread.is_alive())  # at least once: the other ranks wait for it
     if not errors:
         return mirror
-    if not isinstance(errors[0], MirrorError) or newest(directory.checkpoints) is None:
+    if not isinstance(errors[0], MirrorError) or newest_name(directory.checkpoints) is None:
         raise errors[0]
     screen.warn(f"mirror: {errors[0].problems[0].what}; the run resumes from its local checkpoints")
     return mirror
@@ -59,7 +59,7 @@ def download_checkpoints(
 
 def _fetch_in_thread(mirror: Mirror, directory: RunDirectory, screen: Screen, errors: list[BaseException]) -> None:
     try:
-        fetch(mirror, directory, screen.info, screen.warn)
+        fetch_checkpoints(mirror, directory, screen.info, screen.warn)
     except BaseException as error:  # raised in the main thread
         errors.append(error)
 
@@ -81,7 +81,7 @@ def start_mirroring(run: TrainingRun, mirror: Mirror | None, *, resumes: bool) -
         return
     keep, warn = checkpoint_policy(run.plan).keep, run.observers.screen.warn
     thread = MirrorThread(mirror, run.directory, uid, keep_last=keep, warn=warn)
-    thread.start(must_work=not resumes)
+    thread.start(is_required=not resumes)
     run.mirror = thread
 
 

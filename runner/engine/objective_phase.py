@@ -18,7 +18,7 @@ from runner.base.order import Order
 from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.distributed.parallel import Copy
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
@@ -123,7 +123,7 @@ class ObjectivesPhase(GradientPhase):
             state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
         return {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}, {"objectives": state}
 
-    def load(self, start: Loaded) -> None:
+    def load(self, start: LoadedCheckpoint) -> None:
         tensors, state = start.tensors("optimizer"), start.state["objectives"]
         for spec, training in self.objectives.parts:
             prefix, saved = f"{spec.name}/", state[spec.name]

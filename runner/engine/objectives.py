@@ -22,8 +22,8 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
 from runner.config.configuration import Choice
-from runner.config.options import function_of, options_with_function, reference_of
-from runner.config.schema import defaults, did_you_mean, fault
+from runner.config.options import find_signature, implemented_options, option_reference
+from runner.config.schema import default_values, describe_mismatch, did_you_mean
 from runner.distributed.parallel import Parallel
 from runner.engine.gradient_source import ForwardWrapper
 from runner.engine.loop import Position, StepInfo, Training, UpdateWrapper
@@ -82,12 +82,12 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
             if key not in KEYS and key.partition(".")[0] not in GROUPS:
                 new.append(Problem(f"unknown key {key}", where, did_you_mean(str(key), KEYS)))
         every, norm = content.get("every", 1), content.get("max_grad_norm", phase.max_grad_norm)
-        if fault(int, every) or every < 1:
+        if describe_mismatch(int, every) or every < 1:
             new.append(Problem(f"every must be an integer of at least 1, but is {every!r}", where))
-        if norm is not None and (fault(float, norm) or norm <= 0):
+        if norm is not None and (describe_mismatch(float, norm) or norm <= 0):
             new.append(Problem(f"max_grad_norm must be a number above 0 or None, but is {norm!r}", where))
         trains, shares = content.get("trains", []), content.get("shares", [])
-        if fault(list[str], trains) or fault(list[str], shares) or not trains:
+        if describe_mismatch(list[str], trains) or describe_mismatch(list[str], shares) or not trains:
             new.append(Problem('trains must list names of parameters or modules, such as ["generator"]', where))
         optimizer, scheduler = (_choose(group, content, getattr(phase, group), file, new) for group in GROUPS)
         problems += [replace(problem, where=where) for problem in new]
@@ -116,19 +116,19 @@ def _choose(
     problems  receives invalid names and keys
     """
     name = content.get(group, default.name)
-    function = default.function if name == default.name else reference_of(group, str(name), file)
-    signature = function_of(group, function, file)
+    function = default.function if name == default.name else option_reference(group, str(name), file)
+    signature = find_signature(group, function, file)
     if signature is None:
-        hint = did_you_mean(str(name), options_with_function(group, file))
+        hint = did_you_mean(str(name), implemented_options(group, file))
         problems.append(Problem(f"unknown {group} {name}", "", hint))
         return default
     keys = {key.partition(".")[2]: value for key, value in content.items() if key.startswith(f"{group}.")}
     for key, value in keys.items():
-        reason = fault(signature.keys[key].type, value) if key in signature.keys else "unknown key"
+        reason = describe_mismatch(signature.keys[key].type, value) if key in signature.keys else "unknown key"
         if reason:
             hint = "" if key in signature.keys else did_you_mean(key, signature.keys)
             problems.append(Problem(f"{group}.{key}: {reason}", "", hint))
-    options = default.options if name == default.name else defaults(signature.keys)
+    options = default.options if name == default.name else default_values(signature.keys)
     return Choice(name, function, {**options, **keys})
 
 

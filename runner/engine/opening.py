@@ -15,9 +15,9 @@ from runner.base.errors import AccelRunError
 from runner.base.json_values import to_json
 from runner.base.world import World
 from runner.config.configuration import compose
-from runner.config.option_table import make
-from runner.config.request import Request, key_of
-from runner.durable.checkpoint import Loaded, load
+from runner.config.option_table import call_option
+from runner.config.request import Request, override_key
+from runner.durable.checkpoint import LoadedCheckpoint, load
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
@@ -43,7 +43,7 @@ from runner.trackers.tracker import TRACKERS
 
 def open_first_rank(
     job: Job, world: World, attempt: RunAttempt, screen: Screen, stack: ExitStack
-) -> tuple[TrainingRun, Loaded | None]:
+) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on rank 0; return it with the checkpoint to resume from.
 
     stack  closes what was opened
@@ -52,7 +52,7 @@ def open_first_rank(
 
     def make_option(table: Mapping[str, Any], group: str, *args: Any) -> Any:
         choice = plan.choices[group]
-        return make(table, choice.function, *args, **choice.options)
+        return call_option(table, choice.function, *args, **choice.options)
 
     clock = UpdateClock()
     stop = stack.enter_context(StopRequest())
@@ -81,7 +81,7 @@ def open_first_rank(
     return TrainingRun(plan, parts, directory, observers, stop, provenance=origin, tally=Tally(clock)), start
 
 
-def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on a rank that neither writes nor prints; rank 0 decides which checkpoint it resumes from."""
     stop = stack.enter_context(StopRequest())
     path = world.broadcast(None)
@@ -94,7 +94,7 @@ def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingR
     if start is None and job.plan.settings.weights.source:
         load_initial_weights(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
     choice = job.plan.choices["profiler"]
-    observers = silent_observers(screen, make(PROFILERS, choice.function, None, **choice.options))
+    observers = silent_observers(screen, call_option(PROFILERS, choice.function, None, **choice.options))
     if machine:
         observers.monitor = _make_monitor(job.plan, world, directory.path / f"gpu-{machine}.csv")
         stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{machine}.json")
@@ -123,9 +123,11 @@ def open_run(request: Request, world: World | None = None) -> Iterator[TrainingR
         yield _open_run(request, world, stack)[0]
 
 
-def _open_run(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, Loaded | None]:
+def _open_run(request: Request, world: World | None, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     # Measurements do not depend on weights, and the file of weights= may no longer exist.
-    overrides = tuple(override for override in request.overrides if key_of(override).partition(".")[0] != "weights")
+    overrides = tuple(
+        override for override in request.overrides if override_key(override).partition(".")[0] != "weights"
+    )
     request = replace(request, overrides=overrides)
     configuration, inventory = compose(request), take_inventory()
     ranks = [RankDevice.of(None, inventory)] * world.world_size if world else None
@@ -146,7 +148,7 @@ def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
     root = os.getppid() if world.num_local_ranks > 1 else None  # the launcher of the ranks here
     gpus = gpus_of(uuids, world.device.type)
-    monitor: NoMonitor = make(MONITORS, choice.function, path, gpus, root, **choice.options)
+    monitor: NoMonitor = call_option(MONITORS, choice.function, path, gpus, root, **choice.options)
     return monitor
 
 

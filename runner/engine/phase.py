@@ -18,7 +18,7 @@ from runner.base.order import rank_seed
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.advice import watch_shapes
 from runner.engine.balance import make_shares
 from runner.engine.checkpoint_state import convert_state_errors
@@ -46,7 +46,7 @@ class Phase(PhaseView):
 
     kinds_of_hooks: Sequence[type[Hook]] = HOOKS
 
-    def __init__(self, run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> None:
+    def __init__(self, run: TrainingRun, planned: PhasePlan, start: LoadedCheckpoint | None) -> None:
         self.run_, self.name, self.planned, self.start = run, planned.name, planned, start
         parts = run.parts
         self.watch, self.progress_mark = parts.parallel.watch, run.progress_mark
@@ -91,7 +91,7 @@ class Phase(PhaseView):
                 " every update is a whole epoch"
             )
 
-    def _restore(self, start: Loaded) -> None:
+    def _restore(self, start: LoadedCheckpoint) -> None:
         """Restore the state of a checkpoint. If it has at least as many updates as requested, the phase is over."""
         parts, state = self.parts, start.state
         load_weights(parts, start)
@@ -240,7 +240,7 @@ class Phase(PhaseView):
             self.run_.observers.screen.show_metrics(self.position.update, metrics)
 
 
-def restore_rank_random_state(world: World, start: Loaded, seed: int) -> None:
+def restore_rank_random_state(world: World, start: LoadedCheckpoint, seed: int) -> None:
     """Restore the random generators of this rank; a rank that is not in the checkpoint gets a new seed."""
     stem, rest = "random", start.state["random"]
     if not world.is_first:

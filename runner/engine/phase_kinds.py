@@ -20,7 +20,7 @@ from runner.base.order import Order
 from runner.base.task import Fit, State
 from runner.config.schema import did_you_mean
 from runner.distributed.parallel import Copy, dense_gradient
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.coupled import CoupledSource, is_coupled, validate_embedding
 from runner.engine.error_diagnosis import locate_definition
@@ -66,7 +66,7 @@ class PhaseKind:
         """Return the checkpoint state besides the model: copies of tensors by file, and JSON-serializable data."""
         raise NotImplementedError
 
-    def load(self, start: Loaded) -> None:
+    def load(self, start: LoadedCheckpoint) -> None:
         """Restore what `state` returned."""
         raise NotImplementedError
 
@@ -199,7 +199,7 @@ class GradientPhase(PhaseKind):
         optimizer_tensors = {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}
         return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}
 
-    def load(self, start: Loaded) -> None:
+    def load(self, start: LoadedCheckpoint) -> None:
         not_owned = {name for name in self.trained if name not in self.owned}
 
         def select_owned(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class StatisticsPhase(PhaseKind):
     def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
         return {"fit": self.parts.parallel.gather_full(self._merge_ranks(), copy)}, {}
 
-    def load(self, start: Loaded) -> None:
+    def load(self, start: LoadedCheckpoint) -> None:
         """Restore the gathered state on rank 0; other ranks start empty."""
         if self.parts.world.is_first:
             self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}

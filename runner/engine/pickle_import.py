@@ -30,7 +30,7 @@ from runner.base.errors import (
 from runner.base.secret import sanitize
 from runner.config.schema import did_you_mean
 from runner.durable import files
-from runner.durable.tensors import fault, pieces
+from runner.durable.tensors import serialize_tensors, unsupported_reason
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
         fix = "save plain tensors in the program that created the file"
         raise DataError(what, where=str(source), fix=fix)
     try:
-        size, _ = files.write_new(target, pieces(tensors))
+        size, _ = files.write_new(target, serialize_tensors(tensors))
     except StorageError as error:
         if isinstance(error.__cause__, FileExistsError):
             raise _exists_error(target) from None
@@ -99,7 +99,7 @@ def _explain_invalid(name: str, tensor: Tensor) -> str | None:
         name.encode()
     except UnicodeEncodeError:
         return "its name is not valid text"
-    return fault(tensor)
+    return unsupported_reason(tensor)
 
 
 def refuse_existing(target: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from runner.base.errors import InputMissing
-from runner.durable.checkpoint import MANIFEST, Loaded, load, load_newest, recover, set_aside
+from runner.durable.checkpoint import MANIFEST, LoadedCheckpoint, load, load_newest, recover, set_aside
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog, read_rows
-from runner.durable.run_identity import uid_of
+from runner.durable.run_identity import manifest_uid
 from runner.engine import oom_history
 from runner.engine.checkpoint_state import check_state
 from runner.engine.run_screen import Screen
@@ -16,7 +16,9 @@ from runner.engine.training import check_resume, phases_to_run
 from runner.plan.run_plan import Plan
 
 
-def find_resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metrics: AppendLog) -> Loaded | None:
+def find_resume_point(
+    plan: Plan, directory: RunDirectory, screen: Screen, metrics: AppendLog
+) -> LoadedCheckpoint | None:
     """Return the checkpoint to resume from, or None; metrics.jsonl is truncated to the rows before it."""
     requested = plan.settings.resume
     if requested == "fresh":
@@ -47,7 +49,9 @@ def find_resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metri
     check_resume(plan, check_state(start), screen.info)
     phases_to_run(plan, start, directory)
     if run.has_other_uid(start.manifest):
-        screen.warn(f"{start.path.name} belongs to another run, {uid_of(start.manifest)}; this run continues from it")
+        screen.warn(
+            f"{start.path.name} belongs to another run, {manifest_uid(start.manifest)}; this run continues from it"
+        )
     expected_bytes = int(start.manifest["metrics_bytes"])
     if metrics.length < expected_bytes:  # the weights are valid: rows lost in a power failure do not prevent resuming
         screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {expected_bytes} bytes remain")
@@ -58,7 +62,7 @@ def find_resume_point(plan: Plan, directory: RunDirectory, screen: Screen, metri
     return start
 
 
-def _load_requested(requested: str, plan: Plan) -> Loaded:
+def _load_requested(requested: str, plan: Plan) -> LoadedCheckpoint:
     """Return the checkpoint selected by resume=: that folder, or the newest valid one of a run."""
     path = Path(requested).expanduser()
     if (path / MANIFEST).is_file():

@@ -11,7 +11,7 @@ from torch import nn
 from runner.base.errors import IncompatibleResume, Problem
 from runner.base.text import abbreviate
 from runner.distributed.parallel import Parallel
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 
 # Keys that define the mathematics of the run; they must not change.
 FIXED_KEYS = (
@@ -82,7 +82,9 @@ def compare(
     return differences
 
 
-def load_model(model: nn.Module, checkpoint: Loaded, parallel: Parallel, omitted: Collection[str] = ()) -> None:
+def load_model(
+    model: nn.Module, checkpoint: LoadedCheckpoint, parallel: Parallel, omitted: Collection[str] = ()
+) -> None:
     """Load the weights; names, shapes and dtypes must match. Raises IncompatibleResume.
 
     omitted  names that the checkpoint does not contain, because they are frozen

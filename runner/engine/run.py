@@ -80,7 +80,7 @@ class Observers:
 class NoLog:
     """Discard rows, on ranks that do not write metrics.jsonl."""
 
-    promised = 0
+    pending_length = 0
 
     def write(self, row: str) -> None:
         """Discard a row."""

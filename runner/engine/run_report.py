@@ -16,10 +16,10 @@ from runner.console.run_summary import (
     StartOfRun,
     TechniqueLine,
     TimeSpent,
-    end_summary,
-    start_report,
+    format_end,
+    format_start,
 )
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.mirroring import checkpoint_policy
 from runner.engine.run import Outcome, TrainingRun
@@ -32,7 +32,9 @@ from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 
 
-def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: Loaded | None) -> None:
+def report_start(
+    screen: Screen, plan: Plan, parts: Parts, inventory: Inventory, start: LoadedCheckpoint | None
+) -> None:
     """Print the configuration of the run before the first update."""
     screen.has_several_phases = len(plan.selected) > 1
     weights = list(parts.bare.parameters())
@@ -40,7 +42,7 @@ def report_start(screen: Screen, plan: Plan, parts: Parts, inventory: Inventory,
         "torch": torch.__version__, "CUDA": inventory.cuda_version, "cuDNN": inventory.cudnn_version,
         "driver": inventory.driver_version,
     }  # fmt: skip
-    text = start_report(
+    text = format_start(
         StartOfRun(
             run_name=screen.directory.name,
             task=f"task {plan.choices['task'].name}",
@@ -93,7 +95,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     baselines = run.baselines
     other_baselines = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
     notes += [f"baselines: {', '.join(other_baselines)}"] if other_baselines else []
-    text = end_summary(
+    text = format_end(
         EndOfRun(
             outcome=f"{'saved' if outcome.is_saved else 'stopped'} ({outcome.stopped_by})"
             if outcome.stopped_by
@@ -140,7 +142,7 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
     """Return the time and last metrics of a phase."""
     updates = f"{record.updates} of {record.total}" if record.updates < record.total else str(record.updates)
     peak = "" if record.peak_device_gib is None else f", {format_gib(record.peak_device_gib)} on the GPU"
-    share = bottleneck.mostly(record.parts_s, record.seconds)
+    share = bottleneck.summarize_shares(record.parts_s, record.seconds)
     spent = f"{record.seconds:.1f} s ({share})" if share else f"{record.seconds:.1f} s"
     metrics = "".join(
         f"  {metric.removeprefix('val/')} {format_metric(value)}" for metric, value in record.metrics.items()

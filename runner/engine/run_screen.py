@@ -19,7 +19,7 @@ from runner.console.progress_display import ProgressDisplay, make_progress
 from runner.console.run_summary import prints_only_ascii
 from runner.durable.directory import RunDirectory
 from runner.monitor.alerts import Alert
-from runner.records.events import Console, Events, level_said
+from runner.records.events import Console, Events, terminal_log_level
 
 
 class Screen:
@@ -32,8 +32,8 @@ class Screen:
     def __init__(self, directory: RunDirectory, *, speaks: bool = True, machine: str = "") -> None:
         self.directory = directory
         self.speaks = speaks
-        self._level = level_said()
-        self.console = Console(directory.console, level=self._level, speaks=speaks)
+        self._level = terminal_log_level()
+        self.console = Console(directory.console, level=self._level, is_enabled=speaks)
         machine_events = directory.path / f"events-{machine}.jsonl" if machine else None
         self.events = Events(directory.events if speaks else machine_events)
         self._alert_console = Console(level="warning") if machine and not speaks else self.console
@@ -91,7 +91,7 @@ class Screen:
         self.progress = make_progress(sys.stdout if draws else None)
         if is_terse and self.has_several_phases:
             self.progress.note(phase)
-        self.console.speak_through(self.progress.note if draws else None)
+        self.console.print_through(self.progress.note if draws else None)
         self.progress.start(total, done)
         self._is_due = self.progress.due
 
@@ -131,7 +131,7 @@ class Screen:
         """End the progress display and release the terminal."""
         self.progress.finish()
         self.progress = ProgressDisplay()
-        self.console.speak_through(None)
+        self.console.print_through(None)
 
 
 SLOW_START_S = 5.0

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from runner.base.values import Every, MirrorURL, NonNegative, Positive, PositiveInt
 from runner.durable.checkpoint_choice import Ranking
-from runner.durable.checkpoint_writer import Saved
+from runner.durable.checkpoint_writer import SavedCheckpoint
 
 MAX_AT_RISK_S = 600.0  # maximum seconds of work at risk with `every: auto`
 MAX_OVERHEAD = 0.01  # of saving with `every: auto`, as a fraction of the time, unless MAX_AT_RISK_S requires more
@@ -154,7 +154,7 @@ class SaveCost:
         self._during_write_s: list[float] = []
         self._recent: deque[SaveTimes] = deque(maxlen=3)
         self._pause_s = 0.0  # by the current save
-        self._last_recorded: Saved | None = None  # the last one that was recorded
+        self._last_recorded: SavedCheckpoint | None = None  # the last one that was recorded
 
     def record_update(self, seconds: float, *, writing: bool) -> None:
         """Record an update, and whether a checkpoint was being written during it."""
@@ -190,7 +190,7 @@ class SaveCost:
             return elapsed >= MIN_INTERVAL_S
         return self.held_s + self.slowed_s + self.cost_s <= MAX_OVERHEAD * elapsed
 
-    def record_write(self, saved: Saved | None) -> None:
+    def record_write(self, saved: SavedCheckpoint | None) -> None:
         """Record the end of a write; `saved` is the last completed save."""
         if saved is None or saved is self._last_recorded:  # the current one failed
             self._during_write_s.clear()

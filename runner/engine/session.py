@@ -114,7 +114,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
     from runner.engine.task_loading import check_packages
     from runner.engine.training import train
     from runner.engine.watchdog import END, HangTraces, run_watchdog
-    from runner.records.evidence import better_known
+    from runner.records.evidence import choose_evidence
     from runner.trackers.tracker import FINISH_S
 
     def record_error(error: AccelRunError) -> None:
@@ -146,13 +146,13 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             should_wait = isinstance(error, Exception)
             with suppress(Exception):  # must not hide the original error
                 partial = replace(collect_evidence(run, job.inventory), unfinished=True)
-                evidence = better_known(before, partial) if partial.updates else before or partial
+                evidence = choose_evidence(before, partial) if partial.updates else before or partial
                 attempt.record = replace(attempt.record, evidence=evidence)
             raise
         finally:
             progress_mark.now = (END, progress_mark.now[1])
             progress_mark.is_ending.value = True
-            run.stop.begin_end()
+            run.stop.begin_shutdown()
             attempt.reached = run.num_updates
             run.observers.tracker.finish(FINISH_S, exit_code=exit_code, leaves=True)
             finish_mirroring(run, should_wait=should_wait)
@@ -163,7 +163,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             baselines=run.baselines,
             phases=dict(run.progress.records),
         )
-        attempt.record = replace(attempt.record, result=result, evidence=better_known(before, evidence))
+        attempt.record = replace(attempt.record, result=result, evidence=choose_evidence(before, evidence))
         report_end(screen, run, outcome, evidence)
         return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
 

@@ -15,7 +15,7 @@ from runner.base.module_buffers import restore_buffers
 from runner.base.sample_rng import global_generators
 from runner.base.values import Positive
 from runner.config.configuration import Choice
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import ForwardWrapper, GradientSource
@@ -66,7 +66,7 @@ def with_sharpness(
     weights  those that the update changes
     extra    further metrics of the loss; those of the first pass are kept
     """
-    ascent = make(SHARPNESS, choice.function, **choice.options)
+    ascent = call_option(SHARPNESS, choice.function, **choice.options)
     return inner if ascent is None else SharpnessSource(inner, ascent, tuple(weights), extra)
 
 

@@ -17,9 +17,9 @@ from runner.base.errors import AccelRunError, TaskFault
 from runner.base.packages import check_installed
 from runner.base.paths import cache_folder
 from runner.base.task import Context, Task
+from runner.config.custom_options import packaged_task_module
 from runner.config.option_table import load_file
 from runner.config.options import task_source
-from runner.config.own_options import module_of_task
 from runner.engine.adapter import make_adapter
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.error_diagnosis import explain, locate_definition
@@ -143,7 +143,7 @@ def _discard_metrics(_: Mapping[str, tuple[Number, Number]]) -> None:
 
 
 def _import(name: str, file: Path | None) -> ModuleType:
-    package_module = module_of_task(name) if file is None else None
+    package_module = packaged_task_module(name) if file is None else None
     if file is None and package_module is None:
         return importlib.import_module(f"runner.tasks.{name}.task")
     with task_errors(task_source(name, file), "the file"):

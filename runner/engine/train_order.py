@@ -17,8 +17,8 @@ from runner.base.order import KEYED, Order, Sampler
 from runner.base.stream_order import StreamSampler
 from runner.base.task import Task
 from runner.base.text import error_line
-from runner.config.option_table import make
-from runner.durable.checkpoint import Loaded
+from runner.config.option_table import call_option
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.stream_reader import StreamFetcher, StreamSamples
@@ -26,7 +26,7 @@ from runner.engine.task_loading import task_errors
 from runner.plan.run_plan import PhasePlan, Plan
 
 
-def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded | None = None) -> Order:
+def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCheckpoint | None = None) -> Order:
     """Return the order of the training samples in a phase. A fit reads each sample once, whatever the sampler.
 
     start  checkpoint from which the phase resumes: its order is kept
@@ -52,7 +52,9 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: Loaded |
         sampler = _make_stream_sampler(fetcher.dataset, plan, phase, drop_last=samples_info.drop_last)
     else:
         sampler = (
-            make(SAMPLERS, choice.function, samples_info, **choice.options) if is_trained else shuffle(samples_info)
+            call_option(SAMPLERS, choice.function, samples_info, **choice.options)
+            if is_trained
+            else shuffle(samples_info)
         )
     if not isinstance(sampler, Sampler):
         raise TaskFault(

@@ -23,7 +23,7 @@ from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
 from runner.engine.watchdog import EVALUATION, SUMMARY, HangTraces, run_watchdog
 from runner.plan.run_plan import PhasePlan, Plan
-from runner.records.events import Console, Level, level_said
+from runner.records.events import Console, Level, terminal_log_level
 
 FOLDER = "evaluations"
 SPLITS = ("train", "val", "test")
@@ -38,7 +38,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
     Returns the exit code and the content of the file; 130 and None after a signal.
     Raises ConfigError if the task has no such split.
     """
-    console = Console(level=level or level_said(), speaks=world.is_first)
+    console = Console(level=level or terminal_log_level(), is_enabled=world.is_first)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         trained = open_source(broadcast_name(source, world), plan, console, stack, world)

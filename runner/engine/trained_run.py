@@ -15,12 +15,12 @@ from runner.base.global_rng import random_state, restore_random_state
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.config.configuration import Configuration, compose
-from runner.config.request import Request, key_of, merge_overrides, override_of
+from runner.config.request import Request, format_override, merge_overrides, override_key
 from runner.durable.checkpoint import load
-from runner.durable.checkpoint_choice import choose
-from runner.durable.directory import RunDirectory, default_name
+from runner.durable.checkpoint_choice import choose_checkpoint
+from runner.durable.directory import RunDirectory, generate_run_name
 from runner.durable.record_files import read_record
-from runner.durable.run_request import find_run, origin_of
+from runner.durable.run_request import find_run, load_run_request
 from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts, assemble
 from runner.engine.checkpoint_state import check_state
@@ -73,18 +73,18 @@ def find_source(request: Request, console: Console, checkpoint: str | None = Non
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for `weights=`
     with the name of a trained run.
     """
-    if any(key_of(override) in ("weights", "weights.source") for override in request.overrides):
+    if any(override_key(override) in ("weights", "weights.source") for override in request.overrides):
         configuration = compose(request)
-        name = configuration.settings.run or default_name(configuration.choices["task"].name)
+        name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
         if read_record(configuration.settings.root / name).is_known:
             what = f"run {name} is a trained run, and its settings do not apply to the weights of weights="
             fix = f"omit weights= to use its checkpoints, or name another folder for the results: run={name}-given"
             raise ConfigError(Problem(what, f"run={name}", fix))
         return ModelSource(configuration, name)
     directory, root = find_run(request, console.info)
-    configuration = compose(origin_of(directory, root, request).request(request))
-    chosen = choose(directory, checkpoint, lambda text: console.warning(f"checkpoint {text}"))
-    return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.marks)
+    configuration = compose(load_run_request(directory, root, request).request(request))
+    chosen = choose_checkpoint(directory, checkpoint, lambda text: console.warning(f"checkpoint {text}"))
+    return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.labels)
 
 
 def open_source(
@@ -126,7 +126,7 @@ def load_trained_model(directory: RunDirectory, request: Request, checkpoint: st
     """
     cpu = torch.device("cpu")
     tensors, rest = random_state(cpu)
-    run = override_of("run", str(directory.path.absolute()))
+    run = format_override("run", str(directory.path.absolute()))
     overrides = merge_overrides(request.overrides, (*_PORTABLE_OVERRIDES, run))
     with ExitStack() as stack:
         stack.callback(restore_random_state, tensors, rest, cpu)

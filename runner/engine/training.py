@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, TaskFault
 from runner.config.schema import did_you_mean
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.durable.directory import RunDirectory
 from runner.engine.checkpoint_state import convert_state_errors
 from runner.engine.error_diagnosis import explain
@@ -23,7 +23,7 @@ from runner.plan.run_plan import PhasePlan, Plan
 from runner.records.phase_record import PhaseRecord
 
 
-def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] = ()) -> Outcome:
+def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[PhaseRecord] = ()) -> Outcome:
     """Run every unfinished phase. `start` is the checkpoint to resume from.
 
     before  records of the phases that the previous process of this run wrote at its end
@@ -72,7 +72,7 @@ def train(run: TrainingRun, start: Loaded | None, before: Iterable[PhaseRecord] 
     return Outcome(None, phase.position.update, progress.metrics)
 
 
-def _open_phase(run: TrainingRun, planned: PhasePlan, start: Loaded | None) -> Phase:
+def _open_phase(run: TrainingRun, planned: PhasePlan, start: LoadedCheckpoint | None) -> Phase:
     """Return the phase, ready to run updates. Raises TaskFault if the task raises during construction."""
     try:
         return Phase(run, planned, start)
@@ -100,7 +100,7 @@ def _check_names(run: TrainingRun) -> None:
                 )
 
 
-def _restore_progress(run: TrainingRun, start: Loaded, before: Iterable[PhaseRecord]) -> None:
+def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterable[PhaseRecord]) -> None:
     """Restore the state of the whole run from a checkpoint."""
     # A checkpoint elsewhere belongs to another run; this run then has none yet.
     is_own = start.path.parent == run.directory.checkpoints
@@ -114,7 +114,7 @@ def _restore_progress(run: TrainingRun, start: Loaded, before: Iterable[PhaseRec
             record.seconds, record.parts_s = written.seconds, dict(written.parts_s)
 
 
-def _load_finished_phase(run: TrainingRun, start: Loaded) -> None:
+def _load_finished_phase(run: TrainingRun, start: LoadedCheckpoint) -> None:
     """Load the model of a finished phase that is not rerun; the next phase starts from it."""
     load_weights(run.parts, start)
     with convert_state_errors(start):
@@ -125,7 +125,7 @@ def _load_finished_phase(run: TrainingRun, start: Loaded) -> None:
         run.progress.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
 
 
-def phases_to_run(plan: Plan, start: Loaded | None, directory: RunDirectory) -> list[PhasePlan]:
+def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDirectory) -> list[PhasePlan]:
     """Return the phases to run: that of the checkpoint if it is selected, then the selected unfinished ones.
 
     Phases that another run finished satisfy `needs`; phases that the user names run again in this run.
@@ -185,18 +185,18 @@ def _collect_needs(plan: Plan, name: str) -> set[str]:
     return {name}.union(*(_collect_needs(plan, other) for other in phase.needs))
 
 
-def _is_rerun(plan: Plan, start: Loaded, directory: RunDirectory) -> bool:
+def _is_rerun(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> bool:
     """Return whether finished phases run again: the user names phases, and the checkpoint is of another run."""
     return plan.settings.phases is not None and start.path.parent != directory.checkpoints
 
 
-def _is_resumed(start: Loaded, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
+def _is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
     """Return whether the first phase resumes from the checkpoint; otherwise it starts with the checkpoint's model."""
     is_finished = start.state["records"][start.state["phase"]]["finished"]
     return bool(start.state["phase"] == first.name) and not (is_finished and _is_rerun(plan, start, directory))
 
 
-def check_resume(plan: Plan, start: Loaded, report: Callable[[str], None]) -> None:
+def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], None]) -> None:
     """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
 
     Of the phase settings only those of the resumed phase are compared: the others are finished or not started.

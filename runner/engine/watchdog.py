@@ -26,9 +26,9 @@ from runner.base.errors import Exit, Hang, SystemLimit, format_error, resume_not
 from runner.base.secret import sanitize
 from runner.base.values import Auto, Positive
 from runner.base.world import World
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.distributed.timeouts import call_with_timeout
-from runner.durable.checkpoint import newest
+from runner.durable.checkpoint import newest_name
 from runner.host import scratch, stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.host.process_tree import descendants
@@ -109,7 +109,7 @@ class HangTraces:
 def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[ProgressMark]:
     """Yield a progress mark, which a thread checks inside the context if the plan enables the watchdog."""
     progress_mark, choice = ProgressMark(), plan.choices["watchdog"]
-    limits = make(WATCHDOGS, choice.function, **choice.options)
+    limits = call_option(WATCHDOGS, choice.function, **choice.options)
     table = HeartbeatTable(world.heartbeat_folder, world.rank) if world.heartbeat_folder is not None else None
     if table is not None:
         # Also without a watchdog: the launcher needs both to handle signals and to report a lost rank.
@@ -292,7 +292,7 @@ class _ExitOnHang:
         error = hang_error(heartbeat, self.world.rank, rank_name, thread_stacks, file)
         with suppress(Exception):
             checkpoints = self.traces.checkpoints
-            last = call_with_timeout(1.0, lambda: newest(checkpoints)) if checkpoints else None
+            last = call_with_timeout(1.0, lambda: newest_name(checkpoints)) if checkpoints else None
             num_updates = int(self.progress_mark.num_updates.value)
             if last or num_updates:
                 error.add_note(resume_note(last, num_updates))

@@ -10,9 +10,9 @@ from typing import Any
 
 from runner.base.errors import AccelRunError
 from runner.config.configuration import Configuration, compose
-from runner.config.options import function_of, options_of
+from runner.config.options import find_signature, list_options
 from runner.config.request import merge_overrides
-from runner.config.schema import defaults
+from runner.config.schema import default_values
 from runner.forecast.demand import is_traced, predict_needs
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Needs, may_fit
@@ -89,7 +89,7 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
             yield ("precision=bf16",)
         elif all(gpu.fp16_tensor_cores for gpu in used):
             yield ("precision=fp16",)
-    known = options_of("memory", configuration.request.config_dir)
+    known = list_options("memory", configuration.request.config_dir)
     keeps = plan.choices["memory"].function in ("none", "selective")
     if keeps and "checkpoint" in known:
         yield CHECKPOINT
@@ -124,8 +124,8 @@ class _Trial:
         known = {
             f"{group}.{key}"
             for group, _, name in (setting.partition("=") for setting in settings)
-            if group in self.plan.choices and (signature := function_of(group, name))
-            for key in defaults(signature.keys)
+            if group in self.plan.choices and (signature := find_signature(group, name))
+            for key in default_values(signature.keys)
         }
         return tuple(setting for setting in self.configuration.request.overrides if setting.partition("=")[0] in known)
 

@@ -30,7 +30,7 @@ def evaluate(
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0
     try:
-        source = find_source(request, Console(level=level or "info", speaks=is_first), checkpoint)
+        source = find_source(request, Console(level=level or "info", is_enabled=is_first), checkpoint)
         task_file = source.configuration.request.task_file
         code, record = run_on_ranks(source.configuration, task_file, partial(evaluate_run, source, split, level))
     except ConfigError as error:

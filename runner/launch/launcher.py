@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from runner.base.values import Annotated, Auto, Count, Matches, PositiveInt
 from runner.config.configuration import Configuration
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.launch.slurm import Slurm
 
 
@@ -34,7 +34,7 @@ def submit(configuration: Configuration) -> int | None:
     Raises ConfigError if the run cannot be submitted.
     """
     choice = configuration.choices["launcher"]
-    return make(LAUNCHERS, choice.function, **choice.options).launch(configuration)
+    return call_option(LAUNCHERS, choice.function, **choice.options).launch(configuration)
 
 
 def local() -> Launcher:

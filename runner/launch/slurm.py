@@ -19,7 +19,7 @@ from runner.base.packages import require
 from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
 from runner.config.request import Request, merge_overrides
-from runner.durable.directory import check_name, default_name
+from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.files import make_directory
 from runner.records.events import Console
 
@@ -56,8 +56,8 @@ class Slurm:
         problems = [*self._find_problems(configuration), *_find_local_problems()]
         if problems:
             raise ConfigError(problems)
-        name = configuration.settings.run or default_name(configuration.choices["task"].name)
-        check_name(name)
+        name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
+        check_run_name(name)
         folder = configuration.settings.root / name / "slurm"
         _check_printable(folder.absolute())
         make_directory(folder.parent)

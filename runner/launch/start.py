@@ -17,7 +17,7 @@ from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryE
 from runner.base.rank_env import RankInfo, detect_rank, launcher_id
 from runner.config.configuration import Configuration, compose
 from runner.config.phases import INFERENCE
-from runner.config.request import Request, key_of, merge_overrides
+from runner.config.request import Request, merge_overrides, override_key
 from runner.durable.record_files import read_record
 from runner.engine.attempt import record_failure
 from runner.engine.job import Job, SessionEnd, choose_run_name
@@ -29,7 +29,7 @@ from runner.launch.launcher import submit
 from runner.launch.on_ranks import SharedConfigError, import_before_fork, join_as_member, prepare_inventory
 from runner.launch.traced_demand import needs_in_subprocess
 from runner.plan.planner import make_plan, wants_needs
-from runner.records.events import Console, level_said
+from runner.records.events import Console, terminal_log_level
 from runner.trackers.tracker import require_installed
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
 
 def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Exit:
     configuration = compose(request)
-    level_said()  # reports an invalid level before a run directory exists
+    terminal_log_level()  # reports an invalid level before a run directory exists
     phases = configuration.settings.phases
     runs_inference = then_infer or INFERENCE in (phases or ())
     launcher = configuration.choices["launcher"].name
@@ -72,7 +72,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     require_installed(configuration.choices["tracker"].function)
     name = choose_run_name(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
-        Console(level=level_said()).info(f"starting run {name}: loading PyTorch")
+        Console(level=terminal_log_level()).info(f"starting run {name}: loading PyTorch")
     if member is None and configuration.settings.weights.source and not (configuration.settings.root / name).exists():
         from runner.durable.weight_source import find_weights
         from runner.engine.weights import check_names
@@ -97,7 +97,9 @@ def _infer(request: Request, name: str | None) -> Exit:
 
     overrides = request.overrides
     if name:  # predict with the trained weights, not with the initial ones
-        weight_overrides = tuple(override for override in overrides if key_of(override).partition(".")[0] == "weights")
+        weight_overrides = tuple(
+            override for override in overrides if override_key(override).partition(".")[0] == "weights"
+        )
         overrides = merge_overrides(
             (override for override in overrides if override not in weight_overrides), [f"run={name}"]
         )
@@ -245,7 +247,10 @@ def _has_checkpoint_since(job: Job, start_time: float) -> bool:
     """Return whether this start of the run has written a checkpoint, whatever `resume` requested."""
     from runner.durable.checkpoint import newest_valid
 
-    return read_record(job.folder).process.is_since(start_time) and newest_valid(job.folder / "checkpoints") is not None
+    return (
+        read_record(job.folder).process.started_since(start_time)
+        and newest_valid(job.folder / "checkpoints") is not None
+    )
 
 
 # ---------------------------------------------------------------- ranks started by torchrun or srun

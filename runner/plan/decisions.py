@@ -7,8 +7,8 @@ from typing import Any
 
 from runner.base.errors import Problem
 from runner.config.configuration import Choice, Configuration
-from runner.config.options import function_of
-from runner.config.schema import defaults
+from runner.config.options import find_signature
+from runner.config.schema import default_values
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Needs
 from runner.plan.rank_devices import RankDevice
@@ -34,8 +34,8 @@ class Decisions:
 
     def choose(self, group: str, name: str, reason: str) -> None:
         """Replace `auto` or an unsupported option; keys set by the user are kept."""
-        signature = function_of(group, name)
-        options = defaults(signature.keys) if signature else {}
+        signature = find_signature(group, name)
+        options = default_values(signature.keys) if signature else {}
         for_auto = self.configuration.for_auto
         options |= {key: for_auto[f"{group}.{key}"] for key in options if f"{group}.{key}" in for_auto}
         for key, value in self.choices[group].options.items():

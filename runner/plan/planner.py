@@ -15,9 +15,9 @@ from runner.axes.memory import allocator_environment
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.text import format_bytes
-from runner.config.config_files import own_profile, shipped_options
+from runner.config.config_files import shipped_options, user_profile_file
 from runner.config.configuration import Configuration, PhaseSettings
-from runner.config.own_tables import ENABLED
+from runner.config.custom_tables import ENABLED
 from runner.plan.cuda_allocator import Allocator
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
@@ -118,7 +118,7 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
     if any(item.get("kind") != "cpu" for item in configuration.hardware.get("devices") or ()):
         cpu, notes = read_cpu()
         here = Inventory((), cpu, notes=notes)
-        file = own_profile(configuration.profile, configuration.request.config_dir)
+        file = user_profile_file(configuration.profile, configuration.request.config_dir)
         planned = inventory_of_profile(configuration.hardware, here, file)
         planned = _with_ranks(planned, configuration.flat().get("parallelism.world_size"))
         return planned, f"the machine of profile {configuration.profile}"

@@ -12,9 +12,9 @@ from runner.base.division import Batch
 from runner.base.json_converter import decode_valid, encode
 from runner.base.shares import format_lines, rank_shares
 from runner.config.configuration import Choice, PhaseSettings
-from runner.config.objective_keys import flat_objectives
-from runner.config.own_tables import HOOK
-from runner.config.phases import GROUPS as PHASE_GROUPS
+from runner.config.custom_tables import HOOK
+from runner.config.objective_keys import flatten_objectives
+from runner.config.phases import PHASE_GROUPS
 from runner.config.settings import Settings
 from runner.plan.memory_fit import RankMemory, RankPart
 from runner.plan.rank_devices import RankDevice
@@ -147,7 +147,7 @@ class Plan:
             found |= {f"{group}.{key}": value for key, value in choice.options.items()}
         found |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
         for phase in self.phases:  # they are the same in all of them
-            found |= flat_objectives(phase.objectives)
+            found |= flatten_objectives(phase.objectives)
         found |= self.own_keys
         plain = dataclasses.asdict(self.settings)
         nested = {key: value for key, value in plain.items() if isinstance(value, dict)}

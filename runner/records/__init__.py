@@ -1,1 +1,1 @@
-"""What a run leaves behind, besides checkpoints."""
+"""Records of a run: its log, events, plan, measurements and result."""

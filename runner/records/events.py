@@ -18,20 +18,20 @@ from runner.host.dirfd import open_parent
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
-SAYS = "ACCEL_RUN_SAYS"
+LEVEL_VARIABLE = "ACCEL_RUN_SAYS"
 
 
-def level_said() -> Level:
+def terminal_log_level() -> Level:
     """Return the minimum log level of the terminal, from $ACCEL_RUN_SAYS; the default is info.
 
     Raises ConfigError for an unknown level.
     """
-    said = os.environ.get(SAYS, "").lower() or "info"
+    requested = os.environ.get(LEVEL_VARIABLE, "").lower() or "info"
     for level in LEVELS:
-        if level == said:
+        if level == requested:
             return level
-    what = f"must be one of {', '.join(LEVELS)}, but is {said}"
-    raise ConfigError(Problem(what, SAYS, f"export {SAYS}=info, the default"))
+    what = f"must be one of {', '.join(LEVELS)}, but is {requested}"
+    raise ConfigError(Problem(what, LEVEL_VARIABLE, f"export {LEVEL_VARIABLE}=info, the default"))
 
 
 class Console:
@@ -41,23 +41,23 @@ class Console:
     terminal disables the output, but does not stop the run.
     """
 
-    def __init__(self, path: Path | None = None, *, level: Level = "info", speaks: bool = True) -> None:
-        self._file = _Appender(path if speaks else None)
-        self._from = LEVELS.index(level) if speaks else len(LEVELS)
-        self._above: Callable[[str], None] | None = None
+    def __init__(self, path: Path | None = None, *, level: Level = "info", is_enabled: bool = True) -> None:
+        self._file = _Appender(path if is_enabled else None)
+        self._min_level = LEVELS.index(level) if is_enabled else len(LEVELS)
+        self._printer: Callable[[str], None] | None = None
         self._warned: set[str] = set()
 
     def debug(self, text: str) -> None:
         """Log a message for debugging."""
-        self._say("debug", text)
+        self._log("debug", text)
 
     def info(self, text: str) -> None:
         """Log an informational message."""
-        self._say("info", text)
+        self._log("info", text)
 
     def warning(self, text: str) -> None:
         """Log a warning."""
-        self._say("warning", text)
+        self._log("warning", text)
 
     def warn_once(self, text: str) -> None:
         """Log a warning unless the same text was logged before."""
@@ -67,29 +67,29 @@ class Console:
 
     def error(self, text: str) -> None:
         """Log an error."""
-        self._say("error", text)
+        self._log("error", text)
 
     def say(self, level: Level, text: str) -> None:
         """Log at this level."""
-        self._say(level, text)
+        self._log(level, text)
 
-    def speak_through(self, note: Callable[[str], None] | None) -> None:
+    def print_through(self, note: Callable[[str], None] | None) -> None:
         """Print through `note` from now on, as a progress bar requires; None: print directly again."""
-        self._above = note
+        self._printer = note
 
     def close(self) -> None:
         """Close the copy in the file; the terminal stays open."""
         self._file.close()
 
-    def _say(self, level: Level, text: str) -> None:
+    def _log(self, level: Level, text: str) -> None:
         text = sanitize(text)
         self._file.append(f"{_now()} {level:<7} {text}\n")
-        if LEVELS.index(level) < self._from:
+        if LEVELS.index(level) < self._min_level:
             return
         shown = f"{level}: {text}" if level in ("warning", "error") else text
         stream = sys.stderr if level in ("warning", "error") else sys.stdout
-        if self._above is not None:
-            self._above(shown)
+        if self._printer is not None:
+            self._printer(shown)
         else:
             _print(stream, shown)
 
@@ -124,10 +124,10 @@ class _Appender:
     def __init__(self, path: Path | None) -> None:
         self.num_lost = 0
         self._descriptor = -1
-        self._wanted = path is not None
+        self._is_open = path is not None
         if path is not None:
             with contextlib.suppress(OSError), open_parent(path) as (folder, name):
-                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MOST_BYTES:
+                if os.stat(name, dir_fd=folder, follow_symlinks=False).st_size > MAX_LOG_BYTES:
                     earlier = path.with_name(f"{path.stem}-earlier{path.suffix}")
                     os.replace(name, earlier.name if folder else earlier, src_dir_fd=folder, dst_dir_fd=folder)
             # O_NONBLOCK: opening a named pipe would otherwise block forever without a reader.
@@ -139,7 +139,7 @@ class _Appender:
                     os.write(self._descriptor, b"\n")
 
     def append(self, text: str) -> None:
-        if not self._wanted:
+        if not self._is_open:
             return
         try:
             data = text.encode(errors="backslashreplace")
@@ -150,7 +150,7 @@ class _Appender:
     def close(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._wanted = -1, False
+        self._descriptor, self._is_open = -1, False
 
 
 def _print(stream: TextIO, text: str) -> None:
@@ -161,7 +161,7 @@ def _print(stream: TextIO, text: str) -> None:
         )
 
 
-MOST_BYTES = 16 << 20  # size at which a log is rotated when opened
+MAX_LOG_BYTES = 16 << 20  # size at which a log is rotated when opened
 
 
 def _now() -> str:

@@ -32,7 +32,7 @@ class SetupEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEvidence:
-    """Where the time went, on rank 0 if nothing else is written.
+    """Where the time went, on rank 0 unless stated otherwise.
 
     updates        number of updates timed: all of this process except the first
     seconds        total run time of this process
@@ -105,32 +105,32 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     phases: tuple[PhaseRecord, ...] = ()
 
 
-def better_known(before: Evidence | None, now: Evidence) -> Evidence:
-    """Return the update measurements from the process that ran by far the most updates.
+def choose_evidence(earlier: Evidence | None, newest: Evidence) -> Evidence:
+    """Return the newest measurements, or earlier ones of a process that ran far more updates.
 
-    before  measurements of an earlier process; used only if it trained with the same settings
+    earlier  measurements of an earlier process; used only if it trained with the same settings
     """
-    if before is None or (before.updates or 0) <= FAR_MORE * (now.updates or 0):
-        return now
-    ours, theirs = vars(now), vars(before)
-    is_same = all(ours[name] in (None, theirs[name]) for name in _HOW)
-    return replace(before, phases=now.phases or before.phases, unfinished=now.unfinished) if is_same else now
+    if earlier is None or (earlier.updates or 0) <= MIN_UPDATE_RATIO * (newest.updates or 0):
+        return newest
+    new_values, old_values = vars(newest), vars(earlier)
+    is_same = all(new_values[name] in (None, old_values[name]) for name in _COMPARED_SETTINGS)
+    return replace(earlier, phases=newest.phases or earlier.phases, unfinished=newest.unfinished) if is_same else newest
 
 
-def throughput(evidence: Evidence | None, last: Mapping[str, Any]) -> float | None:
+def throughput(evidence: Evidence | None, last_row: Mapping[str, Any]) -> float | None:
     """Return the items per second of a run, as shown on every screen and page, or None if unknown.
 
-    evidence  of its run.json: what it measured until its end
-    last      the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
+    evidence  measurements in its run.json, if it has ended
+    last_row      the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
     """
     if evidence is not None and evidence.items_per_s is not None:
         return evidence.items_per_s
-    found: Any = last.get(THROUGHPUT)
-    return float(found) if is_number(found) and math.isfinite(found) else None
+    value: Any = last_row.get(THROUGHPUT)
+    return float(value) if is_number(value) and math.isfinite(value) else None
 
 
-FAR_MORE = 10  # ratio of update counts above which older but longer measurements are preferred
-_HOW = (
+MIN_UPDATE_RATIO = 10  # ratio of update counts above which older but longer measurements are preferred
+_COMPARED_SETTINGS = (
     "task", "device", "device_name", "choices", "world_size", "num_threads", "num_workers", "global_batch_size",
     "micro_batch_size", "accumulation_steps",
 )  # fmt: skip

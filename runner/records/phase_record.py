@@ -1,4 +1,4 @@
-"""Define what is recorded of a phase: in each checkpoint, and in run.json."""
+"""Define the record of a phase, in each checkpoint and in run.json."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from runner.base.json_converter import INLINE
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCounts:
-    """How many samples there are to learn from, and how an update divides them; None is unknown.
+    """Number of training samples, and how an update divides them; None is unknown.
 
-    num_samples  of the training data
-    epochs       passes over them so far
+    num_samples  size of the training data
+    epochs       passes over the training data so far
     """
 
     num_samples: int | None = None
@@ -26,16 +26,16 @@ class SampleCounts:
 class PhaseRecord:
     """Progress and cost of a phase, over all processes that worked on it.
 
-    A resumed process takes over the times of its predecessor if that one ended with the checkpoint, else those in the
-    checkpoint: time after the checkpoint, including writing it, is lost.
+    A resumed process starts from the times of its predecessor if that one ended with the checkpoint, else from those in
+    the checkpoint: time after the checkpoint, including writing it, is lost.
 
     updates, total   completed and requested; fewer if it stopped early
-    finished         nothing is left to do in it
+    finished         whether the phase is complete
     seconds          from its start to its last checkpoint, evaluations included
     parts_s          part -> seconds: starting, first_update, those of updates and those between them
     peak_host_gib    peak resident memory of this process; peak_device_gib the most that torch allocated on the GPU, and
                      peak_reserved_gib the most that it reserved there
-    metrics          of its last evaluation, and what a fit found; None: without items, or not finite
+    metrics          those of the last evaluation, and results of a fit; None: without items, or not finite
     """
 
     kind: str = ""
@@ -53,6 +53,6 @@ class PhaseRecord:
 
     def reached(self, updates: int) -> None:
         """Record the number of completed updates."""
-        self.updates, known = updates, self.samples
-        if known.num_samples and known.global_batch_size:
-            self.samples = replace(known, epochs=updates * known.global_batch_size / known.num_samples)
+        self.updates, counts = updates, self.samples
+        if counts.num_samples and counts.global_batch_size:
+            self.samples = replace(counts, epochs=updates * counts.global_batch_size / counts.num_samples)

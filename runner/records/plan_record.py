@@ -1,4 +1,4 @@
-"""Define what other programs read of plan.json; the plan itself is `runner.plan.run_plan.Plan`."""
+"""Define the part of plan.json that is read again; the plan itself is `runner.plan.run_plan.Plan`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPhase:
-    """The length of a phase; None: it follows from the epochs."""
+    """The length of a phase; `updates` is None if it follows from the epochs."""
 
     name: str = ""
     updates: int | None = None
@@ -46,11 +46,11 @@ class PlannedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """What was planned; None, or empty, means unknown.
+    """A plan, as read from its file; None or empty means unknown.
 
     choices  group -> choice
     reasons  key -> why it has its value
-    problem  why nothing, or not everything, could be read; empty if all was
+    problem  why the file could not be read completely; empty if it could
     wrong    dotted names of values of a wrong type
     """
 
@@ -72,14 +72,14 @@ class PlanRecord:
     def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> PlanRecord:
         """Return the plan in the content of a plan.json; None: there is no such file. Never raises.
 
-        clean  applied to the JSON object first, as to redact it
+        clean  applied to the JSON object first, for example to redact it
         """
         tree = parse_object(content) if content is not None else None
         if not tree:
             return cls(problem="is missing" if content is None else "is damaged")
-        found = decode(cls, clean(tree) if clean else tree)
-        problem = f"has unreadable values: {', '.join(found.wrong[:4])}" if found.wrong else ""
-        return replace(found.value, problem=problem, wrong=found.wrong)
+        decoded = decode(cls, clean(tree) if clean else tree)
+        problem = f"has unreadable values: {', '.join(decoded.wrong[:4])}" if decoded.wrong else ""
+        return replace(decoded.value, problem=problem, wrong=decoded.wrong)
 
     @property
     def is_known(self) -> bool:

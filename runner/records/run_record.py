@@ -1,7 +1,7 @@
-"""What a run was and did: the content of its run.json, and of its error.json if it failed.
+"""Define the record of a run: the content of run.json, and of error.json if it failed.
 
 Every command reads a run through `RunRecord`. A missing or damaged file, a file of a newer version, and values of a
-wrong type have the same consequence: what cannot be read is unknown, and `problem` and `wrong` report it.
+wrong type are handled alike: values that cannot be read are unknown, and `problem` and `wrong` report them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ProcessRecord:
     started: str | None = None
     ended: str | None = None
 
-    def is_since(self, began: float) -> bool:
+    def started_since(self, began: float) -> bool:
         """Return whether it started at `began` or later, in seconds since 1970; its time is rounded to milliseconds."""
         try:
             return datetime.fromisoformat(self.started or "").timestamp() >= began - 0.001
@@ -64,7 +64,7 @@ class ProcessRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What the run has reached: recorded when a process ends without error.
+    """Result of the run, recorded when a process ends without error.
 
     metrics    of the last evaluation; None: without items, or not finite
     baselines  metric -> value of a trivial model
@@ -87,13 +87,13 @@ class AdoptedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run was and did; None, or empty, means unknown.
+    """The record of a run; None or empty means unknown.
 
     names       all names that the run has had
     uid         identifier of the run, see durable/run_identity.py
     tracker_id  identifier of its rows in the tracker
     changes     changes of code and data found when the run was resumed
-    problem     why nothing, or not everything, could be read; empty if all was
+    problem     why the file could not be read completely; empty if it could
     wrong       dotted names of values of a wrong type
     """
 
@@ -115,16 +115,18 @@ class RunRecord:
     def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> RunRecord:
         """Return the record in the content of a run.json; None: there is no such file. Never raises.
 
-        clean  applied to the JSON object first, as to redact it
+        clean  applied to the JSON object first, for example to redact it
         """
         tree = parse_object(content) if content is not None else None
         if tree is None:
             return cls(problem="is missing" if content is None else "is damaged")
-        found = decode(cls, clean(tree) if clean else tree)
-        problem = f"has unreadable values: {', '.join(found.wrong[:4])}" if found.wrong else ""
-        if found.value.version > VERSION:
-            problem = f"is of a newer version ({found.value.version}) of accel-run: values that it added are not shown"
-        return replace(found.value, problem=problem, wrong=found.wrong)
+        decoded = decode(cls, clean(tree) if clean else tree)
+        problem = f"has unreadable values: {', '.join(decoded.wrong[:4])}" if decoded.wrong else ""
+        if decoded.value.version > VERSION:
+            problem = (
+                f"is of a newer version ({decoded.value.version}) of accel-run: values that it added are not shown"
+            )
+        return replace(decoded.value, problem=problem, wrong=decoded.wrong)
 
     @property
     def is_known(self) -> bool:
@@ -133,13 +135,13 @@ class RunRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of run.json."""
-        found: dict[str, Any] = encode(self)
-        return found | {"version": VERSION}
+        content: dict[str, Any] = encode(self)
+        return content | {"version": VERSION}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRecord:
-    """Why an attempt to run failed: the content of error.json.
+    """Error of a failed attempt: the content of error.json.
 
     place             rank, phase, update and samples, as far as known
     reached           completed updates of all phases, saved or not; 0: unknown
@@ -166,12 +168,12 @@ class ErrorRecord:
     def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> ErrorRecord | None:
         """Return the error in the content of an error.json; None if there is none that can be read. Never raises.
 
-        clean  applied to the JSON object first, as to redact it
+        clean  applied to the JSON object first, for example to redact it
         """
         tree = parse_object(content) if content is not None else None
         return decode(cls, clean(tree) if clean else tree).value if tree else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of error.json."""
-        found: dict[str, Any] = encode(self)
-        return found
+        content: dict[str, Any] = encode(self)
+        return content

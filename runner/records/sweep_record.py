@@ -1,4 +1,4 @@
-"""Define what is recorded of a sweep or a search: the content of sweep.json."""
+"""Define the record of a sweep or a search: the content of sweep.json."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Goal:
 
     def best(self, values: Iterable[float]) -> float | None:
         """Return the best of the finite values; None if there is none."""
-        known = [value for value in values if math.isfinite(value)]
-        return (min if self.best_is == "min" else max)(known) if known else None
+        finite = [value for value in values if math.isfinite(value)]
+        return (min if self.best_is == "min" else max)(finite) if finite else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ class TrialRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRecord:
-    """What a sweep tries, and how far it is.
+    """Trials of a sweep or search, and its progress.
 
     kind      sweep: all combinations; search: trials proposed by Optuna
     fixed     overrides that all trials share; None: unknown
     together  how many trials run concurrently, and why
     space     key -> search range
-    process   that wrote the file
+    process   the process that wrote the file
     wrong     dotted names of values of a wrong type
     """
 

@@ -19,7 +19,7 @@ from runner.base.text import abbreviate, error_line
 from runner.config.request import Request, merge_overrides
 from runner.config.schema import did_you_mean
 from runner.durable import files
-from runner.durable.system_errors import storage
+from runner.durable.system_errors import storage_errors
 from runner.records.sweep_record import Goal
 from runner.sweeps.packing import packed
 from runner.sweeps.sweep import OPEN, SweepRequest, must_be_plannable, opened, walk
@@ -69,7 +69,7 @@ class Study:
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         journal = self._optuna.storages.journal
         with _at("open", self._file):
-            if (size := files.size_of(self._file)) > _JOURNAL_BYTES:
+            if (size := files.file_size(self._file)) > _JOURNAL_BYTES:
                 raise ValueError(f"it has {size:,} bytes")
             storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._file), _Held()))
             direction = {"min": "minimize", "max": "maximize"}[found.goal.best_is]
@@ -143,7 +143,7 @@ class Study:
 def _at(action: str, journal: Path) -> Iterator[None]:
     """Convert system errors to StorageError, and errors from a damaged journal to DataError."""
     try:
-        with storage(action, journal):
+        with storage_errors(action, journal):
             yield
     except AccelRunError:
         raise

@@ -15,18 +15,18 @@ from typing import Literal, Protocol
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
 from runner.base.text import abbreviate, terminal_width
 from runner.config.configuration import Configuration
-from runner.config.request import Request, key_of, merge_overrides, override_of
+from runner.config.request import Request, format_override, merge_overrides, override_key
 from runner.durable import files
-from runner.durable.directory import SWEEP, RunDirectory, check_name, default_name
+from runner.durable.directory import SWEEP, RunDirectory, check_run_name, generate_run_name
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
-from runner.durable.weight_source import with_run_directory
+from runner.durable.weight_source import resolve_run_names
 from runner.engine.repro_script import build_argv
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
-from runner.records.events import SAYS, Console
+from runner.records.events import LEVEL_VARIABLE, Console
 from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps.packing import Packing, packed
@@ -76,8 +76,8 @@ def sweep(request: Request, wish: SweepRequest) -> int:
     configurations = composed(requests)
     must_be_plannable(configurations)
     varied = _varied([one.overrides for one in requests])
-    fixed = tuple(word for word in requests[0].overrides if key_of(word) not in varied)
-    choices = [tuple(word for word in one.overrides if key_of(word) in varied) for one in requests]
+    fixed = tuple(word for word in requests[0].overrides if override_key(word) not in varied)
+    choices = [tuple(word for word in one.overrides if override_key(word) in varied) for one in requests]
     packing = packed(configurations, wish.together)
     with opened("sweep", replace(request, overrides=fixed), configurations[0], wish) as (directory, found):
         enlist(found, choices, directory.name)
@@ -101,9 +101,9 @@ class opened:  # noqa: N801 - used as a function
         axes: Sequence[SearchSpace] = (),
     ) -> None:
         settings, task = configuration.settings, configuration.choices["task"].name
-        name = settings.run or default_name(f"{task}-{kind}")
-        check_name(name)
-        self.directory = RunDirectory.create_or_open(settings.root, name, of_a_sweep=True)
+        name = settings.run or generate_run_name(f"{task}-{kind}")
+        check_run_name(name)
+        self.directory = RunDirectory.create_or_open(settings.root, name, for_sweep=True)
         early = settings.early_stopping
         before = Sweep.read(self.directory.path)
         record = SweepRecord(
@@ -113,7 +113,7 @@ class opened:  # noqa: N801 - used as a function
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
             launcher=configuration.choices["launcher"].name,
             command=shlex.join(["accel-run", *sys.argv[1:]]),
-            fixed=tuple(word for word in fixed.overrides if key_of(word) not in _PLACE),
+            fixed=tuple(word for word in fixed.overrides if override_key(word) not in _PLACE),
             goal=Goal(wish.metric or early.metric, wish.best_is or early.best_is),
             space={axis.key: str(axis) for axis in axes},
             process=ProcessRecord(started=before.record.process.started),
@@ -143,13 +143,13 @@ def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing
         say(packing.why)
     found.save(directory, "running")
     root = configuration.settings.root
-    fixed = with_run_directory(found.record.fixed or (), root)  # once: trials change which run is the last one
+    fixed = resolve_run_names(found.record.fixed or (), root)  # once: trials change which run is the last one
     held: dict[int, float] = {}  # number of a trial that another process holds -> deadline of waiting for it
 
     def start(trial: Trial) -> None:
         words = merge_overrides(
-            (*fixed, *with_run_directory(trial.words, root)),
-            [override_of("output_root", str(directory.shown)), f"run={trial.name}"],
+            (*fixed, *resolve_run_names(trial.words, root)),
+            [format_override("output_root", str(directory.shown)), f"run={trial.name}"],
         )
         pool.start(trial, build_argv(replace(configuration.request, overrides=words)))
 
@@ -323,7 +323,7 @@ def _packages_must_be_installed(plan: Plan) -> None:
 def _varied(combinations: Sequence[tuple[str, ...]]) -> set[str]:
     """Return the keys whose values differ."""
     columns = zip(*combinations, strict=True)
-    return {key_of(column[0]) for column in columns if len(set(column)) > 1}
+    return {override_key(column[0]) for column in columns if len(set(column)) > 1}
 
 
 def _said(directory: RunDirectory) -> str:
@@ -342,6 +342,6 @@ def _code_of(result: Result) -> int:
 
 
 OPEN = ("waiting", "running", "stopped")  # resumed by the same command
-TERSE = {SAYS: "warning"}
+TERSE = {LEVEL_VARIABLE: "warning"}
 _PLACE = ("run", "output_root")
 _PATIENCE_S = 60.0

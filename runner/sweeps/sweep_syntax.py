@@ -11,10 +11,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import ConfigError, Problem
-from runner.config.config_files import files_unchanged
+from runner.config.config_files import cache_config_files
 from runner.config.configuration import Configuration, compose
-from runner.config.options import GROUPS, options_of
-from runner.config.overrides import parse
+from runner.config.options import GROUPS, list_options
+from runner.config.overrides import parse_overrides
 from runner.config.request import Request, merge_overrides
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def expand_sweep(request: Request) -> list[Request]:
 
     Raises ConfigError if a list has no values, no end or too many, or a key is given twice.
     """
-    parsed, problems = parse(request, sweeps=True)
+    parsed, problems = parse_overrides(request, sweeps=True)
     problems += _misplaced(parsed)
     lists = [_listed(override, request, problems) for override in parsed]
     count = math.prod(map(len, lists))
@@ -81,7 +81,7 @@ def read_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
     Raises ConfigError with all problems, including range ends that are invalid for their key.
     """
     words = tuple(_LOG.sub(r"tag(log,interval(\1))", word) for word in request.overrides)
-    parsed, problems = parse(replace(request, overrides=words), sweeps=True)
+    parsed, problems = parse_overrides(replace(request, overrides=words), sweeps=True)
     problems += _misplaced(parsed)
     fixed = replace(request, overrides=tuple(_text(each) for each in parsed if not each.is_sweep_override()))
     axes = []
@@ -102,7 +102,7 @@ def composed(requests: Sequence[Request]) -> list[Configuration]:
     """Compose the configurations. Raises ConfigError with the problems of all, without duplicates."""
     configurations = []
     problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown for any value
-    with files_unchanged():
+    with cache_config_files():
         for request in requests:
             try:
                 configurations.append(compose(request))
@@ -143,7 +143,7 @@ def _listed(override: Override, request: Request, problems: list[Problem]) -> li
     value: Any = override.value()
     kind, group = _kind(override), override.key_or_group
     if kind == "GLOB_CHOICE_SWEEP" and group in GROUPS:
-        known = options_of(group, request.config_dir)
+        known = list_options(group, request.config_dir)
         names = value.filter(known)
         if not names:
             problems.append(Problem(f"must match an option of {group}: {', '.join(known)}", word))

@@ -19,7 +19,7 @@ from runner.base.json_values import is_number, none_to_nan, to_json
 from runner.base.secret import sanitize
 from runner.base.text import abbreviate, format_metric, format_table
 from runner.config.schema import did_you_mean
-from runner.durable.directory import SWEEP, RunDirectory, is_name
+from runner.durable.directory import SWEEP, RunDirectory, is_run_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
@@ -103,7 +103,7 @@ class Sweep:
     def read(cls, folder: Path) -> Sweep:
         """Read sweep.json of the folder; missing or damaged entries are omitted."""
         found = decode(SweepRecord, read_object(folder / SWEEP))
-        rows = [row for row in found.value.trials or () if is_name(row.name)]
+        rows = [row for row in found.value.trials or () if is_run_name(row.name)]
         record = replace(found.value, wrong=found.wrong)
         trials = [Trial(row.number, row.name, row.words) for row in rows]
         return cls(

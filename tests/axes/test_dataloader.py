@@ -23,7 +23,7 @@ from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
 from runner.base.text import RemoteError
 from runner.config.configuration import compose
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Inventory
 from runner.plan.planner import make_plan
@@ -237,7 +237,7 @@ def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.M
 def test_a_plan_counts_the_workers_that_its_loader_starts(words: str) -> None:
     plan = make_plan(compose(Request(tuple(words.split()))), Inventory((), Cpu("a processor", 8, 16, 64 * GIB)))
     choice, fetcher = plan.choices["dataloader"], Fetcher([torch.zeros(())], default_collate, bad_samples="stop")  # type: ignore[arg-type]
-    loader = make(DATALOADERS, choice.function, fetcher, torch.device("cpu"), **choice.options)
+    loader = call_option(DATALOADERS, choice.function, fetcher, torch.device("cpu"), **choice.options)
     assert plan.num_workers == loader.num_workers
 
 

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from runner.config.options import AXES as FILES
-from runner.config.schema import REQUIRED, fault, read_functions
+from runner.config.schema import REQUIRED, describe_mismatch, read_functions
 
 ROOT = Path(__file__).parents[2]
 AXES = sorted(FILES)
@@ -78,7 +78,7 @@ def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) ->
         assert key.default is not REQUIRED
         assert without_lists(given[name]) == without_lists(key.default), name
         assert type(given[name]) is type(key.default) or isinstance(given[name], list), name
-        assert fault(key.type, given[name]) is None, f"{name} {fault(key.type, given[name])}"
+        assert describe_mismatch(key.type, given[name]) is None, f"{name} {describe_mismatch(key.type, given[name])}"
         assert key.help, f"the docstring of {option} says what {name} means"
 
 

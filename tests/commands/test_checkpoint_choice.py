@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.durable.checkpoint import load, path_of
+from runner.durable.checkpoint import checkpoint_path, load
 from tests.forkserver import Ended, ForkServer
 
 TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
@@ -63,9 +63,9 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, 
         ("checkpoint=4", 4),
     ):
         said = ran(server, folder, f"export mine format=safetensors {word}".strip()).out
-        assert path_of(Path(), number).name in said
+        assert checkpoint_path(Path(), number).name in said
         assert f"val/loss {losses(folder)[number]:.4g}" in said
-        wanted = load(path_of(folder / "outputs/mine/checkpoints", number)).tensors("model")
+        wanted = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
         found = load_file(folder / "outputs/mine/export/model.safetensors")
         assert all(bool((found[name] == wanted[name]).all()) for name in wanted)
 
@@ -77,18 +77,18 @@ def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder
         if "valid" in line
     }
     marked = {name: word for name, line in lines.items() for word in ("best", "last") if word in line}
-    assert marked == {path_of(Path(), best(folder)).name: "best", path_of(Path(), 6).name: "last"}
+    assert marked == {checkpoint_path(Path(), best(folder)).name: "best", checkpoint_path(Path(), 6).name: "last"}
     ran(server, folder, "report mine")
     page = (folder / "outputs/mine/report.html").read_text()
     assert f"(best, val/loss {losses(folder)[best(folder)]:.4g})" in page
 
 
 def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Path) -> None:
-    before, weights = losses(folder), load(path_of(folder / "outputs/mine/checkpoints", 6)).tensors("model")
+    before, weights = losses(folder), load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
     ended = ran(server, folder, "resume mine checkpoint=3")
     assert "resumes at update 3" in ended.out
     assert losses(folder) == before
-    again = load(path_of(folder / "outputs/mine/checkpoints", 6)).tensors("model")
+    again = load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
     assert all(bool((again[name] == weights[name]).all()) for name in weights)
     assert [name for name in names(folder) if name.startswith("earlier-")] == [
         f"earlier-update-{number:010}-1" for number in (4, 5, 6)
@@ -140,20 +140,20 @@ def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(server: 
 def test_the_settings_of_the_group_keep_their_meaning(server: ForkServer, folder: Path) -> None:
     longer = "updates=7 resume_allow=[updates]"
     ran(server, folder, f"resume mine checkpoint=off checkpoint.keep=9 {longer}")
-    assert path_of(Path(), 7).name in names(folder)
+    assert checkpoint_path(Path(), 7).name in names(folder)
 
 
 def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
     assert server.run(words, tmp_path).code == 0
-    assert path_of(Path(), 6).name in ran(server, tmp_path, EXPORT).out
+    assert checkpoint_path(Path(), 6).name in ran(server, tmp_path, EXPORT).out
     assert server.run(f"{EXPORT} checkpoint=best", tmp_path).code == 66
 
 
 def test_a_best_checkpoint_that_is_damaged_is_skipped_unless_it_was_requested(server: ForkServer, folder: Path) -> None:
-    path = path_of(folder / "outputs/mine/checkpoints", best(folder))
+    path = checkpoint_path(folder / "outputs/mine/checkpoints", best(folder))
     (path / "model.safetensors").write_bytes(b"damaged")
     ended = ran(server, folder, EXPORT)
     assert path.name in ended.err
-    assert path_of(Path(), 6).name in ended.out
+    assert checkpoint_path(Path(), 6).name in ended.out
     assert server.run(f"{EXPORT} checkpoint=best", folder).code == 65

@@ -13,11 +13,11 @@ import pytest
 
 from runner.cli import main
 from runner.commands import COMMANDS
-from runner.commands.benchmark import OWN
+from runner.commands.benchmark import COMMAND_KEYS
 from runner.commands.complete import TypedLine, candidates
 from runner.commands.completion import SCRIPTS
 from runner.config.config_files import shipped_options
-from runner.config.options import GROUPS, options_of
+from runner.config.options import GROUPS, list_options
 from runner.tools.measure.suites import SUITES, ladder
 from runner.tools.measure.technique import techniques
 
@@ -173,7 +173,7 @@ def test_every_argument_and_key_of_a_suite_is_completed_and_accepted(suite: str,
     own = found[: found.index("precision=")]
     words = [word for word in own if not word.endswith("=")]
     assert words == [*SUITES[suite].words, *(techniques(None) if suite == "ladder" else [])]
-    assert set(own) - set(words) == {f"{key}=" for key in (*OWN, *SUITES[suite].options)} - {"suite="}
+    assert set(own) - set(words) == {f"{key}=" for key in (*COMMAND_KEYS, *SUITES[suite].options)} - {"suite="}
 
 
 def test_arguments_of_the_ladder_match_its_techniques() -> None:
@@ -182,7 +182,7 @@ def test_arguments_of_the_ladder_match_its_techniques() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_of_every_group_is_completed(group: str) -> None:
-    assert offered(f"accel-run train {group}=") == [f"{group}={option}" for option in options_of(group)]
+    assert offered(f"accel-run train {group}=") == [f"{group}={option}" for option in list_options(group)]
 
 
 def test_the_defaults_are_those_of_the_defaults_list() -> None:

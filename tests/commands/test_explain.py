@@ -170,10 +170,10 @@ def test_every_named_file_exists(folder: Path, capsys: pytest.CaptureFixture[str
     from runner.config.request import Request
 
     root = Path(__file__).parents[2]
-    from runner.commands.explain import source_of
+    from runner.commands.explain import describe_source
 
     for overrides in ((), ("hardware=t4",), ("hardware=rtx3050ti_4gb",)):
         configuration = compose(Request(overrides))
         for key in configuration.flat():
-            file = source_of(key, configuration).rpartition("(")[2].rstrip(")")
+            file = describe_source(key, configuration).rpartition("(")[2].rstrip(")")
             assert "=" in file or (root / file).is_file(), key

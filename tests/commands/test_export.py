@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner.durable.checkpoint import load, path_of
+from runner.durable.checkpoint import checkpoint_path, load
 from tests.forkserver import ForkServer
 from tests.rounding import allowed, distance
 
@@ -67,7 +67,7 @@ def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer,
     run = folder / "outputs" / "first"
     parity = json.loads((run / "export" / "parity.json").read_text())
     assert all(parity[name]["largest_difference"] <= 1e-4 for name in ("safetensors", "program", "onnx"))
-    weights = load(path_of(run / "checkpoints", 3)).tensors("model")
+    weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
     for name, value in load_file(run / "export" / "model.safetensors").items():
         assert torch.equal(value, weights[name])
     x = torch.randn(5, 4)

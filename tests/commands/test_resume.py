@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import main
-from runner.durable.checkpoint import load, path_of
+from runner.durable.checkpoint import checkpoint_path, load
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -45,7 +45,7 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 def reached(folder: Path) -> int:
-    return load(path_of(folder / "outputs" / "mine" / "checkpoints", 60)).update
+    return load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", 60)).update
 
 
 def test_resume_works_from_any_folder_with_the_original_arguments(
@@ -84,7 +84,7 @@ def test_a_moved_run_resumes_in_its_new_folder(server: ForkServer, begun: Path, 
     (begun / "outputs").rename(elsewhere / "kept")
     ended = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
     assert ended.code == 0, ended.err
-    assert load(path_of(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
+    assert load(checkpoint_path(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
     begun.rename(begun.parent / "renamed")
     again = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
     assert str(begun) in again.err, "the folder where it was started is gone"
@@ -101,7 +101,7 @@ def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, b
     assert "resume_allow=[updates]" in by_name.err
     longer = server.run("resume updates=70 resume_allow=[updates] dataloader=thread", begun, ON)
     assert longer.code == 0, longer.err
-    assert load(path_of(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
+    assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
 def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> None:

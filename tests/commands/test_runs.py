@@ -15,9 +15,9 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.cli import main
-from runner.commands.arguments import read_of_a_run
+from runner.commands.arguments import parse_run_request
 from runner.config.request import Request
-from runner.durable.run_state import state_of
+from runner.durable.run_state import derive_state
 from runner.engine.repro_script import script
 from runner.records.run_record import RunRecord
 
@@ -88,7 +88,7 @@ def test_the_suggested_resume_command_names_the_run() -> None:
         ({**known, "name": ["x"]}, f"{resume} NAME"),
         (elsewhere, f"{resume} gpt-1 'output_root=my runs'"),
     ):
-        assert state_of(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
+        assert derive_state(RunRecord.decode(json.dumps(state).encode())).sentence.endswith(f": {line}")
 
 
 def test_a_damaged_run_hides_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,11 +116,11 @@ def test_missing_runs_and_typos_get_a_message(
 
 
 def test_a_run_is_given_once_as_argument_or_as_key() -> None:
-    assert read_of_a_run(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
-    assert read_of_a_run(["run=mine"]).overrides == ("run=mine",)
-    assert read_of_a_run([]).overrides == ()
+    assert parse_run_request(["mine", "seed=1"]).overrides == ("seed=1", "run=mine")
+    assert parse_run_request(["run=mine"]).overrides == ("run=mine",)
+    assert parse_run_request([]).overrides == ()
     with pytest.raises(ConfigError, match="names a second run in addition to mine"):
-        read_of_a_run(["mine", "run=other"])
+        parse_run_request(["mine", "run=other"])
 
 
 @pytest.mark.parametrize("words", [["status"], ["export"], ["inference"], ["advise"], ["report"]])

@@ -14,7 +14,7 @@ import pytest
 
 from runner.cli import main
 from runner.commands import COMMANDS
-from runner.config.options import options_of
+from runner.config.options import list_options
 from runner.tools.measure.technique import ORDER, files_of
 
 # words -> exactly what is printed on stderr
@@ -45,7 +45,7 @@ accel-run: list: unknown command
 """,
     "stop": """\
 accel-run: stop: unknown command
-           press Ctrl-C where it trains, or kill -TERM its process; accel-run resume continues the run
+           press Ctrl-C in its terminal, or kill -TERM its process; accel-run resume continues the run
 """,
     "version": """\
 accel-run: version: unknown command
@@ -69,7 +69,7 @@ accel-run: my.yaml: is not a setting; settings have the form key=value
 """,
     "train model=resnet50": """\
 accel-run: model=resnet50: unknown key
-           use task=NAME for one of ours; define your model in a task file: accel-run new my_task.py, then --task ./my_task.py
+           use task=NAME for a built-in task; define your model in a task file: accel-run new my_task.py, then --task ./my_task.py
 """,
     "train task=./my_task.py": """\
 accel-run: task=./my_task.py: unknown task; must be one of cape, dynamo, gpt, hyperspectral, nmt, tractodiff
@@ -375,8 +375,8 @@ def answers(
 def with_all_options(answer: str) -> str:
     """Return the answer with every option that there is where it lists those of a group, also such as were added."""
     for group, listed in re.findall(r"unknown (\w+); must be one of (.*)", answer):
-        assert set(listed.split(", ")) <= set(options_of(group)), "the table names an option that is gone"
-        answer = answer.replace(listed, ", ".join(options_of(group)))
+        assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that is gone"
+        answer = answer.replace(listed, ", ".join(list_options(group)))
     ours = ", ".join(ORDER)
     return answer.replace(ours, ", ".join(files_of(None)))
 

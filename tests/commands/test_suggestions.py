@@ -14,14 +14,14 @@ import yaml
 from runner.base.errors import AccelRunError, ConfigError, InputMissing
 from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, evaluate_run, monitor, profile, report, search, tune
-from runner.commands.arguments import read
-from runner.commands.sweep_arguments import GRID
+from runner.commands.arguments import parse_arguments
+from runner.commands.sweep_arguments import SWEEP_KEYS
 from runner.config.aliases import ABSENT, FOREIGN_COMMANDS, FOREIGN_KEYS
-from runner.config.config_files import files_unchanged
+from runner.config.config_files import cache_config_files
 from runner.config.configuration import compose
-from runner.config.options import AXES, GROUPS, function_of, options_of
+from runner.config.options import AXES, GROUPS, find_signature, list_options
 from runner.config.request import Request
-from runner.config.schema import fault, nearest, settings_keys
+from runner.config.schema import describe_mismatch, find_nearest, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 from tests.commands.foreign_slips import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING, VALUES
 from tests.commands.test_slips import SLIPS
@@ -34,7 +34,7 @@ GUESS = re.compile(r"did you mean|(?<!off unless )\buse ")
 
 @pytest.fixture(autouse=True, scope="module")
 def unchanged() -> Iterator[None]:
-    with files_unchanged():
+    with cache_config_files():
         yield
 
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems_of(line: str) -> list[tuple[str, str]]:
     """Return (where, fix) of each problem of a line after `accel-run train`; none where it is accepted."""
     try:
-        compose(read(shlex.split(line)).request)
+        compose(parse_arguments(shlex.split(line)).request)
     except (InputMissing, AccelRunError) as error:
         return [(problem.where, problem.fix) for problem in error.problems]
     return []
@@ -150,8 +150,8 @@ def all_keys() -> dict[str, list[object]]:
     """Return each key of the settings and options with its types."""
     found: dict[str, list[object]] = {name: [key.type] for name, key in settings_keys(Settings).items()}
     for group in AXES:
-        for option in options_of(group):
-            signature = function_of(group, option)
+        for option in list_options(group):
+            signature = find_signature(group, option)
             for name, key in (signature.keys if signature else {}).items():
                 found.setdefault(f"{group}.{name}", []).append(key.type)
     return found
@@ -180,7 +180,16 @@ def said_in_code() -> Iterator[tuple[str, str]]:
 
 def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
     keys, tried = all_keys(), 0
-    owners = (GRID, evaluate_run.OWN, search.OWN, advise.OWN, benchmark.OWN, tune.OWN, profile.OWN, report.OWN)
+    owners = (
+        SWEEP_KEYS,
+        evaluate_run.COMMAND_KEYS,
+        search.COMMAND_KEYS,
+        advise.COMMAND_KEYS,
+        benchmark.COMMAND_KEYS,
+        tune.COMMAND_KEYS,
+        profile.COMMAND_KEYS,
+        report.COMMAND_KEYS,
+    )
     known = {
         *keys,
         *GROUPS,
@@ -201,12 +210,12 @@ def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
                 continue
             if key in GROUPS:
                 wanted = value.partition("|")[0].rstrip(".:?")
-                assert wanted in options_of(key), f"{where}: {key} has no option {wanted}: {text}"
+                assert wanted in list_options(key), f"{where}: {key} has no option {wanted}: {text}"
             else:
                 if value.count("[") != value.count("]"):
                     continue  # a part of a longer list
-                read = yaml.safe_load(value.rstrip(".:?"))
-                assert any(fault(each, read) is None for each in keys[key]), (
+                parsed = yaml.safe_load(value.rstrip(".:?"))
+                assert any(describe_mismatch(each, parsed) is None for each in keys[key]), (
                     f"{where}: {key}={value} is refused: {text}"
                 )
     assert tried > 150
@@ -226,7 +235,7 @@ OF_COMMANDS = {
 
 def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
     for key in ABSENT:
-        assert nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is one of ours"
+        assert find_nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is one of ours"
     for word in FOREIGN_COMMANDS:
         assert word not in COMMANDS
 

@@ -13,14 +13,20 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.paths import shipped_path
-from runner.config.aliases import FOREIGN_KEYS, FOREIGN_OPTIONS, PRECISION_NAMES, fix_of_key, fix_of_option
+from runner.config.aliases import (
+    FOREIGN_KEYS,
+    FOREIGN_OPTIONS,
+    PRECISION_NAMES,
+    suggestion_for_key,
+    suggestion_for_option,
+)
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
-from runner.config.options import AXES, GROUPS, function_of, options_of
-from runner.config.request import Request, merge_overrides, override_of
+from runner.config.options import AXES, GROUPS, find_signature, list_options
+from runner.config.request import Request, format_override, merge_overrides
 from runner.config.schema import did_you_mean, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
-from runner.config.suggestions import MAX_HINTS, with_valid_values
+from runner.config.suggestions import MAX_HINTS, fix_values
 from runner.sweeps.sweep_syntax import expand_sweep
 from tests.suggestions import suggested
 
@@ -209,7 +215,7 @@ def test_a_config_folder_adds_a_variant_of_an_option(content: str, bare: Path, t
     configuration = composed("optimizer=brisk", task=bare, folder=folder)
     shipped_one = composed(task=bare).choices["optimizer"]
     chosen = configuration.choices["optimizer"]
-    assert options_of("optimizer", folder) == sorted([*options_of("optimizer"), "brisk"])
+    assert list_options("optimizer", folder) == sorted([*list_options("optimizer"), "brisk"])
     assert (chosen.name, chosen.function) == ("brisk", "adamw")
     assert chosen.options == {**shipped_one.options, "lr": 0.25}
     assert configuration.sources["optimizer.lr"] == "config folder"
@@ -237,7 +243,7 @@ def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: P
     "text", ["/plain/x", "a b", "é/ü x", 'a"b', "a\\", 'a\\"b', "a,b", "(x)", "[1,2]", "it's", "x=y", "#a"]
 )
 def test_any_text_can_be_given_as_an_override(text: str) -> None:
-    assert compose(Request((override_of("output_root", text),))).settings.output_root == text
+    assert compose(Request((format_override("output_root", text),))).settings.output_root == text
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
@@ -593,7 +599,7 @@ def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         found = refused(*(f"{key}=1" for key in keys))
-        expected = [(f"{key}=1", with_valid_values(fix_of_key(key, "1"))) for key in keys]
+        expected = [(f"{key}=1", fix_values(suggestion_for_key(key, "1"))) for key in keys]
         assert [(problem.where, problem.fix) for problem in found] == expected
 
 
@@ -604,20 +610,20 @@ def test_suggested_names_exist(said: str) -> None:
     ):
         if key not in GROUPS:
             group, _, name = key.partition(".")
-            options = options_of(group) if group in AXES else ()
-            signatures = [function_of(group, option) for option in options]
+            options = list_options(group) if group in AXES else ()
+            signatures = [find_signature(group, option) for option in options]
             own = {"size"} if group == "task" else {key for made in signatures if made for key in made.keys}
             assert key in {*settings_keys(Settings), *MAIN_KEYS} or name in own, key
         elif value not in ("{}", "NAME"):
-            assert value in options_of(key), key
+            assert value in list_options(key), key
 
 
 @pytest.mark.parametrize("group", FOREIGN_OPTIONS)
 def test_foreign_options_get_a_suggestion(group: str) -> None:
     for said, others in FOREIGN_OPTIONS[group].items():
-        assert said.split()[0] in options_of(group)
+        assert said.split()[0] in list_options(group)
         for other in others.split():
-            assert fix_of_option(group, other.upper()) == f"use {group}={said}"
+            assert suggestion_for_option(group, other.upper()) == f"use {group}={said}"
 
 
 # ---------------------------------------------------------------- words upon words
@@ -683,7 +689,7 @@ def test_new_overrides_replace_old_ones_of_the_same_key(
 
 
 def test_every_shipped_option_of_every_group_composes() -> None:
-    options = {group: options_of(group) for group in GROUPS}
+    options = {group: list_options(group) for group in GROUPS}
     assert all(options.values())
     for number in range(max(map(len, options.values()))):
         words = {group: names[number % len(names)] for group, names in options.items()}
@@ -691,7 +697,7 @@ def test_every_shipped_option_of_every_group_composes() -> None:
         chosen = {group: choice.name for group, choice in configuration.choices.items()}
         assert {**chosen, "hardware": configuration.profile} == words
         for group in AXES:
-            signature = function_of(group, words[group])
+            signature = find_signature(group, words[group])
             assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
 
 

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from runner.config.options import AXES, GROUPS, all_keys, options_of
+from runner.config.options import AXES, GROUPS, all_keys, list_options
 from runner.config.suggestions import is_valid_override
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def test_the_page_is_what_the_script_writes() -> None:
 def test_the_page_has_every_setting_and_option() -> None:
     assert set(all_keys()) <= set(ROWS)
     sections = set(re.findall(r"^### (\w+=[\w-]+)", PAGE, re.MULTILINE))
-    assert sections == {f"{group}={option}" for group in AXES for option in options_of(group)}
+    assert sections == {f"{group}={option}" for group in AXES for option in list_options(group)}
 
 
 @pytest.mark.parametrize("key", [key for key in ROWS if key.partition(".")[0] not in {"task", "inference"} - {*AXES}])

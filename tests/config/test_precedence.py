@@ -74,7 +74,9 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def settings() -> list[Setting]:
     """One setting of each rank, for the run and for a phase of it; the value names the source."""
-    return [Setting("seed", (of_phase, rank), rank, of_phase=of_phase) for of_phase in (False, True) for rank in Rank]
+    return [
+        Setting("seed", (for_phase, rank), rank, for_phase=for_phase) for for_phase in (False, True) for rank in Rank
+    ]
 
 
 def test_the_strongest_source_wins_in_any_order() -> None:

@@ -28,11 +28,11 @@ from runner.base.values import (
 from runner.config.schema import (
     REQUIRED,
     Expression,
-    defaults,
+    default_values,
+    describe_mismatch,
+    describe_type,
     did_you_mean,
-    fault,
-    in_words,
-    nearest,
+    find_nearest,
     read_functions,
     settings_keys,
 )
@@ -79,22 +79,22 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("kind", "words", "good", "bad"), TYPES, ids=[words for _, words, _, _ in TYPES])
 def test_a_type_is_described_and_enforced(kind: Any, words: str, good: list[Any], bad: list[Any]) -> None:
-    assert in_words(kind) == words
-    assert [value for value in good if fault(kind, value) is not None] == []
-    assert [value for value in bad if fault(kind, value) is None] == []
+    assert describe_type(kind) == words
+    assert [value for value in good if describe_mismatch(kind, value) is not None] == []
+    assert [value for value in bad if describe_mismatch(kind, value) is None] == []
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [("x", '"x"'), (None, "null"), (True, "true"), (math.nan, "nan"), ([1], "[1]"), (-1, "-1")]
 )
 def test_an_error_states_the_expected_and_the_actual_value(value: Any, shown: str) -> None:
-    assert fault(Positive, value) == f"must be {in_words(Positive)}, but is {shown}"
+    assert describe_mismatch(Positive, value) == f"must be {describe_type(Positive)}, but is {shown}"
 
 
 @given(st.floats() | st.integers())
 def test_a_positive_number_is_positive(value: float) -> None:
     above = math.isfinite(value) and value > 0 if isinstance(value, float) else 0 < value <= sys.float_info.max
-    assert (fault(Positive, value) is None) == above
+    assert (describe_mismatch(Positive, value) is None) == above
 
 
 @given(st.integers(-5, 5), st.booleans(), st.booleans())
@@ -107,14 +107,14 @@ def test_bounds_of_a_range_are_inclusive_or_exclusive(value: int, low: bool, hig
     "text", ["auto", "200updates", "1update", "2epochs", "2 epochs", "10min", "0.5min", ".5min", "10.0min", "3 minutes"]
 )
 def test_valid_checkpoint_intervals(text: str) -> None:
-    assert fault(Every, text) is None
+    assert describe_mismatch(Every, text) is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "0updates", "0min", "0.0min", ".min", "1.5epochs", "5days", "-1min", "200", "min"]
 )
 def test_invalid_checkpoint_intervals(text: str) -> None:
-    assert fault(Every, text) == f'must be {in_words(Every)}, but is "{text}"'
+    assert describe_mismatch(Every, text) == f'must be {describe_type(Every)}, but is "{text}"'
 
 
 HELP_OF_LR = "how fast, in words that take two lines"
@@ -196,11 +196,11 @@ def test_values_that_need_execution_are_kept_as_text(sample: Path) -> None:
 
 def test_defaults_are_data_and_are_not_shared(sample: Path) -> None:
     functions = read_functions(sample)
-    taken = defaults(functions["first"].keys)
+    taken = default_values(functions["first"].keys)
     taken["names"].append("b")
 
-    assert defaults(functions["first"].keys) == {"lr": 1e-3, "names": ["a"], "size": "s"}
-    assert defaults(functions["second"].keys)["pair"] == [1, 2]
+    assert default_values(functions["first"].keys) == {"lr": 1e-3, "names": ["a"], "size": "s"}
+    assert default_values(functions["second"].keys)["pair"] == [1, 2]
 
 
 def test_a_file_that_is_not_python_is_a_syntax_error_with_its_line(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_settings_are_flat_keys_with_their_help() -> None:
     assert f"samples  {keys['evaluate.samples'].help}" in str(EvaluateSettings.__doc__)
     assert keys["resume_allow"].default == []
     assert [name for name, key in keys.items() if not key.help] == []
-    assert [name for name, key in keys.items() if fault(key.type, key.default)] == []
+    assert [name for name, key in keys.items() if describe_mismatch(key.type, key.default)] == []
 
 
 KNOWN = ["optimizer.lr", "optimizer.weight_decay", "scheduler.warmup", "global_batch_size", "seed", "lr_scales"]
@@ -236,19 +236,19 @@ KNOWN = ["optimizer.lr", "optimizer.weight_decay", "scheduler.warmup", "global_b
     ],
 )
 def test_the_nearest_name_is_the_intended_one(typed: str, meant: str | None) -> None:
-    assert nearest(typed, KNOWN) == meant
+    assert find_nearest(typed, KNOWN) == meant
     assert did_you_mean(typed, KNOWN) == (f"did you mean {meant}?" if meant else "")
 
 
 def test_a_short_name_may_have_one_wrong_letter() -> None:
-    assert nearest("t5", ["a100", "t4", "rtx_mid"]) == "t4"
-    assert nearest("x9", ["a100", "t4", "rtx_mid"]) is None
+    assert find_nearest("t5", ["a100", "t4", "rtx_mid"]) == "t4"
+    assert find_nearest("x9", ["a100", "t4", "rtx_mid"]) is None
 
 
 @given(st.sampled_from(KNOWN))
 def test_a_known_name_is_its_own_nearest(word: str) -> None:
-    assert nearest(word, KNOWN) == word
+    assert find_nearest(word, KNOWN) == word
 
 
 def test_without_known_names_nothing_is_near() -> None:
-    assert nearest("lr", []) is None
+    assert find_nearest("lr", []) is None

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.stopwatch import BETWEEN, PARTS
-from runner.console.bottleneck import KINDS, MEANINGS, limited_by, mostly, table
+from runner.console.bottleneck import KINDS, MEANINGS, describe_bottleneck, format_time_table, summarize_shares
 
 ALL = ("starting", "first_update", *PARTS, *BETWEEN, "closing")
 
@@ -57,8 +57,8 @@ def test_every_part_has_one_kind_and_every_kind_a_text() -> None:
     ],
 )
 def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: str) -> None:
-    assert limited_by(parts_s, 10.0) == says
-    assert limited_by(parts_s, 0.0) == limited_by({}, 10.0)
+    assert describe_bottleneck(parts_s, 10.0) == says
+    assert describe_bottleneck(parts_s, 0.0) == describe_bottleneck({}, 10.0)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_limit_is_named_with_its_evidence(parts_s: dict[str, float], says: s
     ],
 )  # fmt: skip
 def test_every_kind_of_work_can_be_the_limit(part: str, kind: str) -> None:
-    says = limited_by({part: 6.0, "forward": 4.0}, 10.0)
+    says = describe_bottleneck({part: 6.0, "forward": 4.0}, 10.0)
     assert says.startswith(f"{kind}: 60% ")
     assert " (6.0 of 10.0 s) " in says
     assert MEANINGS[kind] in says
@@ -88,14 +88,14 @@ def test_every_kind_of_work_can_be_the_limit(part: str, kind: str) -> None:
     ],
 )  # fmt: skip
 def test_gpu_utilization_is_shown_if_known(parts_s: dict[str, float], busy: Mapping[str, float], ends: str) -> None:
-    assert limited_by(parts_s, 10.0, busy).endswith(ends)
-    assert "busy" not in limited_by(parts_s, 10.0)
+    assert describe_bottleneck(parts_s, 10.0, busy).endswith(ends)
+    assert "busy" not in describe_bottleneck(parts_s, 10.0)
 
 
 @given(st.dictionaries(st.sampled_from(ALL), st.floats(0.0, 100.0), min_size=1), st.floats(0.0, 50.0))
 def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float) -> None:
     total_s = sum(parts_s.values()) + rest_s + 1.0
-    lines = table(parts_s, total_s, updates=3)
+    lines = format_time_table(parts_s, total_s, updates=3)
     shares = [float(line.partition("%")[0].rpartition(" ")[2]) for line in lines]
     assert sum(shares) == pytest.approx(100.0, abs=0.5 + 0.051 * len(lines)), "rounded, and without a rest below 0.5 %"
     assert all(len(line) <= 80 for line in lines)
@@ -103,10 +103,10 @@ def test_the_shares_of_the_table_add_up(parts_s: dict[str, float], rest_s: float
 
 def test_a_one_time_part_is_not_shown_per_update(screen: Callable[..., None]) -> None:
     parts_s = {"starting": 2.0, "forward": 4.0, "evaluation": 4.0}
-    screen("\n".join(table(parts_s, 10.0, updates=8)))
-    assert table(parts_s, 10.0)[0] == "forward     40.0%  4.00 s"
+    screen("\n".join(format_time_table(parts_s, 10.0, updates=8)))
+    assert format_time_table(parts_s, 10.0)[0] == "forward     40.0%  4.00 s"
 
 
 def test_a_phase_is_summarized_briefly(screen: Callable[..., None]) -> None:
-    screen(mostly({"forward": 5.0, "data": 3.0, "hooks": 0.5, "starting": 1.5}, 10.0))
-    assert mostly({}, 10.0) == ""
+    screen(summarize_shares({"forward": 5.0, "data": 3.0, "hooks": 0.5, "starting": 1.5}, 10.0))
+    assert summarize_shares({}, 10.0) == ""

@@ -17,9 +17,9 @@ from runner.console.run_summary import (
     StartOfRun,
     TechniqueLine,
     TimeSpent,
-    end_summary,
+    format_end,
+    format_start,
     prints_only_ascii,
-    start_report,
 )
 
 START = StartOfRun(
@@ -73,36 +73,36 @@ END = EndOfRun(
 
 
 def test_the_start_report_in_full(screen: Callable[..., None]) -> None:
-    screen(start_report(START))
+    screen(format_start(START))
 
 
 def test_the_start_report_in_ascii_has_the_same_content(screen: Callable[..., None]) -> None:
-    text = start_report(dataclasses.replace(START, notes=("51 °C",)), ascii_only=True)
+    text = format_start(dataclasses.replace(START, notes=("51 °C",)), ascii_only=True)
     assert text.isascii()
     screen(text)
 
 
 def test_unequal_ranks_are_shown_as_a_sum() -> None:
     start = dataclasses.replace(START, batch=Batch(32, 19, (19, 13)))
-    assert "32 = 19 + 13" in start_report(start)
+    assert "32 = 19 + 13" in format_start(start)
 
 
 def test_the_end_summary_in_full(screen: Callable[..., None]) -> None:
-    screen(end_summary(END))
+    screen(format_end(END))
 
 
 def test_unknown_values_are_omitted(screen: Callable[..., None]) -> None:
-    screen(end_summary(EndOfRun("failed", update=3, total_updates=10, time=TimeSpent(2.0))))
+    screen(format_end(EndOfRun("failed", update=3, total_updates=10, time=TimeSpent(2.0))))
 
 
 def test_a_long_run_is_shown_in_hours() -> None:
-    assert "in 2 h 3 min" in end_summary(dataclasses.replace(END, time=TimeSpent(7_390.0)))
+    assert "in 2 h 3 min" in format_end(dataclasses.replace(END, time=TimeSpent(7_390.0)))
 
 
 def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
     def figures(num_updates: int) -> list[str]:
         time = TimeSpent(125.0, num_updates=num_updates)
-        return re.findall(r"\d+", end_summary(dataclasses.replace(END, time=time, items_per_s=None)).splitlines()[0])
+        return re.findall(r"\d+", format_end(dataclasses.replace(END, time=time, items_per_s=None)).splitlines()[0])
 
     assert figures(200) == ["1000", "1000", "200", "2", "5"]
     assert figures(1000) == ["1000", "1000", "2", "5"]

@@ -13,8 +13,8 @@ from torch import Tensor
 from runner.base.optimizer_state import export_state
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.durable.checkpoint import Snapshot, load, path_of, save, save_part
-from runner.durable.checkpoint_parts import PartOf
+from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
+from runner.durable.checkpoint_parts import CheckpointPart
 from runner.durable.tensors import HostBuffer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import Run, sharded
@@ -39,7 +39,7 @@ def snapshot_of(run: Run, world: World, copy: Any) -> Snapshot:
         "model": run.parallel.checkpoint_tensors(run.model.state_dict(), copy),
         "optimizer": run.parallel.checkpoint_tensors(tensors, copy),
     }
-    part = PartOf(world.rank, world.world_size, "0") if world.world_size > 1 else None
+    part = CheckpointPart(world.rank, world.world_size, "0") if world.world_size > 1 else None
     return Snapshot(3, files, {}, {"world_size": world.world_size}, part)
 
 
@@ -64,7 +64,7 @@ def write(folder: str, world: World) -> list[Any]:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
     told = run_ranks(partial(write, str(tmp_path)), num_ranks)
-    found = load(path_of(tmp_path, 3))
+    found = load(checkpoint_path(tmp_path, 3))
     for stem, expected in told[0][0].items():
         tensors = found.tensors(stem)
         assert tensors.keys() == expected.keys()
@@ -81,7 +81,7 @@ def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path
 
 def read(folder: str, world: World) -> list[Any]:
     run = trained(world)
-    saved = load(path_of(Path(folder), 3)).tensors("model")
+    saved = load(checkpoint_path(Path(folder), 3)).tensors("model")
     with torch.no_grad():
         for tensor in run.model.state_dict().values():
             tensor.zero_()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from runner.durable.checkpoint import Snapshot
-from runner.durable.checkpoint_parts import PartOf
+from runner.durable.checkpoint_parts import CheckpointPart
 
 RANKS = 3
 
@@ -20,7 +20,7 @@ def parts_of(given: Snapshot, num_ranks: int = RANKS, token: str = "abcd") -> li
             given,
             tensors={stem: _of_rank(tensors, rank, num_ranks) for stem, tensors in given.tensors.items()},
             facts=facts,
-            part=PartOf(rank, num_ranks, token),
+            part=CheckpointPart(rank, num_ranks, token),
         )
         for rank in range(num_ranks)
     ]

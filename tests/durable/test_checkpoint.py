@@ -23,11 +23,11 @@ from torch import Tensor
 
 from runner.base.errors import DataError, Exit, StorageError
 from runner.durable import checkpoint, checkpoint_writer, files, tensors
-from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save, verify
-from runner.durable.checkpoint_writer import Writer
-from runner.durable.manifest import sealed
+from runner.durable.checkpoint import Snapshot, checkpoint_path, recover, retain, save, verify
+from runner.durable.checkpoint_writer import CheckpointWriter
+from runner.durable.manifest import seal
 from runner.durable.system import System
-from runner.durable.system_errors import storage
+from runner.durable.system_errors import storage_errors
 from tests.faults.recording import Faults, Killed
 from tests.faults.tallies import IS_LONG, SEED
 
@@ -50,7 +50,7 @@ def snapshot(update: int) -> Snapshot:
     )
 
 
-def assert_is(loaded: checkpoint.Loaded | None, update: int) -> None:
+def assert_is(loaded: checkpoint.LoadedCheckpoint | None, update: int) -> None:
     """The checkpoint that was loaded is, bit for bit, the snapshot of `update`."""
     assert loaded is not None
     expected = snapshot(update)
@@ -83,7 +83,7 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def updates_in(directory: Path) -> list[int]:
-    return [int(name.removeprefix("update-")) for name in files.names(directory) if name.startswith("update-")]
+    return [int(name.removeprefix("update-")) for name in files.list_names(directory) if name.startswith("update-")]
 
 
 def damage(path: Path) -> None:
@@ -204,7 +204,7 @@ def test_every_truncation_and_every_addition_is_detected(tmp_path: Path) -> None
 
 def test_swapped_files_are_detected(tmp_path: Path) -> None:
     first, second = (save(tmp_path, snapshot(update)) for update in (1, 2))
-    for name in files.names(first):
+    for name in files.list_names(first):
         ours, theirs = (first / name).read_bytes(), (second / name).read_bytes()
         (first / name).write_bytes(theirs)
         assert verify(first), name
@@ -261,9 +261,9 @@ def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: 
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
-    (path / "MANIFEST.json").write_bytes(sealed(manifest))
+    (path / "MANIFEST.json").write_bytes(seal(manifest))
     assert verify(path) == []
-    (path / "MANIFEST.json").write_bytes(sealed(manifest | change))
+    (path / "MANIFEST.json").write_bytes(seal(manifest | change))
     assert verify(path)
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_is_not_safetensors_is_invalid(tmp_path: Path) -> None:
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
     manifest["files"].append({"name": "model.safetensors", "size": size, "sha256": sha256})
-    (path / "MANIFEST.json").write_bytes(sealed(manifest))
+    (path / "MANIFEST.json").write_bytes(seal(manifest))
     with pytest.raises(DataError, match="not in the safetensors format"):
         checkpoint.load(path).tensors("model")
 
@@ -308,22 +308,22 @@ def test_without_checkpoints_a_run_starts_from_scratch(tmp_path: Path) -> None:
     (tmp_path / ".tmp-update-0000000001-ab").mkdir()
     (tmp_path / "notes").write_text("not ours")
     assert recover(tmp_path) == checkpoint.Recovery(None)
-    assert files.names(tmp_path) == ["notes"]
+    assert files.list_names(tmp_path) == ["notes"]
 
 
 def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_path: Path) -> None:
     for update in (1, 2, 3, 4):
         save(tmp_path, snapshot(update))
-    damage(path_of(tmp_path, 4))
-    (path_of(tmp_path, 3) / "state.json").unlink()
-    assert checkpoint.newest_valid(tmp_path) == path_of(tmp_path, 2)
+    damage(checkpoint_path(tmp_path, 4))
+    (checkpoint_path(tmp_path, 3) / "state.json").unlink()
+    assert checkpoint.newest_valid(tmp_path) == checkpoint_path(tmp_path, 2)
     assert updates_in(tmp_path) == [1, 2, 3, 4]
     recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 2)
     found = [(name, *(reason.split()[0] for reason in reasons)) for name, reasons in recovery.skipped]
     assert found == [("update-0000000004", "model.safetensors"), ("update-0000000003", "state.json")]
     assert updates_in(tmp_path) == [1, 2]
-    assert {"damaged-update-0000000003-1", "damaged-update-0000000004-1"} <= set(files.names(tmp_path))
+    assert {"damaged-update-0000000003-1", "damaged-update-0000000004-1"} <= set(files.list_names(tmp_path))
     assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
 
 
@@ -337,7 +337,7 @@ def test_only_damaged_checkpoints_are_exit_65_until_moved_aside(tmp_path: Path) 
     assert checkpoint.newest_valid(tmp_path) is None
     assert checkpoint.set_aside(tmp_path) == 2
     assert recover(tmp_path).checkpoint is None
-    assert len(files.names(tmp_path)) == 2
+    assert len(files.list_names(tmp_path)) == 2
 
 
 def test_a_fresh_start_hides_later_checkpoints(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_an_unreadable_checkpoint_is_moved_aside_if_there_is_another(
     listdir = os.listdir
 
     def denied(path: Any) -> list[str]:
-        if Path(path) == path_of(tmp_path, 2):
+        if Path(path) == checkpoint_path(tmp_path, 2):
             raise OSError(errno.EMFILE, "Too many open files")
         return listdir(path)
 
@@ -376,7 +376,7 @@ def test_an_unreadable_checkpoint_stays_if_there_is_no_other(tmp_path: Path, mon
     save(tmp_path, snapshot(1))
 
     def denied(path: Path, **_: Any) -> bytes:
-        with storage("read", path):
+        with storage_errors("read", path):
             raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -411,7 +411,7 @@ def test_saving_the_same_update_again_keeps_a_valid_one_and_replaces_a_damaged_o
     assert path.stat().st_ino == inode
     damage(path)
     assert_is(checkpoint.load(save(tmp_path, snapshot(1))), 1)
-    assert files.names(tmp_path) == ["damaged-update-0000000001-1", "update-0000000001"]
+    assert files.list_names(tmp_path) == ["damaged-update-0000000001-1", "update-0000000001"]
 
 
 # Faults: every operation of the system fails once, or is the last one before the process dies
@@ -452,7 +452,7 @@ def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Pat
                 save(directory, snapshot(2))
                 acknowledged = 2
             except StorageError:
-                assert files.names(directory) == ["update-0000000001"]
+                assert files.list_names(directory) == ["update-0000000001"]
             except Killed:
                 pass
         found = recover(directory)
@@ -461,7 +461,7 @@ def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Pat
         assert found.checkpoint.update >= acknowledged
         assert_is(found.checkpoint, found.checkpoint.update)
         assert_is(checkpoint.load(save_quickly(directory, 3)), 3)
-        assert not any(name.startswith(files.TEMPORARY) for name in files.names(directory))
+        assert not any(name.startswith(files.TEMPORARY) for name in files.list_names(directory))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -479,11 +479,11 @@ def test_an_error_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path
         directory = fill(tmp_path / str(at))
         with Faults({at: kind}).active(), suppress(StorageError, Killed):
             retain(directory, 2)
-        assert all(verify(path_of(directory, update)) == [] for update in updates_in(directory))
+        assert all(verify(checkpoint_path(directory, update)) == [] for update in updates_in(directory))
         assert updates_in(directory)[-2:] == [3, 4]
         assert_is(recover(directory).checkpoint, 4)
         retain(directory, 2)
-        assert files.names(directory) == ["update-0000000003", "update-0000000004"]
+        assert files.list_names(directory) == ["update-0000000003", "update-0000000004"]
 
 
 def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path) -> None:
@@ -496,12 +496,14 @@ def test_everything_is_on_disk_before_the_name_appears(tmp_path: Path) -> None:
     assert len(renames) == 1
     before, after = faults.trace[: renames[0]], faults.trace[renames[0] + 1 :]
     temporary = faults.trace[renames[0]][1]
-    for name in files.names(target):
+    for name in files.list_names(target):
         file = f"{temporary}/{name}"
         last_write = max(position for position, step in enumerate(before) if step == ("write", file))
         assert before.index(("fsync", file)) > last_write, name
     manifest = before.index(("open", f"{temporary}/MANIFEST.json"))
-    assert all(("fsync", f"{temporary}/{name}") in before[:manifest] for name in files.names(target) if name[0] != "M")
+    assert all(
+        ("fsync", f"{temporary}/{name}") in before[:manifest] for name in files.list_names(target) if name[0] != "M"
+    )
     assert before.index(("fsync", temporary)) > before.index(("fsync", f"{temporary}/MANIFEST.json"))
     assert ("fsync", str(directory)) in after
 
@@ -524,13 +526,13 @@ def test_a_checkpoint_whose_rows_cannot_be_synced_is_not_saved(tmp_path: Path) -
     def fail() -> None:
         raise StorageError("cannot sync", where="metrics.jsonl")
 
-    writer = Writer(tmp_path / "checkpoints", sync_first=fail)
+    writer = CheckpointWriter(tmp_path / "checkpoints", sync_first=fail)
     for update in (1, 2, 3):
         writer.submit(snapshot(update))
     writer.close()
     with pytest.raises(StorageError, match="3 saves in a row failed, the last one: cannot sync"):
         writer.wait()
-    assert files.names(tmp_path / "checkpoints") == []
+    assert files.list_names(tmp_path / "checkpoints") == []
 
 
 def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
@@ -603,8 +605,8 @@ def test_never_fewer_than_two_are_kept(tmp_path: Path, keep_last: int) -> None:
 def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     for update in range(1, 6):
         save(tmp_path, snapshot(update))
-    damage(path_of(tmp_path, 5))
-    damage(path_of(tmp_path, 3))
+    damage(checkpoint_path(tmp_path, 5))
+    damage(checkpoint_path(tmp_path, 3))
     retain(tmp_path, 2)
     assert updates_in(tmp_path) == [2, 3, 4, 5]
 
@@ -612,7 +614,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
 def test_the_best_one_is_kept_whatever_its_age(tmp_path: Path) -> None:
     for update in range(1, 6):
         save(tmp_path, snapshot(update))
-    retain(tmp_path, 2, best=path_of(tmp_path, 1))
+    retain(tmp_path, 2, best=checkpoint_path(tmp_path, 1))
     assert updates_in(tmp_path) == [1, 4, 5]
 
 
@@ -629,14 +631,14 @@ def test_training_continues_while_a_snapshot_is_written(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(files, "write_new", slow)
     saved: list[Path] = []
-    with Writer(tmp_path, on_saved=saved.append) as writer:
+    with CheckpointWriter(tmp_path, on_saved=saved.append) as writer:
         writer.submit(snapshot(1))
-        assert files.names(tmp_path)[-1:] != ["update-0000000001"]
+        assert files.list_names(tmp_path)[-1:] != ["update-0000000001"]
         gate.set()
         assert writer.wait() == 1
         writer.submit(snapshot(2))
     assert writer.acknowledged == 2
-    assert saved == [path_of(tmp_path, 1), path_of(tmp_path, 2)]
+    assert saved == [checkpoint_path(tmp_path, 1), checkpoint_path(tmp_path, 2)]
     assert_is(recover(tmp_path).checkpoint, 2)
 
 
@@ -652,26 +654,26 @@ def test_a_save_is_attempted_three_times_in_new_folders(tmp_path: Path, monkeypa
                 raise OSError(errno.EIO, "broken")
             super().rename(source, target)
 
-    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     tried: list[StorageError] = []
     failed: list[StorageError] = []
-    writer = Writer(tmp_path, on_retry=tried.append, on_failure=failed.append)
+    writer = CheckpointWriter(tmp_path, on_retry=tried.append, on_failure=failed.append)
     for update, num_failures in ((1, 2), (2, 3)):
-        with files.through(disk := Faulty(num_failures)):
+        with files.use_system(disk := Faulty(num_failures)):
             writer.submit(snapshot(update))
             assert writer.wait() == 1
         assert len(set(disk.folders)) == 3
     assert (len(tried), len(failed)) == (4, 1)
-    assert files.names(tmp_path) == ["update-0000000001"]
+    assert files.list_names(tmp_path) == ["update-0000000001"]
 
 
 def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     obstacle, directory = tmp_path / "disk", tmp_path / "disk" / "checkpoints"
     told: list[StorageError] = []
-    writer = Writer(directory, on_failure=told.append)
+    writer = CheckpointWriter(directory, on_failure=told.append)
     obstacle.write_text("in the way")
     for update in (1, 2):
         writer.submit(snapshot(update))
@@ -693,12 +695,12 @@ def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
 
 
 def test_the_writer_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    with Writer(tmp_path, keep_last=2) as writer:
+    with CheckpointWriter(tmp_path, keep_last=2) as writer:
         for update in range(1, 7):
-            writer.submit(snapshot(update), best=[path_of(tmp_path, min(update, 2))])
+            writer.submit(snapshot(update), best=[checkpoint_path(tmp_path, min(update, 2))])
     assert updates_in(tmp_path) == [2, 5, 6]
-    with Writer(tmp_path, keep_last=2) as writer:
-        writer.submit(snapshot(7), best=[path_of(tmp_path, 2)])
+    with CheckpointWriter(tmp_path, keep_last=2) as writer:
+        writer.submit(snapshot(7), best=[checkpoint_path(tmp_path, 2)])
     assert updates_in(tmp_path) == [2, 6, 7]
 
 
@@ -707,7 +709,7 @@ def test_written_or_verified_checkpoints_are_not_read_again(tmp_path: Path, monk
         save(tmp_path, snapshot(update))
     asked: list[str] = []
     monkeypatch.setattr(checkpoint, "verify", lambda path: asked.append(path.name) or [])
-    with Writer(tmp_path, keep_last=3) as writer:
+    with CheckpointWriter(tmp_path, keep_last=3) as writer:
         for update in (4, 5, 6, 7):
             writer.submit(snapshot(update))
             writer.wait()
@@ -717,7 +719,7 @@ def test_written_or_verified_checkpoints_are_not_read_again(tmp_path: Path, monk
 
 def test_the_writer_reports_the_cost_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    writer = Writer(tmp_path, sync_first=lambda: bool(gate.wait(60)) or None)
+    writer = CheckpointWriter(tmp_path, sync_first=lambda: bool(gate.wait(60)) or None)
     assert writer.busy_s is None
     assert writer.last is None
     writer.submit(snapshot(1))
@@ -727,7 +729,7 @@ def test_the_writer_reports_the_cost_of_a_save(tmp_path: Path, monkeypatch: pyte
     assert writer.busy_s is None
     saved = writer.last
     assert saved is not None
-    assert saved.path == path_of(tmp_path, 1)
+    assert saved.path == checkpoint_path(tmp_path, 1)
     assert saved.nbytes == sum(tensor.nbytes for there in snapshot(1).tensors.values() for tensor in there.values())
     assert 0 < saved.write_s <= saved.total_s
 
@@ -737,7 +739,7 @@ def test_failed_retention_is_reported_and_is_not_a_failed_save(tmp_path: Path, m
         raise StorageError("cannot remove")
 
     monkeypatch.setattr(checkpoint_writer, "retain", fail)
-    with Writer(tmp_path) as writer:
+    with CheckpointWriter(tmp_path) as writer:
         for update in range(1, 6):
             writer.submit(snapshot(update))
     assert writer.acknowledged == 5
@@ -745,7 +747,7 @@ def test_failed_retention_is_reported_and_is_not_a_failed_save(tmp_path: Path, m
 
 
 def test_an_internal_error_is_raised_in_the_training_thread(tmp_path: Path) -> None:
-    writer = Writer(tmp_path)
+    writer = CheckpointWriter(tmp_path)
     writer.submit(Snapshot(1, {}, {"object": object()}, {}))
     with pytest.raises(TypeError):
         writer.wait()
@@ -757,7 +759,7 @@ def test_without_a_thread_checkpoints_are_saved_synchronously(tmp_path: Path, mo
     def refused(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    writer = Writer(tmp_path)
+    writer = CheckpointWriter(tmp_path)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refused)
         writer.submit(snapshot(1))
@@ -770,7 +772,7 @@ def test_without_a_thread_checkpoints_are_saved_synchronously(tmp_path: Path, mo
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
     before = threading.enumerate()
-    writer = Writer(tmp_path)
+    writer = CheckpointWriter(tmp_path)
     for update in range(5):
         writer.submit(snapshot(update))
     writer.close()
@@ -782,21 +784,21 @@ def test_a_repeated_save_replaces_a_valid_one(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
     save(tmp_path, dataclasses.replace(snapshot(1), state={"finished": True}), overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["update-0000000001"]
-    assert checkpoint.load(path_of(tmp_path, 1)).state == {"finished": True}
+    assert checkpoint.load(checkpoint_path(tmp_path, 1)).state == {"finished": True}
 
 
 def test_a_repeated_save_that_crashed_between_two_renames_is_undone(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
     save(tmp_path, snapshot(2))
-    path_of(tmp_path, 2).rename(tmp_path / "replaced-update-0000000002")
+    checkpoint_path(tmp_path, 2).rename(tmp_path / "replaced-update-0000000002")
     found = recover(tmp_path).checkpoint
     assert found is not None
-    assert found.path == path_of(tmp_path, 2)
+    assert found.path == checkpoint_path(tmp_path, 2)
     assert not (tmp_path / "replaced-update-0000000002").exists()
 
 
 def test_replaced_checkpoints_do_not_reappear_after_a_fresh_start(tmp_path: Path) -> None:
     save(tmp_path, snapshot(1))
-    path_of(tmp_path, 1).rename(tmp_path / "replaced-update-0000000001")
+    checkpoint_path(tmp_path, 1).rename(tmp_path / "replaced-update-0000000001")
     assert checkpoint.set_aside(tmp_path) == 1
     assert recover(tmp_path).checkpoint is None

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from runner.base.errors import DataError, InputMissing
-from runner.durable.checkpoint import Snapshot, load, path_of, save
-from runner.durable.checkpoint_choice import bests_beside, choose, marks
+from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save
+from runner.durable.checkpoint_choice import choose_checkpoint, find_best_checkpoints, label_checkpoints
 from runner.durable.directory import RunDirectory
 
 VALUES = {"checkpoint.best": "val/loss", "checkpoint.best_is": "min", "checkpoint.keep_best": 1}
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
-    return bests_beside(load(path_of(run.checkpoints, update)))
+    return find_best_checkpoints(load(checkpoint_path(run.checkpoints, update)))
 
 
 def test_a_late_best_checkpoint_is_known_to_later_ones(run: RunDirectory) -> None:
@@ -46,14 +46,14 @@ def test_a_late_best_checkpoint_is_known_to_later_ones(run: RunDirectory) -> Non
 
 @pytest.mark.parametrize(("wanted", "update"), [(None, 15), ("best", 15), ("last", 20), ("5", 5), ("update-15", 15)])
 def test_a_choice_names_a_checkpoint(wanted: str | None, update: int, run: RunDirectory) -> None:
-    assert choose(run, wanted).checkpoint.update == update
+    assert choose_checkpoint(run, wanted).checkpoint.update == update
 
 
 def test_the_best_and_the_last_are_marked(run: RunDirectory) -> None:
-    found = marks([path_of(run.checkpoints, update) for update in (5, 15, 20)])
+    found = label_checkpoints([checkpoint_path(run.checkpoints, update) for update in (5, 15, 20)])
     first = {name: marked[0] for name, marked in found.items()}
     assert first == {"update-0000000015": "best", "update-0000000020": "last"}
-    assert choose(run, None).marks == found["update-0000000015"]
+    assert choose_checkpoint(run, None).labels == found["update-0000000015"]
 
 
 @pytest.mark.parametrize(
@@ -83,19 +83,19 @@ def test_known_best_checkpoints_are_those_kept_in_order(
 
 
 def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_requested(run: RunDirectory) -> None:
-    path = path_of(run.checkpoints, 15)
+    path = checkpoint_path(run.checkpoints, 15)
     (path / "model.safetensors").write_bytes(b"damaged")
     said: list[str] = []
-    assert choose(run, None, said.append).checkpoint.update == 20
+    assert choose_checkpoint(run, None, said.append).checkpoint.update == 20
     assert len(said) == 1
     assert path.name in said[0]
     for wanted in ("best", "15"):
         with pytest.raises(DataError):
-            choose(run, wanted)
+            choose_checkpoint(run, wanted)
 
 
 def test_a_missing_checkpoint_is_refused(run: RunDirectory) -> None:
     with pytest.raises(InputMissing):
-        choose(run, "7")
+        choose_checkpoint(run, "7")
     with pytest.raises(InputMissing):
-        choose(run, str(10**9))
+        choose_checkpoint(run, str(10**9))

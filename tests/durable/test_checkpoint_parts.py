@@ -13,9 +13,9 @@ from torch import Tensor
 
 from runner.base.errors import DataError, StorageError
 from runner.durable import checkpoint_parts, files
-from runner.durable.checkpoint import Snapshot, load, load_newest, path_of, recover, save, save_part, verify
-from runner.durable.checkpoint_parts import PartOf, joined
-from runner.durable.checkpoint_writer import PartWriter, Writer
+from runner.durable.checkpoint import Snapshot, checkpoint_path, load, load_newest, recover, save, save_part, verify
+from runner.durable.checkpoint_parts import CheckpointPart, join_parts
+from runner.durable.checkpoint_writer import CheckpointWriter, PartWriter
 from tests.durable.parts import RANKS, parts_of
 from tests.faults.saver import snapshot
 
@@ -47,7 +47,7 @@ def test_parts_read_as_one(tmp_path: Path, num_ranks: int) -> None:
 
 def test_no_checkpoint_exists_before_the_last_part_is_durable(tmp_path: Path) -> None:
     first, second, third = parts_of(snapshot(1))
-    with Writer(tmp_path) as writer:
+    with CheckpointWriter(tmp_path) as writer:
         writer.submit(first)
         save_part(tmp_path, second)
         assert load_newest(tmp_path) is None
@@ -60,7 +60,11 @@ def test_no_checkpoint_exists_before_the_last_part_is_durable(tmp_path: Path) ->
 
 def test_ranks_write_beside_training(tmp_path: Path) -> None:
     parts = [parts_of(snapshot(update), token=f"t{update}") for update in (1, 2, 3)]
-    with Writer(tmp_path, keep_last=2) as writer, PartWriter(tmp_path) as second, PartWriter(tmp_path) as third:
+    with (
+        CheckpointWriter(tmp_path, keep_last=2) as writer,
+        PartWriter(tmp_path) as second,
+        PartWriter(tmp_path) as third,
+    ):
         for save_of_all in parts:
             for of_rank, given in zip(
                 (third, writer, second), (save_of_all[2], save_of_all[0], save_of_all[1]), strict=True
@@ -68,7 +72,7 @@ def test_ranks_write_beside_training(tmp_path: Path) -> None:
                 of_rank.submit(given)
         assert writer.wait() == 3
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["update-0000000002", "update-0000000003"]
-    assert verify(path_of(tmp_path, 3)) == []
+    assert verify(checkpoint_path(tmp_path, 3)) == []
 
 
 def test_a_part_that_cannot_be_written_fails_the_save_and_keeps_the_older(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_part_that_cannot_be_written_fails_the_save_and_keeps_the_older(tmp_pa
     def refuse(_: Snapshot) -> None:
         raise StorageError("no space left on the device", where="there")
 
-    with Writer(tmp_path, on_failure=failures.append) as writer, PartWriter(tmp_path, check=refuse) as other:
+    with CheckpointWriter(tmp_path, on_failure=failures.append) as writer, PartWriter(tmp_path, check=refuse) as other:
         writer.submit(first)
         save_part(tmp_path, second)
         other.submit(third)
@@ -97,7 +101,7 @@ def test_a_rank_that_reports_nothing_fails_the_save(tmp_path: Path) -> None:
     save_part(tmp_path, second)
     (temporary,) = tmp_path.iterdir()
     with pytest.raises(StorageError, match="rank 2"):
-        checkpoint_parts.collect(temporary, first.part or PartOf(0, RANKS, ""), patience_s=0.0)
+        checkpoint_parts.collect_parts(temporary, first.part or CheckpointPart(0, RANKS, ""), timeout_s=0.0)
 
 
 def test_a_part_that_shrank_after_its_report_fails_the_save(tmp_path: Path) -> None:
@@ -121,7 +125,7 @@ def test_each_damaged_or_missing_file_is_detected_and_the_older_one_is_used(tmp_
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
         file.unlink() if removes else file.write_bytes(bytes(content))
-        assert verify(path_of(directory, 2)), name
+        assert verify(checkpoint_path(directory, 2)), name
         found = recover(directory).checkpoint
         assert found is not None
         assert found.update == 1, name
@@ -141,7 +145,7 @@ def _piece(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 )
 def test_parts_that_do_not_fit_together_are_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
     with pytest.raises(DataError):
-        joined([*parts], tmp_path)
+        join_parts([*parts], tmp_path)
 
 
 def test_a_part_that_comes_late_leaves_nothing_after_the_next_start(tmp_path: Path) -> None:
@@ -149,6 +153,6 @@ def test_a_part_that_comes_late_leaves_nothing_after_the_next_start(tmp_path: Pa
     late = threading.Thread(target=save_part, args=(tmp_path, second))
     late.start()
     late.join()
-    assert [name for name in files.names(tmp_path) if name.startswith(files.TEMPORARY)]
+    assert [name for name in files.list_names(tmp_path) if name.startswith(files.TEMPORARY)]
     recover(tmp_path)
-    assert files.names(tmp_path) == []
+    assert files.list_names(tmp_path) == []

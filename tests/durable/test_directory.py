@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, InputMissing, RunInUse, SecurityRefusal
-from runner.durable.directory import RunDirectory, default_name, is_plain_path, runs
+from runner.durable.directory import RunDirectory, generate_run_name, is_safe_path, list_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +123,7 @@ def test_last_is_the_run_written_most_recently(tmp_path: Path) -> None:
     (tmp_path / "not-a-run").mkdir()
     (tmp_path / "file").write_text("")
     assert RunDirectory.find(tmp_path, "last").name == "new"
-    assert [path.name for path in runs(tmp_path)] == ["new", "old", "older"]
+    assert [path.name for path in list_runs(tmp_path)] == ["new", "old", "older"]
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     assert RunDirectory.find(tmp_path).name == "old"
 
@@ -146,7 +146,7 @@ def test_last_skips_runs_without_an_update(tmp_path: Path, sign: str) -> None:
     found = RunDirectory.find(tmp_path)
     assert (found.name, found.skipped) == ("trained", ("failed-2", "failed-1"))
     assert RunDirectory.find(tmp_path, "failed-2").skipped == ()
-    assert [path.name for path in runs(tmp_path)] == ["failed-2", "failed-1", "trained"]
+    assert [path.name for path in list_runs(tmp_path)] == ["failed-2", "failed-1", "trained"]
 
 
 def test_a_run_is_found_by_name_and_by_path_without_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +193,10 @@ def test_nothing_is_written_outside_the_run(tmp_path: Path, name: str) -> None:
 
 
 def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
-    assert re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{6}", default_name("gpt"))
-    assert len({default_name("gpt") for _ in range(20)}) > 15
+    assert re.fullmatch(r"gpt-\d{8}-\d{6}-[0-9a-f]{6}", generate_run_name("gpt"))
+    assert len({generate_run_name("gpt") for _ in range(20)}) > 15
     for task in ("my task.py", "../x", "ä", "", "-"):
-        RunDirectory.create_or_open(tmp_path, default_name(task)).release()
+        RunDirectory.create_or_open(tmp_path, generate_run_name(task)).release()
 
 
 @pytest.mark.parametrize(
@@ -208,4 +208,4 @@ def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_path_in_a_run_is_plain_in_all_its_parts(path: str, is_plain: bool) -> None:
-    assert is_plain_path(path) == is_plain
+    assert is_safe_path(path) == is_plain

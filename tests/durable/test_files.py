@@ -39,7 +39,7 @@ def test_a_written_file_holds_what_was_given_and_is_private(tmp_path: Path) -> N
     files.atomic_write(tmp_path / "run.json", b"second")
     assert (tmp_path / "run.json").read_bytes() == b"second"
     assert mode_of(tmp_path / "run.json") == 0o600
-    assert files.names(tmp_path) == ["run.json"]
+    assert files.list_names(tmp_path) == ["run.json"]
 
 
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "rename"])
@@ -53,7 +53,7 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(
         with pytest.raises(StorageError):
             files.atomic_write(path, "new")
     assert path.read_text() == "old"
-    assert files.names(tmp_path) == ["run.json"]
+    assert files.list_names(tmp_path) == ["run.json"]
 
 
 def test_content_is_synced_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_size_and_hash_are_those_of_the_content(tmp_path: Path) -> None:
     content = (tmp_path / "data").read_bytes()
     assert content == b"".join(chunks)
     assert (size, digest) == (len(content), hashlib.sha256(content).hexdigest())
-    assert digest == files.digest_of(tmp_path / "data")
+    assert digest == files.file_sha256(tmp_path / "data")
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [1], [3, 0, 5], [9 << 20], [100, 8 << 20, 7, 17 << 20, 1]])
@@ -128,7 +128,7 @@ def test_writeback_of_a_large_file_starts_before_the_sync(tmp_path: Path) -> Non
         def fsync(self, descriptor: int) -> None:
             self.left = os.fstat(descriptor).st_size - sum(length for _, length in self.begun)
 
-    with files.through(watching := Watching()):
+    with files.use_system(watching := Watching()):
         files.write_new(tmp_path / "data", [b"head", bytes(100 << 20)])
     assert watching.left is not None
     assert watching.left < 16 << 20
@@ -142,7 +142,7 @@ def test_a_failed_write_leaves_no_thread(tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "full")
 
     before = threading.enumerate()
-    with files.through(Full()), pytest.raises(StorageError, match="full"):
+    with files.use_system(Full()), pytest.raises(StorageError, match="full"):
         files.write_new(tmp_path / "data", [bytes(64 << 20)])
     assert threading.enumerate() == before
     assert list(tmp_path.iterdir()) == []
@@ -194,7 +194,7 @@ def test_removing_a_link_keeps_its_target(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "kept")
     files.remove(tmp_path / "link")
     files.remove(tmp_path / "outgoing")
-    assert files.names(tmp_path) == ["kept"]
+    assert files.list_names(tmp_path) == ["kept"]
     assert (tmp_path / "kept" / "file").read_text() == "kept"
 
 
@@ -241,7 +241,7 @@ def test_rows_are_written_while_the_disk_is_busy(tmp_path: Path) -> None:
             self.reached.set()
             assert self.gate.wait(10)
 
-    with files.AppendLog(tmp_path / "log") as log, files.through(slow := Slow()):
+    with files.AppendLog(tmp_path / "log") as log, files.use_system(slow := Slow()):
         syncing = threading.Thread(target=log.sync)
         log.write("one")
         syncing.start()
@@ -260,7 +260,7 @@ def test_after_a_failed_sync_no_later_sync_is_trusted(tmp_path: Path) -> None:
 
     with files.AppendLog(tmp_path / "log") as log:
         log.write("one")
-        with files.through(Broken()), pytest.raises(StorageError, match="cannot sync: the disk reports an error"):
+        with files.use_system(Broken()), pytest.raises(StorageError, match="cannot sync: the disk reports an error"):
             log.sync()
         log.write("two")
         with pytest.raises(StorageError):
@@ -421,7 +421,7 @@ class RefusesToSync(System):
 def test_a_file_system_that_was_not_synced_is_an_error_and_the_old_content_stays(tmp_path: Path, reason: int) -> None:
     paths = [tmp_path / str(number) for number in range(20)]
     files.atomic_write_all(dict.fromkeys(paths, b"old"))
-    with files.through(RefusesToSync(reason)), pytest.raises(StorageError):
+    with files.use_system(RefusesToSync(reason)), pytest.raises(StorageError):
         files.atomic_write_all(dict.fromkeys(paths, b"new"))
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"old"}
     assert sorted(tmp_path.iterdir()) == sorted(paths)
@@ -436,7 +436,7 @@ def test_each_file_is_synced_if_file_systems_cannot_be(tmp_path: Path, reason: i
             synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
 
     paths = [tmp_path / str(number) for number in range(20)]
-    with files.through(Counting(reason)):
+    with files.use_system(Counting(reason)):
         files.atomic_write_all(dict.fromkeys(paths, b"new"))
     assert {path.read_bytes() for path in paths} == {b"new"}
     assert len({name for name in synced if name != str(tmp_path)}) == len(paths)

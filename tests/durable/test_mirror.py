@@ -13,17 +13,17 @@ import pytest
 
 from runner.base.errors import DataError, Exit, IncompatibleResume, MissingPackage
 from runner.durable import files
-from runner.durable.checkpoint import load, load_newest, path_of, retain, save
+from runner.durable.checkpoint import checkpoint_path, load, load_newest, retain, save
 from runner.durable.directory import RunDirectory
-from runner.durable.mirror import Mirror, MirrorOwner, OwnerChanged, fetch, update_in
+from runner.durable.mirror import Mirror, MirrorOwner, OwnerChanged, fetch_checkpoints, mirrored_update
 from runner.durable.mirror_store import MirrorError, MirrorStore
 from runner.durable.mirror_thread import MirrorThread
-from runner.durable.run_identity import new_uid
+from runner.durable.run_identity import generate_uid
 from runner.durable.system import System
 from tests.durable.faulty_storage import FaultyStorage
 from tests.faults.saver import snapshot
 
-UID, OTHER = new_uid(), new_uid()
+UID, OTHER = generate_uid(), generate_uid()
 KEEP = 2
 LONG_S = 60.0
 
@@ -31,7 +31,7 @@ LONG_S = 60.0
 @pytest.fixture(autouse=True)
 def _new_storage() -> Iterator[None]:
     FaultyStorage.reset()
-    with files.through(Unsynced()):
+    with files.use_system(Unsynced()):
         yield
     FaultyStorage.reset()
 
@@ -72,18 +72,18 @@ def content(path: Path) -> dict[str, bytes]:
 def fetched(mirror: Mirror, root: Path) -> tuple[RunDirectory, list[str]]:
     """Return an empty machine after it fetched, and its warnings."""
     run, warnings = machine(root), []
-    fetch(mirror, run, lambda _: None, warnings.append)
+    fetch_checkpoints(mirror, run, lambda _: None, warnings.append)
     return run, warnings
 
 
 def copied(mirror: Mirror, run: RunDirectory, *updates: int) -> None:
     for update in updates:
-        mirror.upload(path_of(run.checkpoints, update), run.metrics, UID)
+        mirror.upload(checkpoint_path(run.checkpoints, update), run.metrics, UID)
     mirror.claim(UID, "writer")
 
 
 def numbers(mirror: Mirror) -> list[int]:
-    return [update_in(name) for name in mirror.checkpoints(UID)]
+    return [mirrored_update(name) for name in mirror.checkpoints(UID)]
 
 
 def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_empty_machine_receives_the_same_bytes(mirror: Mirror, tmp_path: Path
         there, warnings = fetched(mirror, tmp_path / "b")
         with there:
             assert warnings == []
-            assert content(path_of(there.checkpoints, 2)) == content(path_of(run.checkpoints, 2))
+            assert content(checkpoint_path(there.checkpoints, 2)) == content(checkpoint_path(run.checkpoints, 2))
             assert there.metrics.read_bytes() == run.metrics.read_bytes()
             assert [path.name for path in there.checkpoints.iterdir()] == ["update-0000000002"]
 
@@ -137,7 +137,7 @@ def test_an_upload_that_is_cut_anywhere_is_never_taken_as_valid(mirror: Mirror, 
             FaultyStorage.fault = staticmethod(lambda *_: None)
             assert numbers(mirror)[-1] == 1
             for name in mirror.checkpoints(UID):
-                local = content(path_of(run.checkpoints, update_in(name)))
+                local = content(checkpoint_path(run.checkpoints, mirrored_update(name)))
                 assert all(mirror.store.read(f"{UID}/{name}/{file}", 1 << 20) == data for file, data in local.items())
             copied(mirror, run, 2)  # the next attempt works
             assert numbers(mirror) == [2, 1]
@@ -164,11 +164,11 @@ def test_a_download_that_is_cut_anywhere_leaves_no_checkpoint(mirror: Mirror, tm
         FaultyStorage.fault = staticmethod(failing_at(number))
         with machine(tmp_path / f"c{number}") as there:
             with pytest.raises(MirrorError):
-                fetch(mirror, there, lambda _: None, lambda _: None)
+                fetch_checkpoints(mirror, there, lambda _: None, lambda _: None)
             FaultyStorage.fault = staticmethod(lambda *_: None)
             left = [path.name for path in there.path.glob("checkpoints/*")]
             assert left in ([], ["update-0000000001"])
-            fetch(mirror, there, lambda _: None, lambda _: None)
+            fetch_checkpoints(mirror, there, lambda _: None, lambda _: None)
             assert load_newest(there.checkpoints) is not None
 
 
@@ -184,7 +184,7 @@ def test_a_change_on_the_way_is_detected_and_copied_again(mirror: Mirror, tmp_pa
         FaultyStorage.changed = staticmethod(lambda _, data: data)
         copied(mirror, run, 1)
         with fetched(mirror, tmp_path / "b")[0] as there:
-            assert content(path_of(there.checkpoints, 1)) == content(path_of(run.checkpoints, 1))
+            assert content(checkpoint_path(there.checkpoints, 1)) == content(checkpoint_path(run.checkpoints, 1))
 
 
 def damage(update: int, name: str = "model.safetensors", *, removes: bool = False) -> None:
@@ -221,31 +221,31 @@ def test_a_run_never_starts_at_0_because_all_copies_are_damaged(mirror: Mirror, 
         damage(2, name)
         with pytest.raises(DataError):
             fetched(mirror, tmp_path / "b")
-        fetch(mirror, run, lambda _: None, lambda _: None)  # here it has valid ones
+        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)  # here it has valid ones
 
 
 def test_only_newer_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1)
         FaultyStorage.calls.clear()
-        fetch(mirror, run, lambda _: None, lambda _: None)
+        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)
         assert not any(path.endswith(".safetensors") for _, path in FaultyStorage.calls)
 
 
 def test_a_damaged_local_checkpoint_is_replaced_by_its_copy(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1, 2)
-        intact = content(path_of(run.checkpoints, 2))
-        (path_of(run.checkpoints, 2) / "state.json").write_bytes(b"{}")
-        fetch(mirror, run, lambda _: None, lambda _: None)
-        assert content(path_of(run.checkpoints, 2)) == intact
+        intact = content(checkpoint_path(run.checkpoints, 2))
+        (checkpoint_path(run.checkpoints, 2) / "state.json").write_bytes(b"{}")
+        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)
+        assert content(checkpoint_path(run.checkpoints, 2)) == intact
 
 
 def test_the_mirror_of_another_run_of_this_name_is_refused(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copied(mirror, run, 1)
     with machine(tmp_path / "b", 1, uid=OTHER) as other, pytest.raises(IncompatibleResume):
-        fetch(mirror, other, lambda _: None, lambda _: None)
+        fetch_checkpoints(mirror, other, lambda _: None, lambda _: None)
 
 
 def test_a_damaged_owner_file_is_not_needed_to_resume(mirror: Mirror, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def thread(mirror: Mirror, run: RunDirectory, warnings: list[str] | None = None,
 def test_checkpoints_saved_before_and_during_a_run_are_copied(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copies = thread(mirror, run)
-        copies.start(must_work=True)
+        copies.start(is_required=True)
         path = add(run, 2)
         assert path is not None
         copies.notify(path)
@@ -298,7 +298,7 @@ def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, 
     FaultyStorage.fault = staticmethod(gate)
     with machine(folder / "a", 1) as run:
         copies = thread(mirror, run)
-        copies.start(must_work=True)
+        copies.start(is_required=True)
         assert gate.reached.wait(LONG_S)
         yield gate, run, copies
 
@@ -310,7 +310,7 @@ def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror
             assert path is not None
             copies.notify(path)
             retain(run.checkpoints, KEEP, copies.in_use())
-        assert path_of(run.checkpoints, 1).is_dir()  # it is being read
+        assert checkpoint_path(run.checkpoints, 1).is_dir()  # it is being read
         gate.opened.set()
         copies.finish(LONG_S)
         order = [path for operation, path in FaultyStorage.calls if operation == "write" and "model." in path]
@@ -338,7 +338,7 @@ def test_throttling_delays_copies_and_loses_none(mirror: Mirror, tmp_path: Path)
     with machine(tmp_path / "a", 1, 2) as run:
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)
-        copies.start(must_work=False)
+        copies.start(is_required=False)
         FaultyStorage.fault = staticmethod(throttled)
         path = add(run, 3)
         assert path is not None
@@ -352,16 +352,16 @@ def test_the_mirror_keeps_what_the_disk_keeps_and_at_least_two(mirror: Mirror, t
     with machine(tmp_path / "a", *range(1, 8)) as run:
         copied(mirror, run, *range(1, 8))
         mirror.store.write(f"{UID}/update-0000000003-0123456789abcdef/model.safetensors", b"left by a crash")
-        retain(run.checkpoints, 3, path_of(run.checkpoints, 2))  # 2 is the best one
+        retain(run.checkpoints, 3, checkpoint_path(run.checkpoints, 2))  # 2 is the best one
         copies = thread(mirror, run)
-        copies.start(must_work=True)
+        copies.start(is_required=True)
         copies.finish(LONG_S)
         assert numbers(mirror) == [7, 6, 5, 2]
         assert len(mirror.store.names(UID)) == 4
         shutil.rmtree(run.checkpoints)
-        run.inner("checkpoints")
+        run.subfolder("checkpoints")
         copies = thread(mirror, run)
-        copies.start(must_work=True)
+        copies.start(is_required=True)
         copies.finish(LONG_S)
         assert numbers(mirror) == [7, 6]
 
@@ -377,11 +377,11 @@ def test_wrong_credentials_are_reported_at_once_and_written_nowhere(
     with machine(tmp_path / "a", 1) as run:
         FaultyStorage.fault = staticmethod(denied)
         with pytest.raises(MirrorError) as raised:
-            thread(mirror, run).start(must_work=True)
+            thread(mirror, run).start(is_required=True)
         assert raised.value.exit_code == Exit.PERMISSION
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)
-        copies.start(must_work=False)
+        copies.start(is_required=False)
         copies.finish(0.0)
         texts = [str(raised.value), *warnings, *(file.read_text() for file in run.path.glob("*.json*"))]
         assert len(texts) > 2
@@ -392,7 +392,7 @@ def test_a_second_process_takes_over_and_the_first_stops(mirror: Mirror, tmp_pat
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b") as there:
         warnings: list[str] = []
         first = thread(mirror, run, warnings)
-        first.start(must_work=True)
+        first.start(is_required=True)
         first_copied = threading.Event()
         FaultyStorage.fault = staticmethod(
             lambda op, path: first_copied.set() if path.endswith("MANIFEST.json") else None
@@ -400,7 +400,7 @@ def test_a_second_process_takes_over_and_the_first_stops(mirror: Mirror, tmp_pat
         assert first_copied.wait(LONG_S) or numbers(mirror) == [1]
         FaultyStorage.fault = staticmethod(lambda *_: None)
         second = thread(mirror, there)
-        second.start(must_work=True)
+        second.start(is_required=True)
         path = add(run, 2)
         assert path is not None
         first.notify(path)
@@ -419,7 +419,7 @@ def test_two_states_of_one_update_are_never_mixed(mirror: Mirror, tmp_path: Path
         assert numbers(mirror) == [1, 1]
         for name in mirror.checkpoints(UID):
             mirror.download(UID, name, tmp_path / name)
-            assert load(path_of(tmp_path / name, 1)).update == 1
+            assert load(checkpoint_path(tmp_path / name, 1)).update == 1
 
 
 def test_a_mirror_that_went_ahead_while_it_was_unreachable_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
@@ -428,12 +428,12 @@ def test_a_mirror_that_went_ahead_while_it_was_unreachable_is_not_claimed(mirror
         FaultyStorage.fault = staticmethod(failing_at(0))  # at the start only
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)
-        copies.start(must_work=False)
+        copies.start(is_required=False)
         copies.finish(LONG_S)
         assert numbers(mirror) == [5]
         assert mirror.owner() == MirrorOwner(UID, "writer")
         with pytest.raises(OwnerChanged):
-            mirror.must_be_owned(UID, "another")
+            mirror.check_owner(UID, "another")
 
 
 def test_a_protocol_without_its_package_names_the_package() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from runner.base.errors import DataError, IncompatibleResume
 from runner.durable import checkpoint
-from runner.durable.checkpoint import Loaded, load_newest, path_of, recover, save, verify
+from runner.durable.checkpoint import LoadedCheckpoint, checkpoint_path, load_newest, recover, save, verify
 from runner.durable.directory import RunDirectory
-from runner.durable.run_identity import RunIdentity, is_uid, new_uid, owner_of
+from runner.durable.run_identity import RunIdentity, generate_uid, is_valid_uid, read_identity
 from runner.records.run_record import RunRecord
 from tests.durable.test_checkpoint import snapshot
 
@@ -24,28 +24,28 @@ MINE, OTHERS = (
 RUN = RunIdentity(frozenset({"mine"}), MINE)
 
 
-def saved(folder: Path, update: int, **facts: Any) -> Loaded:
+def saved(folder: Path, update: int, **facts: Any) -> LoadedCheckpoint:
     return checkpoint.load(save(folder, dataclasses.replace(snapshot(update), facts=facts)))
 
 
 def test_two_uids_differ_and_no_change_of_one_digit_makes_another() -> None:
-    uid = new_uid()
-    assert new_uid() != uid
-    assert is_uid(uid)
+    uid = generate_uid()
+    assert generate_uid() != uid
+    assert is_valid_uid(uid)
     for place, digit in enumerate(uid):
         for bit in range(8):
             flipped = chr(ord(digit) ^ 1 << bit)
-            assert not is_uid(uid[:place] + flipped + uid[place + 1 :])
+            assert not is_valid_uid(uid[:place] + flipped + uid[place + 1 :])
 
 
 @pytest.mark.parametrize("value", [None, 7, 1e99, [], [MINE], {}, "", MINE[:-1], MINE + "0", MINE.upper(), "\ud800"])
 def test_an_invalid_uid_is_none(tmp_path: Path, value: Any) -> None:
-    assert not is_uid(value)
+    assert not is_valid_uid(value)
     content = {"name": "mine", "names": value, "uid": value, "adopted": [value, {"uid": value}, {"uid": OTHERS}]}
     record = RunRecord.decode(json.dumps(content).encode())
-    assert owner_of(record, "mine").uid is None
-    assert owner_of(record, "mine").adopted == {OTHERS}
-    assert owner_of(RunRecord.decode(json.dumps({"adopted": value}).encode()), "mine") == RunIdentity()
+    assert read_identity(record, "mine").uid is None
+    assert read_identity(record, "mine").adopted == {OTHERS}
+    assert read_identity(RunRecord.decode(json.dumps({"adopted": value}).encode()), "mine") == RunIdentity()
     loaded = saved(tmp_path, 1, run_id="mine", run_uid=value)
     assert verify(loaded.path, RUN) == [], "as of an earlier version"
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_stays(tmp_path:
     for _ in range(2):
         with pytest.raises(IncompatibleResume, match="another run with the same name"):
             recover(tmp_path, RUN)
-    assert verify(path_of(tmp_path, 2), RUN)
+    assert verify(checkpoint_path(tmp_path, 2), RUN)
     mine = load_newest(tmp_path, RUN)
     assert mine is not None
     assert mine.update == 1

@@ -9,7 +9,7 @@ import pytest
 from runner.base.errors import DataError, SecurityRefusal
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
-from runner.durable.run_request import RunRequest, origin_of
+from runner.durable.run_request import RunRequest, load_run_request
 
 WORDS = '- "task=classification"\n- "log_every=3"\n'
 PLAN = '{"task_file": "/where/task.py", "config_dir": "/where/conf"}'
@@ -38,16 +38,16 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
     ],
 )
 def test_a_damaged_record_is_not_another_task(tmp_path: Path, record: str) -> None:
-    whole = origin_of(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
+    whole = load_run_request(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
     assert whole == RunRequest(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
     for words, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
         with pytest.raises(DataError, match="the settings of run less are unknown"):
-            origin_of(left_by(tmp_path / "less", record, words, plan), tmp_path, TRUSTED)
+            load_run_request(left_by(tmp_path / "less", record, words, plan), tmp_path, TRUSTED)
 
 
 def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
     made = left_by(tmp_path / "run", "", "[]\n", '{"task_file": null}')
-    assert origin_of(made, tmp_path, Request()) == RunRequest((), None, None)
+    assert load_run_request(made, tmp_path, Request()) == RunRequest((), None, None)
 
 
 def test_given_overrides_replace_those_of_the_run() -> None:
@@ -62,17 +62,17 @@ def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(tmp_path: Path)
     record = f'{{"task": "task", "overrides": [], "task_file": "{task}", "folder": "{tmp_path}"}}'
     (tmp_path / "outputs").mkdir()
     run = left_by(tmp_path / "outputs" / "first", record)
-    assert origin_of(run, tmp_path / "outputs", Request()) == RunRequest((), task, None, tmp_path)
+    assert load_run_request(run, tmp_path / "outputs", Request()) == RunRequest((), task, None, tmp_path)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):
-        origin_of(run, tmp_path / "elsewhere", Request())
+        load_run_request(run, tmp_path / "elsewhere", Request())
     inner = left_by(run.path / "first-1", record)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):
-        origin_of(inner, tmp_path / "outputs", Request())
+        load_run_request(inner, tmp_path / "outputs", Request())
     (run.path / "sweep.json").touch()
-    assert origin_of(inner, tmp_path / "outputs", Request()).task_file == task, (
+    assert load_run_request(inner, tmp_path / "outputs", Request()).task_file == task, (
         "a trial of a sweep of ours is a run of ours"
     )
     (run.path / "away").symlink_to(left_by(tmp_path / "away", record).path)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):
-        origin_of(RunDirectory.join(run.path / "away"), tmp_path / "outputs", Request())
-    assert origin_of(run, tmp_path / "elsewhere", Request(task_file=task)).folder == tmp_path
+        load_run_request(RunDirectory.join(run.path / "away"), tmp_path / "outputs", Request())
+    assert load_run_request(run, tmp_path / "elsewhere", Request(task_file=task)).folder == tmp_path

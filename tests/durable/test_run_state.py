@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from runner.durable.run_state import RunState
-from runner.durable.run_state import state_of as state_of_record
+from runner.durable.run_state import derive_state as state_of_record
 from runner.host.process_identity import process_identity
 from runner.records.run_record import RunRecord
 

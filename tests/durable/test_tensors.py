@@ -18,7 +18,7 @@ from safetensors.torch import save as bytes_of
 from torch import Tensor
 
 from runner.durable import tensors
-from runner.durable.tensors import HostBuffer, pieces
+from runner.durable.tensors import HostBuffer, serialize_tensors
 from tests.faults.tallies import IS_LONG
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +34,14 @@ def some_tensor(word: str, shape: tuple[int, ...]) -> Tensor:
 @settings(max_examples=200 if IS_LONG else 50)
 def test_the_bytes_equal_those_of_the_safetensors_library(drawn: dict[str, tuple[str, list[int]]]) -> None:
     made = {name: some_tensor(word, tuple(shape)) for name, (word, shape) in drawn.items()}
-    assert b"".join(pieces(made)) == bytes_of(made)
+    assert b"".join(serialize_tensors(made)) == bytes_of(made)
 
 
 def test_the_names_of_a_large_model_have_the_order_of_the_library() -> None:
     names = [f"blocks.{number}.{part}" for number in range(24) for part in ("weight", "bias", "running_mean")]
     random.Random(0).shuffle(names)
     made = {name: torch.full((2, 3), index, dtype=torch.float32) for index, name in enumerate(names)}
-    assert b"".join(pieces(made)) == bytes_of(made)
+    assert b"".join(serialize_tensors(made)) == bytes_of(made)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -51,7 +51,7 @@ def test_views_of_any_kind_are_written_by_value(word: str) -> None:
     made["many"] = square[0, :1].expand(5)
     if word == "complex64":
         made |= {"conjugated": torch.randn(3, dtype=torch.complex64).conj(), "imaginary": square.conj().imag}
-    back = load(b"".join(pieces(made)))
+    back = load(b"".join(serialize_tensors(made)))
     assert back.keys() == made.keys()
     for name, tensor in made.items():
         assert back[name].shape == tensor.shape
@@ -60,7 +60,7 @@ def test_views_of_any_kind_are_written_by_value(word: str) -> None:
 
 def test_dense_tensors_are_written_without_a_copy() -> None:
     weight = torch.zeros(1000, 1000)
-    _, memory = pieces({"weight": weight})
+    _, memory = serialize_tensors({"weight": weight})
     weight[0, 0] = 1.0
     assert bytes(memory[:4]) == b"\x00\x00\x80\x3f"
 
@@ -121,7 +121,7 @@ def test_the_first_copy_uses_preallocated_memory() -> None:
     copies = [room.copy(tensor) for tensor in tensors]
     assert room.nbytes == before
     assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
-    assert not [thread for thread in threading.enumerate() if thread.name == "room"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "host-buffer"]
 
 
 def test_without_a_thread_the_first_copy_allocates_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

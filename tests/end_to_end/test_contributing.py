@@ -23,12 +23,12 @@ DRIVER = """
 import json, sys
 import pytest
 from runner.cli import main
-from runner.commands.benchmark import read_words
+from runner.commands.benchmark import parse_benchmark_arguments
 from runner.tools.measure.technique import techniques
 
 def run(words):
     if words[0] == "benchmark":
-        suite, wanted, _ = read_words(words[1:])
+        suite, wanted, _ = parse_benchmark_arguments(words[1:])
         if suite == "ladder":
             overrides = [word for name in wanted.words for word in techniques(None)[name].overrides]
             words = ["train", *overrides, "updates=2"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner.cli import main
-from runner.durable.checkpoint import load, newest_first, path_of
+from runner.durable.checkpoint import checkpoint_path, load, newest_first
 from tests.durable.faulty_storage import FaultyStorage
 
 TASK = Path(__file__).with_name("task_with_everything.py")
@@ -32,7 +32,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def tensors(folder: Path, update: int) -> dict[str, torch.Tensor]:
-    found = load(path_of(folder / "outputs" / "mine" / "checkpoints", update))
+    found = load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", update))
     return {f"{stem}/{name}": tensor for stem in found.stems for name, tensor in found.tensors(stem).items()}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runner.cli import main
-from runner.durable.checkpoint import Loaded, load, newest_valid, path_of
+from runner.durable.checkpoint import LoadedCheckpoint, checkpoint_path, load, newest_valid
 from tests.forkserver import Ended, ForkServer
 from tests.rounding import allowed
 
@@ -25,8 +25,8 @@ def train(server: ForkServer, folder: Path, *words: str, env: dict[str, str] | N
     return server.run(["train", *BASE, *words], folder, env=env)
 
 
-def checkpoint(folder: Path, update: int) -> Loaded:
-    return load(path_of(folder / "outputs" / "mine" / "checkpoints", update))
+def checkpoint(folder: Path, update: int) -> LoadedCheckpoint:
+    return load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", update))
 
 
 def weights(folder: Path, update: int) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Ended]
 def test_a_phase_that_stops_early_reports_it(whole: tuple[Path, Ended]) -> None:
     folder, _ = whole
     assert run_json(folder)["phases"]["patient"]["updates"] == 8
-    assert newest_valid(folder / "outputs" / "mine" / "checkpoints") == path_of(
+    assert newest_valid(folder / "outputs" / "mine" / "checkpoints") == checkpoint_path(
         folder / "outputs" / "mine" / "checkpoints", PATIENT
     )
 
@@ -196,7 +196,7 @@ def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tm
     assert server.run(["train", *other, "run=first", "phases=[pretrain]"], tmp_path).code == 0
     ended = train(server, tmp_path, "phases=[adapter]", "resume=first")
     assert ended.code == 0, ended.err
-    started = load(path_of(tmp_path / "outputs" / "first" / "checkpoints", 12)).tensors("model")
+    started = load(checkpoint_path(tmp_path / "outputs" / "first" / "checkpoints", 12)).tensors("model")
     assert torch.equal(started["base.weight"], weights(tmp_path, 21)["base.weight"])
 
 
@@ -372,7 +372,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     best = 1 + losses.index(min(losses))
     assert best < 12, "a rate of 10 must not get better to the end, else this shows nothing"
     assert train(server, tmp_path, "phases=[adapter,patient]", "updates=6").code == 0
-    place = path_of(tmp_path / "outputs" / "mine" / "checkpoints", best)
+    place = checkpoint_path(tmp_path / "outputs" / "mine" / "checkpoints", best)
     other = [word for word in BASE if word != "run=mine"]
     ended = server.run(["train", *other, "run=second", *words, f"resume={place}"], tmp_path)
     assert ended.code == 0, ended.err

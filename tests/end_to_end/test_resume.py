@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.durable.checkpoint import load, path_of
+from runner.durable.checkpoint import checkpoint_path, load
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 
@@ -22,7 +22,7 @@ BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 
 def final_tensors(folder: Path, update: int) -> dict[str, torch.Tensor]:
-    checkpoint = load(path_of(folder / "outputs" / "mine" / "checkpoints", update))
+    checkpoint = load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", update))
     return {f"{stem}/{name}": tensor for stem in checkpoint.stems for name, tensor in checkpoint.tensors(stem).items()}
 
 
@@ -104,7 +104,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
 def test_a_damaged_checkpoint_is_skipped(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(straight(), damaged)
-    checkpoint = path_of(damaged / "outputs" / "mine" / "checkpoints", 100)
+    checkpoint = checkpoint_path(damaged / "outputs" / "mine" / "checkpoints", 100)
     content = bytearray((checkpoint / "model.safetensors").read_bytes())
     content[-3] ^= 1
     (checkpoint / "model.safetensors").write_bytes(content)

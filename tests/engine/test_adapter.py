@@ -47,7 +47,7 @@ def request_of(folder: Path, *words: str) -> Request:
 
 
 def saved(folder: Path, stem: str = "model", update: int = UPDATES) -> dict[str, Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", update)).tensors(stem))
+    return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
 def trained(folder: Path, *words: str, world: World | None = None) -> None:
@@ -163,7 +163,7 @@ def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
 def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
     trained(tmp_path, "updates=3", "scheduler=constant")
     more = request_of(tmp_path, "scheduler=constant", "resume_allow=[updates]")
-    path = checkpoint.path_of(tmp_path / "mine" / "checkpoints", 3)
+    path = checkpoint.checkpoint_path(tmp_path / "mine" / "checkpoints", 3)
     with open_phase(more) as phase:
         from runner.engine.frozen_base import load_weights
 

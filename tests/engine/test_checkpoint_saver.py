@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from runner.durable.checkpoint_writer import NoWriter, Saved
+from runner.durable.checkpoint_writer import NoWriter, SavedCheckpoint
 from runner.durable.tensors import HostBuffer
 from runner.engine import save_policy
 from runner.engine.checkpoint_saver import Saver
@@ -64,7 +64,7 @@ def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None
         save_cost.record_update(0.5, writing=False)
     for seconds in (1.0, 3.0, 2.0):
         save_cost.record_pause(seconds)
-        save_cost.record_write(Saved(Path("update-1"), 1, 100, seconds, seconds))
+        save_cost.record_write(SavedCheckpoint(Path("update-1"), 1, 100, seconds, seconds))
     resumed = SaveCost()
     resumed.load(json.loads(json.dumps(save_cost.state())))
     assert resumed.last == save_cost.last

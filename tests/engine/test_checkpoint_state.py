@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from runner.base.errors import DataError
-from runner.durable.checkpoint import Loaded, load, newest_valid
+from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from runner.engine.checkpoint_state import check_state
 from tests.engine.test_saving_of_runs import opened
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+def start(tmp_path_factory: pytest.TempPathFactory) -> LoadedCheckpoint:
     """A checkpoint of a run that was stopped after three updates."""
     folder = tmp_path_factory.mktemp("run")
     with opened(folder, "updates=3", "checkpoint.every=1") as phase:
@@ -26,17 +26,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load(path)
 
 
-def changed(start: Loaded, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Loaded:
+def changed(start: LoadedCheckpoint, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> LoadedCheckpoint:
     state, manifest = copy.deepcopy(start.state), copy.deepcopy(start.manifest)
     change(state, manifest)
     return replace(start, state=state, manifest=manifest)
 
 
-def test_a_state_written_by_this_program_is_accepted(start: Loaded) -> None:
+def test_a_state_written_by_this_program_is_accepted(start: LoadedCheckpoint) -> None:
     assert check_state(start) is start
 
 
-def test_a_field_that_is_missing_or_of_another_type_is_refused(start: Loaded) -> None:
+def test_a_field_that_is_missing_or_of_another_type_is_refused(start: LoadedCheckpoint) -> None:
     needed = ["phase", "phase_update", "records", "updates_before", "early_stopping", "precision", "meter", "random"]
     for name in needed:
         with pytest.raises(DataError, match=name):
@@ -55,7 +55,7 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(start: Loaded) ->
         (lambda _, manifest: manifest.pop("metrics_bytes"), "metrics_bytes"),
     ],
 )
-def test_fields_that_do_not_agree_are_refused(start: Loaded, change: Callable[..., Any], words: str) -> None:
+def test_fields_that_do_not_agree_are_refused(start: LoadedCheckpoint, change: Callable[..., Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
         check_state(changed(start, change))
 
@@ -76,7 +76,7 @@ def test_fields_that_do_not_agree_are_refused(start: Loaded, change: Callable[..
     ],
 )
 def test_states_of_generators_that_would_read_beyond_their_words_are_refused(
-    start: Loaded, change: Callable[..., Any]
+    start: LoadedCheckpoint, change: Callable[..., Any]
 ) -> None:
     with pytest.raises(DataError, match="random"):
         check_state(changed(start, lambda state, _: change(state["random"])))

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from runner.durable import checkpoint
-from runner.durable.checkpoint import Snapshot, path_of
-from runner.durable.checkpoint_choice import bests_beside
-from runner.durable.checkpoint_writer import Writer
-from runner.durable.run_identity import new_uid
+from runner.durable.checkpoint import Snapshot, checkpoint_path
+from runner.durable.checkpoint_choice import find_best_checkpoints
+from runner.durable.checkpoint_writer import CheckpointWriter
+from runner.durable.run_identity import generate_uid
 from runner.durable.tensors import HostBuffer
 from runner.engine import checkpoint_saver as saver_module
 from runner.engine import save_policy
@@ -58,7 +58,7 @@ class Training:
         self.folder, self.update, self.saved = folder, 0, []  # type: tuple[Path, int, list[int]]
         self.weights = torch.zeros(4)
         self.save_cost = SaveCost()
-        writer = Writer(folder, keep_last=2, on_saved=lambda path: self.saved.append(int(path.name[-10:])))
+        writer = CheckpointWriter(folder, keep_last=2, on_saved=lambda path: self.saved.append(int(path.name[-10:])))
         self.saver = Saver(
             policy, writer, self.save_cost, (HostBuffer(), HostBuffer()), cast(Any, Screen()), on_disk=None
         )
@@ -74,7 +74,7 @@ class Training:
         return {"bests": self.saver.bests, "values": values}
 
     def kept(self) -> list[Path]:
-        return [path_of(self.folder, number) for _, number in self.saver.bests]
+        return [checkpoint_path(self.folder, number) for _, number in self.saver.bests]
 
     def updated(self) -> None:
         seconds = 1.0 + (self.slowed_s if self.is_written() else 0.0)
@@ -157,12 +157,12 @@ def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Pa
     training.save()
     training.saver.writer.wait()
     assert training.on_disk() == {2: 2.0}
-    assert checkpoint.load(path_of(tmp_path, 2)).state["bests"] == []
+    assert checkpoint.load(checkpoint_path(tmp_path, 2)).state["bests"] == []
     training.updated()
     training.ended()
     assert training.on_disk() == {1: 1.0, 2: 2.0, 3: 3.0}
-    assert checkpoint.load(path_of(tmp_path, 1)).state["bests"] == [[1.0, 1]]
-    assert checkpoint.load(path_of(tmp_path, 3)).state["bests"] == [[1.0, 1]]
+    assert checkpoint.load(checkpoint_path(tmp_path, 1)).state["bests"] == [[1.0, 1]]
+    assert checkpoint.load(checkpoint_path(tmp_path, 3)).state["bests"] == [[1.0, 1]]
     assert training.saver.newest_number() == 3
 
 
@@ -181,18 +181,20 @@ def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume
     training.save()
     training.saver.write_held()
     training.saver.writer.wait()
-    newest = checkpoint.load(path_of(tmp_path, 3))
+    newest = checkpoint.load(checkpoint_path(tmp_path, 3))
     assert newest.state["bests"] == [[3.0, 1]]
-    assert bests_beside(newest, training.saver.policy.ranking) == bests
+    assert find_best_checkpoints(newest, training.saver.policy.ranking) == bests
     of_another = default(best="val/accuracy", best_is="max")
-    assert bests_beside(newest, of_another.ranking) == [], "values of another metric are not compared"
-    two = checkpoint.load(path_of(tmp_path, 2))
+    assert find_best_checkpoints(newest, of_another.ranking) == [], "values of another metric are not compared"
+    two = checkpoint.load(checkpoint_path(tmp_path, 2))
     tensors = {stem: two.tensors(stem) for stem in two.stems}
     shutil.rmtree(two.path)
-    checkpoint.save(tmp_path, checkpoint.Snapshot(2, tensors, two.state, {"run_uid": new_uid()}))
-    assert bests_beside(newest, training.saver.policy.ranking) == bests[1:], "one of another run does not count"
-    shutil.rmtree(path_of(tmp_path, 2))
-    assert bests_beside(newest, training.saver.policy.ranking) == bests[1:], "one that is lost does not count"
+    checkpoint.save(tmp_path, checkpoint.Snapshot(2, tensors, two.state, {"run_uid": generate_uid()}))
+    assert find_best_checkpoints(newest, training.saver.policy.ranking) == bests[1:], (
+        "one of another run does not count"
+    )
+    shutil.rmtree(checkpoint_path(tmp_path, 2))
+    assert find_best_checkpoints(newest, training.saver.policy.ranking) == bests[1:], "one that is lost does not count"
 
 
 def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
@@ -349,6 +351,6 @@ def test_a_stop_with_time_for_one_save_writes_the_last_checkpoint(
         assert not saving_of(phase).is_unsaved
         folder = phase.run_.directory.checkpoints
     assert sorted(path.name for path in folder.glob("update-*")) == ["update-0000000001", "update-0000000003"]
-    assert checkpoint.load(path_of(folder, 3)).state["bests"] == []
+    assert checkpoint.load(checkpoint_path(folder, 3)).state["bests"] == []
     said = capfd.readouterr()
     assert "update 2" in said.out + said.err

@@ -98,7 +98,9 @@ def test_a_hook_is_called_between_updates_and_restored_from_a_checkpoint(tmp_pat
     assert stopped_by == "as asked"
     assert mine.seen == ["begin", *(f"update {number}" for number in range(1, 6)), "end"]
     assert mine.counts.tolist() == [15.0, 15.0]
-    saved = {number: hook_state("counting", checkpoint.load(checkpoint.path_of(folder, number))) for number in (3, 5)}
+    saved = {
+        number: hook_state("counting", checkpoint.load(checkpoint.checkpoint_path(folder, number))) for number in (3, 5)
+    }
     assert saved[3]["counts"].tolist() == [6.0, 6.0]
     assert saved[5]["counts"].tolist() == [15.0, 15.0]
     with opened(tmp_path) as phase:

@@ -152,7 +152,7 @@ def test_a_thousand_small_predictions_are_synced_a_few_times(
     faults = Faults()
     if refusal:  # a system without the call: what is promised is kept, and each file waits
         monkeypatch.setattr(type(faults.inner), "sync_file_system", _refused)
-    with files.through(faults), Outbox(run, print) as outbox:
+    with files.use_system(faults), Outbox(run, print) as outbox:
         for number in range(1000):
             outbox.put({f"predictions/{number}.txt": b"x", f"plots/{number}.png": b"y"})
 
@@ -179,7 +179,7 @@ def test_many_or_large_predictions_are_written_before_the_timer(
 ) -> None:
     monkeypatch.setattr(threading, "Timer", NeverDue)
     content = bytes(size)
-    with files.through(Quick()), Outbox(run, print) as outbox:
+    with files.use_system(Quick()), Outbox(run, print) as outbox:
         for number in range(count - 1):
             outbox.put({f"predictions/{number}.bin": content})
         assert list(run.predictions.glob("*")) == []
@@ -269,7 +269,7 @@ class Full(Quick):
 
 def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) -> None:
     """As one by one: the files of a batch before the one that does not fit are there."""
-    with pytest.raises(StorageError), files.through(Full()), Outbox(run, print) as outbox:
+    with pytest.raises(StorageError), files.use_system(Full()), Outbox(run, print) as outbox:
         for number in range(8):
             outbox.put({f"predictions/{number}.txt": b"x" * number})
     assert sorted(path.name for path in run.predictions.iterdir()) == [f"{number}.txt" for number in range(5)]
@@ -278,7 +278,7 @@ def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) 
 def test_files_are_synced_in_groups(run: RunDirectory) -> None:
     """A sync of the file system would wait for what all other programs have written."""
     faults = Faults()
-    with files.through(faults), Outbox(run, print) as outbox:
+    with files.use_system(faults), Outbox(run, print) as outbox:
         outbox.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})
     assert "sync_file_system" not in [operation for operation, _ in faults.trace]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner.cli import main
-from runner.config import own_options
+from runner.config import custom_options
 from runner.engine.media import encode_png, histogram
 from runner.trackers import tracker_process
 
@@ -186,7 +186,7 @@ def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
     (metadata / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    own_options.forget_packages()
+    custom_options.clear_package_cache()
     try:
         assert main(["plan", "task=line", "device=cpu"]) == 0
         assert f"{name} 1.5" in capsys.readouterr().out
@@ -197,7 +197,7 @@ def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
         assert len(rows(tmp_path / "outputs" / "on", "drift/sum")) == 2
     finally:
         monkeypatch.undo()
-        own_options.forget_packages()
+        custom_options.clear_package_cache()
 
 
 def test_an_error_in_a_packaged_hook_names_the_line(
@@ -213,13 +213,13 @@ def test_an_error_in_a_packaged_hook_names_the_line(
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
     (metadata / "entry_points.txt").write_text(f"[accel_run.hooks]\nmine = {name}.mine\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    own_options.forget_packages()
+    custom_options.clear_package_cache()
     try:
         train = ["train", "--task", str(write(TASK)), *WORDS, "run=faulty", "hook.faulty.enabled=true"]
         assert main(train) == 70
     finally:
         monkeypatch.undo()
-        own_options.forget_packages()
+        custom_options.clear_package_cache()
     assert f"{name}/mine.py:4" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from runner.base.errors import IncompatibleResume
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable import checkpoint
-from runner.durable.checkpoint import Loaded, Snapshot
+from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
 from runner.engine.resumption import compare, load_model
 
 PARALLEL = Parallel(World(torch.device("cpu")))
@@ -30,7 +30,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def saved(tensors: dict[str, Tensor], folder: Path) -> Loaded:
+def saved(tensors: dict[str, Tensor], folder: Path) -> LoadedCheckpoint:
     path = checkpoint.save(folder, Snapshot(3, {"model": tensors}, {}, {}))
     return checkpoint.load(path)
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.values import Every
-from runner.config.schema import fault
-from runner.durable.checkpoint_writer import Saved
+from runner.config.schema import describe_mismatch
+from runner.durable.checkpoint_writer import SavedCheckpoint
 from runner.engine import save_policy
 from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy, default, off, parse_every
 
@@ -41,7 +41,7 @@ def test_checkpoint_intervals_are_parsed(every: int | str, parsed: tuple[float, 
 
 @given(st.from_regex(r"[0-9. ]{0,6}(updates?|epochs?|min(utes?)?)", fullmatch=True))
 def test_every_interval_that_the_schema_accepts_is_parsed(text: str) -> None:
-    if fault(Every, text) is None:
+    if describe_mismatch(Every, text) is None:
         number, unit = parse_every(text)
         assert number > 0
         assert unit in ("updates", "epochs", "min")
@@ -131,11 +131,11 @@ def test_the_requested_number_of_checkpoints_is_kept() -> None:
 # What saves cost, and how often they are made because of it
 
 
-def saved(write_s: float = 2.0, total_s: float = 2.5) -> Saved:
-    return Saved(Path("update-0000000001"), 1, 1_200_000_000, write_s, total_s)
+def saved(write_s: float = 2.0, total_s: float = 2.5) -> SavedCheckpoint:
+    return SavedCheckpoint(Path("update-0000000001"), 1, 1_200_000_000, write_s, total_s)
 
 
-def after(save_cost: SaveCost, held_s: float, during: list[float], written: Saved) -> None:
+def after(save_cost: SaveCost, held_s: float, during: list[float], written: SavedCheckpoint) -> None:
     """A save was made that held training, and during which updates took so long."""
     save_cost.record_pause(held_s)
     for seconds in during:

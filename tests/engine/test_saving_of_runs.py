@@ -59,7 +59,7 @@ def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path
     with opened(tmp_path, "checkpoint=off") as phase:
         updates = phase.updates()
         for _ in range(3):
-            with files.through(disk := SlowDisk()):
+            with files.use_system(disk := SlowDisk()):
                 update = next(updates)
                 saving_of(phase).save()
                 saved = weights(phase)
@@ -69,7 +69,7 @@ def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path
                 assert not torch.equal(weights(phase)["0.weight"], saved["0.weight"])
                 disk.gate.set()
                 saving_of(phase).saver.writer.wait()
-            loaded = checkpoint.load(checkpoint.path_of(phase.run_.directory.checkpoints, update))
+            loaded = checkpoint.load(checkpoint.checkpoint_path(phase.run_.directory.checkpoints, update))
             there = loaded.tensors("model")
             assert all(torch.equal(there[name], tensor) for name, tensor in saved.items())
 
@@ -87,7 +87,7 @@ def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypa
                 assert self.opened.wait(60)
             super().mkdir(path)
 
-    with files.through(gate := Gate()), opened(tmp_path, "checkpoint=off") as phase:
+    with files.use_system(gate := Gate()), opened(tmp_path, "checkpoint=off") as phase:
         updates, expected = phase.updates(), {}
         for _ in range(2):
             update = next(updates)
@@ -106,7 +106,7 @@ def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypa
             saving_of(phase).save()
         saving_of(phase).saver.writer.wait()
         for update, stems in expected.items():
-            loaded = checkpoint.load(checkpoint.path_of(phase.run_.directory.checkpoints, update))
+            loaded = checkpoint.load(checkpoint.checkpoint_path(phase.run_.directory.checkpoints, update))
             assert set(loaded.stems) == set(stems)
             for stem, tensors in stems.items():
                 there = loaded.tensors(stem)
@@ -133,38 +133,38 @@ class Broken(System):
 
 
 def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
         updates, folder = phase.updates(), phase.run_.directory.checkpoints
         next(updates)
         saving_of(phase).save_if_best({"val/loss": 3.0})
         saving_of(phase).saver.writer.wait()
         next(updates)
-        with files.through(Broken()):
+        with files.use_system(Broken()):
             saving_of(phase).save_if_best({"val/loss": 2.0})
             saving_of(phase).saver.writer.wait()
         for _ in range(3):
             update = next(updates)
             saving_of(phase).save()
         saving_of(phase).saver.writer.wait()
-        assert files.names(folder) == [f"update-{number:010}" for number in (1, update - 1, update)]
-        assert checkpoint.load(checkpoint.path_of(folder, update)).state["bests"] == [[3.0, 1]]
+        assert files.list_names(folder) == [f"update-{number:010}" for number in (1, update - 1, update)]
+        assert checkpoint.load(checkpoint.checkpoint_path(folder, update)).state["bests"] == [[3.0, 1]]
         best = next(updates)
         saving_of(phase).save_if_best({"val/loss": 2.5})
         for _ in range(3):
             update = next(updates)
             saving_of(phase).save()
         saving_of(phase).saver.writer.wait()
-        assert files.names(folder) == [f"update-{number:010}" for number in (best, update - 1, update)]
+        assert files.list_names(folder) == [f"update-{number:010}" for number in (best, update - 1, update)]
 
 
 def test_a_failed_save_is_repeated_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     monkeypatch.setattr(save_policy, "RETRY_S", 0.0)
     with opened(tmp_path, "checkpoint.every=1000") as phase:
         updates = phase.updates()
         next(updates)
-        with files.through(Broken()):
+        with files.use_system(Broken()):
             saving_of(phase).save()
             with suppress(StorageError):
                 saving_of(phase).saver.writer.wait()
@@ -180,7 +180,7 @@ def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
         saving_of(phase).saver.writer.wait()
         next(updates)
         saving_of(phase).saver.writer.wait()
-        there = files.names(folder)
+        there = files.list_names(folder)
         signal.raise_signal(signal.SIGUSR1)
         next(updates)  # due by counting
         saving_of(phase).save_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
@@ -190,7 +190,7 @@ def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
             saving_of(phase).is_unsaved,
             saving_of(phase).newest_number,
         ) == ([], True, 3)
-        assert files.names(folder) == there
+        assert files.list_names(folder) == there
 
 
 def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +216,7 @@ def test_the_writer_ends_before_the_run_is_closed_whatever_fails(
     writers: list[bool] = []
     disk = SlowDisk()
     disk.gate.set()
-    with pytest.raises(ValueError, match="the cause"), files.through(disk):  # noqa: SIM117
+    with pytest.raises(ValueError, match="the cause"), files.use_system(disk):  # noqa: SIM117
         with opened(tmp_path, "checkpoint=off") as phase:
             next(phase.updates())
             disk.gate.clear()
@@ -253,14 +253,14 @@ def test_rows_that_a_checkpoint_counts_are_synced_before_its_rename(tmp_path: Pa
 
     with opened(tmp_path, "checkpoint=off") as phase:
         metrics, updates = phase.run_.directory.metrics, phase.updates()
-        with files.through(watched := Watched()):
+        with files.use_system(watched := Watched()):
             counted = []
             for _ in range(3):
                 for _ in range(4):
                     next(updates)
                 saving_of(phase).save()
                 saving_of(phase).saver.writer.wait()
-                path = checkpoint.path_of(phase.run_.directory.checkpoints, phase.number)
+                path = checkpoint.checkpoint_path(phase.run_.directory.checkpoints, phase.number)
                 counted.append(int(checkpoint.load(path).manifest["metrics_bytes"]))
     assert counted[0] > 0
     assert counted == sorted(set(counted))
@@ -282,7 +282,7 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words
         if not phase.run_.observers.profiler.only:
             saving.save()
             saving.saver.writer.wait()
-        with files.through(Watched()):
+        with files.use_system(Watched()):
             phase.run_.observers.write({"update": 1, "val/loss": 0.5})
             saving.end()
         assert synced[-1:] == [metrics.stat().st_size]
@@ -314,7 +314,7 @@ def test_a_timed_save_waits_for_the_disk_instead_of_blocking_training(tmp_path: 
     with opened(tmp_path, "checkpoint.every=10min") as phase:
         updates = phase.updates()
         next(updates)
-        with files.through(disk := SlowDisk()):
+        with files.use_system(disk := SlowDisk()):
             saving_of(phase).saver.policy.seconds = 0.0  # always late
             next(updates)
             assert saving_of(phase).saver.writer.busy_s is not None

@@ -49,7 +49,7 @@ def by_hand(folder: Path, update: int, split: str) -> float:
 
     task = build()
     task.model.load_state_dict(
-        checkpoint.load(checkpoint.path_of(folder / "outputs/mine/checkpoints", update)).tensors("model")
+        checkpoint.load(checkpoint.checkpoint_path(folder / "outputs/mine/checkpoints", update)).tensors("model")
     )
     with torch.no_grad():
         total, items = task.loss(task.model, task.dataset(split).tensors)
@@ -114,7 +114,7 @@ def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
 
 def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path)
-    path = checkpoint.path_of(tmp_path / "outputs/mine/checkpoints", 6)
+    path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)
     save_file(checkpoint.load(path).tensors("model"), tmp_path / "w.safetensors")
     words = ["--task", str(TASK), "weights=w.safetensors", "run=given", "split=test", *ON_CPU]
     record = evaluated(server, tmp_path, *words)
@@ -160,7 +160,7 @@ def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: For
     missing = refused(server, tmp_path, "checkpoint=5")
     assert missing.code == 66
     assert all(number in missing.err for number in ("2", "4", "6 (")), missing.err
-    path = checkpoint.path_of(tmp_path / "outputs/mine/checkpoints", 4)
+    path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 4)
     (path / "model.safetensors").write_bytes(b"damaged")
     damaged = refused(server, tmp_path, "checkpoint=4")
     assert damaged.code == 65

@@ -16,7 +16,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
-from runner.durable.checkpoint import load, path_of
+from runner.durable.checkpoint import checkpoint_path, load
 from runner.engine.opening import open_phase
 from runner.engine.weights import load_initial_weights
 from tests.forkserver import ForkServer
@@ -184,13 +184,13 @@ def test_missing_duplicated_and_outside_shards_are_refused(tmp_path: Path) -> No
 def test_runs_and_checkpoints_are_sources_of_weights(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
     assert server.run([*words, "updates=4", "averaging=ema", "run=first"], tmp_path).code == 0
-    checkpoint = load(path_of(tmp_path / "outputs/first/checkpoints", 4))
+    checkpoint = load(checkpoint_path(tmp_path / "outputs/first/checkpoints", 4))
     wanted = checkpoint.tensors("model") | checkpoint.tensors("averaging")
     frozen = ["updates=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
     for number, value in enumerate(("first", "outputs/first", str(checkpoint.path), "last")):
         ended = server.run([*words, *frozen, f"weights={value}", f"run=begun-{number}"], tmp_path)
         assert ended.code == 0, ended.err
-        found = load_file(path_of(tmp_path / f"outputs/begun-{number}/checkpoints", 1) / "model.safetensors")
+        found = load_file(checkpoint_path(tmp_path / f"outputs/begun-{number}/checkpoints", 1) / "model.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), value
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.durable import checkpoint, files
-from runner.durable.manifest import sealed
+from runner.durable.manifest import seal
 from tests.faults import saver
 
 Content = dict[str, bytes]  # name of a file -> what is in it
@@ -43,7 +43,7 @@ class Pair:
 
 
 def name_of(update: int) -> str:
-    return checkpoint.path_of(Path(), update).name
+    return checkpoint.checkpoint_path(Path(), update).name
 
 
 # What one file may become
@@ -152,7 +152,7 @@ def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[
     del manifest["sha256"]
     what, change = generator.choice(_FORGERIES)
     change(manifest, generator.choice(manifest["files"]))
-    content["MANIFEST.json"] = sealed(manifest)
+    content["MANIFEST.json"] = seal(manifest)
     return what, content
 
 
@@ -195,7 +195,7 @@ def every_length(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 def tree(folder: Path) -> Content:
     """Return what is in the files of the folder."""
-    return {name: (folder / name).read_bytes() for name in files.names(folder)}
+    return {name: (folder / name).read_bytes() for name in files.list_names(folder)}
 
 
 def make_odd(path: Path, generator: random.Random) -> str:

@@ -89,7 +89,7 @@ for _name in [name for name in vars(System) if not name.startswith("_")]:
     setattr(Counting, _name, _counted(_name))
 
 if FAULT.get("at") in ("save", "recovery"):
-    _through = files.through(Counting())
+    _through = files.use_system(Counting())
     _through.__enter__()
 
 

@@ -16,10 +16,10 @@ import torch
 
 from runner.base.errors import ConfigError, Problem
 from runner.durable import checkpoint, files
-from runner.durable.checkpoint import Snapshot, path_of, recover, retain, save, save_part
-from runner.durable.checkpoint_writer import Writer
+from runner.durable.checkpoint import Snapshot, checkpoint_path, recover, retain, save, save_part
+from runner.durable.checkpoint_writer import CheckpointWriter
 from runner.durable.directory import RunDirectory
-from runner.durable.rewind import rewound
+from runner.durable.rewind import rewind_run
 from tests.durable.parts import parts_of
 from tests.faults.crash_states import State
 from tests.faults.recording import Quick, Recording
@@ -45,10 +45,10 @@ class History:
     def record(self, root: Path) -> Recording:
         """Return what the history does in the new folder `root`."""
         root.mkdir()
-        with files.through(Quick()):
+        with files.use_system(Quick()):
             self.prepare(root)
         recording = Recording(root)
-        with files.through(recording):
+        with files.use_system(recording):
             self.act(root, recording.acknowledge)
         return recording
 
@@ -73,7 +73,7 @@ def bits_of(update: int) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, b
     return {stem: _bits(tensors) for stem, tensors in snapshot(update).tensors.items()}
 
 
-def check_loaded(loaded: checkpoint.Loaded) -> None:
+def check_loaded(loaded: checkpoint.LoadedCheckpoint) -> None:
     """What was loaded is, bit for bit, what was saved for its update."""
     expected = snapshot(loaded.update)
     assert loaded.state == expected.state
@@ -90,8 +90,8 @@ def check_checkpoints(
     works. Two valid ones are there once two were acknowledged (`num_saved`; None: each one up to `acknowledged`). What
     is damaged is among `damaged`: a crash leaves each checkpoint whole or out of sight.
     """
-    visible = {update for update in range(20) if files.exists(path_of(directory, update))}
-    whole = {update for update in visible if not checkpoint.verify(path_of(directory, update))}
+    visible = {update for update in range(20) if files.exists(checkpoint_path(directory, update))}
+    whole = {update for update in visible if not checkpoint.verify(checkpoint_path(directory, update))}
     assert visible - whole <= damaged, f"damaged under their names: {visible - whole}"
     assert len(whole) >= min(2, acknowledged if num_saved is None else num_saved), f"only {whole} are left"
     recovery = recover(directory)
@@ -101,7 +101,7 @@ def check_checkpoints(
     assert found >= acknowledged, f"update {found} was found, but {acknowledged} was acknowledged"
     if recovery.checkpoint:
         check_loaded(recovery.checkpoint)
-    assert not [name for name in files.names(directory) if name.startswith(files.TEMPORARY)], "not swept"
+    assert not [name for name in files.list_names(directory) if name.startswith(files.TEMPORARY)], "not swept"
     save(directory, snapshot(found + 1))
     retain(directory, 2)
     newest = recover(directory).checkpoint
@@ -116,7 +116,7 @@ def on_disk(state: State, root: Path) -> Iterator[Path]:
     """The state is in the folder `root` while it is looked at, without waiting for the disk."""
     state.put(root)
     try:
-        with files.through(Quick()):
+        with files.use_system(Quick()):
             yield root
     finally:
         shutil.rmtree(root)
@@ -181,9 +181,9 @@ def _write_in_the_background(root: Path, promise: Promise) -> None:
     def saved(path: Path) -> None:
         promise("update", int(path.name.removeprefix("update-")))
 
-    with Writer(directory, keep_last=1, on_saved=saved) as writer:
+    with CheckpointWriter(directory, keep_last=1, on_saved=saved) as writer:
         for update in (1, 2, 3, 4):
-            writer.submit(snapshot(update), best=[path_of(directory, 1)])
+            writer.submit(snapshot(update), best=[checkpoint_path(directory, 1)])
 
 
 def _check_saved(root: Path, promised: Mapping[str, Any]) -> None:
@@ -193,8 +193,8 @@ def _check_saved(root: Path, promised: Mapping[str, Any]) -> None:
 def _one_valid_two_damaged(root: Path) -> None:
     directory = _open_run(root)
     _saved(directory, 1, 2, 3)
-    damage(path_of(directory, 2))
-    damage(path_of(directory, 3), checkpoint.STATE)
+    damage(checkpoint_path(directory, 2))
+    damage(checkpoint_path(directory, 3), checkpoint.STATE)
 
 
 def _save_over_damaged(root: Path, promise: Promise) -> None:
@@ -241,7 +241,7 @@ def _left_half_made(root: Path) -> None:
     """What a killed save and a killed retention leave."""
     directory = _open_run(root)
     _saved(directory, 1, 2, 3)
-    path_of(directory, 1).rename(directory / ".tmp-old-update-0000000001-ab")
+    checkpoint_path(directory, 1).rename(directory / ".tmp-old-update-0000000001-ab")
     (directory / ".tmp-update-0000000004-cd").mkdir()
     (directory / ".tmp-update-0000000004-cd" / "model.safetensors").write_bytes(b"half")
 
@@ -263,7 +263,7 @@ def _recover_and_save(root: Path, promise: Promise, last: int) -> None:
 def _three_and_a_damaged_one(root: Path) -> None:
     directory = _open_run(root)
     _saved(directory, 7, 8, 9)
-    path_of(directory, 7).rename(directory / "damaged-update-0000000007-1")
+    checkpoint_path(directory, 7).rename(directory / "damaged-update-0000000007-1")
 
 
 def _start_afresh(root: Path, promise: Promise) -> None:
@@ -276,7 +276,7 @@ def _start_afresh(root: Path, promise: Promise) -> None:
 
 def _check_afresh(root: Path, promised: Mapping[str, Any]) -> None:
     directory = _checkpoints(root)
-    kept = [name for name in files.names(directory) if re.search("update-000000000[789]", name)]
+    kept = [name for name in files.list_names(directory) if re.search("update-000000000[789]", name)]
     assert len(kept) == 3, f"nothing is thrown away, but there are {kept}"
     if not promised:
         return
@@ -413,7 +413,7 @@ def _go_back_and_return(root: Path, promise: Promise) -> None:
     """Go back to update 1 in a run that then fails before it has trained."""
     run = RunDirectory.find(root / "runs", "one")
     promise("between", (1, 2, 3))
-    with suppress(ConfigError), rewound(run, "1", lambda _: None):
+    with suppress(ConfigError), rewind_run(run, "1", lambda _: None):
         promise("between", (1, 3))
         with RunDirectory.create_or_open(root / "runs", "one") as held, files.AppendLog(held.metrics) as log:
             log.cut(len(ROWS[0]))
@@ -424,8 +424,8 @@ def _go_back_and_return(root: Path, promise: Promise) -> None:
 def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
     """Every checkpoint and row is there, seen or set aside, and the rows that the newest checkpoint counts are seen."""
     directory, run = _checkpoints(root), root / "runs" / "one"
-    kept = {found[0] for name in files.names(directory) if (found := re.search(r"\d{10}", name))}
-    assert kept == {f"{update:010}" for update in (1, 2, 3)}, f"a checkpoint is lost: {files.names(directory)}"
+    kept = {found[0] for name in files.list_names(directory) if (found := re.search(r"\d{10}", name))}
+    assert kept == {f"{update:010}" for update in (1, 2, 3)}, f"a checkpoint is lost: {files.list_names(directory)}"
     rows = b"".join(ROWS[:3])
     logs = [path.read_bytes() for path in run.glob("metrics*.jsonl")]
     assert any(log == rows for log in logs), "rows are lost"
@@ -482,7 +482,7 @@ def _save_the_first(root: Path, promise: Promise) -> None:
 
 def _one_valid_one_damaged(root: Path) -> None:
     _two_saved(root)
-    damage(path_of(root / "runs" / "one" / "checkpoints", 2))
+    damage(checkpoint_path(root / "runs" / "one" / "checkpoints", 2))
 
 
 def _save_over_the_damaged(root: Path, promise: Promise) -> None:

@@ -38,7 +38,7 @@ class Campaign:
 
 def kill_saves(folder: Path, count: int, seed: int) -> Campaign:
     """Kill a process that saves in a row `count` times, half of them at an operation, half by another process."""
-    with files.through(CarelessOfAll()):  # what was written survives a kill, on disk or not
+    with files.use_system(CarelessOfAll()):  # what was written survives a kill, on disk or not
         return _kill_saves(folder, count, seed)
 
 

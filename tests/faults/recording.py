@@ -255,7 +255,7 @@ class Faults(System):
     @contextmanager
     def active(self) -> Iterator[Faults]:
         """Inside, files are changed through this system."""
-        with files.through(self):
+        with files.use_system(self):
             yield self
 
     def restart(self) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from runner.base.errors import StorageError
 from runner.durable import files
-from runner.durable.checkpoint import Loaded, Snapshot, recover, retain, save, verify
+from runner.durable.checkpoint import LoadedCheckpoint, Snapshot, recover, retain, save, verify
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.system import System
@@ -111,7 +111,7 @@ def start(work: Callable[[Callable[[str, int], None]], None], system: System, be
     try:
         if isinstance(system, Interrupted):
             system.tell = lambda number: _tell(writing, "operations", number)
-        with files.through(system):
+        with files.use_system(system):
             work(lambda kind, update: _tell(writing, kind, update))
     except (StorageError, OSError):
         code = 0  # the power is gone; nothing more was acknowledged
@@ -172,7 +172,7 @@ def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
         assert update >= told.saved, f"update {told.saved} was acknowledged, recovered was {update}"
         if found.checkpoint:
             assert_is(found.checkpoint)
-        there = [name for name in files.names(checkpoints) if name.startswith("update-")]
+        there = [name for name in files.list_names(checkpoints) if name.startswith("update-")]
         assert len(there) >= min(KEEP, told.saved), f"only {there} are left"
         assert all(not verify(checkpoints / name) for name in there), f"not all of {there} are valid"
         _assert_rows(directory.metrics, told, update, garbage=garbage)
@@ -182,7 +182,7 @@ def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
     return update + 1
 
 
-def assert_is(loaded: Loaded) -> None:
+def assert_is(loaded: LoadedCheckpoint) -> None:
     """What was loaded is, bit for bit, the snapshot of its update."""
     expected = snapshot(loaded.update)
     assert loaded.state == expected.state, f"state of {loaded.update} is {loaded.state}"

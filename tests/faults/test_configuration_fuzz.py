@@ -26,8 +26,8 @@ from runner.base.errors import AccelRunError, ConfigError, Exit
 from runner.base.paths import shipped_path
 from runner.cli import print_problems
 from runner.config.configuration import Configuration, compose, to_yaml
-from runner.config.options import GROUPS, options_of
-from runner.config.request import Request, text_of_value
+from runner.config.options import GROUPS, list_options
+from runner.config.request import Request, format_value
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.planner import inventory_for, make_plan
 from tests.faults.mutations import FILES, slip, spoiled_word
@@ -72,7 +72,7 @@ class Case:
 def known() -> dict[str, str]:
     """Every key of the default configuration with a word for its value; groups with their options are apart."""
     found = compose(Request()).flat()
-    return {key: text_of_value(value) for key, value in found.items() if key not in GROUPS}
+    return {key: format_value(value) for key, value in found.items() if key not in GROUPS}
 
 
 # ---------------------------------------------------------------- cases
@@ -105,7 +105,7 @@ def _slip_of_key(rng: random.Random, known: dict[str, str]) -> Case:
 
 def _slip_of_group(rng: random.Random, known: dict[str, str]) -> Case:
     group = rng.choice(GROUPS)
-    option = rng.choice(options_of(group))
+    option = rng.choice(list_options(group))
     spoiled = slip(rng, group)
     meant = frozenset() if spoiled == group or len(group) < 4 else as_near(spoiled, [*known, *GROUPS])
     return Case("slip of a group", [f"{spoiled}={option}"], meant=meant)
@@ -113,10 +113,10 @@ def _slip_of_group(rng: random.Random, known: dict[str, str]) -> Case:
 
 def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
     group = rng.choice(GROUPS)
-    option = rng.choice(options_of(group))
+    option = rng.choice(list_options(group))
     spoiled = slip(rng, option)
-    is_still_one = spoiled in options_of(group) or spoiled in ("", "none", "off")
-    meant = frozenset() if is_still_one or len(option) < 4 else as_near(spoiled, options_of(group))
+    is_still_one = spoiled in list_options(group) or spoiled in ("", "none", "off")
+    meant = frozenset() if is_still_one or len(option) < 4 else as_near(spoiled, list_options(group))
     return Case("slip of an option", [f"{group}={spoiled}"], meant=meant)
 
 

@@ -29,7 +29,7 @@ BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 @pytest.fixture
 def pair(memory: Path) -> Iterator[Pair]:
-    with files.through(CarelessOfAll()):  # nothing here asks what a power cut leaves
+    with files.use_system(CarelessOfAll()):  # nothing here asks what a power cut leaves
         yield Pair(memory)
 
 
@@ -41,7 +41,7 @@ def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
     saver.assert_is(found.checkpoint)
     assert [name for name, _ in found.skipped] == [name_of(NEW)], how
     assert damaging.tree(pair.directory / f"damaged-{name_of(NEW)}-1") == damaged, how
-    assert files.names(pair.directory) == [f"damaged-{name_of(NEW)}-1", name_of(OLD)], how
+    assert files.list_names(pair.directory) == [f"damaged-{name_of(NEW)}-1", name_of(OLD)], how
 
 
 def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(
@@ -78,7 +78,7 @@ def test_only_damaged_checkpoints_never_restart_silently(pair: Pair, amount: Amo
             with pytest.raises(DataError, match="resume=fresh") as caught:
                 recover(pair.directory)
             assert caught.value.exit_code == Exit.BAD_DATA, how
-        there = {name: damaging.tree(pair.directory / name) for name in files.names(pair.directory)}
+        there = {name: damaging.tree(pair.directory / name) for name in files.list_names(pair.directory)}
         assert there == {f"damaged-{name}-1": content for name, content in contents.items()}, how
         tally.tried += 1
 
@@ -119,7 +119,7 @@ def test_non_files_are_moved_aside_too(pair: Pair, amount: Amount, seed: int, ta
         found = recover(pair.directory)
         assert found.checkpoint is not None
         assert found.checkpoint.update == OLD, f"{name or 'the folder'} is {what}"
-        assert f"damaged-{name_of(NEW)}-1" in files.names(pair.directory)
+        assert f"damaged-{name_of(NEW)}-1" in files.list_names(pair.directory)
         tally.tried += 1
 
 
@@ -238,7 +238,7 @@ def test_status_shows_a_run_with_arbitrary_files(
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    loaded = checkpoint.load(checkpoint.path_of(run / "checkpoints", 60))
+    loaded = checkpoint.load(checkpoint.checkpoint_path(run / "checkpoints", 60))
     return {f"{stem}/{name}": tensor for stem in loaded.stems for name, tensor in loaded.tensors(stem).items()}
 
 
@@ -256,7 +256,7 @@ def test_a_run_resumes_whatever_else_is_damaged(
     for number in range(amount(3, 1000)):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(whole, run)
-        shutil.rmtree(checkpoint.path_of(run / "checkpoints", 60))
+        shutil.rmtree(checkpoint.checkpoint_path(run / "checkpoints", 60))
         generator = random.Random(f"{seed} resume {number}")
         how = f"seed {seed}, resume {number}: {damage_a_file(run, generator)}"
         ended = server.run(BASE, tmp_path)

@@ -65,9 +65,9 @@ WITHOUT_ADVICE = {
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
     },
     "of another rank, whose own words are what is told": {
-        "RankLost(f'rank {rank} failed: {text}', where=where)", "RankLost(answer.text, where=WHERE)",
+        "RankLost(f'rank {rank} failed: {text}', where=where)", "RankLost(output.text, where=WHERE)",
         "RankLost(value.text, where='parallelism=pipeline')", "AccelRunError(differs)",
-        "RankLost(f'rank {rank} is out of memory', where=self._location(shortage))",
+        "RankLost(f'rank {rank} is out of memory', where=self._describe_location(cause))",
     },
     "a damaged or incomplete checkpoint or copy: the caller skips it and reports which one it uses": {
         "DataError('it belongs to another update', where=str(target))",
@@ -75,8 +75,8 @@ WITHOUT_ADVICE = {
         "DataError(f'its {MANIFEST} is damaged', where=where)",
         """DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)""",
         "DataError(f'the parts of {name} do not fit together: {error}', where=str(where))",
-        """StorageError(f"rank {rank} cannot write its part: {found.get('error')}", where=str(temporary))""",
-        """StorageError(f"{entry['name']} is not what its rank has written", where=str(temporary))""",
+        """StorageError(f"rank {rank} cannot write its part: {report.get('error')}", where=str(temporary))""",
+        """StorageError(f"{entry['name']} differs in size from what its rank has written", where=str(temporary))""",
         "StorageError(f'rank {min(missing)} has not written its part', where=str(temporary))",
     },
     "the saver says what it does about it": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},

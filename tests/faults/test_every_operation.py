@@ -34,7 +34,7 @@ OF_WRITES = ("short", "killed half way")
 
 def forget_what_is_held() -> None:
     """Do to this process what its end does: locks and opened folders are gone."""
-    files.forget_locks()
+    files.close_inherited_locks()
     dirfd.unpin_all()
 
 
@@ -47,17 +47,17 @@ class Attempt:
 
     def __init__(self, history: History, at: Mapping[int, str], root: Path, inner: System | None = None) -> None:
         self.root = root
-        self.promised: dict[str, Any] = {}
+        self.pending_length: dict[str, Any] = {}
         self.ended: BaseException | None = None
         root.mkdir()
         victim = root.with_name("victim")
         victim.write_text("untouched")
-        with files.through(Quick()):
+        with files.use_system(Quick()):
             history.prepare(root)
         self.faults = Faults(at, inner, victim)
         with self.faults.active():
             try:
-                history.act(root, self.promised.__setitem__)
+                history.act(root, self.pending_length.__setitem__)
             except (AccelRunError, Killed) as error:
                 self.ended = error
         forget_what_is_held()
@@ -74,8 +74,8 @@ def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
         if isinstance(attempt.ended, AccelRunError):
             assert attempt.ended.problems, "an error says what it is about"
             assert attempt.ended.problems[0].where, "an error says where it happened"
-        with files.through(Quick()):
-            history.check(root, attempt.promised)
+        with files.use_system(Quick()):
+            history.check(root, attempt.pending_length)
     except Exception as error:
         raise AssertionError(f"{told}: {attempt.ended!r}\n{type(error).__name__}: {error}") from error
     finally:
@@ -95,7 +95,7 @@ def test_every_operation_fails_once(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
     trace = tried(history, {}, memory / "whole").faults.trace
-    whole = Attempt(history, {}, memory / "once").promised
+    whole = Attempt(history, {}, memory / "once").pending_length
     every = [
         (number, kind)
         for (number, (operation, _)), kind in itertools.product(enumerate(trace), KINDS)
@@ -106,7 +106,7 @@ def test_every_operation_fails_once(
         attempt = tried(history, {number: kind}, memory / "attempt")
         assert attempt.faults.met == [number]
         if attempt.ended is None:
-            assert attempt.promised == whole, f"{history.name}, {kind} at {trace[number]}: went on in silence"
+            assert attempt.pending_length == whole, f"{history.name}, {kind} at {trace[number]}: went on in silence"
         if kind == "short":
             assert attempt.ended is None, f"{history.name}: a short write is continued"
         tally.tried += 1
@@ -270,7 +270,7 @@ def test_a_run_in_just_created_folders_survives_a_crash(
 ) -> None:
     history = History("folders just made", _in_folders_just_made, _check_in_folders)
     if not is_synced:
-        monkeypatch.setattr(files, "sync_names_of", lambda _: None)
+        monkeypatch.setattr(files, "sync_ancestors", lambda _: None)
     recording = history.record(memory / "run")
     places = [place + 1 for place, one in enumerate(recording.operations) if isinstance(one, Acknowledge)]
     found = states(recording.start, recording.operations, 0, 0, points=places)
@@ -302,7 +302,7 @@ def test_a_log_with_a_failed_sync_makes_no_further_promise(
     (memory / "run").mkdir()
     recording = Recording(memory / "run")
     if is_forgotten:  # lint-tests: private: what the defect would be, that no argument should allow
-        monkeypatch.setattr(files.AppendLog, "_fault", property(lambda _: None, lambda *_: None), raising=False)
+        monkeypatch.setattr(files.AppendLog, "_sync_error", property(lambda _: None, lambda *_: None), raising=False)
     with Faults({syncs[-2]: "EIO"}, recording).active():
         _sync_again(memory / "run", recording.acknowledge)
     found = states(recording.start, recording.operations, 0, 0)
@@ -343,20 +343,20 @@ def failing_read(at: int, code: int) -> Iterator[list[str]]:
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
 def test_every_read_of_a_recovery_and_of_a_retention_fails_once(memory: Path, code: int, tally: Tally) -> None:
     def filled(directory: Path) -> Path:
-        with files.through(Quick()):
+        with files.use_system(Quick()):
             for update in (1, 2, 3, 4):
                 checkpoint.save(directory, snapshot(update))
         return directory
 
     for act in (lambda path: checkpoint.retain(path, 2), checkpoint.recover):
-        with failing_read(-1, code) as calls, files.through(Quick()):
+        with failing_read(-1, code) as calls, files.use_system(Quick()):
             act(filled(memory / "whole"))
         shutil.rmtree(memory / "whole")
         for at in range(len(calls)):
             directory = filled(memory / "attempt")
-            with failing_read(at, code), files.through(Quick()), suppress(StorageError):
+            with failing_read(at, code), files.use_system(Quick()), suppress(StorageError):
                 act(directory)
-            with files.through(Quick()):
+            with files.use_system(Quick()):
                 check_checkpoints(directory, 4)
             shutil.rmtree(directory)
             tally.tried += 1

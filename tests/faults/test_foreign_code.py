@@ -13,7 +13,7 @@ from runner.base.errors import ConfigError, SecurityRefusal
 from runner.commands.complete import candidates
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.durable.run_request import origin_of
+from runner.durable.run_request import load_run_request
 from runner.launch.launcher import submit
 from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer
@@ -94,9 +94,9 @@ def test_no_run_can_name_code_below_the_output_root(
     from runner.durable.directory import RunDirectory
 
     directory = RunDirectory.find(Path("outputs"), "a")
-    assert origin_of(directory, Path("outputs"), Request()).task_file == TASK
+    assert load_run_request(directory, Path("outputs"), Request()).task_file == TASK
     with pytest.raises(SecurityRefusal):
-        origin_of(directory, tmp_path, Request())  # TASK is not below, but then neither is the run in that root
+        load_run_request(directory, tmp_path, Request())  # TASK is not below, but then neither is the run in that root
 
 
 HOSTILE = (

@@ -108,12 +108,12 @@ def hostile_words() -> Iterator[tuple[str, ...]]:
 def test_hostile_overrides_are_refused_and_nothing_is_called(
     watch: list[tuple[str, str]], seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    from runner.durable.directory import check_name
+    from runner.durable.directory import check_run_name
 
     for words in some(hostile_words(), amount(30, 10_000), seed):
         if words[0].startswith("run="):
             with pytest.raises(AccelRunError):
-                check_name(words[0].partition("=")[2])
+                check_run_name(words[0].partition("=")[2])
         else:
             error = attempt(words)
             assert error is not None, f"taken for data: {words}"

@@ -21,7 +21,7 @@ import torch
 
 from runner.base.errors import AccelRunError
 from runner.durable import files
-from runner.durable.checkpoint import Snapshot, load, path_of, recover, retain, save
+from runner.durable.checkpoint import Snapshot, checkpoint_path, load, recover, retain, save
 from runner.durable.directory import RunDirectory
 from runner.durable.system import System
 from tests.faults import saver
@@ -128,7 +128,7 @@ def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> 
             take_away(path)
 
     system = saver.Interrupted(lambda: None, -1, "before", real, before)
-    with files.through(system):
+    with files.use_system(system):
         yield system
     take_away(path)
 
@@ -145,7 +145,7 @@ def work(root: Path, times: int = 1) -> tuple[int, int]:
                 run.write("predictions/answer.txt", "x")
                 with files.AppendLog(run.metrics) as metrics:
                     metrics.write("{}")
-                files.sweep(run.checkpoints)
+                files.remove_temporary_files(run.checkpoints)
                 with suppress(AccelRunError):
                     recover(run.checkpoints)
             done += 1
@@ -242,7 +242,7 @@ def test_an_output_root_that_is_a_link_is_followed_and_a_run_that_is_one_is_not(
     (tmp_path / "outputs").symlink_to(tmp_path / "disk")
     with RunDirectory.create_or_open(tmp_path / "outputs", "run") as run:
         save(run.checkpoints, snapshot(1))
-    assert path_of(tmp_path / "disk" / "run" / "checkpoints", 1).is_dir()
+    assert checkpoint_path(tmp_path / "disk" / "run" / "checkpoints", 1).is_dir()
     (tmp_path / "disk" / "other").symlink_to(tmp_path)
     with pytest.raises(AccelRunError) as caught:
         RunDirectory.create_or_open(tmp_path / "outputs", "other")

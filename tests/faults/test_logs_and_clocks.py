@@ -13,7 +13,7 @@ import torch
 
 from runner.cli import main
 from runner.durable import checkpoint
-from runner.durable.directory import default_name, runs
+from runner.durable.directory import generate_run_name, list_runs
 from runner.engine.save_policy import SavePolicy
 from runner.host.process_identity import process_identity
 from runner.records import events
@@ -78,7 +78,7 @@ def test_repeated_failed_starts_do_not_change_a_run(
 
 
 def test_logs_are_bounded_and_restart_beyond_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST_BYTES", 5000)
+    monkeypatch.setattr(events, "MAX_LOG_BYTES", 5000)
     for _ in range(200):
         log, console = events.Events(tmp_path / "events.jsonl"), events.Console(tmp_path / "console.log", level="error")
         log.record("start", text="x" * 100)
@@ -121,7 +121,7 @@ def test_a_clock_that_jumps_changes_nothing_that_is_computed(
         assert json.loads((run / "run.json").read_text())["state"] == "done"
         tally.tried += 2
     still, jumping = (tmp_path / name / "outputs" / "mine" for name in ("still", "jumping"))
-    theirs, ours = (checkpoint.load(checkpoint.path_of(run / "checkpoints", 40)) for run in (still, jumping))
+    theirs, ours = (checkpoint.load(checkpoint.checkpoint_path(run / "checkpoints", 40)) for run in (still, jumping))
     for stem in theirs.stems:
         expected, found = theirs.tensors(stem), ours.tensors(stem)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), stem
@@ -160,7 +160,7 @@ def test_runs_of_any_time_are_found_and_ordered(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
         os.utime(tmp_path / name / "run.json", (written, written))
-    found = [path.name for path in runs(tmp_path)]
+    found = [path.name for path in list_runs(tmp_path)]
     assert sorted(found) == sorted(times)
     assert found[:3] == ["future", "now", "past"]
-    assert default_name("gpt") != default_name("gpt")  # also within one second
+    assert generate_run_name("gpt") != generate_run_name("gpt")  # also within one second

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from runner.base.errors import Exit
-from runner.durable.checkpoint import Loaded, load, newest_valid
+from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from tests.faults.cells import AXES, Cell, cells_whose_readers_change, covering, drawn, pairs
 from tests.faults.tallies import SEED, Tally
 from tests.forkserver import Ended, ForkServer
@@ -43,7 +43,7 @@ UPDATES_OF_EPOCH = {"whole": 3, "ragged": 4, "drop_last": 3, "bad": 4}
 class Result:
     """What a run left: the last checkpoint, the rows without times, the bad samples of the history that survived."""
 
-    last: Loaded
+    last: LoadedCheckpoint
     tensors: dict[str, dict[str, torch.Tensor]]
     rows: list[dict[str, Any]]
     bad: list[tuple[str, int, int]]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from runner.base.world import World
-from runner.durable.checkpoint import load, newest_valid, path_of
+from runner.durable.checkpoint import checkpoint_path, load, newest_valid
 from runner.engine.phase import restore_rank_random_state
 from tests.distributed.ranks import CPU
 from tests.faults.cells import Cell
@@ -216,7 +216,7 @@ def test_measured_shares_are_restored(server: ForkServer, memory: Path, tally: T
     assert matrix.attempt(cell, memory, words, killed_at(20)).code < 0
     assert matrix.attempt(cell, memory, words, {}).code == 0
     for update in (20, 21):
-        shares = load(path_of(memory / "outputs/mine/checkpoints", update)).state["shares"]
+        shares = load(checkpoint_path(memory / "outputs/mine/checkpoints", update)).state["shares"]
         assert (shares["total"], sum(shares["current"]), len(shares["ranks"])) == (8, 8, 2)
         assert shares["known"]
     tally.tried += 1

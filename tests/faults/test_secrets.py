@@ -395,16 +395,16 @@ def test_pwd_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_setting_has_the_name_of_a_secret() -> None:
-    from runner.config.options import AXES, GROUPS, function_of, options_of, task_source
+    from runner.config.options import AXES, GROUPS, find_signature, list_options, task_source
     from runner.config.schema import read_functions, settings_keys
     from runner.config.settings import Settings
 
     keys = [*settings_keys(Settings), *GROUPS]
     for group in AXES:
-        for option in options_of(group):
-            signature = function_of(group, option)
+        for option in list_options(group):
+            signature = find_signature(group, option)
             keys += list(signature.keys) if signature else []
-    for task in options_of("task"):
+    for task in list_options("task"):
         for function in read_functions(task_source(task, None)).values():
             keys += list(function.keys)
     assert not [key for key in keys if is_secret_name(key)]
@@ -731,11 +731,11 @@ def test_numbers_hashes_and_data_are_not_secrets(show: Callable[[str], str]) -> 
 
 def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
     from runner.config.configuration import compose
-    from runner.config.options import options_of
+    from runner.config.options import list_options
     from runner.config.request import Request
 
     root = Path(__file__).parent.parent.parent
-    for task in options_of("task"):
+    for task in list_options("task"):
         flat = compose(Request((f"task={task}",))).flat()
         assert list(find_secrets(flat)) == []
         refuse_secrets([f"{key}={value}" for key, value in flat.items()])

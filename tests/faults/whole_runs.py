@@ -110,7 +110,7 @@ def run(
         real = Acknowledging(tell)
         system = saver.Interrupted(die, end.at, end.moment, real, is_told=end.heard is not None)
         system.tell = lambda number: tell("operations", number)
-        with files.through(system):
+        with files.use_system(system):
             code = _main(words, folder, output, end.environment or {})
         (output.with_suffix(".operations")).write_text(str(system.count))
         os._exit(code)
@@ -213,7 +213,7 @@ def random_end(generator: random.Random, operations: int) -> tuple[str, End]:
 
 
 def _final(folder: Path) -> dict[str, torch.Tensor]:
-    loaded = checkpoint.load(checkpoint.path_of(folder / "outputs" / NAME / "checkpoints", UPDATES))
+    loaded = checkpoint.load(checkpoint.checkpoint_path(folder / "outputs" / NAME / "checkpoints", UPDATES))
     return {f"{stem}/{name}": tensor for stem in loaded.stems for name, tensor in loaded.tensors(stem).items()}
 
 

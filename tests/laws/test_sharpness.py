@@ -42,7 +42,7 @@ def request_of(folder: Path, *words: str, task: Path = TASK) -> Request:
 
 
 def saved(folder: Path, stem: str = "model") -> dict[str, Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", UPDATES)).tensors(stem))
+    return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", UPDATES)).tensors(stem))
 
 
 def trained(folder: Path, *words: str, world: World | None = None, task: Path = TASK) -> dict[str, Tensor]:

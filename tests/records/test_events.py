@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.records.events import Console, Events, level_said
+from runner.records.events import Console, Events, terminal_log_level
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
@@ -43,13 +43,13 @@ def test_the_terminal_shows_its_level_and_the_file_everything(
 )
 def test_the_environment_sets_the_log_level(said: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_RUN_SAYS", said)
-    assert level_said() == level
+    assert terminal_log_level() == level
 
 
 def test_an_invalid_level_gets_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_RUN_SAYS", "quiet")
     with pytest.raises(ConfigError, match="must be one of debug, info, warning, error, but is quiet"):
-        level_said()
+        terminal_log_level()
 
 
 def test_a_warning_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +60,7 @@ def test_a_warning_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_silent_ranks_write_no_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(tmp_path / "console.log", speaks=False)
+    console = Console(tmp_path / "console.log", is_enabled=False)
     console.error("same as rank 0")
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "console.log").exists()
@@ -68,10 +68,10 @@ def test_silent_ranks_write_no_events(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_messages_are_printed_above_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     console, above = Console(), []
-    console.speak_through(above.append)
+    console.print_through(above.append)
     console.info("saved")
     console.warning("slow")
-    console.speak_through(None)
+    console.print_through(None)
     console.info("done")
     assert above == ["saved", "warning: slow"]
     assert capsys.readouterr() == ("done\n", "")

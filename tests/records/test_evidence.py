@@ -11,7 +11,7 @@ import pytest
 
 from runner.base.json_converter import encode
 from runner.durable.record_files import read_record
-from runner.records.evidence import Evidence, better_known
+from runner.records.evidence import Evidence, choose_evidence
 from runner.records.phase_record import PhaseRecord
 
 FULL = Evidence(
@@ -61,19 +61,19 @@ def test_measurements_of_few_updates_do_not_replace_those_of_many(updates: int |
     many = replace(FULL, updates=100)
     few = replace(FULL, updates=updates, parts_s={"closing": 0.1}, phases=(PhaseRecord("train", "train"),))
 
-    assert better_known(many, few) == replace(many, phases=few.phases)
-    assert better_known(None, few) == few
+    assert choose_evidence(many, few) == replace(many, phases=few.phases)
+    assert choose_evidence(None, few) == few
 
 
 def test_the_newest_process_determines_whether_the_run_failed() -> None:
     many, few = replace(FULL, updates=100), replace(FULL, updates=3)
 
-    assert better_known(replace(many, unfinished=True), few).unfinished is None
-    assert better_known(many, replace(few, unfinished=True)).unfinished
+    assert choose_evidence(replace(many, unfinished=True), few).unfinished is None
+    assert choose_evidence(many, replace(few, unfinished=True)).unfinished
 
 
 def test_measurements_of_other_settings_or_similar_length_are_replaced() -> None:
     many = replace(FULL, updates=100)
 
     for now in (replace(FULL, updates=20), replace(FULL, updates=3, num_workers=8), replace(FULL, device="cpu")):
-        assert better_known(many, now) == now
+        assert choose_evidence(many, now) == now

@@ -17,8 +17,8 @@ from runner.cli import main
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.durable.record_files import read_error, read_record
-from runner.durable.run_request import origin_of
-from runner.durable.run_state import state_of
+from runner.durable.run_request import load_run_request
+from runner.durable.run_state import derive_state
 from runner.plan.run_plan import Plan
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
@@ -124,7 +124,7 @@ def test_a_run_of_version_1_is_read_completely(root: Path) -> None:
     assert (found.problem, found.wrong) == ("", ())
     again = json.loads(to_json(found.to_json()))
     assert list(lost(content, again)) == []
-    assert state_of(found).word == "finished"
+    assert derive_state(found).word == "finished"
 
 
 def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +136,7 @@ def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixt
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["state"], row["task"], row["update"], row["items_per_s"]) == ("finished", "cape", 6, 474.5517287580912)
     directory = RunDirectory.find(root, "first")
-    assert origin_of(directory, root, Request()).overrides[0] == "task=cape"
+    assert load_run_request(directory, root, Request()).overrides[0] == "task=cape"
     assert len(directory.owner.uid or "") == 32
     story = read_story(directory)
     assert (story.task, story.metrics["val/pck"], "record" in story.missing) == ("cape", 0.14916314143829318, False)

@@ -22,7 +22,7 @@ import pytest
 from runner.base.errors import ConfigError, DataError
 from runner.base.text import NOT_MEASURED
 from runner.cli import main
-from runner.commands.arguments import read
+from runner.commands.arguments import parse_arguments
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
@@ -343,7 +343,7 @@ def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
         "phases": {"train": {"seconds": 1}},
         "evidence": {},
     }
-    with RunDirectory.create_or_open(tmp_path, "copy", of_a_sweep=True) as copy:
+    with RunDirectory.create_or_open(tmp_path, "copy", for_sweep=True) as copy:
         for file, good in ((run.parent / "sweep.json", told), (run / "run.json", made)):
             (run.parent / "sweep.json").write_text(json.dumps(told))
             (run / "run.json").write_text(json.dumps(made))
@@ -372,7 +372,7 @@ def test_a_damaged_sweep_is_not_restarted(
     assert main(GRID) == 65
     assert "sweep.json" in capsys.readouterr().err
     assert file.read_text() == damage
-    RunDirectory.create_or_open(tmp_path / "outputs", "mine", of_a_sweep=True).release()  # nobody holds it
+    RunDirectory.create_or_open(tmp_path / "outputs", "mine", for_sweep=True).release()  # nobody holds it
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
@@ -445,7 +445,7 @@ def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
     program, command, *words = sweep["command"]
     assert (program, command, words[-1]) == ("accel-run", "train", "${args_no_hyphens}")
     made = create_sweep_command_args({"args": chosen})["args_no_hyphens"]
-    configuration = compose(read([*words[:-1], *made]).request)
+    configuration = compose(parse_arguments([*words[:-1], *made]).request)
     assert configuration.flat()["optimizer.lr"] == 0.0001
     assert configuration.settings.global_batch_size == 64
     assert configuration.choices["scheduler"].name == "linear"
@@ -461,7 +461,7 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
         "phases": ["train"],
     }
     made = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
-    found = compose(read(made["args_no_hyphens"]).request).flat()
+    found = compose(parse_arguments(made["args_no_hyphens"]).request).flat()
     assert {key: found[key] for key in values} == {**values, "max_grad_norm": None}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.durable.checkpoint import Loaded, load, newest_valid
+from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from tests.forkserver import ForkServer
 
 # Small enough for seconds; each goes on in the phase in which it was asked to stop.
@@ -29,7 +29,7 @@ STOPPED = {
 NEEDS = {"cape": "matplotlib", "hyperspectral": "skimage", "tractodiff": "dipy"}
 
 
-def last(folder: Path) -> Loaded:
+def last(folder: Path) -> LoadedCheckpoint:
     path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
     assert path is not None
     return load(path)

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from runner.base.optimizer_state import copy_values
 from runner.base.values import Factor
-from runner.config.option_table import make
-from runner.durable.checkpoint import Loaded
+from runner.config.option_table import call_option
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
@@ -34,7 +34,7 @@ class Averaging(Hook):
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
         self._choice = phase.run_.plan.choices[self.name]
-        self._rule: Rule | None = make(AVERAGINGS, self._choice.function, **self._choice.options)
+        self._rule: Rule | None = call_option(AVERAGINGS, self._choice.function, **self._choice.options)
         self._num_averaged = 0
         self._averages: dict[str, Tensor] = {}
 
@@ -69,7 +69,7 @@ class Averaging(Hook):
             copy_values(average, state[name])
 
     @staticmethod
-    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if _evaluates_average(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
             averaged = expand_shared_names(parts.bare, checkpoint.tensors(Averaging.name))
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})

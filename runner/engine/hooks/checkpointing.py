@@ -17,12 +17,12 @@ from torch import Tensor
 
 from runner.base.errors import StorageError
 from runner.base.global_rng import random_state
-from runner.config.option_table import make
+from runner.config.option_table import call_option
 from runner.durable import checkpoint as checkpoints
-from runner.durable.checkpoint import Loaded, Snapshot
-from runner.durable.checkpoint_choice import bests_beside
-from runner.durable.checkpoint_parts import PartOf
-from runner.durable.checkpoint_writer import NoWriter, PartWriter, Writer
+from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
+from runner.durable.checkpoint_choice import find_best_checkpoints
+from runner.durable.checkpoint_parts import CheckpointPart
+from runner.durable.checkpoint_writer import CheckpointWriter, NoWriter, PartWriter
 from runner.engine import non_finite
 from runner.engine.checkpoint_saver import Saver
 from runner.engine.evaluate import EvaluationResult
@@ -58,14 +58,14 @@ class Checkpointing(Hook):
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
         phase.progress_mark.write_progress = self._write_progress
 
-    def _make_saver(self, start: Loaded | None) -> Saver:
+    def _make_saver(self, start: LoadedCheckpoint | None) -> Saver:
         run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
-        policy, screen = make(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
-        writer: Writer | NoWriter = NoWriter()
+        policy, screen = call_option(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
+        writer: CheckpointWriter | NoWriter = NoWriter()
         if run.parts.parallel.saves_parts and not run.parts.world.is_first:
             writer = PartWriter(run.directory.checkpoints, check=self._check_finite)
         elif run.parts.world.is_first:
-            writer = Writer(
+            writer = CheckpointWriter(
                 run.directory.checkpoints,
                 keep_last=max(2, policy.keep),
                 on_retry=lambda error: screen.warn(f"saving the checkpoint failed and is retried: {error}"),
@@ -75,7 +75,7 @@ class Checkpointing(Hook):
                 on_saved=run.mirror.notify,
                 in_use=run.mirror.in_use,
             )
-        on_disk, bests = (start.update, bests_beside(start, policy.ranking)) if start else (None, [])
+        on_disk, bests = (start.update, find_best_checkpoints(start, policy.ranking)) if start else (None, [])
         return Saver(policy, writer, run.save_cost, run.host_buffers, screen, on_disk=on_disk, bests=bests)
 
     def begin(self) -> None:
@@ -267,18 +267,18 @@ class Checkpointing(Hook):
         return problem
 
     def _check_directory(self) -> None:
-        """Check that the run directory exists and is locked by this run; raises as `RunDirectory.check_place` does."""
+        """Check that the run directory exists and is locked by this run; raises as `check_location` does."""
         if self.phase.parts.world.is_first:
-            self.phase.run_.directory.check_place(self.phase.run_.observers.screen.warn_once)
+            self.phase.run_.directory.check_location(self.phase.run_.observers.screen.warn_once)
 
     def _kept_checkpoints(self) -> tuple[Path, ...]:
         """Return the checkpoints that are kept regardless of age: the best ones, and those of earlier phases."""
         numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.progress.kept]
-        return tuple(checkpoints.path_of(self.phase.run_.directory.checkpoints, number) for number in numbers)
+        return tuple(checkpoints.checkpoint_path(self.phase.run_.directory.checkpoints, number) for number in numbers)
 
     def _write_progress(self) -> tuple[int, object] | None:
         """Return the update whose checkpoint is being written, and a counter of disk progress."""
-        writing = self.saver.writer.under_way
+        writing = self.saver.writer.write_progress
         return (writing[0] - self.phase.run_.progress.updates_before, writing) if writing else None
 
     def _report_newest(self, reason: str) -> None:
@@ -286,7 +286,7 @@ class Checkpointing(Hook):
         if newest_number is None:
             warn(f"{reason}; there is no checkpoint yet: the same command restarts at update 0")
             return
-        name = checkpoints.path_of(self.phase.run_.directory.checkpoints, newest_number).name
+        name = checkpoints.checkpoint_path(self.phase.run_.directory.checkpoints, newest_number).name
         warn(f"{reason}; {name} remains, {self.phase.number - newest_number} updates after it are repeated")
 
     # ------------------------------------------------------------ what
@@ -333,14 +333,14 @@ class Checkpointing(Hook):
             "run_id": run.directory.name,
             "run_uid": run.provenance.uid,
             "wandb_id": run.observers.tracker.id,
-            "metrics_bytes": run.observers.metrics.promised,  # they are on disk before the checkpoint has its name
+            "metrics_bytes": run.observers.metrics.pending_length,  # synced before the checkpoint gets its name
         }
         tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), copy), **work_tensors}
         tensors |= {name: parts.parallel.checkpoint_tensors(values, copy) for name, values in hook_tensors.items()}
         part = None
         if parts.parallel.saves_parts:
             token = parts.world.broadcast(secrets.token_hex(4))
-            part = PartOf(parts.world.rank, parts.world.world_size, token)
+            part = CheckpointPart(parts.world.rank, parts.world.world_size, token)
             if not parts.world.is_first:
                 return Snapshot(phase.number, tensors, state, manifest, part)
         for rank, (generators, _) in enumerate(rank_states):
@@ -373,7 +373,7 @@ class Checkpointing(Hook):
         non_finite.check_finite(buffers, where, non_finite.STATISTICS_FIX)
 
 
-def hook_state(name: str, start: Loaded) -> Any:
+def hook_state(name: str, start: LoadedCheckpoint) -> Any:
     """Return the state of the hook of this name in a checkpoint, None if there is none."""
     state = start.state.get(name)
     return {**(state or {}), **start.tensors(name)} if name in start.stems else state

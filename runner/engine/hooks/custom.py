@@ -12,8 +12,8 @@ from torch import Tensor
 
 from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
-from runner.config.option_table import file_of_reference, make
-from runner.config.own_tables import ENABLED, HOOK
+from runner.config.custom_tables import ENABLED, HOOK
+from runner.config.option_table import call_option, reference_file
 from runner.engine.contract_checks import describe_value
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.hooks.forward_state import ForwardState
@@ -40,10 +40,10 @@ def build_hooks(phase: PhaseView, classes: Sequence[type[Hook]]) -> tuple[Hook, 
 
 
 def _build_hook(phase: PhaseView, choice: Choice) -> Hook:
-    source = file_of_reference(choice.function)
+    source = reference_file(choice.function)
     options = {name: value for name, value in choice.options.items() if name != ENABLED}
     built_in: dict[str, Callable[..., Hook]] = {}  # none: the function is in the task file or a package
-    hook = make(built_in, choice.function, phase, **options)
+    hook = call_option(built_in, choice.function, phase, **options)
     if not isinstance(hook, Hook):
         raise TaskFault(f"the hook {choice.name} must be a subclass of runner.Hook", where=str(source))
     if getattr(hook, "phase", None) is not phase:

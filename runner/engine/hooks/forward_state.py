@@ -14,7 +14,7 @@ from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
 from runner.base.errors import TaskFault
 from runner.base.module_buffers import is_writable
 from runner.base.text import abbreviate
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
@@ -111,7 +111,7 @@ class ForwardState(Hook):
             )
 
     @staticmethod
-    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if ForwardState.name in checkpoint.stems:
             _load(parts.bare, checkpoint.tensors(ForwardState.name))
 

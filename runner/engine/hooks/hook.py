@@ -15,7 +15,7 @@ from runner.base.errors import AccelRunError
 from runner.base.order import Order
 from runner.base.stopwatch import Stopwatch
 from runner.base.task import Task
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.balance import FixedShares
 from runner.engine.evaluate import EvaluationResult
@@ -66,7 +66,7 @@ class PhaseView:
     run_: TrainingRun
     name: str
     planned: PhasePlan
-    start: Loaded | None
+    start: LoadedCheckpoint | None
     began: float
     total: int
     position: Position
@@ -237,5 +237,5 @@ class Hook:
         """Release resources, also after an error, which takes precedence over errors raised here."""
 
     @staticmethod
-    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         """Prepare the model for inference and export, after the weights of the checkpoint are loaded."""

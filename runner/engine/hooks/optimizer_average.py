@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import ConfigError, Problem
-from runner.durable.checkpoint import Loaded
+from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.hooks.averaging import Averaging, expand_shared_names
 from runner.engine.hooks.hook import Hook
@@ -43,7 +43,7 @@ class OptimizerAverage(Hook):
             return {name: weight.detach().clone() for name, weight in self.phase.work.owned.items()}
 
     @staticmethod
-    def load_for_inference(parts: Parts, checkpoint: Loaded) -> None:
+    def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if OptimizerAverage.name in checkpoint.stems:
             averaged = expand_shared_names(parts.bare, checkpoint.tensors(OptimizerAverage.name))
             parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})

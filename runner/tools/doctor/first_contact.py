@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.accelerator import get_accelerator, is_stand_in
 from runner.base.text import first_line, format_bytes
-from runner.config.config_files import facts_of_profiles
+from runner.config.config_files import profile_facts
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.monitor.gpu_driver import open_driver
@@ -254,7 +254,7 @@ def expectation(request: Request, context: CheckContext) -> Expected | str:
     parts = predicted(demand, phase.batch.micro_batch_size, rank).parts
     allocated = sum(size for part, size in parts.items() if part not in ("libraries", "allocator"))
     of_pass, passes = demand.at(phase.batch.micro_batch_size).work.launches, phase.batch.accumulation_steps
-    seconds = seconds_of(plan, phase, demand, peaks_of_ranks(plan, list(facts_of_profiles().values())))
+    seconds = seconds_of(plan, phase, demand, peaks_of_ranks(plan, list(profile_facts().values())))
     return Expected(allocated, allocated + parts.get("allocator", 0), demand.step.launches + of_pass * passes, seconds)
 
 

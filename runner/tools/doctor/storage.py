@@ -75,7 +75,7 @@ def nearest(path: Path) -> Path:
 def remove_trials(root: Path, pid: int) -> None:
     """What a check that was killed left in the folder for runs is gone; `pid`: the process that had it made."""
     folder = nearest(root)
-    for name in files.names(folder):
+    for name in files.list_names(folder):
         if name.startswith(f"{TRIAL}{pid}-"):
             files.remove(folder / name)
 

@@ -17,9 +17,9 @@ from runner.base.secret import sanitize
 from runner.config.config_files import selected_options
 from runner.config.configuration import compose
 from runner.config.options import GROUPS
-from runner.config.request import Request, key_of, merge_overrides
+from runner.config.request import Request, merge_overrides, override_key
 from runner.durable import files
-from runner.durable.directory import check_name
+from runner.durable.directory import check_run_name
 
 MARK = "# Written by accel-run"
 
@@ -67,7 +67,7 @@ def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, 
 def check_profile(request: Request, name: str) -> Path:
     """Return the file of a profile of that name. Raises ConfigError if it cannot be written."""
     try:
-        check_name(name)
+        check_run_name(name)
     except ConfigError as error:
         what = "must be letters, digits, '.', '_' and '-', and begin with a letter or digit; 'last' is taken"
         raise ConfigError(Problem(what, f"profile={name}", "choose another name, as profile=mine")) from error
@@ -137,7 +137,7 @@ def _of_the_one_before(request: Request) -> tuple[str, ...]:
 def _with_profile(request: Request, profile: Profile, name: str, folder: Path) -> Request:
     """Return the request with the profile, without overrides of its settings."""
     set_by_it = [word.partition("=")[0] for word in profile.words]
-    words = [word for word in request.overrides if key_of(word) not in (*set_by_it, "hardware")]
+    words = [word for word in request.overrides if override_key(word) not in (*set_by_it, "hardware")]
     own = None if folder == shipped_path("conf") else folder
     return replace(request, overrides=(*words, f"hardware={name}"), config_dir=own)
 

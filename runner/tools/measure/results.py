@@ -189,7 +189,7 @@ class Results:
     def _remove(self, names: tuple[str, ...]) -> list[Path]:
         ours = [self.file(name).name for name in names]
         torn = tuple(f"{files.TEMPORARY}{name}-" for name in ours)
-        found = [self.folder / name for name in files.names(self.folder) if name in ours or name.startswith(torn)]
+        found = [self.folder / name for name in files.list_names(self.folder) if name in ours or name.startswith(torn)]
         for path in found:
             files.remove(path)
         return found

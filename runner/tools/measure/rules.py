@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.console.bottleneck import IDLE_PERCENT, spent_on
+from runner.console.bottleneck import IDLE_PERCENT, describe_share
 from runner.engine.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_S, parse_every
 from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.facts import Facts
@@ -86,7 +86,7 @@ def data_wait(facts: Facts) -> RuleFinding | None:
         tries.append(f"dataloader.prefetch_factor={2 * int(values.get('dataloader.prefetch_factor', 2))}")
         who = f"{workers} workers read" if workers > 1 else "1 worker reads"
     cached, size = cache(facts)
-    evidence = f"{spent_on('data', share)}; {who}, {_cores(cores)}{size}"
+    evidence = f"{describe_share('data', share)}; {who}, {_cores(cores)}{size}"
     return _found(evidence, *(word for words in cached for word in words), *tries, at_most=_without(share))
 
 
@@ -167,7 +167,7 @@ def saves_too_often(facts: Facts) -> RuleFinding | None:
     if share < PART:
         return None
     times = f", {saves} checkpoints of {seconds / saves:.2g} s" if saves else ""
-    evidence = f"{spent_on('saving', share)} (checkpoint.every={every}{times})"
+    evidence = f"{describe_share('saving', share)} (checkpoint.every={every}{times})"
     if not is_by_clock or not saves:
         return _found(evidence, "checkpoint.every=auto", at_most=_without(share))
     each_s, apart_s = seconds / saves, (seconds / saves) / share
@@ -184,7 +184,7 @@ def logs_too_often(facts: Facts) -> RuleFinding | None:
     if share is None or share < PART or not isinstance(every, int):
         return None
     rarer = f"log_every={10 * every if every >= 10 else 50}"
-    return _found(f"{spent_on('logging', share)} (log_every={every})", rarer, at_most=_without(share))
+    return _found(f"{describe_share('logging', share)} (log_every={every})", rarer, at_most=_without(share))
 
 
 def evaluates_too_often(facts: Facts) -> RuleFinding | None:
@@ -194,7 +194,7 @@ def evaluates_too_often(facts: Facts) -> RuleFinding | None:
         return None
     apart = max(1, round(updates / num))
     return _found(
-        f"{spent_on('evaluation', share)}: {num} of them, one every {apart} updates",
+        f"{describe_share('evaluation', share)}: {num} of them, one every {apart} updates",
         by_hand=f"use evaluate.every={5 * apart}; it affects which checkpoint is the best one",
         at_most=_without(share * 0.8),
     )
@@ -207,7 +207,7 @@ def slow_hooks(facts: Facts) -> RuleFinding | None:
         return None
     show = "see what runs between updates: accel-run profile shows it"
     return _found(
-        f"{spent_on('hooks', share)}, besides metrics, evaluations and checkpoints",
+        f"{describe_share('hooks', share)}, besides metrics, evaluations and checkpoints",
         by_hand="look at what begin_update of the task does" if of_the_task else show,
         at_most=_without(share),
     )

@@ -11,7 +11,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.paths import shipped_path
 from runner.config.configuration import Choice, Configuration, PhaseSettings
 from runner.config.guarded_yaml import read_guarded
-from runner.config.options import function_of
+from runner.config.options import find_signature
 from runner.config.request import merge_overrides
 from runner.config.schema import did_you_mean
 
@@ -113,7 +113,7 @@ def _carried(before: Choice, option: str, words: Iterable[str], group: str = "op
 
     group  where they are set: of the run, or of a phase, which then gets the other optimizer
     """
-    signature = function_of("optimizer", option)
+    signature = find_signature("optimizer", option)
     given = {word.partition("=")[0] for word in words}
     if signature is None or option == before.name:
         return []

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from runner.base.errors import AccelRunError
 from runner.config.configuration import Configuration, compose
-from runner.config.options import function_of, options_of
+from runner.config.options import find_signature, list_options
 from runner.config.request import Request, merge_overrides
 from runner.plan.inventory import Inventory
 from runner.plan.planner import make_plan
@@ -122,7 +122,7 @@ class TuneState:
 
     def options(self, group: str) -> list[str]:
         """Return the options of a group that are not in use."""
-        here = options_of(group, self.place.request.config_dir)
+        here = list_options(group, self.place.request.config_dir)
         return [name for name in here if name not in ("auto", self.get(group))]
 
     def choices(self, group: str) -> list[Overrides]:
@@ -131,7 +131,7 @@ class TuneState:
 
     def literals(self, group: str, key: str) -> list[str]:
         """Return the other values of a key of the chosen option by its type, without `auto`."""
-        signature = function_of(group, str(self.get(group)))
+        signature = find_signature(group, str(self.get(group)))
         known = get_args(signature.keys[key].type) if signature and key in signature.keys else ()
         return [value for value in known if value not in ("auto", self.get(f"{group}.{key}"))]
 
@@ -169,7 +169,7 @@ def _readers(state: TuneState) -> Proposed:
     for option in (loader, *state.options("dataloader")):
         if option == "thread":  # without a cache it is one worker process, which is among the numbers
             continue
-        signature, chosen = function_of("dataloader", option), (f"dataloader={option}",)
+        signature, chosen = find_signature("dataloader", option), (f"dataloader={option}",)
         own: Overrides = () if option == loader else chosen
         if signature is not None and "num_workers" in signature.keys:
             is_as_now = not own or loader == "thread"

@@ -30,7 +30,7 @@ def phases(story: RunData) -> PageTable:
             for where, peak in (("device", phase.peak_device_gib), ("host", phase.peak_host_gib))
             if peak
         ]
-        mostly = bottleneck.mostly(phase.parts_s, sum(phase.parts_s.values()))
+        mostly = bottleneck.summarize_shares(phase.parts_s, sum(phase.parts_s.values()))
         state = "finished" if phase.finished else "not finished"
         rows.append((name, phase.kind, state, made, format_duration(phase.seconds), mostly, ", ".join(peaks), values))
     head = ("phase", "kind", "state", "updates", "time", "mostly", "peak GiB", "last metrics")

@@ -23,10 +23,10 @@ from runner.config.guarded_yaml import read_guarded
 from runner.config.request import Request
 from runner.durable import files
 from runner.durable.checkpoint import verify
-from runner.durable.checkpoint_choice import marks
-from runner.durable.directory import RunDirectory, is_name
+from runner.durable.checkpoint_choice import label_checkpoints
+from runner.durable.directory import RunDirectory, is_run_name
 from runner.durable.record_files import read_error, read_plan, read_record
-from runner.durable.run_state import RunState, state_of
+from runner.durable.run_state import RunState, derive_state
 from runner.monitor.samples import MachineSamples
 from runner.monitor.samples_file import read_samples
 from runner.records.evidence import Evidence, throughput
@@ -123,7 +123,7 @@ class RunData:
     @property
     def said(self) -> str:
         """What stands behind run= for this run in a line to be pasted: its name, or its path if it lies elsewhere."""
-        is_usual = self.path == (Path(_USUAL_ROOT) / self.path.name).absolute() and is_name(self.path.name)
+        is_usual = self.path == (Path(_USUAL_ROOT) / self.path.name).absolute() and is_run_name(self.path.name)
         return self.name if is_usual else fit(shlex.quote(str(self.path)))
 
     @property
@@ -183,7 +183,7 @@ def read_story(directory: RunDirectory) -> RunData:
         plan=plan,
         environment=environment,
         error=read_error(path, _clean),
-        standing=state_of(record),
+        standing=derive_state(record),
         curves=_curves(directory, missing),
         settings=UsedSettings(config, _defaults(record, missing) if config else {}),
         samples=_samples(directory, missing),
@@ -341,7 +341,7 @@ def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[C
     run = directory.owner
     is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MOST_READ
     problems = {name: tuple(map(fit, verify(folder / name, run))) if is_read else None for name in found}
-    known = marks([folder / name for name, of_name in problems.items() if not of_name])
+    known = label_checkpoints([folder / name for name, of_name in problems.items() if not of_name])
     for name, sizes in found.items():
         yield Checkpoint(fit(name), sum(sizes.values()), sizes, problems[name], tuple(map(fit, known.get(name, ()))))
 
@@ -349,7 +349,7 @@ def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[C
 def names_in(folder: Path) -> list[str]:
     """Return the sorted names in a folder of the run; one that cannot be read, or is a link out of it, has none."""
     try:
-        return files.names(folder) if files.is_plain_directory(folder) else []
+        return files.list_names(folder) if files.is_plain_directory(folder) else []
     except AccelRunError:
         return []
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from runner.base.json_values import as_dict
 from runner.console import bottleneck
 from runner.durable import files
-from runner.durable.directory import is_name
+from runner.durable.directory import is_run_name
 from runner.monitor.health_rules import HealthVerdict, verdicts
 from runner.monitor.samples import Summary
 from runner.tools.report.chart_parts import Missing
@@ -45,7 +45,7 @@ def page_of(story: RunData) -> Page:
         limits=Limits(
             sentence=_limited(story),
             time=time,
-            parts=bottleneck.table(
+            parts=bottleneck.format_time_table(
                 story.parts_s, story.total_s, (story.evidence.updates if story.evidence else None) or 0
             ),
             verdicts=_verdicts(story),
@@ -112,7 +112,7 @@ def _limited(story: RunData) -> str:
     if story.samples is not None and not story.plan.device.startswith("cpu"):
         means = Summary.of(story.samples).whole.metrics
         busy = {gpu: means[f"{gpu}/util"].mean for gpu in story.samples.devices if f"{gpu}/util" in means}
-    said = bottleneck.limited_by(story.parts_s, story.total_s, busy)
+    said = bottleneck.describe_bottleneck(story.parts_s, story.total_s, busy)
     return said[:1].upper() + said[1:]
 
 
@@ -130,7 +130,7 @@ def _repeat(story: RunData) -> list[Step]:
     if not files.is_plain_file(story.path / "command.sh"):
         return steps
     script = f"sh {fit(shlex.quote(str(story.path / 'command.sh')))}"
-    is_named = is_name(story.path.name)
+    is_named = is_run_name(story.path.name)
     if is_named and story.standing.word in _GOES_ON:
         steps.append(Step("Resume this run:", f"{script} run={story.name}"))
     again = f" run={story.name}-again" if is_named else ""

@@ -43,7 +43,7 @@ def weights_of(phase: Any) -> dict[str, Tensor]:
 
 
 def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[str, Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", update)).tensors(stem))
+    return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
 def trained(folder: Path, *words: str, world: World | None = None) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.durable.checkpoint import load, newest_valid, path_of
+from runner.durable.checkpoint import checkpoint_path, load, newest_valid
 from tests.forkserver import ForkServer
 from tests.laws.test_buffers import result
 
@@ -98,6 +98,6 @@ def test_a_buffer_that_changes_first_in_a_later_update_is_saved_with_that_update
     (tmp_path / "late.py").write_text(text)
     words = f"--task {tmp_path / 'late.py'} device=cpu monitor=off dataloader.num_workers=0 run=mine"
     trained(server, tmp_path, f"{words} updates=4 checkpoint.every=3 evaluate.every=0")
-    saved = load(path_of(tmp_path / "outputs/mine/checkpoints", 3)).tensors("forward_state")
+    saved = load(checkpoint_path(tmp_path / "outputs/mine/checkpoints", 3)).tensors("forward_state")
     (used,) = (tensor for name, tensor in saved.items() if name.endswith("used"))
     assert used.sum() == 4 + 8, "the third update has counted its 8 samples"

@@ -40,7 +40,7 @@ def request_of(folder: Path, *words: str) -> Request:
 
 
 def saved(folder: Path, stem: str = "optimizer_average", update: int = UPDATES) -> dict[str, Tensor]:
-    return dict(checkpoint.load(checkpoint.path_of(folder / "mine" / "checkpoints", update)).tensors(stem))
+    return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
 def trained(folder: Path, *words: str, world: World | None = None) -> None:

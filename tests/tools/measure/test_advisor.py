@@ -14,7 +14,7 @@ import pytest
 from runner.base.errors import ConfigError
 from runner.base.json_converter import encode
 from runner.cli import main
-from runner.commands.advise import run, screen
+from runner.commands.advise import format_advice, run
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
@@ -103,7 +103,7 @@ def test_advice_is_one_list_sorted_by_gain(shown: Callable[..., None]) -> None:
     unknown = RuleFinding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
     found = advice(THREADS, NOTHING, findings=(unknown, small, large))
 
-    shown("\n".join(screen(found)))
+    shown("\n".join(format_advice(found)))
     told = json.loads(json.dumps(as_json(found)))["advice"]
     assert [each["rule"] for each in told] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
     assert [each["gain"] for each in told] == [1.73, 1.1, 1.05, None]
@@ -113,12 +113,12 @@ def test_advice_is_one_list_sorted_by_gain(shown: Callable[..., None]) -> None:
 def test_manual_fixes_are_shown_if_no_setting_helps(shown: Callable[..., None]) -> None:
     waits = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.5)
 
-    shown("\n".join(screen(advice(NOTHING, findings=(waits,)))), name="by hand")
-    shown("\n".join(screen(advice(NOTHING))), name="nothing")
+    shown("\n".join(format_advice(advice(NOTHING, findings=(waits,)))), name="by hand")
+    shown("\n".join(format_advice(advice(NOTHING))), name="nothing")
 
 
 def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised(shown: Callable[..., None]) -> None:
-    lines = "\n".join(screen(advice(WORKERS, NOTHING, WRONG)))
+    lines = "\n".join(format_advice(advice(WORKERS, NOTHING, WRONG)))
     shown(lines)
     assert lines.isascii()
 
@@ -162,8 +162,8 @@ def test_slow_starting_settings_are_advised_only_for_long_trainings(
 
     assert not advice(short).advised
     assert advice(long).advised == [long]
-    shown("\n".join(screen(advice(short))), name="short")
-    shown("\n".join(screen(advice(long))), name="long")
+    shown("\n".join(format_advice(advice(short))), name="short")
+    shown("\n".join(format_advice(advice(long))), name="long")
 
 
 def measured(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.errors import AccelRunError
-from runner.commands.tune import run, screen
+from runner.commands.tune import format_result, run
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
@@ -535,7 +535,7 @@ def test_after_a_failed_proof_the_profile_is_empty_and_says_so(tmp_path: Path, m
         composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
         assert composed == plain | {"hardware": "mine"}
         assert "# No setting: " in file.read_text()
-        assert "profile is empty" in "\n".join(screen(tuned(proof)))
+        assert "profile is empty" in "\n".join(format_result(tuned(proof)))
 
 
 def test_a_profile_in_use_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +576,7 @@ def test_results_are_json_and_ascii() -> None:
     assert found["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
     assert found["proof"]["speedup"] == 1.5
     assert as_json(tuned(None))["settings"] == []
-    assert "\n".join(screen(tuned(BOTH))).isascii()
+    assert "\n".join(format_result(tuned(BOTH))).isascii()
 
 
 # ---------------------------------------------------------------- the command

@@ -12,8 +12,8 @@ from statistics import fmean, median
 from runner.base.errors import AccelRunError, Exit
 from runner.base.json_converter import encode
 from runner.config.configuration import Configuration, compose
-from runner.config.options import function_of
-from runner.config.request import key_of
+from runner.config.options import find_signature
+from runner.config.request import override_key
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, everything
 from runner.tools.measure.compare import LEAST_ROUNDS, CompareLimits
@@ -81,7 +81,7 @@ def plain(configuration: Configuration) -> tuple[str, ...]:
 
 def _except_set(words: Iterable[str], configuration: Configuration) -> Iterator[str]:
     """Yield the overrides that leave settings of the command line unchanged."""
-    typed = {key_of(word).lstrip("+"): word for word in configuration.request.overrides}
+    typed = {override_key(word).lstrip("+"): word for word in configuration.request.overrides}
     options = {group: choice.name for group, choice in configuration.choices.items()}
     for word in words:
         key, _, value = word.partition("=")
@@ -99,7 +99,7 @@ def _except_set(words: Iterable[str], configuration: Configuration) -> Iterator[
 
 
 def _has_key(group: str, option: str, key: str) -> bool:
-    signature = function_of(group, option)
+    signature = find_signature(group, option)
     return signature is not None and key in signature.keys
 
 
@@ -252,7 +252,7 @@ def _notes(wanted: SuiteRequest, biggest: Mapping[str, Biggest]) -> list[str]:
     notes = [f"biggest batch {name}: {each.why}" for name, each in biggest.items() if each.size is not None]
     notes += ["the biggest batch is one reading per variant, in doublings"] if notes else []
     notes.append("memory is one reading per variant")
-    typed = [word for word in wanted.request.overrides if key_of(word).partition(".")[0] in GROUPS]
+    typed = [word for word in wanted.request.overrides if override_key(word).partition(".")[0] in GROUPS]
     return [*notes, f"set on the command line, so the same before and after: {' '.join(typed)}"] if typed else notes
 
 

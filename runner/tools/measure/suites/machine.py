@@ -13,7 +13,7 @@ from typing import Any
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.json_converter import encode
 from runner.base.text import first_line
-from runner.config.config_files import facts_of_profiles
+from runner.config.config_files import profile_facts
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
 from runner.host.subprocesses import run_in_subprocess
@@ -47,7 +47,7 @@ def run(wanted: SuiteRequest) -> SuiteReport:
     for part in parts:
         wanted.say(f"measures {part}")
         found.add(part, _in_process(part, asked, SHARES[part] * wanted.budget_s))
-    peaks = DataSheetPeaks(facts_of_profiles(wanted.request.config_dir))
+    peaks = DataSheetPeaks(profile_facts(wanted.request.config_dir))
     tables, sources = _tables(found.rates, inventory, peaks)
     found.notes += sources
     rates = [encode(rate) | dict(zip(("low", "high"), rate.quartiles, strict=True)) for rate in found.rates]

@@ -15,7 +15,7 @@ import torch
 
 from runner.base.errors import ConfigError
 from runner.commands import benchmark
-from runner.config.config_files import facts_of_profiles
+from runner.config.config_files import profile_facts
 from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.tools.doctor import arithmetic
@@ -228,7 +228,7 @@ def test_without_a_gpu_all_that_needs_one_is_listed_with_the_reason() -> None:
 
 @pytest.fixture(scope="module")
 def peaks() -> DataSheetPeaks:
-    return DataSheetPeaks(facts_of_profiles())
+    return DataSheetPeaks(profile_facts())
 
 
 def rate_of(part: str, name: str) -> Rate:
@@ -236,7 +236,7 @@ def rate_of(part: str, name: str) -> Rate:
 
 
 def test_a_peak_comes_from_the_profile_of_this_device_with_its_source(peaks: DataSheetPeaks) -> None:
-    facts = facts_of_profiles()["h100"]["devices"][0]
+    facts = profile_facts()["h100"]["devices"][0]
 
     peak, source = peaks.of(H100, rate_of("matmul", "bf16"))
     assert peak == facts["bf16_tensor_tflops"] * 1e12

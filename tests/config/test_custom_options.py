@@ -12,10 +12,10 @@ import pytest
 from runner.base.errors import ConfigError, Problem
 from runner.cli import main
 from runner.commands.complete import candidates
-from runner.config import own_options
+from runner.config import custom_options
 from runner.config.configuration import compose
-from runner.config.option_table import make
-from runner.config.options import function_of
+from runner.config.option_table import call_option
+from runner.config.options import find_signature
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
 from tests.suggestions import suggested
@@ -98,7 +98,7 @@ def test_an_option_of_the_task_file_has_the_keys_of_its_signature(write: Callabl
     assert (chosen.name, chosen.options) == ("signed", {"lr": 0.125, "beta": 0.75})
     assert configuration.choices["scheduler"].options == {"every": 2}
     assert configuration.sources["optimizer.beta"] == configuration.sources["optimizer"] == "command line"
-    signature = function_of("optimizer", chosen.function)
+    signature = find_signature("optimizer", chosen.function)
     assert signature is not None
     assert [key for key in signature.keys if signature.keys[key].help] == ["lr", "beta"]
     assert [note for note in configuration.notes if "optimizer=signed" in note and str(file) in note]
@@ -154,7 +154,10 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
 
 def test_a_key_of_an_option_may_have_any_name() -> None:
     keys = {"table": 1, "option": 2, "given": 3, "keys": 4}
-    assert make({"any": lambda *given, **found: (given, found)}, "any", "parameters", **keys) == (("parameters",), keys)
+    assert call_option({"any": lambda *given, **found: (given, found)}, "any", "parameters", **keys) == (
+        ("parameters",),
+        keys,
+    )
 
 
 def losses(folder: Path) -> list[float]:
@@ -188,12 +191,12 @@ def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, m
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
     (metadata / "entry_points.txt").write_text(f"[accel_run.options]\nmine = {name}.rules\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    own_options.forget_packages()
+    custom_options.clear_package_cache()
     try:
         configuration = compose(Request(("optimizer=signed",)))
     finally:
         monkeypatch.undo()
-        own_options.forget_packages()
+        custom_options.clear_package_cache()
     assert configuration.choices["optimizer"].function == f"{name}.rules:OPTIMIZERS:signed"
     assert [note for note in configuration.notes if f"{name} 1.5" in note]
     assert name not in sys.modules

@@ -11,9 +11,9 @@ import pytest
 from runner.base.errors import ConfigError, Problem
 from runner.cli import main
 from runner.commands.complete import candidates
-from runner.config import own_options
+from runner.config import custom_options
 from runner.config.configuration import compose
-from runner.config.own_tables import hook_name
+from runner.config.custom_tables import hook_name
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
 
@@ -184,13 +184,13 @@ def test_the_hook_of_a_package_is_off_until_it_is_enabled_and_names_its_package(
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
     (metadata / "entry_points.txt").write_text(f"[accel_run.hooks]\nmine = {name}.hooks\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    own_options.forget_packages()
+    custom_options.clear_package_cache()
     try:
         off = compose(Request(("task=gpt",)))
         on = compose(Request(("task=gpt", "hook.log_images.enabled=true")))
     finally:
         monkeypatch.undo()
-        own_options.forget_packages()
+        custom_options.clear_package_cache()
     assert not [hook for hook in off.hooks if hook.options["enabled"]]
     (hook,) = (hook for hook in on.hooks if hook.options["enabled"])
     assert hook.function == f"{name}.hooks:HOOKS:log_images"

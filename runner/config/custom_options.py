@@ -1,0 +1,126 @@
+"""Options, hooks and tasks defined by a task file or an installed package, found without executing any of it.
+
+Only the user can name code: with --task, or by installing a package with entry points.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from runner.base.errors import Problem
+from runner.config.custom_tables import (
+    HOOK,
+    HOOK_TABLE,
+    OPTION_TABLES,
+    CustomOption,
+    Options,
+    ParsedTables,
+    find_name_error,
+    read_tables,
+)
+from runner.config.schema import read_functions
+
+TABLE_ENTRY_POINTS = ("accel_run.options", "accel_run.hooks")  # entry points that name a module with tables
+TASK_ENTRY_POINTS = "accel_run.tasks"  # entry points that name a module with `build`
+TASK = "task"
+
+
+def find_custom_options(task_file: Path | None) -> Options:
+    """Return (group, name) -> definitions of installed packages and of the task file; broken tables are omitted."""
+    return {**_read_packages()[0], **(read_tables(task_file, str(task_file))[0] if task_file else {})}
+
+
+def find_custom_hooks(task_file: Path | None) -> list[CustomOption]:
+    """Return the hooks in the order in which they run: those of packages, then those of the task file."""
+    return [option for (group, _), option in find_custom_options(task_file).items() if group == HOOK]
+
+
+def table_problems(task_file: Path | None) -> list[Problem]:
+    """Return what is wrong with the tables of the task file and of installed packages."""
+    return [*_read_packages()[1], *(read_tables(task_file, str(task_file))[1] if task_file else ())]
+
+
+def find_by_reference(reference: str) -> CustomOption | None:
+    """Return the option with this reference; None if it is no reference of an option."""
+    location, table, name = [*reference.rsplit(":", 2), "", ""][:3]
+    group = HOOK if table == HOOK_TABLE else OPTION_TABLES.get(table, ("",))[0]
+    return find_custom_options(Path(location) if location.endswith(".py") else None).get((group, name))
+
+
+def packaged_task_file(name: str) -> Path | None:
+    """Return the file of a task that a package defines, None if there is none of this name."""
+    task = _read_packages()[0].get((TASK, name))
+    return _find_module_file(task.location) if task else None
+
+
+def packaged_task_module(name: str) -> str | None:
+    """Return the module of a task that a package defines, None if there is none of this name."""
+    task = _read_packages()[0].get((TASK, name))
+    return task.location if task else None
+
+
+@cache
+def _read_packages() -> ParsedTables:
+    """Return the definitions of installed packages; if two define the same option, the first package by name wins."""
+    from importlib.metadata import entry_points
+
+    options: dict[tuple[str, str], CustomOption] = {}
+    problems: list[Problem] = []
+    all_points = entry_points()  # once: it reads a file of each installed package
+    points = {
+        entry_point: None
+        for group in (*TABLE_ENTRY_POINTS, TASK_ENTRY_POINTS)
+        for entry_point in all_points.select(group=group)
+    }
+    for entry_point in sorted(
+        points, key=lambda entry_point: (entry_point.dist.name if entry_point.dist else "", entry_point)
+    ):
+        package = f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else entry_point.name
+        file = _find_module_file(entry_point.module)
+        if file is None:
+            what = f"names the module {entry_point.module}, which is not installed"
+            problems.append(Problem(what, f"package {package}", "reinstall the package, or uninstall it"))
+        elif entry_point.group == TASK_ENTRY_POINTS:
+            task = _read_packaged_task(entry_point.name, entry_point.module, file, package)
+            if isinstance(task, Problem):
+                problems.append(task)
+            else:
+                options.setdefault((TASK, task.name), task)
+        else:
+            package_options, table_errors = read_tables(file, entry_point.module, package)
+            options = {**package_options, **options}
+            problems += [problem for problem in table_errors if problem not in problems]
+    return options, tuple(problems)
+
+
+def _read_packaged_task(name: str, module: str, file: Path, package: str) -> CustomOption | Problem:
+    """Return the task of an entry point, or what is wrong with it."""
+    where = f"package {package}: {TASK_ENTRY_POINTS}[{name}]"
+    name_error = find_name_error(TASK, name)
+    if name_error:
+        return Problem(name_error[0], where, name_error[1])
+    try:
+        build = read_functions(file).get("build")
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
+        return Problem(f"{file} cannot be parsed", where, "reinstall the package, or uninstall it")
+    if build is None:
+        return Problem(f"the module {module} has no function build()", where, "an example: accel-run new my_task.py")
+    return CustomOption(TASK, name, "build", module, build, package)
+
+
+def _find_module_file(module: str) -> Path | None:
+    """Return the file of a module without importing the packages that contain it."""
+    path = None
+    for count in range(module.count(".") + 1):
+        spec = PathFinder.find_spec(".".join(module.split(".")[: count + 1]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def clear_package_cache() -> None:
+    """Read the installed packages again at the next use: one was installed or removed in this process."""
+    _read_packages.cache_clear()
